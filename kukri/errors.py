@@ -1,0 +1,98 @@
+"""The exception tree. Everything kukri raises on purpose is a `KukriError`.
+
+KukriError
+├── ConfigError              a model or engine configuration that makes no sense
+├── FormatError              a model file that is broken; names file, offset and tensor
+│   └── UnusedTensorError    a checkpoint holds tensors that no layer took
+├── UnsupportedError         valid, but not something kukri runs; says what is supported
+│   └── MissingKernelError   a backend has no kernel for an op and type
+├── RequestError             the caller's request is wrong (HTTP 400)
+│   └── ContextLengthError   the prompt does not fit into the context
+├── CapacityError            no room now, try again later (HTTP 503)
+├── DownloadError            a model could not be fetched or verified
+├── HookError                a hook raised or returned something unusable
+└── ShapeError               a bug of ours: an array has an unexpected shape
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class KukriError(Exception):
+    """Base of every error kukri raises on purpose; its text is one line that says what to do."""
+
+
+class ConfigError(KukriError):
+    """A model or engine configuration is inconsistent."""
+
+
+class FormatError(KukriError):
+    """A model file is broken.
+
+    Attributes: path (str), offset (bytes from the start of the file, or None), tensor (name, or None).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        offset: int | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        self.path, self.offset, self.tensor = str(path) if path is not None else None, offset, tensor
+        where = [self.path] if self.path is not None else []
+        if offset is not None:
+            where.append(f"byte {offset}")
+        if tensor is not None:
+            where.append(f"tensor {tensor!r}")
+        super().__init__(f"{', '.join(where)}: {message}" if where else message)
+
+
+class UnusedTensorError(FormatError):
+    """A checkpoint holds tensors that no layer of the architecture took."""
+
+
+class UnsupportedError(KukriError):
+    """Valid input of a kind that kukri does not run; the text lists what it does."""
+
+
+class MissingKernelError(UnsupportedError):
+    """A backend has no kernel for this op and weight type."""
+
+
+class RequestError(KukriError):
+    """A request is wrong. `param` and `code` are those of an OpenAI error body."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        self.param, self.code = param, code
+        super().__init__(message)
+
+
+class ContextLengthError(RequestError):
+    """A prompt is longer than the context. Attributes: n_tokens, max_context (tokens)."""
+
+    def __init__(self, n_tokens: int, max_context: int) -> None:
+        self.n_tokens, self.max_context = n_tokens, max_context
+        super().__init__(
+            f"the prompt has {n_tokens} tokens and the context holds {max_context}: shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+class CapacityError(KukriError):
+    """No room for this request now; trying later may work."""
+
+
+class DownloadError(KukriError):
+    """A model could not be fetched or did not have the expected contents."""
+
+
+class HookError(KukriError):
+    """A hook raised, or returned an array of another shape or dtype."""
+
+
+class ShapeError(KukriError):
+    """An array has an unexpected shape: a bug of kukri, please report it."""

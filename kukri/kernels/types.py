@@ -1,0 +1,222 @@
+"""The types every backend shares: weights, one step's batch, the paged KV cache, and the op set.
+
+Shape letters: T tokens in the step, S sequences, N rows with logits, D model width, V vocabulary,
+H query heads, G key/value heads, K head size, P pages, B page size, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.config import PAGE_TOKENS
+from kukri.errors import ShapeError
+from kukri.quant.types import QuantType
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A matrix of `shape` (out, in) as stored: `data` is uint8 [out, bytes per row], a view of the file."""
+
+    data: ByteArray
+    type: QuantType
+    shape: tuple[int, int]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError unless `data` holds exactly the rows that `shape` and `type` imply."""
+        expected = (self.shape[0], self.type.row_bytes(self.shape[1]))
+        if self.data.dtype != np.uint8 or self.data.shape != expected or self.shape[1] % self.type.block_size:
+            raise ShapeError(
+                f"weight {self.name!r}: {self.type.name} {self.shape} does not fit bytes {self.data.shape}"
+            )
+
+
+class RopeTable:
+    """cos and sin of every rotary angle, float32 [max_context, rotary_dim / 2], filled as positions need it.
+
+    `inverse_frequencies`: float64 [rotary_dim / 2], radians per token. `scale` multiplies both tables
+    (the attention factor of YaRN). Rows are written once and never change, so addresses stay valid.
+    """
+
+    def __init__(
+        self, inverse_frequencies: npt.NDArray[np.float64], max_context: int, scale: float = 1.0
+    ) -> None:
+        self.inverse_frequencies, self.scale = inverse_frequencies, scale
+        self.cos = np.empty((max_context, len(inverse_frequencies)), np.float32)
+        self.sin = np.empty_like(self.cos)
+        self.n_filled = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that rotate."""
+        return 2 * len(self.inverse_frequencies)
+
+    def ensure(self, n_positions: int) -> None:
+        """Fills the rows of positions 0 to n_positions - 1. Raises ShapeError beyond max_context."""
+        if n_positions <= self.n_filled:
+            return
+        if n_positions > len(self.cos):
+            raise ShapeError(f"position {n_positions - 1} is outside a RoPE table of {len(self.cos)} rows")
+        stop = min(len(self.cos), max(n_positions, 2 * self.n_filled, 256))
+        # float32 angles, as transformers computes them, so that tables agree to the bit
+        positions = np.arange(self.n_filled, stop, dtype=np.float32)
+        angles = positions[:, None] * self.inverse_frequencies.astype(np.float32)
+        self.cos[self.n_filled : stop] = np.cos(angles) * np.float32(self.scale)
+        self.sin[self.n_filled : stop] = np.sin(angles) * np.float32(self.scale)
+        self.n_filled = stop
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step: T new tokens of S sequences, back to back, no padding. All arrays int32.
+
+    `slots[t]` = page * B + offset says where token t's key and value go. Sequence s owns tokens
+    query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the new ones included.
+    `page_table[s]` lists its pages in order (unused entries are 0). `logit_rows` are the tokens (indices
+    into T) whose logits are wanted.
+    """
+
+    token_ids: IntArray  # [T]
+    positions: IntArray  # [T]
+    slots: IntArray  # [T]
+    query_start: IntArray  # [S + 1]
+    context_len: IntArray  # [S]
+    page_table: IntArray  # [S, max_pages]
+    logit_rows: IntArray  # [N]
+
+    @property
+    def n_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def n_sequences(self) -> int:
+        """S."""
+        return len(self.context_len)
+
+    @property
+    def n_logit_rows(self) -> int:
+        """N."""
+        return len(self.logit_rows)
+
+
+class PagedKV:
+    """The KV cache of all layers: `keys` float16 [L, P, G, K, B], `values` float16 [L, P, G, B, K].
+
+    Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is
+    reserved at once and taken from the system page by page as it is written. Contents are always finite.
+    """
+
+    def __init__(self, n_layers: int, n_pages: int, n_kv_heads: int, d_head: int) -> None:
+        self.n_layers, self.n_pages, self.n_kv_heads, self.d_head = n_layers, n_pages, n_kv_heads, d_head
+        self.keys = np.zeros((n_layers, n_pages, n_kv_heads, d_head, PAGE_TOKENS), np.float16)
+        self.values = np.zeros((n_layers, n_pages, n_kv_heads, PAGE_TOKENS, d_head), np.float16)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The shape of one layer's attention. `scale` multiplies scores; `window` in tokens, None sees all."""
+
+    layer: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    scale: float
+    window: int | None = None
+
+
+# A value inside a step: an ndarray on the reference backend, a buffer handle while a plan is recorded.
+Tensor = Any
+# A hook sees (its full name, the array) and may edit the array in place or return a replacement.
+Hook = Callable[[str, FloatArray], FloatArray | None]
+
+
+class Ops(Protocol):
+    """The op set that models are written against. Values are float32, row-major [rows, width]."""
+
+    def embed(self, weight: Weight, batch: Any) -> Tensor:
+        """Rows of `weight` [V, D] for the batch's token ids -> [T, D]."""
+
+    def rms_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, along each row (Zhang & Sennrich 2019)."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weights: Sequence[Weight],
+        bias: FloatArray | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [R, in] times the transpose of each weight [out_i, in], side by side -> [R, sum of out_i].
+
+        `bias` [sum of out_i] and `residual` (same shape as the result) are added.
+        """
+
+    def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+        """Column views of x, of the given widths."""
+
+    def rope(self, q: Tensor, k: Tensor, table: RopeTable, spec: AttentionSpec, batch: Any) -> tuple[Tensor, Tensor]:
+        """Rotates each head of q [T, H*K] and k [T, G*K] by its token's position (half-split); in place."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: Any) -> Tensor:
+        """Stores k and v [T, G*K] at the batch's slots, then attends causally -> [T, H*K]."""
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, the gated activation of SwiGLU (Shazeer 2020)."""
+
+    def logit_rows(self, x: Tensor, batch: Any) -> Tensor:
+        """The rows of x [T, D] that the batch wants logits for -> [N, D]."""
+
+    def tap(self, name: str, layer: int | None, x: Tensor) -> Tensor:
+        """x, after the hooks that listen on `name` (TransformerLens spelling) have seen or edited it."""
+
+
+# A model as the backends see it: program(ops, batch) -> logits [N, V]
+Program = Callable[[Ops, Any], Tensor]
+
+
+def tap_name(name: str, layer: int | None) -> str:
+    """The full hook name: `blocks.3.hook_resid_pre`, or `name` itself outside the blocks."""
+    return name if layer is None else f"blocks.{layer}.{name}"
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step a compiled program must take: T, S, N and pages per sequence."""
+
+    max_tokens: int
+    max_sequences: int
+    max_logit_rows: int
+    max_pages: int
+
+
+class CompiledProgram(Protocol):
+    """A model bound to a backend and a cache."""
+
+    def __call__(self, batch: ForwardBatch) -> FloatArray:
+        """Runs one step -> logits float32 [N, V], valid until the next call. Writes the cache."""
+
+
+class Backend(Protocol):
+    """Runs programs. `kukri.kernels.make_backend(name)` makes one."""
+
+    name: str
+
+    def compile(
+        self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]
+    ) -> CompiledProgram:
+        """Binds a model to kernels. `hooks` maps full hook names to listeners; others cost nothing."""
