@@ -1,0 +1,118 @@
+"""SamplingParams: what is refused, and what is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from kukri.errors import RequestError
+from kukri.sampling import SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+WRONG = [
+    *[("temperature", v) for v in (-0.1, -1, NAN, INF, -INF, True, "1", None, 1j, 10**400)],
+    *[("top_p", v) for v in (-0.01, 1.01, NAN, INF, False, "0.9", None)],
+    *[("min_p", v) for v in (-0.01, 1.01, NAN, True, None)],
+    *[("repetition_penalty", v) for v in (0, -1, 0.001, 101, NAN, INF, True, "1")],
+    *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, INF, True, None)],
+    *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN, -INF, True, None)],
+    *[("top_k", v) for v in (-1, 1.0, 0.5, True, "40", None, NAN)],
+    *[("min_tokens", v) for v in (-1, 1.5, True, None)],
+    *[("max_tokens", v) for v in (0, -1, 16.0, True, "16", NAN)],
+    *[("seed", v) for v in (1.0, True, "7", 2**64, -(2**63) - 1)],
+    *[("logprobs", v) for v in (-1, True, 1001, 1.0, "5")],
+    *[("ignore_eos", v) for v in (1, 0, None, "yes")],
+    *[
+        ("logit_bias", v)
+        for v in ([1], {"1": 1.0}, {1: "x"}, {1: NAN}, {1: 101}, {-1: 1.0}, {True: 1.0}, {1: True})
+    ],
+    *[("stop", v) for v in ("", ["a", ""], 5, [1.5], [True], [-1], b"x", [None], {"a"})],
+    *[("stop_token_ids", v) for v in ([-1], [1.0], [True], ["a"], 3, None)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_wrong_values_are_refused(name: str, value: object) -> None:
+    """Would catch a value that passes unchecked and fails, or silently changes meaning, inside the engine."""
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.param == name
+    text = str(caught.value)
+    assert text.startswith(f"{name} must be ")
+    assert "\n" not in text
+    assert len(text) < 250
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0),
+        ("temperature", np.float32(0.5)),
+        ("top_k", np.int64(40)),
+        ("top_p", 0.0),
+        ("top_p", 1),
+        ("min_p", 1.0),
+        ("repetition_penalty", 1.3),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2.0),
+        ("seed", 0),
+        ("seed", -1),
+        ("seed", 2**64 - 1),
+        ("max_tokens", None),
+        ("logprobs", 0),
+        ("logit_bias", {5: -100, np.int32(7): np.float32(1.5)}),
+        ("logit_bias", {}),
+    ],
+)
+def test_limits_are_inside(name: str, value: object) -> None:
+    """Would catch an off-by-one range, and NumPy numbers being refused."""
+    stored = getattr(SamplingParams(**{name: value}), name)  # type: ignore[arg-type]
+    assert stored == value
+    assert type(stored).__module__ == "builtins"
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    """Would catch a request that can never satisfy both."""
+    with pytest.raises(RequestError, match="at most max_tokens, 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
+
+
+def test_stop_is_sorted_into_strings_and_ids() -> None:
+    """Would catch ids in `stop` that are compared with text, and a single string split into letters."""
+    params = SamplingParams(stop=["\n\n", 7, "END", 2, "END"], stop_token_ids=[2, 0])
+    assert params.stop == params.stop_strings == ("\n\n", "END")
+    assert params.stop_token_ids == (2, 0, 7)
+    assert SamplingParams(stop="END").stop_strings == ("END",)
+    assert SamplingParams(stop=None).stop_strings == ()
+
+
+def test_params_are_frozen_hashable_keyword_only_and_replaceable() -> None:
+    """Would catch a request that changes under a running engine through its caller's dict or list."""
+    bias, stop = {3: 1.0}, ["a", 9]
+    params = SamplingParams(logit_bias=bias, stop=stop)
+    bias[3], stop[0] = 5.0, "b"
+    assert params.logit_bias == {3: 1.0}
+    assert params.stop == ("a",)
+    assert len({params, dataclasses.replace(params)}) == 1
+    assert dataclasses.replace(params, temperature=0.0).stop_token_ids == (9,)
+    assert dataclasses.asdict(params)["logit_bias"] == {3: 1.0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SamplingParams(0.5)  # type: ignore[misc]
+
+
+def test_defaults_draw_from_the_model() -> None:
+    """Would catch a default that filters or penalizes without being asked."""
+    params = SamplingParams()
+    assert not params.is_greedy
+    assert (params.top_k, params.top_p, params.min_p, params.temperature) == (0, 1.0, 0.0, 1.0)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert params.logit_bias is None
+    assert params.seed is None
+    assert params.max_tokens == 256
