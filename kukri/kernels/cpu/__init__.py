@@ -1,0 +1,173 @@
+"""The CPU backend: models recorded once into plans of compiled kernels.
+
+Follow a step: `plan.py` records the model, `pool.py` runs the recorded ops on its threads through the
+executor (`threads.py`); kernels live in `linear`, `attention`, `elementwise`, `batch` and `sample`, made
+of the vector values of `simd.py` and compiled by `jit.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+
+from kukri.errors import CapacityError, ShapeError
+from kukri.kernels.cpu import state
+from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
+from kukri.kernels.cpu.memory import address_of, aligned_zeros
+from kukri.kernels.cpu.pack import PackedWeight, pack
+from kukri.kernels.cpu.plan import Recorder, Segment, Value, max_partials
+from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.reference import call_hooks
+from kukri.kernels.types import (
+    FloatArray,
+    ForwardBatch,
+    Hook,
+    PagedKV,
+    Program,
+    StepLimits,
+    Weight,
+)
+
+
+class CpuBackend:
+    """Runs models on the CPU. Holds the thread pool, the kernels and the packed weights."""
+
+    name = "cpu"
+
+    def __init__(self, n_threads: int | None = None, on_compile: Callable[[int], None] | None = None) -> None:
+        self.kernels = KernelLibrary(on_compile)
+        self.pool = ThreadPool(self.kernels, n_threads)
+        self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
+
+    def compile(
+        self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]
+    ) -> CpuProgram:
+        """See Backend.compile. Weights are packed on first use and shared by all programs."""
+        return CpuProgram(self, program, cache, limits, hooks)
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self.pool.close()
+
+    def packed(self, weights: tuple[Weight, ...]) -> PackedWeight:
+        """The tiles of weights of one type, packed once."""
+        if weights not in self._packed:
+            self._packed[weights] = pack(weights, self.pool)
+        return self._packed[weights]
+
+
+class CpuProgram:
+    """A recorded model: call it with a batch, get logits."""
+
+    def __init__(
+        self,
+        backend: CpuBackend,
+        program: Program,
+        cache: PagedKV,
+        limits: StepLimits,
+        hooks: dict[str, list[Hook]],
+    ) -> None:
+        self._pool, self._limits, self._cache = backend.pool, limits, cache
+        self._batch = BatchMemory(limits)
+        recorder = Recorder(cache, limits, hooks, self._batch.address, backend.packed)
+        result = program(recorder, None)
+        self.plan = recorder.finish(result, backend.kernels)
+        self._n_vocab = recorder.n_vocab
+        check = backend.kernels["check_batch"]
+        self._check_record = pack_record(
+            check,
+            {
+                "batch": self._batch.address,
+                "n_vocab": self._n_vocab,
+                "n_pages": cache.n_pages,
+                "max_pages": limits.max_pages,
+                "n_positions": 0,
+            },
+        )
+        self._failed_check = ctypes.c_int64()
+        failed, record = ctypes.byref(self._failed_check), ctypes.addressof(self._check_record)
+        run_check = entry_point(check.address)
+        self._check: Callable[[], int] = lambda: run_check(failed, None, record, 0)
+        self._ops_address = address_of(self.plan.ops)
+        self._logits = _view(result, limits.max_logit_rows)
+
+    def __call__(self, batch: ForwardBatch) -> FloatArray:
+        """See CompiledProgram. Raises CapacityError beyond the limits, ShapeError on an index out of range."""
+        self._batch.fill(batch, self._limits)
+        self._check_record[-1] = min((t.n_filled for t in self.plan.rope_tables), default=1 << 31)
+        self._check()
+        if self._failed_check.value:
+            raise ShapeError(f"bad step: {state.BATCH_CHECKS[self._failed_check.value]}")
+        start = 0
+        for segment in self.plan.segments:
+            self._run(start, segment.stop)
+            _call_hooks(segment, batch)
+            start = segment.stop
+        self._run(start, len(self.plan.ops))
+        return self._logits[: batch.n_logit_rows]
+
+    def _run(self, start: int, stop: int) -> None:
+        if stop > start:
+            self._pool.run(self._ops_address + start * state.OP_BYTES, stop - start)
+
+
+class BatchMemory:
+    """A step's batch where kernels find it: a header and arrays that keep their addresses."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        n_tokens, n_sequences = limits.max_tokens, limits.max_sequences
+        self._header = aligned_zeros(state.BATCH_BYTES).view(np.int64)
+        self.address = address_of(self._header)
+        self._arrays = {
+            state.TOKEN_IDS: np.zeros(n_tokens, np.int32),
+            state.POSITIONS: np.zeros(n_tokens, np.int32),
+            state.SLOTS: np.zeros(n_tokens, np.int32),
+            state.QUERY_START: np.zeros(n_sequences + 1, np.int32),
+            state.CONTEXT_LEN: np.zeros(n_sequences, np.int32),
+            state.PAGE_TABLE: np.zeros((n_sequences, limits.max_pages), np.int32),
+            state.LOGIT_ROWS: np.zeros(limits.max_logit_rows, np.int32),
+            state.WORK: np.zeros((n_tokens + max_partials(limits)) * state.WORK_BYTES, np.uint8),
+            state.TOKEN_PARTS: np.zeros((n_tokens, 2), np.int64),
+        }
+        for offset, array in self._arrays.items():
+            self._header[offset // 8] = address_of(array)
+        self._header[state.MAX_PAGES // 8] = limits.max_pages
+
+    def fill(self, batch: ForwardBatch, limits: StepLimits) -> None:
+        """Copies a batch in. Raises CapacityError if it is larger than `limits`."""
+        t, s, n = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
+        n_pages = batch.page_table.shape[1]
+        if not (
+            0 < t <= limits.max_tokens and 0 < s <= limits.max_sequences
+            and n <= limits.max_logit_rows and n_pages <= limits.max_pages
+        ):  # fmt: skip
+            raise CapacityError(f"a step of {t} tokens, {s} sequences, {n} logit rows and {n_pages} pages; {limits}")
+        arrays = self._arrays
+        arrays[state.TOKEN_IDS][:t] = batch.token_ids
+        arrays[state.POSITIONS][:t] = batch.positions
+        arrays[state.SLOTS][:t] = batch.slots
+        arrays[state.QUERY_START][: s + 1] = batch.query_start
+        arrays[state.CONTEXT_LEN][:s] = batch.context_len
+        arrays[state.PAGE_TABLE][:s, :n_pages] = batch.page_table
+        arrays[state.LOGIT_ROWS][:n] = batch.logit_rows
+        self._header[:3] = t, s, n
+
+
+def _view(value: Value, n_rows: int) -> FloatArray:
+    """The array behind a value, [n_rows, width]."""
+    n_bytes = n_rows * value.stride
+    memory = (ctypes.c_uint8 * n_bytes).from_address(value.buffer.address)
+    array = np.frombuffer(memory, np.float32).reshape(n_rows, value.stride // 4)
+    column = value.offset // 4
+    return array[:, column : column + value.width]
+
+
+def _call_hooks(segment: Segment, batch: ForwardBatch) -> None:
+    """Shows a tapped value to its hooks and keeps what they return."""
+    n_rows = batch.n_tokens if segment.value.rows == "T" else batch.n_logit_rows
+    view = _view(segment.value, n_rows)
+    returned = call_hooks(segment.name, segment.hooks, view)
+    if returned is not view:
+        view[...] = returned

@@ -1,0 +1,327 @@
+"""Causal attention over KV pages, for decoding and prompts alike.
+
+Keys are taken in *chunks* of 64, fixed in absolute position. A chunk gives a partial result per query row
+(its maximum, its sum of exponentials and its weighted values); partials are merged in chunk order, as in
+FlashAttention (Dao et al. 2022). Whether one thread runs over all chunks or several share them, and
+whatever the other rows are, a row's arithmetic is the same to the bit.
+
+Rows are (token, head) pairs that share a key head, so each key is widened to float32 once for all of
+them. Scores of a page of 16 keys are one vector: lanes are keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kukri.config import PAGE_TOKENS
+from kukri.kernels.cpu.elementwise import first_row, quantize_row, row_tiles, stop_row
+from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.simd import (
+    device,
+    exponential,
+    f32_of_bits,
+    fma,
+    load_f16x16,
+    load_f32,
+    load_f32x16,
+    load_i32,
+    load_i64,
+    mask_outside,
+    max_lanes,
+    maximum,
+    splat,
+    stack_bytes,
+    store_f32,
+    store_f32x16,
+    store_i64,
+    sum_lanes,
+    tile_fma,
+    tile_store,
+    tile_zeros_f32,
+)
+from kukri.kernels.cpu.state import (
+    CHUNK_PAGES,
+    CHUNK_TOKENS,
+    MAX_PAGES,
+    MAX_TILE_ROWS,
+    N_TOKENS,
+    N_WORK,
+    PAGE_TABLE,
+    POSITIONS,
+    TOKEN_PARTS,
+    WORK,
+    WORK_BYTES,
+    WORK_CHUNK,
+    WORK_CHUNK_STOP,
+    WORK_N_TOKENS,
+    WORK_PARTIAL,
+    WORK_SEQUENCE,
+    WORK_TOKEN,
+    partial_bytes,
+    query_tokens,
+)
+
+# mypy: disable-error-code="no-untyped-def"
+
+_NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
+_SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
+_VALUES = 8 * MAX_TILE_ROWS
+_PAGE_BYTES = 8 * CHUNK_PAGES  # page offsets of a chunk
+
+
+@device
+def _start(state, rows, d_head):
+    store_f32x16(state, splat(_NO_SCORE))
+    store_f32x16(state + _SUMS, splat(0.0))
+    for i in range(0, rows * d_head * 4, 64):
+        store_f32x16(state + _VALUES + i, splat(0.0))
+
+
+@device
+def _merge(state, part, rows, d_head):
+    """state = state and part together; both are partial results over neighbouring keys."""
+    weights = stack_bytes(128)
+    old = load_f32x16(state)
+    new = load_f32x16(part)
+    top = maximum(old, new)
+    keep = exponential(old - top)
+    take = exponential(new - top)
+    store_f32x16(weights, keep)
+    store_f32x16(weights + 64, take)
+    store_f32x16(state, top)
+    store_f32x16(state + _SUMS, fma(load_f32x16(part + _SUMS), take, load_f32x16(state + _SUMS) * keep))
+    for row in range(rows):
+        a = splat(load_f32(weights + 4 * row))
+        b = splat(load_f32(weights + 64 + 4 * row))
+        for i in range(row * d_head * 4, (row + 1) * d_head * 4, 64):
+            value = load_f32x16(state + _VALUES + i) * a
+            store_f32x16(state + _VALUES + i, fma(load_f32x16(part + _VALUES + i), b, value))
+
+
+@device
+def _finish(state, row, y, d_head):
+    """y = the finished row: its values over its sum."""
+    total = splat(load_f32(state + _SUMS + 4 * row))
+    for i in range(0, d_head * 4, 64):
+        store_f32x16(y + i, load_f32x16(state + _VALUES + row * d_head * 4 + i) / total)
+
+
+def _make_chunk(rows: int, d_head: int) -> Any:
+    """A function for one chunk of keys and `rows` query rows."""
+    n_vectors = d_head // 16
+    row_scores = 4 * CHUNK_TOKENS
+    few_rows = rows <= 4  # then several pages or value vectors at a time keep the FMA units busy
+    together = 4 if few_rows and n_vectors % 4 == 0 else 2 if few_rows and n_vectors % 2 == 0 else 1
+
+    @device
+    def page_scores(q, keys, scores):
+        s = tile_zeros_f32(rows)
+        for d in range(d_head):
+            s = tile_fma(s, load_f16x16(keys + d * 32), q + 4 * d, 4 * d_head)
+        tile_store(s, scores, row_scores, rows)
+
+    @device
+    def four_page_scores(q, k0, k1, k2, k3, scores):
+        s0 = tile_zeros_f32(rows)
+        s1 = tile_zeros_f32(rows)
+        s2 = tile_zeros_f32(rows)
+        s3 = tile_zeros_f32(rows)
+        for d in range(d_head):
+            s0 = tile_fma(s0, load_f16x16(k0 + d * 32), q + 4 * d, 4 * d_head)
+            s1 = tile_fma(s1, load_f16x16(k1 + d * 32), q + 4 * d, 4 * d_head)
+            s2 = tile_fma(s2, load_f16x16(k2 + d * 32), q + 4 * d, 4 * d_head)
+            s3 = tile_fma(s3, load_f16x16(k3 + d * 32), q + 4 * d, 4 * d_head)
+        tile_store(s0, scores, row_scores, rows)
+        tile_store(s1, scores + 64, row_scores, rows)
+        tile_store(s2, scores + 128, row_scores, rows)
+        tile_store(s3, scores + 192, row_scores, rows)
+
+    @device
+    def softmax(scores, base, first, last, part, row):
+        """Turns a row of scores into exponentials; notes their maximum and sum."""
+        s = scores + row * row_scores
+        s0 = mask_outside(load_f32x16(s), base, first, last)
+        s1 = mask_outside(load_f32x16(s + 64), base + 16, first, last)
+        s2 = mask_outside(load_f32x16(s + 128), base + 32, first, last)
+        s3 = mask_outside(load_f32x16(s + 192), base + 48, first, last)
+        largest = max(max_lanes(maximum(maximum(s0, s1), maximum(s2, s3))), _NO_SCORE)
+        top = splat(largest)
+        s0 = exponential(s0 - top)
+        s1 = exponential(s1 - top)
+        s2 = exponential(s2 - top)
+        s3 = exponential(s3 - top)
+        store_f32x16(s, s0)
+        store_f32x16(s + 64, s1)
+        store_f32x16(s + 128, s2)
+        store_f32x16(s + 192, s3)
+        store_f32(part + 4 * row, largest)
+        store_f32(part + _SUMS + 4 * row, sum_lanes((s0 + s1) + (s2 + s3)))
+
+    @device
+    def weighted_values(scores, values, pages, n_keys, part):
+        for i in range(0, n_vectors, together):
+            o0 = tile_zeros_f32(rows)
+            o1 = tile_zeros_f32(rows)
+            o2 = tile_zeros_f32(rows)
+            o3 = tile_zeros_f32(rows)
+            for key in range(n_keys):
+                v = values + load_i64(pages + 8 * (key >> 4)) + (key & 15) * (2 * d_head) + 32 * i
+                o0 = tile_fma(o0, load_f16x16(v), scores + 4 * key, row_scores)
+                if together > 1:
+                    o1 = tile_fma(o1, load_f16x16(v + 32), scores + 4 * key, row_scores)
+                if together > 2:
+                    o2 = tile_fma(o2, load_f16x16(v + 64), scores + 4 * key, row_scores)
+                    o3 = tile_fma(o3, load_f16x16(v + 96), scores + 4 * key, row_scores)
+            out = part + _VALUES + 64 * i
+            tile_store(o0, out, 4 * d_head, rows)
+            if together > 1:
+                tile_store(o1, out + 64, 4 * d_head, rows)
+            if together > 2:
+                tile_store(o2, out + 128, 4 * d_head, rows)
+                tile_store(o3, out + 192, 4 * d_head, rows)
+
+    @device
+    def chunk_part(q, ranges, keys, values, pages, base, n_keys, part, scores):
+        """The partial result of keys base to base + n_keys - 1; `pages`: 4 byte offsets of their pages."""
+        if few_rows:
+            p0 = keys + load_i64(pages)
+            p1 = keys + load_i64(pages + 8)
+            four_page_scores(q, p0, p1, keys + load_i64(pages + 16), keys + load_i64(pages + 24), scores)
+        else:
+            for page in range((n_keys + PAGE_TOKENS - 1) >> 4):
+                page_scores(q, keys + load_i64(pages + 8 * page), scores + 64 * page)
+        for row in range(rows):
+            first = load_i64(ranges + 16 * row)
+            softmax(scores, base, first, load_i64(ranges + 16 * row + 8), part, row)
+        weighted_values(scores, values, pages, n_keys, part)
+
+    return chunk_part
+
+
+def _make_entry(group: int, n_query_tokens: int, d_head: int) -> Any:
+    """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
+    rows = group * n_query_tokens
+    chunk_part = _make_chunk(rows, d_head)
+    scratch_bytes = partial_bytes(rows, d_head)
+    q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
+
+    @device
+    def entry_part(batch, entry, head, q, q_stride, scale, keys, values, page_bytes, window, partials, y, y_stride):
+        sequence = load_i64(entry + WORK_SEQUENCE)
+        token = load_i64(entry + WORK_TOKEN)
+        n_tokens = load_i64(entry + WORK_N_TOKENS)
+        positions = load_i64(batch + POSITIONS)
+        table = load_i64(batch + PAGE_TABLE) + 4 * sequence * load_i64(batch + MAX_PAGES)
+        rows_q = stack_bytes(q_bytes)
+        ranges = stack_bytes(range_bytes)
+        scores = stack_bytes(score_bytes)
+        pages = stack_bytes(_PAGE_BYTES)
+        state = stack_bytes(scratch_bytes)
+        part = stack_bytes(scratch_bytes)
+        for row in range(rows):
+            t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
+            source = q + t * q_stride + (head * group + row % group) * (4 * d_head)
+            for i in range(0, 4 * d_head, 64):
+                store_f32x16(rows_q + row * (4 * d_head) + i, load_f32x16(source + i) * scale)
+            position = load_i32(positions + 4 * t)
+            store_i64(ranges + 16 * row, max(position - window + 1, 0))
+            store_i64(ranges + 16 * row + 8, position)
+        n_context = load_i32(positions + 4 * (token + n_tokens - 1)) + 1
+        first_visible = load_i64(ranges)
+        partial = load_i64(entry + WORK_PARTIAL)
+        _start(state, rows, d_head)
+        for chunk in range(load_i64(entry + WORK_CHUNK), load_i64(entry + WORK_CHUNK_STOP)):
+            base = chunk * CHUNK_TOKENS
+            if base + CHUNK_TOKENS <= first_visible:
+                continue
+            n_keys = min(n_context - base, CHUNK_TOKENS)
+            for page in range(CHUNK_PAGES):
+                index = base // PAGE_TOKENS + (page if page * PAGE_TOKENS < n_keys else 0)
+                store_i64(pages + 8 * page, load_i32(table + 4 * index) * page_bytes)
+            chunk_part(rows_q, ranges, keys, values, pages, base, n_keys, part, scores)
+            _merge(state, part, rows, d_head)
+        if partial >= 0:
+            for i in range(0, scratch_bytes, 64):
+                store_f32x16(partials + i, load_f32x16(state + i))
+        else:
+            for row in range(n_tokens * group):
+                t = token + row // group
+                _finish(state, row, y + t * y_stride + (head * group + row % group) * (4 * d_head), d_head)
+
+    return entry_part
+
+
+def _make_attend(group: int, d_head: int) -> KernelSource:
+    """`attend[group,d_head]`: every work entry for every key head."""
+    one_token = _make_entry(group, 1, d_head)
+    many_tokens = _make_entry(group, query_tokens(group), d_head)
+    head_bytes = d_head * PAGE_TOKENS * 2
+    slot_bytes = partial_bytes(group * query_tokens(group), d_head)
+
+    def attend(
+        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, window, partials, y, y_stride
+    ):  # type: ignore[no-untyped-def]
+        if tile < 0:
+            return load_i64(batch + N_WORK) * n_kv_heads
+        entry = load_i64(batch + WORK) + tile // n_kv_heads * WORK_BYTES
+        head = tile % n_kv_heads
+        partial = partials + (load_i64(entry + WORK_PARTIAL) * n_kv_heads + head) * slot_bytes
+        k = keys + head * head_bytes
+        v = values + head * head_bytes
+        page_bytes = n_kv_heads * head_bytes
+        s = splat(f32_of_bits(scale))
+        if load_i64(entry + WORK_N_TOKENS) == 1:
+            one_token(batch, entry, head, q, q_stride, s, k, v, page_bytes, window, partial, y, y_stride)
+        else:
+            many_tokens(batch, entry, head, q, q_stride, s, k, v, page_bytes, window, partial, y, y_stride)
+        return 0
+
+    parameters = (
+        "batch", "q", "q_stride", "scale", "n_kv_heads", "keys", "values", "window", "partials", "y", "y_stride",
+    )  # fmt: skip
+    return KernelSource(f"attend[{group},{d_head}]", attend, parameters)
+
+
+def _make_attend_finish(group: int, d_head: int) -> KernelSource:
+    """`attend_finish[group,d_head]`: merges partial results, then quantizes rows for the next linear."""
+    all_rows = group * query_tokens(group)
+    slot_bytes = partial_bytes(all_rows, d_head)
+
+    @device
+    def merge_head(first, n_parts, head_step, rows, state):
+        _start(state, rows, d_head)
+        for i in range(n_parts):
+            _merge(state, first + i * head_step, rows, d_head)
+
+    def attend_finish(tile, batch, n_kv_heads, partials, y, y_stride, panels):  # type: ignore[no-untyped-def]
+        """`panels` (q8) may be 0: not wanted."""
+        n_rows = load_i64(batch + N_TOKENS)
+        if tile < 0:
+            return row_tiles(n_rows)
+        state = stack_bytes(slot_bytes)
+        parts = load_i64(batch + TOKEN_PARTS)
+        for t in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+            slot = load_i64(parts + 16 * t)
+            if slot >= 0:
+                n_parts = load_i64(parts + 16 * t + 8)
+                within = 0  # which token of its work entry: earlier tokens name the same partial results
+                while within < t and load_i64(parts + 16 * (t - within - 1)) == slot:
+                    within += 1
+                for head in range(n_kv_heads):
+                    first = partials + (slot * n_kv_heads + head) * slot_bytes
+                    merge_head(first, n_parts, n_kv_heads * slot_bytes, (within + 1) * group, state)
+                    for i in range(group):
+                        row = y + t * y_stride + (head * group + i) * (4 * d_head)
+                        _finish(state, within * group + i, row, d_head)
+            if panels != 0:
+                quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t)
+        return 0
+
+    parameters = ("batch", "n_kv_heads", "partials", "y", "y_stride", "panels")
+    return KernelSource(f"attend_finish[{group},{d_head}]", attend_finish, parameters)
+
+
+KERNELS = {
+    "attend": _make_attend,
+    "attend_finish": _make_attend_finish,
+}

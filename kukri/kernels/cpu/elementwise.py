@@ -1,0 +1,353 @@
+"""Kernels that work token by token: embedding, norms, activations, RoPE, cache writes, quantization.
+
+Each has the definition in `kukri.kernels.reference`. `rows` is always the address of the number of rows
+(tokens, or logit rows) of the step; buffers are float32, strides are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kukri.config import PAGE_TOKENS
+from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.layouts import (
+    F32_INPUT_BYTES,
+    LAYOUTS,
+    Q8_BLOCK,
+    Q8_BLOCK_BYTES,
+    Q8_NEGATIVE_SUMS,
+    Q8_SCALED_SUMS,
+    Q8_SCALES,
+    TOKENS,
+)
+from kukri.kernels.cpu.simd import (
+    absolute,
+    device,
+    exponential,
+    f32_of_bits,
+    finite,
+    fma,
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_f32x16,
+    load_i8,
+    load_i32,
+    load_i64,
+    load_u8,
+    max_lanes,
+    maximum,
+    round_even,
+    splat,
+    store_f16,
+    store_f16x16,
+    store_f32,
+    store_f32x16,
+    store_i32,
+    store_words,
+    sum_lanes,
+    sum_lanes_i32,
+    to_i32,
+)
+from kukri.kernels.cpu.state import N_TOKENS, POSITIONS, SLOTS, TOKEN_IDS
+
+# mypy: disable-error-code="no-untyped-def"
+
+
+@device
+def row_tiles(n_rows):
+    """Tiles of a token-wise kernel: a row each for a few rows, panels of 8 for many."""
+    return n_rows if n_rows <= TOKENS else (n_rows + TOKENS - 1) >> 3
+
+
+@device
+def first_row(tile, n_rows):
+    """The first row of a tile."""
+    return tile if n_rows <= TOKENS else tile * TOKENS
+
+
+@device
+def stop_row(tile, n_rows):
+    """One past the last row of a tile."""
+    return tile + 1 if n_rows <= TOKENS else min(tile * TOKENS + TOKENS, n_rows)
+
+
+# --- embedding ----------------------------------------------------------------------------------------
+
+
+@device
+def _embed_q4_0(source, target):
+    d = load_f16(source)
+    for j in range(16):
+        byte = load_u8(source + 2 + j)
+        store_f32(target + 4 * j, d * ((byte & 15) - 8))
+        store_f32(target + 64 + 4 * j, d * ((byte >> 4) - 8))
+
+
+@device
+def _embed_q4_1(source, target):
+    d = load_f16(source)
+    m = load_f16(source + 2)
+    for j in range(16):
+        byte = load_u8(source + 4 + j)
+        store_f32(target + 4 * j, d * (byte & 15) + m)
+        store_f32(target + 64 + 4 * j, d * (byte >> 4) + m)
+
+
+@device
+def _embed_q8_0(source, target):
+    d = load_f16(source)
+    for j in range(32):
+        store_f32(target + 4 * j, d * load_i8(source + 2 + j))
+
+
+@device
+def _embed_f32(source, target):
+    store_f32(target, load_f32(source))
+
+
+@device
+def _embed_f16(source, target):
+    store_f32(target, load_f16(source))
+
+
+@device
+def _embed_bf16(source, target):
+    store_f32(target, load_bf16(source))
+
+
+def _make_embed(block: Any, weight_type: str) -> KernelSource:
+    layout = LAYOUTS[weight_type]
+    block_bytes, target_step = layout.block_bytes, 4 * layout.block_size
+
+    def embed(tile, batch, w, n_blocks, y, y_stride):  # type: ignore[no-untyped-def]
+        """y[t] = the row of `w` (as in the file) for token t."""
+        n_rows = load_i64(batch + N_TOKENS)
+        if tile < 0:
+            return row_tiles(n_rows)
+        token_ids = load_i64(batch + TOKEN_IDS)
+        for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+            source = w + load_i32(token_ids + 4 * row) * (n_blocks * block_bytes)
+            target = y + row * y_stride
+            for b in range(n_blocks):
+                block(source + b * block_bytes, target + b * target_step)
+        return 0
+
+    return KernelSource(f"embed_{weight_type}", embed, ("batch", "w", "n_blocks", "y", "y_stride"))
+
+
+# --- activation panels --------------------------------------------------------------------------------
+
+
+@device
+def quantize_block(a, b, target, lane):
+    """Writes 32 values as one token's share (`lane` 0 to 7) of a q8 panel block."""
+    largest = max_lanes(maximum(absolute(a), absolute(b)))
+    scale = largest * (1.0 / 127.0)
+    inverse = 127.0 / largest if largest > 0.0 else largest  # keeps nan
+    low = to_i32(round_even(a * splat(inverse)))
+    high = to_i32(round_even(b * splat(inverse)))
+    store_words(target + 4 * lane, low)
+    store_words(target + 128 + 4 * lane, high)
+    total = sum_lanes_i32(low) + sum_lanes_i32(high)
+    store_f32(target + Q8_SCALES + 4 * lane, scale)
+    store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
+    store_i32(target + Q8_NEGATIVE_SUMS + 4 * lane, -total)
+
+
+@device
+def quantize_row(x, n, panels, row):
+    """Writes n values at x as token `row` of q8 panels."""
+    target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES)
+    for b in range(n // Q8_BLOCK):
+        quantize_block(load_f32x16(x + 128 * b), load_f32x16(x + 128 * b + 64), target, row & 7)
+        target += Q8_BLOCK_BYTES
+
+
+def panel_q8(tile, rows, x, x_stride, n, panels):  # type: ignore[no-untyped-def]
+    """Quantizes rows of n float32 to q8 panels."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        quantize_row(x + row * x_stride, n, panels, row)
+    return 0
+
+
+def panel_f32(tile, rows, x, x_stride, n, panels):  # type: ignore[no-untyped-def]
+    """Brings rows of n float32 into f32 panels."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        target = panels + (row >> 3) * (n * F32_INPUT_BYTES) + 4 * (row & 7)
+        for i in range(n):
+            store_f32(target + F32_INPUT_BYTES * i, load_f32(x + row * x_stride + 4 * i))
+    return 0
+
+
+# --- norms and activations ----------------------------------------------------------------------------
+
+
+def rms_norm(tile, rows, x, x_stride, n, weight, eps, y, y_stride, panels):  # type: ignore[no-untyped-def]
+    """y = x / sqrt(mean(x^2) + eps) * weight; y and panels (q8) may each be 0: not wanted. n % 16 == 0."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        source = x + row * x_stride
+        total = splat(0.0)
+        for i in range(0, 4 * n, 64):
+            v = load_f32x16(source + i)
+            total = fma(v, v, total)
+        mean = sum_lanes(total) / n
+        factor = splat(1.0 / (mean + f32_of_bits(eps)) ** 0.5)
+        if y != 0:
+            for i in range(0, 4 * n, 64):
+                store_f32x16(y + row * y_stride + i, load_f32x16(source + i) * factor * load_f32x16(weight + i))
+        if panels != 0:
+            target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES)
+            for i in range(0, 4 * n, 128):
+                low = load_f32x16(source + i) * factor * load_f32x16(weight + i)
+                high = load_f32x16(source + i + 64) * factor * load_f32x16(weight + i + 64)
+                quantize_block(low, high, target, row & 7)
+                target += Q8_BLOCK_BYTES
+    return 0
+
+
+@device
+def _gated(gate, up):
+    a = load_f32x16(gate)
+    return a / (splat(1.0) + exponential(splat(0.0) - a)) * load_f32x16(up)
+
+
+_SILU_COLUMNS = 512  # of one tile, so that a single token's activation is shared between threads
+
+
+def silu_mul(tile, rows, gate, up, x_stride, n, y, y_stride, panels):  # type: ignore[no-untyped-def]
+    """y = silu(gate) * up; y and panels (q8) may each be 0: not wanted. n % 16 == 0 (32 for panels)."""
+    n_rows = load_i64(rows)
+    n_parts = (n + _SILU_COLUMNS - 1) // _SILU_COLUMNS
+    if tile < 0:
+        return row_tiles(n_rows) * n_parts
+    start = 4 * _SILU_COLUMNS * (tile % n_parts)
+    stop = min(start + 4 * _SILU_COLUMNS, 4 * n)
+    tile = tile // n_parts
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        g = gate + row * x_stride
+        u = up + row * x_stride
+        if y != 0:
+            for i in range(start, stop, 64):
+                store_f32x16(y + row * y_stride + i, _gated(g + i, u + i))
+        if panels != 0:
+            target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES) + start // 128 * Q8_BLOCK_BYTES
+            for i in range(start, stop, 128):
+                quantize_block(_gated(g + i, u + i), _gated(g + i + 64, u + i + 64), target, row & 7)
+                target += Q8_BLOCK_BYTES
+    return 0
+
+
+# --- positions and cache ------------------------------------------------------------------------------
+
+
+@device
+def _rotate(head, cos, sin, half):
+    """Rotates dimension i with i + half of one head, in place."""
+    if half & 15 == 0:
+        for i in range(0, 4 * half, 64):
+            a = load_f32x16(head + i)
+            b = load_f32x16(head + 4 * half + i)
+            c = load_f32x16(cos + i)
+            s = load_f32x16(sin + i)
+            store_f32x16(head + i, a * c - b * s)
+            store_f32x16(head + 4 * half + i, b * c + a * s)
+    else:
+        for i in range(0, 4 * half, 4):
+            x = load_f32(head + i)
+            y = load_f32(head + 4 * half + i)
+            store_f32(head + i, x * load_f32(cos + i) - y * load_f32(sin + i))
+            store_f32(head + 4 * half + i, y * load_f32(cos + i) + x * load_f32(sin + i))
+
+
+@device
+def _store_token(k, v, key_page, value_page, offset, n_heads, d_head):
+    """Writes one token's keys [G, K] and values into its page: keys [G, K, 16], values [G, 16, K]."""
+    for head in range(n_heads):
+        keys = key_page + (head * d_head * PAGE_TOKENS + offset) * 2
+        values = value_page + (head * PAGE_TOKENS + offset) * d_head * 2
+        for d in range(0, d_head, 16):
+            source = (head * d_head + d) * 4
+            key = finite(load_f32x16(k + source))
+            store_f16(keys + d * 2 * PAGE_TOKENS, key, 2 * PAGE_TOKENS)
+            store_f16x16(values + 2 * d, finite(load_f32x16(v + source)))
+
+
+def rope_store(
+    tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values
+):  # type: ignore[no-untyped-def]
+    """Rotates q and k by position (unless cos is 0), then writes k and v to the cache (unless keys is 0)."""
+    n_rows = load_i64(batch + N_TOKENS)
+    if tile < 0:
+        return row_tiles(n_rows)
+    positions = load_i64(batch + POSITIONS)
+    slots = load_i64(batch + SLOTS)
+    page_bytes = n_kv_heads * d_head * PAGE_TOKENS * 2
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        if cos != 0:
+            angle = load_i32(positions + 4 * row) * half * 4
+            for head in range(n_heads):
+                _rotate(q + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
+            for head in range(n_kv_heads):
+                _rotate(k + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
+        if keys != 0:
+            slot = load_i32(slots + 4 * row)
+            page = (slot >> 4) * page_bytes
+            _store_token(
+                k + row * stride, v + row * stride, keys + page, values + page, slot & 15, n_kv_heads, d_head
+            )
+    return 0
+
+
+def gather_rows(tile, rows, indices, x, x_stride, n, y, y_stride):  # type: ignore[no-untyped-def]
+    """y[i] = x[indices[i]], rows of n float32. `indices` is the address of the int32 array's address."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        source = x + load_i32(load_i64(indices) + 4 * row) * x_stride
+        for i in range(0, 4 * n, 4):
+            store_f32(y + row * y_stride + i, load_f32(source + i))
+    return 0
+
+
+_EMBEDDINGS = {
+    "F32": _embed_f32,
+    "F16": _embed_f16,
+    "BF16": _embed_bf16,
+    "Q4_0": _embed_q4_0,
+    "Q4_1": _embed_q4_1,
+    "Q8_0": _embed_q8_0,
+}
+
+_PANEL = ("rows", "x", "x_stride", "n", "panels")
+KERNELS = {f"embed_{name}": _make_embed(block, name) for name, block in _EMBEDDINGS.items()}
+KERNELS |= {
+    source.name: source
+    for source in (
+        KernelSource("panel_q8", panel_q8, _PANEL),
+        KernelSource("panel_f32", panel_f32, _PANEL),
+        KernelSource(
+            "rms_norm", rms_norm, ("rows", "x", "x_stride", "n", "weight", "eps", "y", "y_stride", "panels")
+        ),
+        KernelSource(
+            "silu_mul", silu_mul, ("rows", "gate", "up", "x_stride", "n", "y", "y_stride", "panels")
+        ),
+        KernelSource(
+            "rope_store",
+            rope_store,
+            ("batch", "q", "k", "v", "stride", "n_heads", "n_kv_heads", "d_head", "cos", "sin", "half", "keys",
+             "values"),
+        ),
+        KernelSource("gather_rows", gather_rows, ("rows", "indices", "x", "x_stride", "n", "y", "y_stride")),
+    )
+}  # fmt: skip

@@ -1,0 +1,204 @@
+"""Kernels: Python functions compiled to machine code once, then loaded from a cache without Numba.
+
+A kernel is `def name(tile, a, b, …)` over int64 values: buffer addresses, sizes, and floats as bits.
+The executor calls it with the address of a record that holds a, b, … and a tile number; for tile -1 it
+returns how many tiles the current step has. Object code is kept in a directory named by a hash of the
+kernel sources, the versions and the CPU, so a stale file is never found; loading needs llvmlite alone,
+which saves the 0.2 s that importing Numba costs a process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_dir
+
+from kukri.kernels.cpu.features import cpu_target
+
+# Modules that hold kernels, in the order in which they are searched for a name.
+_KERNEL_MODULES = ("threads", "batch", "elementwise", "linear", "attention", "sample", "pack_kernels")
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel before compilation: `function(tile, *parameters)`, all int64, returning int64."""
+
+    name: str
+    function: Callable[..., int]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel in memory: `address` is called with (record address, tile); records list `parameters`."""
+
+    name: str
+    address: int
+    parameters: tuple[str, ...]
+
+    def __call__(self, tile: int, **arguments: int) -> int:
+        """Runs one tile on this thread without the GIL; for direct calls and tests."""
+        record = pack_record(self, arguments)
+        return call(self.address, ctypes.addressof(record), tile)
+
+
+_ENTRY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+
+
+def entry_point(address: int) -> Callable[..., int]:
+    """A callable for a kernel's address: (address of int64 result, None, record, tile); drops the GIL."""
+    return _ENTRY(address)
+
+
+def call(address: int, record: int, tile: int) -> int:
+    """Calls a kernel once and returns its int64 result."""
+    result = ctypes.c_int64()
+    entry_point(address)(ctypes.byref(result), None, record, tile)
+    return result.value
+
+
+def pack_record(kernel: LoadedKernel, arguments: dict[str, int]) -> ctypes.Array[ctypes.c_int64]:
+    """The int64 record of a kernel's arguments, in its parameter order. Raises TypeError on other names."""
+    if set(arguments) != set(kernel.parameters):
+        raise TypeError(f"{kernel.name} takes {kernel.parameters}, not {tuple(arguments)}")
+    return (ctypes.c_int64 * max(len(arguments), 1))(*(arguments[p] for p in kernel.parameters))
+
+
+def float_bits(x: float) -> int:
+    """A float as the int64 that kernels read back with `f32_of_bits`."""
+    return int.from_bytes(ctypes.c_double(x), sys.byteorder)
+
+
+def cache_root() -> Path:
+    """Where compiled kernels live: $KUKRI_CACHE_DIR/jit or the user's cache directory."""
+    return Path(os.environ.get("KUKRI_CACHE_DIR") or user_cache_dir("kukri")) / "jit"
+
+
+@cache
+def cache_dir() -> Path:
+    """The directory for exactly these sources, versions and this CPU."""
+    digest = hashlib.sha256()
+    target = cpu_target()
+    for fact in (version("numba"), version("llvmlite"), sys.version, sys.platform, target.name, target.features):
+        digest.update(fact.encode() + b"\0")
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return cache_root() / digest.hexdigest()[:24]
+
+
+class KernelLibrary:
+    """Loads kernels by name, from the cache or by compiling them.
+
+    `on_compile(n_kernels)` is called once before the first compilation of a batch, so that a caller can
+    say why the first start takes longer.
+    """
+
+    def __init__(self, on_compile: Callable[[int], None] | None = None) -> None:
+        self._kernels: dict[str, LoadedKernel] = {}
+        self._on_compile = on_compile
+        self._engine: Any = None
+        self._objects: list[bytes] = []  # MCJIT reads them as long as it lives
+
+    def load(self, names: Iterable[str]) -> None:
+        """Makes the kernels available, compiling those that the cache lacks."""
+        missing = []
+        for name in dict.fromkeys(names):
+            if name in self._kernels:
+                continue
+            cached = _read_cached(name)
+            if cached is None:
+                missing.append(name)
+            else:
+                self._link(name, *cached)
+        if missing and self._on_compile is not None:
+            self._on_compile(len(missing))
+        for name in missing:
+            self._link(name, *_compile_and_store(name))
+
+    def __getitem__(self, name: str) -> LoadedKernel:
+        """The kernel of that name, loaded on first use."""
+        if name not in self._kernels:
+            self.load([name])
+        return self._kernels[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the kernels loaded so far."""
+        return tuple(self._kernels)
+
+    def _link(self, name: str, symbol: str, parameters: tuple[str, ...], code: bytes) -> None:
+        import llvmlite.binding as llvm
+
+        if self._engine is None:
+            llvm.initialize_native_target()
+            llvm.initialize_native_asmprinter()
+            machine = llvm.Target.from_default_triple().create_target_machine()
+            self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._objects.append(code)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        address = self._engine.get_function_address(symbol)
+        self._kernels[name] = LoadedKernel(name, address, parameters)
+
+
+def _read_cached(name: str) -> tuple[str, tuple[str, ...], bytes] | None:
+    """(symbol, parameters, object code) from the cache, or None if it is not there or cut short."""
+    try:
+        data = (cache_dir() / f"{name}.kernel").read_bytes()
+        header, _, code = data.partition(b"\n")
+        facts = json.loads(header)
+        if hashlib.sha256(code).hexdigest() != facts["sha256"]:
+            return None
+        return facts["symbol"], tuple(facts["parameters"]), code
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _store(name: str, symbol: str, parameters: tuple[str, ...], code: bytes) -> None:
+    """Writes a kernel to the cache atomically. A cache that cannot be written costs time, not correctness."""
+    facts = {"symbol": symbol, "parameters": parameters, "sha256": hashlib.sha256(code).hexdigest()}
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=cache_dir())
+        with os.fdopen(handle, "wb") as file:
+            file.write(json.dumps(facts).encode() + b"\n" + code)
+        os.replace(temporary, cache_dir() / f"{name}.kernel")
+    except OSError:
+        return
+
+
+def find_source(name: str) -> KernelSource:
+    """The kernel's Python source. `linear_Q4_1` or, for a family, `attention[3,64]`."""
+    family, _, arguments = name.partition("[")
+    for module_name in _KERNEL_MODULES:
+        module = importlib.import_module(f"kukri.kernels.cpu.{module_name}")
+        found = module.KERNELS.get(family)
+        if found is not None:
+            if not arguments:
+                return found  # type: ignore[no-any-return]
+            values = [int(value) for value in arguments.rstrip("]").split(",")]
+            return found(*values)  # type: ignore[no-any-return]
+    raise KeyError(f"no kernel source for {name}")
+
+
+def _compile_and_store(name: str) -> tuple[str, tuple[str, ...], bytes]:
+    if os.environ.get("NUMBA_CPU_NAME") and "NUMBA_CPU_FEATURES" not in os.environ:
+        os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU
+    from kukri.kernels.cpu.simd import compile_kernel
+
+    source = find_source(name)
+    symbol, code = compile_kernel(source)
+    _store(name, symbol, source.parameters, code)
+    return symbol, source.parameters, code

@@ -1,0 +1,71 @@
+"""The layout of the executor's shared state: byte offsets into an int64 array, a cache line each."""
+
+from __future__ import annotations
+
+WORD = 0  # the ticket word, see threads.py
+DONE = 64  # finished tiles of the current op
+OPS = 128  # address of the plan's ops: (kernel address, record address, tiles of this step, -) each
+N_OPS = 136
+N_ACTIVE = 144  # threads that may take tiles in this step
+STOP = 152  # not 0: workers return
+STATE_BYTES = 192
+
+OP_BYTES = 32
+IDLE = 0x7FFFFFFF
+BIAS = 1 << 20
+PAUSES_BEFORE_YIELD = 4000  # about 0.1 ms
+YIELDS_BEFORE_PARK = 20000  # some 5 to 10 ms
+
+# The step's batch as kernels see it: int64 numbers and addresses of int32 arrays (see ForwardBatch).
+N_TOKENS = 0
+N_SEQUENCES = 8
+N_LOGIT_ROWS = 16
+TOKEN_IDS = 24
+POSITIONS = 32
+SLOTS = 40
+QUERY_START = 48
+CONTEXT_LEN = 56
+PAGE_TABLE = 64  # int32 [S, MAX_PAGES]
+MAX_PAGES = 72
+LOGIT_ROWS = 80
+# Filled by the kernel `attention_work` at the start of a step
+N_WORK = 88
+WORK = 96  # address of entries of WORK_BYTES
+TOKEN_PARTS = 104  # address of two int64 per token: first partial or -1, and how many
+BATCH_BYTES = 128
+
+# One attention work entry (int64 each): some new tokens of one sequence against some of its chunks.
+WORK_SEQUENCE = 0
+WORK_TOKEN = 8  # first token of the step
+WORK_N_TOKENS = 16
+WORK_CHUNK = 24  # first chunk of CHUNK_TOKENS keys
+WORK_CHUNK_STOP = 32
+WORK_PARTIAL = 40  # number of the partial result to write, or -1: the entry is complete in itself
+WORK_BYTES = 48
+
+CHUNK_PAGES = 4
+CHUNK_TOKENS = 64  # keys whose softmax is taken together: fixed in absolute position, whatever the batch
+MAX_TILE_ROWS = 16  # query rows (tokens x heads of a group) that attend together
+
+
+def query_tokens(group: int) -> int:
+    """New tokens of a sequence that attend together when `group` query heads share a key head."""
+    return max(1, 12 // group)
+
+
+def partial_bytes(rows: int, d_head: int) -> int:
+    """Bytes of a partial attention result: maxima and sums of 16 rows, then rows x d_head, float32."""
+    return 4 * (2 * MAX_TILE_ROWS + rows * d_head)
+
+
+# What `check_batch` may find wrong, by its result.
+BATCH_CHECKS = (
+    "",
+    "a token id outside the vocabulary",
+    "a slot outside the cache",
+    "a logit row outside the step",
+    "sequences that do not cover the step's tokens",
+    "a context longer than the page table or the filled RoPE table",
+    "a page outside the cache",
+    "a position that does not match its sequence",
+)
