@@ -25,6 +25,7 @@ IntArray = npt.NDArray[np.int32]
 SUM_BLOCK = 1024  # ids per partial sum of RowOps.max_and_sum_exp
 _GROUPS = 768  # interleaved groups whose maxima bound the k-th largest logit
 _COARSE = (64, 1024)  # see `_gather_nucleus`
+_LOWEST = float(np.finfo(np.float32).min)
 _MAX_SCALE = 1e6  # a temperature below 1e-6 acts as 1e-6
 
 
@@ -35,8 +36,7 @@ class SamplingError(KukriError):
 class RowOps(NamedTuple):
     """The passes over a whole row: float32 [V], contiguous, finite or -inf. None of them writes the row.
 
-    On a row that holds NaN, `argmax` gives an index of a NaN and `max_and_sum_exp` a NaN maximum, so that
-    the caller notices.
+    On a row that holds NaN, `argmax` gives -1 and `max_and_sum_exp` a NaN maximum, for the caller to notice.
     """
 
     # the index of the largest element, of equals the first
@@ -44,12 +44,13 @@ class RowOps(NamedTuple):
     # (m, sums): the largest element, and float32 [ceil(V / SUM_BLOCK)] the sums of exp((x - m) * scale) over
     # each SUM_BLOCK consecutive ids; sums are undefined where m is not finite
     max_and_sum_exp: Callable[[FloatArray, float], tuple[float, FloatArray]]
-    # int32, ascending: the indices of the elements >= threshold (compared in float32)
+    # int32, ascending: the indices of the elements > threshold, which is a float32
     above: Callable[[FloatArray, float], IntArray]
 
 
 def _argmax(row: FloatArray) -> int:
-    return int(row.argmax())
+    index = int(row.argmax())  # a NaN counts as the largest
+    return index if row[index] == row[index] else -1
 
 
 def _max_and_sum_exp(row: FloatArray, scale: float) -> tuple[float, FloatArray]:
@@ -69,7 +70,7 @@ def _max_and_sum_exp(row: FloatArray, scale: float) -> tuple[float, FloatArray]:
 
 
 def _above(row: FloatArray, threshold: float) -> IntArray:
-    return np.flatnonzero(row >= np.float32(threshold)).astype(np.int32)
+    return np.flatnonzero(row > np.float32(threshold)).astype(np.int32)
 
 
 NUMPY_ROW_OPS = RowOps(_argmax, _max_and_sum_exp, _above)
@@ -92,21 +93,21 @@ class Candidates:
     def find_peak(self) -> float:
         """The largest logit."""
         if self.ids is None:
-            self.peak = _checked_peak(float(self.row[self.row_ops.argmax(self.row)]))
+            self.peak = _peak_at(self.row, self.row_ops.argmax(self.row))
         return self.peak
 
     def whole_row_sums(self) -> FloatArray:
         """The odds of the whole row, summed by blocks of SUM_BLOCK ids; sets `peak`."""
         peak, sums = self.row_ops.max_and_sum_exp(self.row, self.scale)
         self.peak = _checked_peak(peak)
+        assert len(sums) == -(-len(self.row) // SUM_BLOCK)
         return sums
 
     def gather(self, threshold: float) -> None:
         """Narrows the whole row to the tokens whose logit is at least `threshold`, or a rounding below."""
-        lowest = np.finfo(np.float32).min
-        bound = np.float32(max(threshold, float(lowest)))
-        if bound > lowest:  # rounding to float32 may go up: one step down keeps all that was asked for
-            bound = np.nextafter(bound, np.float32(-np.inf))
+        bound = np.float32(max(threshold, _LOWEST))
+        # one step down, as `above` leaves the bound itself out and rounding to float32 may have gone up
+        bound = np.nextafter(bound, np.float32(-np.inf)) if bound > _LOWEST else np.float32(-np.inf)
         self.ids = self.row_ops.above(self.row, float(bound))
         self.logits = self.row.take(self.ids)
 
@@ -169,12 +170,13 @@ def _gather_nucleus(candidates: Candidates, p: float) -> float:
     """Narrows the whole row to a set that holds the nucleus; gives the sum of all odds.
 
     Tokens below a share (1 - p) / V of the sum weigh less than 1 - p together, so those above weigh more than
-    p: the nucleus, being the largest tokens, lies among them. Larger shares find fewer tokens and nearly always
-    enough: they are tried first, and stand only where their tokens are seen to reach p.
+    p: the nucleus, being the largest tokens, lies among them. Larger shares find fewer tokens and nearly
+    always enough: they are tried first, and stand only where their tokens are seen to reach p.
     """
     total = float(candidates.whole_row_sums().sum(dtype=np.float64))
     for parts in (*_COARSE, len(candidates.row)):
-        candidates.gather(candidates.peak + math.log(total * (1.0 - p) / parts) / candidates.scale)
+        depth = min(math.log(total * (1.0 - p) / parts), 0.0)  # the largest is always in
+        candidates.gather(candidates.peak + depth / candidates.scale)
         if parts == len(candidates.row) or candidates.odds().sum() >= p * total:
             break
     return total
@@ -235,6 +237,10 @@ def _pick(weights: DoubleArray, u: float) -> int:
     running = np.cumsum(weights)
     total = running[-1]
     return int(np.searchsorted(running, min(u * total, np.nextafter(total, 0.0)), side="right"))
+
+
+def _peak_at(row: FloatArray, index: int) -> float:
+    return _checked_peak(float(row[index]) if index >= 0 else math.nan)
 
 
 def _checked_peak(peak: float) -> float:
@@ -373,7 +379,7 @@ class RequestSampler:
     def _choose(self, row: FloatArray) -> int:
         if self._random is None:
             token_id = self._row_ops.argmax(row)
-            _checked_peak(float(row[token_id]))
+            _peak_at(row, token_id)  # raises where it is no number
             return token_id
         candidates = Candidates(row, self._row_ops)
         for run in self._filters:

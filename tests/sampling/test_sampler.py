@@ -64,6 +64,7 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
         ({"top_p": 0.69}, [1, 3]),
         ({"top_p": 0.71}, [0, 1, 3]),
         ({"top_p": 0.0}, [1]),
+        ({"top_p": 0.0, "top_k": 3}, [1]),
         ({"min_p": 0.74}, [1, 3]),
         ({"min_p": 0.76}, [1]),
         ({"min_p": 1.0}, [1]),
@@ -173,6 +174,16 @@ def test_equal_logits_are_reported_lowest_id_first() -> None:
     token = sampler(2000, temperature=0, logprobs=4)(row)
     assert token.id == 7
     assert [i for i, _ in token.top_logprobs or ()] == [7, 900, 1500, 0]
+
+
+def test_of_equal_tokens_filters_keep_the_lowest_ids() -> None:
+    """Would catch a flat row leaving no candidate at all, or ties cut at random."""
+    flat = np.zeros(5000, np.float32)
+    assert kept(flat, top_p=0.0) == kept(flat, top_k=1) == [0]
+    assert kept(flat, top_p=0.00099) == kept(flat, top_k=5) == [0, 1, 2, 3, 4]
+    lowest = np.full(5000, np.finfo(np.float32).min)
+    assert kept(lowest, top_k=2) == [0, 1]
+    assert len(kept(lowest, min_p=0.5)) == 5000
 
 
 # ---- exactness
