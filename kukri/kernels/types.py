@@ -114,12 +114,15 @@ class PagedKV:
 
     Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is
     reserved at once and taken from the system page by page as it is written. Contents are always finite.
+    `dtype` float32 is for checks on the reference backend, where rounding would hide what is compared.
     """
 
-    def __init__(self, n_layers: int, n_pages: int, n_kv_heads: int, d_head: int) -> None:
+    def __init__(
+        self, n_layers: int, n_pages: int, n_kv_heads: int, d_head: int, dtype: npt.DTypeLike = np.float16
+    ) -> None:
         self.n_layers, self.n_pages, self.n_kv_heads, self.d_head = n_layers, n_pages, n_kv_heads, d_head
-        self.keys = np.zeros((n_layers, n_pages, n_kv_heads, d_head, PAGE_TOKENS), np.float16)
-        self.values = np.zeros((n_layers, n_pages, n_kv_heads, PAGE_TOKENS, d_head), np.float16)
+        self.keys = np.zeros((n_layers, n_pages, n_kv_heads, d_head, PAGE_TOKENS), dtype)
+        self.values = np.zeros((n_layers, n_pages, n_kv_heads, PAGE_TOKENS, d_head), dtype)
 
     @property
     def n_bytes(self) -> int:
@@ -169,7 +172,9 @@ class Ops(Protocol):
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         """Column views of x, of the given widths."""
 
-    def rope(self, q: Tensor, k: Tensor, table: RopeTable, spec: AttentionSpec, batch: Any) -> tuple[Tensor, Tensor]:
+    def rope(
+        self, q: Tensor, k: Tensor, table: RopeTable, spec: AttentionSpec, batch: Any
+    ) -> tuple[Tensor, Tensor]:
         """Rotates each head of q [T, H*K] and k [T, G*K] by its token's position (half-split); in place."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: Any) -> Tensor:

@@ -1,1 +1,58 @@
+"""Models, written once against the op set of `kukri.kernels.types`. `ARCHITECTURES` names them all."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kukri.config import ModelConfig
+from kukri.errors import UnsupportedError
+from kukri.kernels.types import Ops, RopeTable, Tensor
+from kukri.models.layers import Parameter
+from kukri.models.llama import Llama
+from kukri.models.taps import tap_names
+
+if TYPE_CHECKING:
+    from kukri.formats.weights import WeightSource
+
+__all__ = ["ARCHITECTURES", "Model", "Parameter", "load_model", "tap_names"]
+
+
+class Model(Protocol):
+    """What the engine needs of a model: a program for the backends, its RoPE table, what it is made of."""
+
+    config: ModelConfig
+    rope: RopeTable
+
+    def __call__(self, ops: Ops, batch: Any) -> Tensor:
+        """Runs one step -> logits [N, V]."""
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every tensor, in order; tied embeddings once."""
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in the model; tied embeddings count once."""
+
+
+class _Architecture(Protocol):
+    def __call__(self, config: ModelConfig, source: WeightSource) -> Model: ...
+
+
+ARCHITECTURES: dict[str, _Architecture] = {
+    "llama": Llama,
+}
+
+
+def load_model(source: WeightSource, config: ModelConfig) -> Model:
+    """The model of `config.architecture` with the weights of `source`.
+
+    Raises UnsupportedError for an architecture that is not in the table, and what the source raises on
+    tensors that are missing, have another shape, or that no layer takes.
+    """
+    if config.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedError(f"architecture {config.architecture!r} is not supported: kukri runs {known}")
+    model = ARCHITECTURES[config.architecture](config, source)
+    source.done()
+    return model

@@ -1,0 +1,228 @@
+"""The definition of right: every op in NumPy, float32, eager, one obvious way.
+
+A token's result never depends on how many others share its step: matrices meet one row at a time, and each
+token attends over exactly the context it sees. So chunking a prompt changes no bit, here as in every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.config import PAGE_TOKENS
+from kukri.errors import HookError, ShapeError
+from kukri.kernels.types import (
+    AttentionSpec,
+    CompiledProgram,
+    FloatArray,
+    ForwardBatch,
+    Hook,
+    PagedKV,
+    Program,
+    RopeTable,
+    StepLimits,
+    Weight,
+    tap_name,
+)
+from kukri.quant.blocks import dequantize
+
+Array = npt.NDArray[Any]
+
+
+class ReferenceBackend:
+    """Runs programs with `ReferenceOps`. Keeps each weight's float32 matrix once it was used."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._matrices: dict[Weight, FloatArray] = {}
+
+    def compile(
+        self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]
+    ) -> CompiledProgram:
+        """The program as it is, bound to the cache and the hooks. `limits` are checked at each step."""
+        return _BoundProgram(program, ReferenceOps(cache, hooks, self._matrices), limits)
+
+
+class _BoundProgram:
+    def __init__(self, program: Program, ops: ReferenceOps, limits: StepLimits) -> None:
+        self.program, self.ops, self.limits = program, ops, limits
+
+    def __call__(self, batch: ForwardBatch) -> FloatArray:
+        """Runs one step -> logits float32 [N, V]. Raises ShapeError on a batch beyond the limits."""
+        _check_batch(batch, self.limits)
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN and inf go through, and the caller sees them
+            logits: FloatArray = self.program(self.ops, batch)
+        return logits
+
+
+class ReferenceOps:
+    """The op set (`kukri.kernels.types.Ops`) on arrays: each op returns a new one, and `split` views."""
+
+    def __init__(
+        self,
+        cache: PagedKV,
+        hooks: dict[str, list[Hook]] | None = None,
+        matrices: dict[Weight, FloatArray] | None = None,
+    ) -> None:
+        self.cache, self.hooks = cache, hooks or {}
+        self._matrices = {} if matrices is None else matrices
+
+    def embed(self, weight: Weight, batch: ForwardBatch) -> FloatArray:
+        """Rows of `weight` [V, D] for the token ids -> [T, D]."""
+        return self._matrix(weight)[batch.token_ids]
+
+    def rms_norm(self, x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
+        """x / sqrt(mean(x^2) + eps) * weight, along each row."""
+        mean_square = np.mean(x * x, axis=-1, keepdims=True)
+        y: FloatArray = x / np.sqrt(mean_square + np.float32(eps)) * weight
+        return y
+
+    def linear(
+        self,
+        x: FloatArray,
+        weights: Sequence[Weight],
+        bias: FloatArray | None = None,
+        residual: FloatArray | None = None,
+    ) -> FloatArray:
+        """x [R, in] times each weight [out_i, in] transposed, side by side; then bias, then residual."""
+        y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
+        start = 0
+        for weight in weights:
+            matrix, stop = self._matrix(weight), start + weight.shape[0]
+            for row, out in zip(x, y[:, start:stop], strict=True):
+                out[:] = matrix @ row  # row by row: BLAS sums in another order for several rows
+            start = stop
+        if bias is not None:
+            y += bias
+        if residual is not None:
+            y += residual
+        return y
+
+    def split(self, x: FloatArray, widths: Sequence[int]) -> tuple[FloatArray, ...]:
+        """Column views of x."""
+        return tuple(np.split(x, np.cumsum(widths)[:-1], axis=1))
+
+    def rope(
+        self, q: FloatArray, k: FloatArray, table: RopeTable, spec: AttentionSpec, batch: ForwardBatch
+    ) -> tuple[FloatArray, FloatArray]:
+        """Rotates dimension i of each head with i + rotary_dim / 2 by the position (Su et al. 2021)."""
+        if table.n_filled <= batch.positions.max(initial=-1):
+            raise ShapeError(
+                f"the RoPE table holds {table.n_filled} positions: call its ensure() before a step"
+            )
+        cos, sin = (
+            table.cos[batch.positions, None],
+            table.sin[batch.positions, None],
+        )  # [T, 1, rotary_dim / 2]
+        return _rotate(q, cos, sin, spec.d_head), _rotate(k, cos, sin, spec.d_head)
+
+    def attention(
+        self, q: FloatArray, k: FloatArray, v: FloatArray, spec: AttentionSpec, batch: ForwardBatch
+    ) -> FloatArray:
+        """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
+        self._store(k, v, spec, batch)
+        out = np.empty(q.shape, np.float32)
+        for s in range(batch.n_sequences):
+            start, stop, n_context = batch.query_start[s], batch.query_start[s + 1], batch.context_len[s]
+            keys, values = self._context(spec.layer, batch.page_table[s], n_context)
+            for t in range(start, stop):
+                n_visible = n_context - (stop - 1 - t)  # causal, and all of the cache before this step
+                first = 0 if spec.window is None else max(0, n_visible - spec.window)
+                heads = q[t].reshape(
+                    spec.n_kv_heads, -1, spec.d_head
+                )  # [G, H/G, K]: query heads by their KV head
+                scores = heads @ keys[:, :, first:n_visible] * np.float32(spec.scale)
+                out[t] = (_softmax(scores) @ values[:, first:n_visible]).reshape(-1)
+        return out
+
+    def silu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
+        """gate * sigmoid(gate) * up."""
+        y: FloatArray = gate / (1 + np.exp(-gate)) * up
+        return y
+
+    def logit_rows(self, x: FloatArray, batch: ForwardBatch) -> FloatArray:
+        """The rows of x that the batch wants logits for -> [N, D]."""
+        return x[batch.logit_rows]
+
+    def tap(self, name: str, layer: int | None, x: FloatArray) -> FloatArray:
+        """x, after its listeners."""
+        full_name = tap_name(name, layer)
+        return call_hooks(full_name, self.hooks[full_name], x) if full_name in self.hooks else x
+
+    def _matrix(self, weight: Weight) -> FloatArray:
+        """The weight as float32 [out, in]."""
+        matrix = self._matrices.get(weight)
+        if matrix is None:
+            matrix = self._matrices[weight] = dequantize(weight.data, weight.type)
+        return matrix
+
+    def _store(self, k: FloatArray, v: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> None:
+        """Writes k and v [T, G*K] to the cache, limited to what its dtype can hold."""
+        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        page, offset = np.divmod(batch.slots, PAGE_TOKENS)
+        limit = np.finfo(keys.dtype).max
+        shape = (batch.n_tokens, spec.n_kv_heads, spec.d_head)
+        keys[page, :, :, offset] = k.reshape(shape).clip(-limit, limit)
+        values[page, :, offset] = v.reshape(shape).clip(-limit, limit)
+
+    def _context(self, layer: int, page_table: Array, n_context: int) -> tuple[FloatArray, FloatArray]:
+        """A sequence's pages side by side: keys float32 [G, K, n], values [G, n, K], n >= n_context."""
+        pages = page_table[: -(-n_context // PAGE_TOKENS)]
+        keys = self.cache.keys[layer, pages].astype(np.float32).transpose(1, 2, 0, 3)
+        values = self.cache.values[layer, pages].astype(np.float32).transpose(1, 0, 2, 3)
+        n_groups, d_head = keys.shape[:2]
+        return keys.reshape(n_groups, d_head, -1), values.reshape(n_groups, -1, d_head)
+
+
+def call_hooks(name: str, hooks: Sequence[Hook], x: FloatArray) -> FloatArray:
+    """x as the listeners on the full name `name` leave it: edited in place, or replaced.
+
+    An array without rows (nobody wants logits amid a prompt) is not shown to them. Raises HookError naming
+    the hook where one raises, or returns anything but float32 of the same shape.
+    """
+    for hook in hooks if len(x) else ():
+        try:
+            replacement = hook(name, x)
+        except Exception as error:
+            raise HookError(f"the hook on {name} raised {type(error).__name__}: {error}") from error
+        if replacement is None:
+            continue
+        if not isinstance(replacement, np.ndarray):
+            raise HookError(
+                f"the hook on {name} must return an array or None, not {type(replacement).__name__}"
+            )
+        if replacement.shape != x.shape or replacement.dtype != np.float32:
+            raise HookError(
+                f"the hook on {name} returned {replacement.dtype} {replacement.shape}: "
+                f"it must be float32 {x.shape}"
+            )
+        x = replacement
+    return x
+
+
+def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> FloatArray:
+    """x [T, heads*K] with the first rotary_dim dimensions of each head rotated."""
+    half = cos.shape[-1]
+    heads = x.reshape(len(x), -1, d_head)
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    rotated = heads.copy()
+    rotated[..., :half] = first * cos - second * sin
+    rotated[..., half : 2 * half] = second * cos + first * sin
+    return rotated.reshape(x.shape)
+
+
+def _softmax(scores: FloatArray) -> FloatArray:
+    weights: FloatArray = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
+
+
+def _check_batch(batch: ForwardBatch, limits: StepLimits) -> None:
+    sizes = (batch.n_tokens, batch.n_sequences, batch.n_logit_rows, batch.page_table.shape[1])
+    most = (limits.max_tokens, limits.max_sequences, limits.max_logit_rows, limits.max_pages)
+    if any(size > limit for size, limit in zip(sizes, most, strict=True)):
+        raise ShapeError(f"a step of (T, S, N, pages) = {sizes} is larger than the plan's {most}")

@@ -1,0 +1,163 @@
+"""The layers that models are made of. Each pulls its weights by name and runs on the op set.
+
+Names are Hugging Face's. Layers keep no state between steps; shapes are those of `kukri.kernels.types`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.kernels.types import AttentionSpec, FloatArray, Ops, RopeTable, Tensor, Weight
+
+if TYPE_CHECKING:
+    from kukri.formats.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of a model, as `kukri inspect` lists it."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str  # the weight type it is stored in
+    n_bytes: int
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in the tensor."""
+        return prod(self.shape)
+
+
+class Linear:
+    """y = x Wᵀ + b, for one matrix or for several side by side in one op (`names`, `n_outs`).
+
+    A bias is taken where the checkpoint has one; beside others that have one, a matrix without has zeros.
+    """
+
+    def __init__(self, source: WeightSource, names: Sequence[str], n_outs: Sequence[int], n_in: int) -> None:
+        self.n_outs = tuple(n_outs)
+        self.weights = tuple(source.matrix(f"{name}.weight", (n, n_in)) for name, n in zip(names, n_outs))
+        biases = [_bias(source, name, n) for name, n in zip(names, n_outs)]
+        self.bias: FloatArray | None = None
+        if any(bias is not None for bias in biases):
+            parts = [np.zeros(n, np.float32) if b is None else b for b, n in zip(biases, n_outs)]
+            self.bias = np.concatenate(parts)
+        self.parameters: list[Parameter] = []
+        for name, weight, bias in zip(names, self.weights, biases):
+            self.parameters.append(matrix_parameter(f"{name}.weight", weight))
+            if bias is not None:
+                self.parameters.append(vector_parameter(f"{name}.bias", bias))
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [R, in] -> [R, sum of n_outs], with `residual` of that shape added."""
+        return ops.linear(x, self.weights, self.bias, residual)
+
+    def parts(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:
+        """x [R, in] -> one [R, out] for each matrix."""
+        return ops.split(self(ops, x), self.n_outs)
+
+
+class Embedding:
+    """A row of the matrix for each token."""
+
+    def __init__(self, source: WeightSource, name: str, n_vocab: int, d_model: int) -> None:
+        self.weight = source.matrix(f"{name}.weight", (n_vocab, d_model))
+        self.parameters = [matrix_parameter(f"{name}.weight", self.weight)]
+
+    def __call__(self, ops: Ops, batch: Any) -> Tensor:
+        """-> [T, D]."""
+        return ops.embed(self.weight, batch)
+
+    def logits(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [N, D] -> [N, V] by the same matrix: tied embeddings."""
+        return ops.linear(x, (self.weight,))
+
+
+class RMSNorm:
+    """x / rms(x) * weight."""
+
+    def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
+        self.weight, self.eps = source.vector(f"{name}.weight", size), eps
+        self.parameters = [vector_parameter(f"{name}.weight", self.weight)]
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [R, size] -> the same shape."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class Attention:
+    """Grouped-query attention, with or without rotary positions, over the whole context or a window of it."""
+
+    def __init__(
+        self, source: WeightSource, name: str, config: ModelConfig, layer: int, rope: RopeTable
+    ) -> None:
+        n_q, n_kv = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
+        this: LayerConfig = config.layers[layer]
+        self.layer, self.rope, self.use_rope = layer, rope, this.use_rope
+        self.spec = AttentionSpec(
+            layer, config.n_heads, config.n_kv_heads, config.d_head, config.d_head**-0.5, this.window
+        )
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        self.qkv = Linear(source, names, (n_q, n_kv, n_kv), config.d_model)
+        self.out = Linear(source, [f"{name}.o_proj"], (config.d_model,), n_q)
+        self.parameters = self.qkv.parameters + self.out.parameters
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
+        """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
+        q, k, v = self.qkv.parts(ops, x)
+        q = ops.tap("attn.hook_q", self.layer, q)
+        k = ops.tap("attn.hook_k", self.layer, k)
+        v = ops.tap("attn.hook_v", self.layer, v)
+        if self.use_rope:
+            q, k = ops.rope(q, k, self.rope, self.spec, batch)
+            q = ops.tap("attn.hook_rot_q", self.layer, q)
+            k = ops.tap("attn.hook_rot_k", self.layer, k)
+        z = ops.tap("attn.hook_z", self.layer, ops.attention(q, k, v, self.spec, batch))
+        return self.out(ops, z, residual)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        self.layer = layer
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.gate_up = Linear(source, names, (config.d_ffn, config.d_ffn), config.d_model)
+        self.down = Linear(source, [f"{name}.down_proj"], (config.d_model,), config.d_ffn)
+        self.parameters = self.gate_up.parameters + self.down.parameters
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + mlp(x), both [T, D]."""
+        gate, up = self.gate_up.parts(ops, x)
+        gate = ops.tap("mlp.hook_pre", self.layer, gate)
+        up = ops.tap("mlp.hook_pre_linear", self.layer, up)
+        hidden = ops.tap("mlp.hook_post", self.layer, ops.silu_mul(gate, up))
+        return self.down(ops, hidden, residual)
+
+
+def rope_table(rope: RopeConfig, max_context: int) -> RopeTable:
+    """The angles of theta^(-2i / rotary_dim), in transformers' rounding: float32 after each operation."""
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    return RopeTable((1 / powers).astype(np.float64), max_context)
+
+
+def matrix_parameter(name: str, weight: Weight) -> Parameter:
+    """The listing of a matrix."""
+    return Parameter(name, weight.shape, weight.type.name, weight.data.nbytes)
+
+
+def vector_parameter(name: str, vector: npt.NDArray[np.float32]) -> Parameter:
+    """The listing of a vector, which is always held in float32."""
+    return Parameter(name, vector.shape, "F32", vector.nbytes)
+
+
+def _bias(source: WeightSource, name: str, n_out: int) -> FloatArray | None:
+    return source.vector(f"{name}.bias", n_out) if source.has(f"{name}.bias") else None

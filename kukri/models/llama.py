@@ -1,0 +1,82 @@
+"""Llama and everything built like it: SmolLM2, TinyLlama, Llama 2 and 3 (Touvron et al. 2023).
+
+A token's vector of D numbers, the residual stream, passes through L blocks. Each block reads the stream
+through a norm, and adds what attention found in earlier tokens, then what the MLP makes of it. The last
+norm and the head turn the stream into V logits.
+
+Taps carry TransformerLens names; what a listener sees is [T, width], heads side by side. `hook_normalized` is
+a norm's result, its weight applied: what the next matrix reads. After the last block only the rows that need
+logits remain. An added residual is part of the matrix product before it, so a block's `hook_resid_mid` and
+`hook_resid_post` are what the model computes; what attention or the MLP added is their difference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import Ops, RopeTable, Tensor
+from kukri.models.layers import Attention, Embedding, GatedMLP, Linear, Parameter, RMSNorm, rope_table
+
+if TYPE_CHECKING:
+    from kukri.formats.weights import WeightSource
+
+
+class Block:
+    """One layer: attention and MLP, each behind its norm, each added to the residual stream."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int, rope: RopeTable) -> None:
+        name = f"model.layers.{layer}"
+        self.layer = layer
+        self.attention_norm = RMSNorm(source, f"{name}.input_layernorm", config.d_model, config.norm_eps)
+        self.attention = Attention(source, f"{name}.self_attn", config, layer, rope)
+        self.mlp_norm = RMSNorm(source, f"{name}.post_attention_layernorm", config.d_model, config.norm_eps)
+        self.mlp = GatedMLP(source, f"{name}.mlp", config, layer)
+
+    def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        x = ops.tap("hook_resid_pre", self.layer, x)
+        normed = ops.tap("ln1.hook_normalized", self.layer, self.attention_norm(ops, x))
+        x = ops.tap("hook_resid_mid", self.layer, self.attention(ops, normed, x, batch))
+        normed = ops.tap("ln2.hook_normalized", self.layer, self.mlp_norm(ops, x))
+        return ops.tap("hook_resid_post", self.layer, self.mlp(ops, normed, x))
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every tensor of the layer."""
+        parts = (self.attention_norm, self.attention, self.mlp_norm, self.mlp)
+        return [parameter for part in parts for parameter in part.parameters]
+
+
+class Llama:
+    """The whole model: `model(ops, batch)` runs one step. Attributes: config, rope (fill it before)."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource) -> None:
+        self.config = config
+        self.rope = rope_table(config.rope, config.max_context)
+        self.embedding = Embedding(source, "model.embed_tokens", config.n_vocab, config.d_model)
+        self.blocks = [Block(source, config, layer, self.rope) for layer in range(config.n_layers)]
+        self.norm = RMSNorm(source, "model.norm", config.d_model, config.norm_eps)
+        self.head: Linear | None = None  # None: the embedding's own matrix
+        if not config.tie_embeddings:
+            self.head = Linear(source, ["lm_head"], (config.n_vocab,), config.d_model)
+
+    def __call__(self, ops: Ops, batch: Any) -> Tensor:
+        """Logits [N, V] of the rows that the batch asks for. Writes the batch's tokens to the cache."""
+        x = ops.tap("hook_embed", None, self.embedding(ops, batch))
+        for block in self.blocks:
+            x = block(ops, x, batch)
+        x = ops.tap("ln_final.hook_normalized", None, self.norm(ops, ops.logit_rows(x, batch)))
+        return self.embedding.logits(ops, x) if self.head is None else self.head(ops, x)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every tensor of the model, in order; tied embeddings once."""
+        ends = self.norm.parameters + (self.head.parameters if self.head else [])
+        blocks = [parameter for block in self.blocks for parameter in block.parameters]
+        return self.embedding.parameters + blocks + ends
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in the model; tied embeddings count once."""
+        return sum(parameter.n_parameters for parameter in self.parameters)
