@@ -1,0 +1,616 @@
+"""GGUF files: a memory-mapped reader that believes nothing a file claims, and a writer.
+
+The layout (docs/gguf.md of ggml; versions 2 and 3 are the same), little-endian throughout:
+
+    | "GGUF" | u32 version | u64 n_tensors | u64 n_keys |
+    n_keys times      | string key | u32 value type | value |
+    n_tensors times   | string name | u32 n_dims | n_dims u64, innermost first | u32 type | u64 offset |
+    padding to `general.alignment`, then tensor data; tensor offsets count from here
+
+    string  | u64 n_bytes | UTF-8 |
+    array   | u32 item type | u64 n_items | items |
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.errors import FormatError, UnsupportedError
+from kukri.quant.blocks import dequantize
+from kukri.quant.types import QUANT_TYPES_BY_ID, QuantType
+
+ByteArray = npt.NDArray[np.uint8]
+Scalar = str | int | float | bool
+Value = Scalar | list[str] | npt.NDArray[Any]
+
+# Bounds no real file comes near; they keep the time a hostile one can take below a second or so.
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 17
+MAX_ARRAY_STRINGS = 1 << 22
+MAX_KEY_BYTES = 65535  # the specification's
+MAX_NAME_BYTES = 255  # the specification says 64
+MAX_DIMS = 4
+DEFAULT_ALIGNMENT = 32
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_NUMBERS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("u1"),
+    1: np.dtype("i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    _BOOL: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+_NUMBER_IDS = {dtype: number_id for number_id, dtype in _NUMBERS.items()}
+
+_OTHER_MAGIC = {
+    b"PK\x03\x04": "a zip archive or PyTorch checkpoint",
+    b"lmgg": "a GGML file from before GGUF",
+    b"fmgg": "a GGML file from before GGUF",
+    b"tjgg": "a GGML file from before GGUF",
+    b"FUGG": "a GGUF file with its bytes swapped",
+    b"vers": "a Git LFS pointer: fetch the real file with `git lfs pull`",
+    b"<!DO": "a web page",
+    b"<htm": "a web page",
+    b"\x89HDF": "an HDF5 file",
+}
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies: `offset` in bytes from the file's start; `shape` is (out, in) or (n,)."""
+
+    name: str
+    type: QuantType
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+def brief(value: object) -> str:
+    """A file's text or value as an error message shows it: quoted, on one line, short."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class GGUFFile:
+    """A GGUF file, mapped and checked: nothing it points to lies outside, and no bytes belong to two tensors.
+
+    Attributes: path, version, metadata (see `Metadata`), tensors (name -> GGUFTensor, in file order),
+    alignment (bytes). Raises FormatError for files that are broken or cannot be read, UnsupportedError
+    for versions, byte orders and split files that kukri does not read. The file must not shrink while open.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._bytes: ByteArray | None = _map_file(self.path)
+        cursor = _Cursor(self._bytes, self.path)
+        self.version, n_tensors, n_keys = _read_header(cursor)
+        self.metadata = Metadata(cursor, n_keys)
+        self.alignment = _alignment(self.metadata, self.path)
+        _refuse_split(self.metadata, self.path)
+        self.tensors = _read_tensors(cursor, n_tensors, self.alignment)
+
+    def data(self, name: str) -> ByteArray:
+        """A tensor as stored: uint8 [rows, row_bytes], a read-only view of the mapped file."""
+        if name not in self.tensors:
+            raise FormatError("the file has no such tensor", path=self.path, tensor=name)
+        if self._bytes is None:
+            raise FormatError("the file has been closed", path=self.path, tensor=name)
+        tensor = self.tensors[name]
+        stored = self._bytes[tensor.offset : tensor.offset + tensor.n_bytes]
+        return stored.reshape(-1, tensor.type.row_bytes(tensor.shape[-1]))
+
+    def array(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor dequantized: float32 in the tensor's shape, a read-only view of the file for F32."""
+        stored = self.data(name)
+        return dequantize(stored, self.tensors[name].type).reshape(self.tensors[name].shape)
+
+    def close(self) -> None:
+        """Lets go of the mapping, which the system releases once the last view of it is gone."""
+        self._bytes = None
+        self.metadata.close()
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, eq=False)
+class _StringArray:
+    """A string array that is still in the file: `starts` [n + 1] are its strings' offsets and its end."""
+
+    starts: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _NumberArray:
+    """A number array that is still in the file."""
+
+    dtype: np.dtype[Any]
+    offset: int
+    n_items: int
+
+
+class Metadata(Mapping[str, Value]):
+    """A file's keys in its order. Arrays are lists of str, or NumPy arrays of the file's number type.
+
+    Arrays are checked when the file is opened and decoded at *each* access: a vocabulary costs nothing until
+    it is wanted and is not kept, so take it once. Text in arrays that is not UTF-8 raises FormatError then.
+    """
+
+    def __init__(self, cursor: _Cursor, n_keys: int) -> None:
+        self._cursor: _Cursor | None = cursor
+        self._entries: dict[str, Scalar | _StringArray | _NumberArray] = {}
+        for _ in range(n_keys):
+            start = cursor.position
+            key = cursor.text("a key", MAX_KEY_BYTES)
+            if key in self._entries:
+                raise cursor.error(f"key {brief(key)} appears twice", start)
+            self._entries[key] = _read_value(cursor, key)
+
+    def __getitem__(self, key: str) -> Value:
+        entry = self._entries[key]
+        if not isinstance(entry, _StringArray | _NumberArray):
+            return entry
+        if self._cursor is None:
+            raise FormatError(f"key {brief(key)} cannot be read: the file has been closed")
+        if isinstance(entry, _StringArray):
+            return self._cursor.decode_strings(entry.starts, key)
+        return self._cursor.decode_numbers(entry, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def n_items(self, key: str) -> int | None:
+        """Items of an array without decoding it; None when the key holds a single value."""
+        entry = self._entries[key]
+        if isinstance(entry, _StringArray):
+            return len(entry.starts) - 1
+        return entry.n_items if isinstance(entry, _NumberArray) else None
+
+    def close(self) -> None:
+        """Lets go of the file; single values stay readable."""
+        self._cursor = None
+
+
+class _Cursor:
+    """A place in a mapped file from which values are read, each checked against the file's end first."""
+
+    def __init__(self, data: ByteArray, path: Path) -> None:
+        self.data, self.path, self.size, self.position = data, path, len(data), 0
+        self._view = data.data
+
+    def error(self, message: str, offset: int, tensor: str | None = None) -> FormatError:
+        """A FormatError about this file."""
+        return FormatError(message, path=self.path, offset=offset, tensor=tensor)
+
+    def take(self, n_bytes: int, what: str) -> int:
+        """Moves past `n_bytes` and returns where they start."""
+        start = self.position
+        if n_bytes > self.size - start:
+            left = self.size - start
+            raise self.error(
+                f"{what} takes {n_bytes} bytes and the file ends after {left}: it is cut or damaged", start
+            )
+        self.position = start + n_bytes
+        return start
+
+    def u32(self, what: str) -> int:
+        """The next unsigned 32-bit number."""
+        return int(_U32.unpack_from(self._view, self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        """The next unsigned 64-bit number."""
+        return int(_U64.unpack_from(self._view, self.take(8, what))[0])
+
+    def number(self, dtype: np.dtype[Any], what: str) -> int | float:
+        """The next number of a type, as a Python one."""
+        start = self.take(dtype.itemsize, what)
+        value: int | float = np.frombuffer(self._view, dtype, 1, start)[0].item()
+        return value
+
+    def text(self, what: str, max_bytes: int | None = None) -> str:
+        """The next string."""
+        start = self.position
+        n_bytes = self.u64(f"the length of {what}")
+        if max_bytes is not None and n_bytes > max_bytes:
+            raise self.error(f"{what} of {n_bytes} bytes is longer than {max_bytes}", start)
+        return self._decode(self.take(n_bytes, what), n_bytes, what)
+
+    def _decode(self, start: int, n_bytes: int, what: str) -> str:
+        try:
+            return str(self._view[start : start + n_bytes], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is not UTF-8", start + error.start) from None
+
+    def skip_strings(self, n: int, what: str) -> npt.NDArray[np.int64]:
+        """Moves past `n` strings and returns where each starts, and the end: int64 [n + 1].
+
+        Where a string starts depends on the one before, but nearly all are shorter than 256 bytes and
+        hold no NUL, so their lengths stand out: one byte, then seven zeros. NumPy finds such places
+        and checks that they form a chain. Where they do not, strings are walked one by one, for longer
+        each time, so that no contents make this much slower than a plain loop.
+        """
+        starts = np.empty(n + 1, np.int64)
+        n_done, patience = 0, 16
+        while n_done < n:
+            chain, next_start = self._chain_of_short_strings()
+            chain, next_start = chain[: n - n_done], next_start[: n - n_done]
+            starts[n_done : n_done + len(chain)] = chain
+            n_done += len(chain)
+            if len(chain):
+                self._move_to(int(next_start[-1]), int(chain[-1]), what)
+            if len(chain) < patience:
+                n_walked = min(patience, n - n_done)
+                starts[n_done : n_done + n_walked] = self._walk_strings(n_walked, what)
+                n_done += n_walked
+                patience *= 2
+        starts[n] = self.position
+        return starts
+
+    def _chain_of_short_strings(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Starts and ends of the strings that follow one another from here, as far as lengths stand out."""
+        window = self.data[self.position : self.position + _WINDOW_BYTES]
+        zeros = window[1:] == 0
+        zeros = zeros[:-1] & zeros[1:]  # 2 in a row
+        zeros = zeros[:-2] & zeros[2:]  # 4
+        zeros = zeros[:-3] & zeros[3:]  # 7
+        starts = np.flatnonzero(zeros)
+        if len(starts) == 0 or starts[0] != 0:
+            return starts[:0], starts[:0]
+        ends = starts + 8 + window[starts]
+        breaks = np.flatnonzero(ends[:-1] != starts[1:])
+        n = int(breaks[0]) + 1 if len(breaks) else len(starts)
+        return starts[:n] + self.position, ends[:n] + self.position
+
+    def _walk_strings(self, n: int, what: str) -> list[int]:
+        starts, position, size, view, unpack = [], self.position, self.size, self._view, _U64.unpack_from
+        for _ in range(n):
+            end = position + 8
+            if end <= size:
+                end += unpack(view, position)[0]
+            self._check_end(end, position, what)
+            starts.append(position)
+            position = end
+        self.position = position
+        return starts
+
+    def _move_to(self, end: int, start: int, what: str) -> None:
+        self._check_end(end, start, what)
+        self.position = end
+
+    def _check_end(self, end: int, start: int, what: str) -> None:
+        if end > self.size:
+            raise self.error(f"a string of {what} runs past the end of the file: it is cut or damaged", start)
+
+    def decode_strings(self, starts: npt.NDArray[np.int64], key: str) -> list[str]:
+        """The strings at `starts`, all at once: their lengths become NULs, at which the text is split."""
+        first, end, n = int(starts[0]), int(starts[-1]), len(starts) - 1
+        text = self.data[first:end].copy()
+        lengths = starts[:-1] - first
+        text[lengths] = 0
+        long = lengths[np.diff(starts) >= 8 + 256]  # the others' upper bytes are 0 already
+        for i in range(1, 8):
+            text[long + i] = 0
+        # true unless a string holds a NUL itself: then the zeros do not tell where it ends
+        if np.count_nonzero(text) == len(text) - 8 * n:
+            try:
+                strings = str(text.data, "utf-8").split("\0" * 8)
+            except UnicodeDecodeError:
+                pass  # the loop below says where
+            else:
+                return strings[1:]
+        what = f"a string of key {brief(key)}"
+        return [self._decode(a + 8, b - a - 8, what) for a, b in pairwise(starts.tolist())]
+
+    def decode_numbers(self, entry: _NumberArray, key: str) -> npt.NDArray[Any]:
+        """A copy of the numbers."""
+        if entry.dtype.kind == "b":
+            self.check_booleans(entry.offset, entry.n_items, key)
+        return np.frombuffer(self._view, entry.dtype, entry.n_items, entry.offset).copy()
+
+    def check_booleans(self, start: int, n: int, key: str) -> None:
+        """Raises FormatError unless the bytes are 0 or 1."""
+        wrong = np.flatnonzero(self.data[start : start + n] > 1)
+        if len(wrong):
+            raise self.error(f"key {brief(key)} has a boolean that is neither 0 nor 1", start + int(wrong[0]))
+
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_WINDOW_BYTES = 1 << 16
+
+
+def _map_file(path: Path) -> ByteArray:
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise FormatError("is a directory, not a GGUF file", path=path)
+        if not stat.S_ISREG(mode):
+            raise FormatError("is not a regular file", path=path)
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise FormatError("the file is empty", path=path)
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except FileNotFoundError:
+        raise FormatError("there is no such file", path=path) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise FormatError(f"cannot be read: {reason}", path=path) from None
+
+
+def _read_header(cursor: _Cursor) -> tuple[int, int, int]:
+    """Version, number of tensors, number of keys."""
+    _check_magic(cursor)
+    cursor.take(4, "the magic number")
+    version = cursor.u32("the version")
+    if version not in (2, 3):
+        if version & 0xFFFF == 0:
+            raise UnsupportedError(f"{cursor.path}: a big-endian GGUF file; kukri reads little-endian ones")
+        raise UnsupportedError(f"{cursor.path}: GGUF version {version}; kukri reads versions 2 and 3")
+    n_tensors = _count(cursor, "tensors", MAX_TENSORS, least_bytes=32)
+    n_keys = _count(cursor, "keys", MAX_KEYS, least_bytes=13)
+    return version, n_tensors, n_keys
+
+
+def _check_magic(cursor: _Cursor) -> None:
+    head = cursor.data[:16].tobytes()
+    if head[:4] == b"GGUF":
+        return
+    kind = next((kind for magic, kind in _OTHER_MAGIC.items() if head.startswith(magic)), None)
+    if kind is None and head[8:9] == b"{":
+        kind = "a safetensors file"
+    raise cursor.error("not a GGUF file" + (f" but {kind}" if kind else ": it does not start with 'GGUF'"), 0)
+
+
+def _count(cursor: _Cursor, what: str, limit: int, least_bytes: int) -> int:
+    """A number of entries, refused when so many cannot be in the rest of the file."""
+    start = cursor.position
+    n = cursor.u64(f"the number of {what}")
+    if n > min(limit, (cursor.size - cursor.position) // least_bytes):
+        raise cursor.error(f"claims {n} {what}, more than the file has room for or any model has", start)
+    return n
+
+
+def _read_value(cursor: _Cursor, key: str) -> Scalar | _StringArray | _NumberArray:
+    what, start = f"key {brief(key)}", cursor.position
+    value_type = cursor.u32(f"the type of {what}")
+    if value_type == _STRING:
+        return cursor.text(what)
+    if value_type == _ARRAY:
+        return _read_array(cursor, what)
+    if value_type not in _NUMBERS:
+        raise cursor.error(f"{what} has the unknown value type {value_type}", start)
+    if value_type == _BOOL:
+        offset = cursor.take(1, what)
+        cursor.check_booleans(offset, 1, key)
+        return bool(cursor.data[offset])
+    return cursor.number(_NUMBERS[value_type], what)
+
+
+def _read_array(cursor: _Cursor, what: str) -> _StringArray | _NumberArray:
+    start = cursor.position
+    item_type = cursor.u32(f"the item type of {what}")
+    if item_type == _ARRAY:
+        raise cursor.error(f"{what} is an array of arrays, which no model needs", start)
+    if item_type == _STRING:
+        n = _count(cursor, f"strings in {what}", MAX_ARRAY_STRINGS, least_bytes=8)
+        return _StringArray(cursor.skip_strings(n, what))
+    if item_type not in _NUMBERS:
+        raise cursor.error(f"{what} has the unknown item type {item_type}", start)
+    dtype = _NUMBERS[item_type]
+    n = cursor.u64(f"the number of items of {what}")
+    return _NumberArray(dtype, cursor.take(n * dtype.itemsize, what), n)
+
+
+def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    alignment = int(alignment) if isinstance(alignment, np.integer) else alignment
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise FormatError(f"key 'general.alignment' is {brief(alignment)}, not a power of two", path=path)
+    return alignment
+
+
+def _refuse_split(metadata: Metadata, path: Path) -> None:
+    n_files = metadata.get("split.count", 1)
+    if type(n_files) is not int:
+        raise FormatError(f"key 'split.count' is {brief(n_files)}, not a whole number", path=path)
+    if n_files > 1:
+        raise UnsupportedError(
+            f"{path}: one of {n_files} parts of a split model, which kukri does not read yet;"
+            " merge them into one file (llama-gguf-split --merge)"
+        )
+
+
+def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, GGUFTensor]:
+    tensors: dict[str, GGUFTensor] = {}
+    for _ in range(n_tensors):
+        start = cursor.position
+        tensor = _read_tensor_info(cursor)
+        if tensor.name in tensors:
+            raise cursor.error("a tensor of this name has come before", start, tensor.name)
+        if tensor.offset % alignment:
+            raise cursor.error(f"offset {tensor.offset} is not a multiple of {alignment}", start, tensor.name)
+        tensors[tensor.name] = tensor
+    data_start = _align(cursor.position, alignment)
+    placed = {name: replace(tensor, offset=data_start + tensor.offset) for name, tensor in tensors.items()}
+    _check_extents(cursor, placed)
+    return placed
+
+
+def _read_tensor_info(cursor: _Cursor) -> GGUFTensor:
+    """A tensor as described, its offset still relative to the start of the data."""
+    name = cursor.text("a tensor's name", MAX_NAME_BYTES)
+    start, what = cursor.position, f"the description of tensor {name!r}"
+    n_dims = cursor.u32(what)
+    if not 1 <= n_dims <= MAX_DIMS:
+        raise cursor.error(f"{n_dims} dimensions, where 1 to {MAX_DIMS} are possible", start, name)
+    shape = tuple(cursor.u64(what) for _ in range(n_dims))[::-1]
+    type_id, offset = cursor.u32(what), cursor.u64(what)
+    if type_id not in QUANT_TYPES_BY_ID:
+        raise cursor.error(f"unknown weight type {type_id}", start, name)
+    weight_type = QUANT_TYPES_BY_ID[type_id]
+    if reason := _impossible_shape(weight_type, shape):
+        raise cursor.error(reason, start, name)
+    return GGUFTensor(name, weight_type, shape, offset, _n_bytes(weight_type, shape))
+
+
+def _impossible_shape(type: QuantType, shape: Sequence[int]) -> str | None:
+    """Why no tensor of this type has this shape, or None."""
+    if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
+        return f"shape {tuple(shape)} holds no weights or has more than {MAX_DIMS} dimensions"
+    if shape[-1] % type.block_size:
+        return f"rows of {shape[-1]} weights are no whole number of {type.name} blocks of {type.block_size}"
+    return None
+
+
+def _n_bytes(type: QuantType, shape: Sequence[int]) -> int:
+    """Bytes of a tensor; exact, whatever the shape."""
+    n = type.row_bytes(shape[-1])
+    for size in shape[:-1]:
+        n *= size
+    return n
+
+
+def _check_extents(cursor: _Cursor, tensors: Mapping[str, GGUFTensor]) -> None:
+    """Raises FormatError unless all tensors lie in the file and apart."""
+    previous: GGUFTensor | None = None
+    for tensor in sorted(tensors.values(), key=lambda t: t.offset):
+        if tensor.offset + tensor.n_bytes > cursor.size:
+            message = f"{tensor.n_bytes} bytes do not fit into a file of {cursor.size}: it is cut or damaged"
+            raise cursor.error(message, tensor.offset, tensor.name)
+        if previous is not None and tensor.offset < previous.offset + previous.n_bytes:
+            raise cursor.error(f"overlaps tensor {previous.name!r}", tensor.offset, tensor.name)
+        previous = tensor
+
+
+def _align(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+# What a tensor is written from: type, data (or a function that makes it when its turn comes), shape.
+TensorData = npt.NDArray[Any] | Callable[[], npt.NDArray[Any]]
+TensorSource = tuple[QuantType, TensorData, tuple[int, ...]]
+
+
+def write_gguf(
+    path: str | os.PathLike[str], metadata: Mapping[str, Any], tensors: Mapping[str, TensorSource]
+) -> None:
+    """Writes a GGUF file, version 3; it appears under `path` complete or not at all.
+
+    Metadata values: str, bool, int (u32 where it fits, else i32, u64 or i64), float (f32), NumPy scalars
+    of the type wanted, lists of these, 1-D arrays. Tensor data is uint8 [rows, row_bytes] or the type's
+    own NumPy dtype; functions that make it are called one at a time. Raises FormatError for what
+    GGUF cannot hold.
+    """
+    target = Path(path)
+    alignment = _alignment(metadata, target)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(_encode_header(metadata, tensors, alignment))
+            for name, (weight_type, data, shape) in tensors.items():
+                _pad(file, alignment)
+                _write_tensor(file, name, weight_type, data() if callable(data) else data, shape)
+            _pad(file, alignment)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _encode_header(metadata: Mapping[str, Any], tensors: Mapping[str, TensorSource], alignment: int) -> bytes:
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        parts += [_encode_text(key), *_encode_value(key, value)]
+    offset = 0
+    for name, (weight_type, _, shape) in tensors.items():
+        if reason := _impossible_shape(weight_type, shape):
+            raise FormatError(reason, tensor=name)
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        parts += [_encode_text(name), dims, struct.pack("<IQ", weight_type.ggml_id, offset)]
+        offset = _align(offset + _n_bytes(weight_type, shape), alignment)
+    return b"".join(parts)
+
+
+def _encode_text(text: str) -> bytes:
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"text {brief(text)} holds lone surrogates, which UTF-8 cannot") from None
+    return _U64.pack(len(encoded)) + encoded
+
+
+def _encode_value(key: str, value: Any) -> list[bytes]:
+    if isinstance(value, str):
+        return [_U32.pack(_STRING), _encode_text(value)]
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return [struct.pack("<IIQ", _ARRAY, _STRING, len(value)), *map(_encode_text, value)]
+    numbers = value if isinstance(value, np.ndarray | np.generic) else _as_numbers(key, value)
+    number_id = _NUMBER_IDS.get(numbers.dtype)
+    if number_id is None or numbers.ndim > 1:
+        raise FormatError(f"key {key!r}: GGUF cannot hold {brief(value)}")
+    if numbers.ndim == 0:
+        return [_U32.pack(number_id), numbers.tobytes()]
+    return [struct.pack("<IIQ", _ARRAY, number_id, numbers.size), numbers.tobytes()]
+
+
+def _as_numbers(key: str, value: Any) -> npt.NDArray[Any]:
+    """Python numbers as the type that other readers expect: 32 bits where they fit."""
+    try:
+        numbers = np.asarray(value)
+    except (ValueError, OverflowError):
+        raise FormatError(f"key {key!r}: GGUF cannot hold {brief(value)}") from None
+    if numbers.dtype.kind == "f":
+        return numbers.astype(np.float32)
+    if numbers.dtype.kind in "iu" and numbers.size:
+        low, high = int(numbers.min()), int(numbers.max())
+        narrow = (np.int32, np.uint32) if numbers.ndim else (np.uint32, np.int32)
+        for dtype in narrow:
+            if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+                return numbers.astype(dtype)
+    return numbers
+
+
+def _write_tensor(
+    file: BinaryIO, name: str, type: QuantType, data: npt.NDArray[Any], shape: tuple[int, ...]
+) -> None:
+    own_dtype = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}.get(type.name)
+    if data.dtype != np.uint8 and data.dtype != own_dtype:
+        raise FormatError(f"{data.dtype} data cannot be written as {type.name}", tensor=name)
+    if data.nbytes != _n_bytes(type, shape):
+        message = f"{data.nbytes} bytes of data for shape {shape}, which takes {_n_bytes(type, shape)}"
+        raise FormatError(message, tensor=name)
+    file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+
+
+def _pad(file: BinaryIO, alignment: int) -> None:
+    file.write(b"\0" * (-file.tell() % alignment))

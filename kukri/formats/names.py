@@ -1,0 +1,52 @@
+"""Tensor names: kukri's own are Hugging Face's, and this table gives GGUF's (gguf-py, constants.py)."""
+
+from __future__ import annotations
+
+import re
+
+from kukri.errors import UnsupportedError
+
+# Module names without `.weight` or `.bias`, outside the layers and inside one.
+_OUTSIDE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_INSIDE = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_OUTSIDE_HF = {gguf: hf for hf, gguf in _OUTSIDE.items()}
+_INSIDE_HF = {gguf: hf for hf, gguf in _INSIDE.items()}
+
+_NAME = re.compile(
+    r"(?:(?P<prefix>model\.layers|blk)\.(?P<layer>0|[1-9]\d*)\.)?(?P<module>.+)\.(?P<kind>weight|bias)"
+)
+
+
+def gguf_name(name: str) -> str:
+    """`model.norm.weight` -> `output_norm.weight`. Raises UnsupportedError for a name it does not know."""
+    return _translate(name, "model.layers", "blk", _OUTSIDE, _INSIDE)
+
+
+def canonical_name(name: str) -> str:
+    """`output_norm.weight` -> `model.norm.weight`. Raises UnsupportedError for a name it does not know."""
+    return _translate(name, "blk", "model.layers", _OUTSIDE_HF, _INSIDE_HF)
+
+
+def _translate(
+    name: str, prefix: str, to_prefix: str, outside: dict[str, str], inside: dict[str, str]
+) -> str:
+    match = _NAME.fullmatch(name)
+    if match and match["layer"] is None and match["module"] in outside:
+        return f"{outside[match['module']]}.{match['kind']}"
+    if match and match["prefix"] == prefix and match["module"] in inside:
+        return f"{to_prefix}.{match['layer']}.{inside[match['module']]}.{match['kind']}"
+    raise UnsupportedError(f"tensor name {name!r} is not one kukri knows")

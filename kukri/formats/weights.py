@@ -1,0 +1,118 @@
+"""`WeightSource`: where models pull their weights from, by canonical name, with shapes checked."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.config import ModelConfig
+from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
+from kukri.formats.config_gguf import GGUF_ARCHITECTURES
+from kukri.formats.gguf import GGUFFile, GGUFTensor, brief
+from kukri.formats.names import gguf_name
+from kukri.kernels.types import FloatArray, Weight
+from kukri.quant.blocks import BLOCKS
+
+_MAX_LISTED = 8
+
+
+class WeightSource(Protocol):
+    """The weights of a checkpoint under Hugging Face names, q and k rows in half-split RoPE order."""
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
+
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has the tensor; does not take it."""
+
+    def done(self) -> None:
+        """Raises UnusedTensorError listing the tensors that nobody took."""
+
+
+class GGUFWeights:
+    """The `WeightSource` of a GGUF file. Matrices are views of the mapped file, but for permuted ones.
+
+    Raises UnsupportedError for files with RoPE factors (`rope_freqs.weight`): without them the model would
+    run and be wrong.
+    """
+
+    def __init__(self, gguf: GGUFFile, config: ModelConfig) -> None:
+        self._gguf, self._config, self._taken = gguf, config, set[str]()
+        for name in gguf.tensors:
+            if name.startswith(("rope_freqs", "rope_factors")):
+                raise UnsupportedError(
+                    f"{gguf.path}: tensor {name!r} scales RoPE, which kukri does not run yet"
+                )
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
+        tensor = self._take(name, shape)
+        data = self._gguf.data(tensor.name)
+        order = self._row_order(name, shape[0])
+        return Weight(data if order is None else data[order], tensor.type, shape, name)
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
+        values = self._gguf.array(self._take(name, (size,)).name)
+        order = self._row_order(name, size)
+        return values if order is None else values[order]
+
+    def has(self, name: str) -> bool:
+        """True if the file has the tensor; does not take it."""
+        return gguf_name(name) in self._gguf.tensors
+
+    def done(self) -> None:
+        """Raises UnusedTensorError listing the tensors that nobody took."""
+        unused = [name for name in self._gguf.tensors if name not in self._taken]
+        if unused:
+            listed = ", ".join(map(brief, unused[:_MAX_LISTED]))
+            more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
+            raise UnusedTensorError(
+                f"holds tensors that no layer of {self._config.architecture} takes: {listed}{more}",
+                path=self._gguf.path,
+            )
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
+        stored_name = gguf_name(name)
+        tensor = self._gguf.tensors.get(stored_name)
+        if tensor is None:
+            raise FormatError("is missing", path=self._gguf.path, tensor=stored_name)
+        if tensor.shape != shape:
+            message = f"has shape {tensor.shape} where the configuration asks for {shape}"
+            raise FormatError(message, path=self._gguf.path, offset=tensor.offset, tensor=stored_name)
+        if tensor.type.name not in BLOCKS:
+            raise UnsupportedError(
+                f"{self._gguf.path}: tensor {stored_name!r} is of type {tensor.type.name};"
+                f" kukri runs {', '.join(BLOCKS)}"
+            )
+        self._taken.add(stored_name)
+        return tensor
+
+    def _row_order(self, name: str, n_rows: int) -> npt.NDArray[Any] | None:
+        """The rows of a q or k projection in half-split order, None where the file's order is right."""
+        if not GGUF_ARCHITECTURES[self._config.architecture].interleaved_rope:
+            return None
+        if (
+            not name.removesuffix(".weight")
+            .removesuffix(".bias")
+            .endswith(("self_attn.q_proj", "self_attn.k_proj"))
+        ):
+            return None
+        return half_split_order(n_rows, self._config.d_head, self._config.rope.rotary_dim)
+
+
+def half_split_order(n_rows: int, d_head: int, rotary_dim: int) -> npt.NDArray[np.int64]:
+    """Where each row of a half-split q or k comes from in an interleaved one: int64 [n_rows].
+
+    Of a head's rotary rows, interleaved files hold the pair (2i, 2i + 1) where transformers
+    has (i, i + rotary_dim / 2); the others stay. Undoes `permute` of llama.cpp's convert_hf_to_gguf.py.
+    """
+    heads = np.arange(n_rows).reshape(-1, d_head)
+    pairs = heads[:, :rotary_dim].reshape(len(heads), rotary_dim // 2, 2)
+    heads[:, :rotary_dim] = pairs.swapaxes(1, 2).reshape(len(heads), rotary_dim)
+    return heads.reshape(-1)
