@@ -1,0 +1,233 @@
+"""The reference ops against torch, and its own promises: chunking changes nothing, hooks are checked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kukri.config import PAGE_TOKENS
+from kukri.errors import HookError, ShapeError
+from kukri.kernels.reference import ReferenceBackend, ReferenceOps, call_hooks
+from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeTable, StepLimits, Weight
+from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.types import QUANT_TYPES
+
+RANDOM = np.random.default_rng(0)
+# float32 sums of up to 576 terms in two orders
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape, dtype=np.float32)
+
+
+def weight(matrix: np.ndarray, type_name: str = "F32") -> Weight:
+    kind = QUANT_TYPES[type_name]
+    return Weight(quantize(matrix, kind), kind, matrix.shape)
+
+
+def make_batch(
+    sequences: list[tuple[int, int]], n_pages: int, seed: int = 0
+) -> tuple[ForwardBatch, np.ndarray]:
+    """A batch of sequences (tokens already cached, new tokens) on shuffled pages, and its page table."""
+    free = np.random.default_rng(seed).permutation(n_pages).tolist()
+    max_pages = max(-(-(old + new) // PAGE_TOKENS) for old, new in sequences) + 1
+    table = np.zeros((len(sequences), max_pages), np.int32)
+    positions, slots, query_start, context_len = [], [], [0], []
+    for s, (old, new) in enumerate(sequences):
+        for i in range(-(-(old + new) // PAGE_TOKENS)):
+            table[s, i] = free.pop()
+        for p in range(old, old + new):
+            positions.append(p)
+            slots.append(table[s, p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS)
+        query_start.append(query_start[-1] + new)
+        context_len.append(old + new)
+    t = len(positions)
+    arrays = [np.array(a, np.int32) for a in (positions, slots, query_start, context_len)]
+    return ForwardBatch(np.zeros(t, np.int32), *arrays, table, np.arange(t, dtype=np.int32)), table
+
+
+def ops_without_cache() -> ReferenceOps:
+    return ReferenceOps(PagedKV(1, 1, 1, 16))
+
+
+@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+def test_linear_is_the_product_with_dequantized_weights(type_name: str) -> None:
+    """A transposed weight, or weights placed side by side in the wrong order."""
+    matrices = [normal(n, 64) for n in (33, 16, 1)]
+    weights = [weight(m, type_name) for m in matrices]
+    x, bias, residual = normal(5, 64), normal(50), normal(5, 50)
+    dense = np.concatenate([dequantize(w.data, w.type) for w in weights])
+    got = ops_without_cache().linear(x, weights, bias, residual)
+    want = x.astype(np.float64) @ dense.astype(np.float64).T + bias + residual
+    np.testing.assert_allclose(got, want, **CLOSE)
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, 16, 65])
+def test_linear_of_a_row_does_not_depend_on_the_others(n_rows: int) -> None:
+    """A matrix product whose sums change order with the number of rows: chunking would change logits."""
+    ops, w, x = ops_without_cache(), weight(normal(577, 575)), normal(65, 575)
+    whole = ops.linear(x, [w])
+    parts = [ops.linear(x[i : i + n_rows], [w]) for i in range(0, 65, n_rows)]
+    np.testing.assert_array_equal(whole, np.concatenate(parts))
+
+
+def test_rms_norm_and_silu_mul_match_torch() -> None:
+    """eps outside of the root, a mean over the wrong axis, gate and up exchanged, exp that overflows."""
+    ops, x, w = ops_without_cache(), normal(7, 48) * 1e-2, normal(48)
+    want = torch.nn.functional.rms_norm(torch.from_numpy(x), (48,), torch.from_numpy(w), 1e-3)
+    np.testing.assert_allclose(ops.rms_norm(x, w, 1e-3), want.numpy(), **CLOSE)
+    gate, up = normal(7, 48) * 4, normal(7, 48)
+    gate[0, 0] = -200.0
+    want = torch.nn.functional.silu(torch.from_numpy(gate)) * torch.from_numpy(up)
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(ops.silu_mul(gate, up), want.numpy(), **CLOSE)
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_rope_rotates_pairs_as_complex_numbers(rotary_dim: int) -> None:
+    """A wrong sign, interleaved pairs, or the dimensions beyond rotary_dim touched."""
+    spec = AttentionSpec(0, 3, 1, 16, 1.0)
+    frequencies = 1000.0 ** (-np.arange(rotary_dim // 2) / 5)
+    table = RopeTable(frequencies, 100)
+    table.ensure(60)
+    batch, _ = make_batch([(50, 4), (3, 2)], 16)
+    q, k = normal(6, 48), normal(6, 16)
+    before = q.copy()
+    got_q, got_k = ops_without_cache().rope(q, k, table, spec, batch)
+    half = rotary_dim // 2
+    for x, got in ((q, got_q), (k, got_k)):
+        heads, rotated = x.reshape(6, -1, 16), got.reshape(6, -1, 16)
+        turned = (heads[..., :half] + 1j * heads[..., half:rotary_dim]) * np.exp(
+            1j * batch.positions[:, None, None] * frequencies
+        )
+        np.testing.assert_allclose(rotated[..., :half], turned.real, atol=2e-5)
+        np.testing.assert_allclose(rotated[..., half:rotary_dim], turned.imag, atol=2e-5)
+        np.testing.assert_array_equal(rotated[..., rotary_dim:], heads[..., rotary_dim:])
+    np.testing.assert_array_equal(q, before)
+
+
+def test_rope_refuses_a_table_that_was_not_filled() -> None:
+    """Garbage angles read beyond the filled rows."""
+    table = RopeTable(np.ones(8), 1024)
+    table.ensure(1)
+    batch, _ = make_batch([(table.n_filled, 1)], 64)
+    with pytest.raises(ShapeError, match="ensure"):
+        ops_without_cache().rope(normal(1, 16), normal(1, 16), table, AttentionSpec(0, 1, 1, 16, 1.0), batch)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("window", [None, 1, 5, 17])
+def test_attention_matches_torch_over_holes_and_offsets(group: int, window: int | None) -> None:
+    """A [t, t] mask after a cache, heads matched to the wrong keys, a neighbour's pages read, a window off
+    by one. Pages that belong to nobody hold NaN."""
+    n_kv_heads, d_head, n_pages = 2, 16, 24
+    spec = AttentionSpec(1, group * n_kv_heads, n_kv_heads, d_head, 0.3, window)
+    lengths = [(37, 3), (0, 1), (63, 1), (0, 65), (15, 2)]
+    batch, table = make_batch(lengths, n_pages)
+    cache = PagedKV(2, n_pages, n_kv_heads, d_head, np.float32)
+    cache.keys[:], cache.values[:] = np.nan, np.nan
+    widths = (spec.n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head)
+    contexts = [[normal(old + new, width) for width in widths] for old, new in lengths]
+    for s, (old, _) in enumerate(lengths):  # what earlier steps stored, one slot at a time
+        for p in range(old):
+            page, offset = table[s, p // PAGE_TOKENS], p % PAGE_TOKENS
+            cache.keys[1, page, :, :, offset] = contexts[s][1][p].reshape(n_kv_heads, d_head)
+            cache.values[1, page, :, offset] = contexts[s][2][p].reshape(n_kv_heads, d_head)
+    new_rows = [[part[old:] for part in context] for context, (old, _) in zip(contexts, lengths)]
+    q, k, v = (np.concatenate([rows[i] for rows in new_rows]) for i in range(3))
+    got = ReferenceOps(cache).attention(q, k, v, spec, batch)
+
+    for s, (old, new) in enumerate(lengths):
+        full_q, full_k, full_v = (
+            torch.from_numpy(part).reshape(old + new, -1, d_head).transpose(0, 1) for part in contexts[s]
+        )
+        at = torch.arange(old + new)
+        distance = at[:, None] - at[None, :]
+        visible = (distance >= 0) & (distance < (window or 1 << 30))
+        want = torch.nn.functional.scaled_dot_product_attention(
+            full_q, full_k, full_v, attn_mask=visible, scale=0.3, enable_gqa=True
+        )
+        want = want.transpose(0, 1).reshape(old + new, -1)[old:].numpy()
+        start = batch.query_start[s]
+        np.testing.assert_allclose(got[start : start + new], want, **CLOSE)
+
+
+def test_the_cache_saturates_and_keeps_nan() -> None:
+    """An infinity stored where a key is too large for float16; a NaN hidden from the logits that follow."""
+    cache = PagedKV(1, 2, 1, 16)
+    batch, table = make_batch([(0, 2)], 2)
+    k, v = normal(2, 16), normal(2, 16)
+    k[0, 3], v[0, 4], v[1, 5] = 1e6, -1e6, np.nan
+    with np.errstate(invalid="ignore"):
+        ReferenceOps(cache).attention(normal(2, 16), k, v, AttentionSpec(0, 1, 1, 16, 0.1), batch)
+    page = table[0, 0]
+    assert cache.keys[0, page, 0, 3, 0] == np.finfo(np.float16).max
+    assert cache.values[0, page, 0, 0, 4] == np.finfo(np.float16).min
+    assert np.isnan(cache.values[0, page, 0, 1, 5])
+
+
+def test_embed_split_and_logit_rows() -> None:
+    """Rows or columns taken from the wrong place."""
+    table, ops = normal(10, 32), ops_without_cache()
+    ids, rows = np.array([3, 9, 3], np.int32), np.array([2, 0], np.int32)
+    batch = ForwardBatch(ids, ids, ids, ids, ids, ids, rows)
+    x = ops.embed(weight(table), batch)
+    np.testing.assert_array_equal(x, table[ids])
+    np.testing.assert_array_equal(ops.logit_rows(x, batch), table[[3, 3]])
+    a, b, c = ops.split(x, (16, 15, 1))
+    np.testing.assert_array_equal(np.concatenate([a, b, c], axis=1), x)
+    assert (a.shape, b.shape, c.shape) == ((3, 16), (3, 15), (3, 1))
+
+
+def test_hooks_edit_in_place_and_replace_in_order() -> None:
+    """A replacement dropped, or the second listener shown the value before the first."""
+
+    def add_one(name: str, x: np.ndarray) -> None:
+        x += 1
+
+    def double(name: str, x: np.ndarray) -> np.ndarray:
+        assert name == "blocks.3.hook_x"
+        return x * 2
+
+    ops = ReferenceOps(PagedKV(1, 1, 1, 16), {"blocks.3.hook_x": [add_one, double, add_one]})
+    np.testing.assert_array_equal(ops.tap("hook_x", 3, np.zeros((2, 4), np.float32)), np.full((2, 4), 3))
+    untouched = np.zeros((2, 4), np.float32)
+    assert ops.tap("hook_x", 2, untouched) is untouched
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (np.zeros((2, 5), np.float32), r"\(2, 5\).*must be float32 \(2, 4\)"),
+        (np.zeros((2, 4)), "float64.*must be float32"),
+        ([[0.0] * 4] * 2, "not list"),
+        (ZeroDivisionError("oh"), "raised ZeroDivisionError: oh"),
+    ],
+)
+def test_a_wrong_hook_is_named(returned: object, says: str) -> None:
+    """An error deep in NumPy that does not say which hook was wrong."""
+
+    def hook(name: str, x: np.ndarray) -> object:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    with pytest.raises(HookError, match=f"blocks.0.hook_resid_pre.*{says}"):
+        call_hooks("blocks.0.hook_resid_pre", [hook], np.zeros((2, 4), np.float32))  # type: ignore[list-item]
+
+
+def test_hooks_are_not_shown_arrays_without_rows() -> None:
+    """A hook that takes a maximum fails on the logits of a step amid a prompt, of which there are none."""
+    call_hooks("ln_final.hook_normalized", [lambda name, x: x.max()], np.zeros((0, 4), np.float32))
+
+
+def test_a_step_beyond_the_limits_is_refused() -> None:
+    """A batch that another backend could not hold passes on the reference."""
+    program = ReferenceBackend().compile(
+        lambda ops, batch: None, PagedKV(1, 1, 1, 16), StepLimits(2, 1, 2, 8), {}
+    )
+    batch, _ = make_batch([(0, 3)], 4)
+    with pytest.raises(ShapeError, match="larger"):
+        program(batch)
