@@ -12,7 +12,7 @@ import numpy as np
 
 from kukri.kernels.cpu.jit import KernelLibrary, call, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.state import BIAS, IDLE, N_ACTIVE, N_OPS, OPS, STATE_BYTES, STOP, WORD
+from kukri.kernels.cpu.state import BIAS, IDLE, N_ACTIVE, N_OPS, OPS, MAX_THREADS, STATE_BYTES, STOP, WORDS
 
 
 def usable_cores() -> int:
@@ -31,10 +31,10 @@ class ThreadPool:
 
     def __init__(self, kernels: KernelLibrary, n_threads: int | None = None) -> None:
         self.kernels = kernels
-        self.n_threads = n_threads or usable_cores()
+        self.n_threads = min(n_threads or usable_cores(), MAX_THREADS)
         self._memory = aligned_zeros(STATE_BYTES)
         self._state = self._memory.view(np.int64)
-        self._state[WORD // 8] = (IDLE << 32) | BIAS
+        self._state[WORDS // 8] = (IDLE << 32) | BIAS
         self._state[N_ACTIVE // 8] = self.n_threads
         self._run: Any = None
         self._wake = threading.Condition()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-WORD = 0  # the ticket word, see threads.py
-DONE = 64  # finished tiles of the current op
-OPS = 128  # address of the plan's ops: (kernel address, record address, tiles of this step, -) each
-N_OPS = 136
-N_ACTIVE = 144  # threads that may take tiles in this step
-STOP = 152  # not 0: workers return
-STATE_BYTES = 192
+DONE = 0  # finished tiles of the current op
+OPS = 64  # address of the plan's ops: (kernel address, record address, tiles of this step, -) each
+N_OPS = 72
+N_ACTIVE = 80  # threads that may take tiles in this step
+STOP = 88  # not 0: workers return
+WORDS = 128  # a ticket word per thread, see threads.py
+MAX_THREADS = 128
+STATE_BYTES = WORDS + 64 * MAX_THREADS
 
 OP_BYTES = 32
 IDLE = 0x7FFFFFFF

@@ -1,14 +1,16 @@
-"""The executor: threads that run a plan's ops together, claiming tiles from a shared counter.
+"""The executor: threads that run a plan's ops together, each taking tiles from its own range first.
 
-All threads run the same loop inside one call that holds no GIL. The *ticket word* holds the current op and
-how many of its tiles are left; taking a tile is one atomic decrement. Whoever finishes an op's last tile
-opens the next op, so a thread that the system put to sleep holds up the others only if it took a tile
-with it: there is no barrier that waits for threads, only one that waits for tiles.
+All threads run the same loop inside one call that holds no GIL. An op's tiles are cut into one range per
+thread, so that each streams its own stretch of weights; who is done early takes from the others' ranges.
+A range is a *ticket word*, and taking a tile is one atomic decrement of it:
 
     word = op << 32 | BIAS + tiles left        (BIAS keeps failed claims from borrowing into the op)
 
-Between steps the word names the op IDLE. Workers keep looking for a while and then return, to be parked
-by Python (`ThreadPool` in plan.py): waking a sleeping thread costs more than most ops.
+Whoever finishes an op's last tile opens the next op. A thread that the system put to sleep holds up the
+others only if it took a tile with it: nothing waits for threads, only for tiles.
+
+Between steps word 0 names the op IDLE. Workers keep looking for a while and then return, to be parked by
+Python (pool.py): waking a sleeping thread costs more than most ops.
 """
 
 from __future__ import annotations
@@ -35,59 +37,95 @@ from kukri.kernels.cpu.state import (
     OPS,
     PAUSES_BEFORE_YIELD,
     STOP,
-    WORD,
+    WORDS,
     YIELDS_BEFORE_PARK,
 )
+
+# mypy: disable-error-code="no-untyped-def"
 
 _LOW = (1 << 32) - 1
 
 
 @device
-def open_op(state, op):  # type: ignore[no-untyped-def]
+def range_start(n_tiles, thread, n_threads):
+    """The first tile of a thread's range. Range 0 is never empty."""
+    return (n_tiles * thread + n_threads - 1) // n_threads
+
+
+@device
+def open_op(state, op):
     """Publishes the first op from `op` on that has tiles, or IDLE after the last."""
     ops = load_i64(state + OPS)
     n_ops = load_i64(state + N_OPS)
+    n_threads = load_i64(state + N_ACTIVE)
     while op < n_ops:
         entry = ops + op * OP_BYTES
         n_tiles = call_kernel(load_i64(entry), load_i64(entry + 8), -1)
         if n_tiles > 0:
             store_i64(entry + 16, n_tiles)
             store_i64(state + DONE, 0)
-            atomic_store(state + WORD, (op << 32) | (BIAS + n_tiles))
+            # range 0 last: until it is out the op cannot end, so no later op's words are overwritten
+            for thread in range(n_threads - 1, -1, -1):
+                stop = range_start(n_tiles, thread + 1, n_threads)
+                left = stop - range_start(n_tiles, thread, n_threads)
+                atomic_store(state + WORDS + 64 * thread, (op << 32) | (BIAS + left))
             return
         op += 1
-    atomic_store(state + WORD, (IDLE << 32) | BIAS)
+    atomic_store(state + WORDS, (IDLE << 32) | BIAS)
 
 
-def run_plan(tile: int, state: int) -> int:
-    """As thread 0 (`tile`): runs the plan in `state` once. As another: serves plans until idle for long."""
-    if tile == 0:
-        open_op(state, 0)
-    waits = 0
-    while True:
-        word = atomic_load(state + WORD)
-        if (word & _LOW) <= BIAS or tile >= load_i64(state + N_ACTIVE):
-            if tile == 0 and (word >> 32) == IDLE:
-                return 0
-            waits += 1
-            if waits < PAUSES_BEFORE_YIELD:
-                spin_pause()
-                continue
-            yield_cpu()
-            if tile > 0 and (waits > PAUSES_BEFORE_YIELD + YIELDS_BEFORE_PARK or load_i64(state + STOP) != 0):
-                return 1
+@device
+def take_tile(state, thread, n_threads):
+    """Takes a tile, from the thread's own range or the next that has one, and runs it -> its op, or -1."""
+    for i in range(n_threads):
+        owner = thread + i
+        if owner >= n_threads:
+            owner -= n_threads
+        word = state + WORDS + 64 * owner
+        if (atomic_load(word) & _LOW) <= BIAS:
             continue
-        ticket = atomic_add(state + WORD, -1)
+        ticket = atomic_add(word, -1)
         left = (ticket & _LOW) - BIAS
         if left <= 0:
             continue
-        waits = 0
         op = ticket >> 32
         entry = load_i64(state + OPS) + op * OP_BYTES
-        n_tiles = load_i64(entry + 16)
-        call_kernel(load_i64(entry), load_i64(entry + 8), n_tiles - left)
-        if atomic_add(state + DONE, 1) + 1 == n_tiles:
-            open_op(state, op + 1)
+        tile = range_start(load_i64(entry + 16), owner + 1, n_threads) - left
+        call_kernel(load_i64(entry), load_i64(entry + 8), tile)
+        return op
+    return -1
+
+
+def run_plan(tile, state):  # type: ignore[no-untyped-def]
+    """As thread 0 (`tile`): runs the plan in `state` once. As another: serves plans until idle for long."""
+    thread = tile
+    if thread == 0:
+        open_op(state, 0)
+    n_done = 0  # tiles run here and not yet counted in DONE; always of the current op
+    last_op = 0
+    waits = 0
+    while True:
+        n_threads = load_i64(state + N_ACTIVE)
+        op = take_tile(state, thread, n_threads) if thread < n_threads else -1
+        if op >= 0:
+            n_done += 1
+            last_op = op
+            waits = 0
+        elif n_done > 0:
+            n_tiles = load_i64(load_i64(state + OPS) + last_op * OP_BYTES + 16)
+            if atomic_add(state + DONE, n_done) + n_done == n_tiles:
+                open_op(state, last_op + 1)
+            n_done = 0
+        elif thread == 0 and (atomic_load(state + WORDS) >> 32) == IDLE:
+            return 0
+        else:
+            waits += 1
+            if waits < PAUSES_BEFORE_YIELD:
+                spin_pause()
+            else:
+                yield_cpu()
+                if thread > 0 and (waits > PAUSES_BEFORE_YIELD + YIELDS_BEFORE_PARK or load_i64(state + STOP) != 0):
+                    return 1
 
 
 KERNELS = {"run_plan": KernelSource("run_plan", run_plan, ("state",))}
