@@ -550,22 +550,24 @@ def write_gguf(
 def _encode_header(metadata: Mapping[str, Any], tensors: Mapping[str, TensorSource], alignment: int) -> bytes:
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, value in metadata.items():
-        parts += [_encode_text(key), *_encode_value(key, value)]
+        parts += [_encode_text(key, MAX_KEY_BYTES), *_encode_value(key, value)]
     offset = 0
     for name, (weight_type, _, shape) in tensors.items():
         if reason := _impossible_shape(weight_type, shape):
             raise FormatError(reason, tensor=name)
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        parts += [_encode_text(name), dims, struct.pack("<IQ", weight_type.ggml_id, offset)]
+        parts += [_encode_text(name, MAX_NAME_BYTES), dims, struct.pack("<IQ", weight_type.ggml_id, offset)]
         offset = _align(offset + _n_bytes(weight_type, shape), alignment)
     return b"".join(parts)
 
 
-def _encode_text(text: str) -> bytes:
+def _encode_text(text: str, max_bytes: int | None = None) -> bytes:
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
         raise FormatError(f"text {brief(text)} holds lone surrogates, which UTF-8 cannot") from None
+    if max_bytes is not None and len(encoded) > max_bytes:
+        raise FormatError(f"name {brief(text)} is longer than {max_bytes} bytes")
     return _U64.pack(len(encoded)) + encoded
 
 
@@ -593,8 +595,8 @@ def _as_numbers(key: str, value: Any) -> npt.NDArray[Any]:
         return numbers.astype(np.float32)
     if numbers.dtype.kind in "iu" and numbers.size:
         low, high = int(numbers.min()), int(numbers.max())
-        narrow = (np.int32, np.uint32) if numbers.ndim else (np.uint32, np.int32)
-        for dtype in narrow:
+        scalar = (np.uint32, np.int32, np.uint64, np.int64)
+        for dtype in (np.int32, np.uint32, np.int64, np.uint64) if numbers.ndim else scalar:
             if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
                 return numbers.astype(dtype)
     return numbers

@@ -1,0 +1,133 @@
+"""Block formats against the `gguf` package, which is bit-exact with GGML's C code."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from kukri.errors import ShapeError, UnsupportedError
+from kukri.quant.blocks import BLOCKS, dequantize, quantize
+from kukri.quant.types import QUANT_TYPES
+
+NAMES = list(BLOCKS)
+SHAPES = [(1, 32), (3, 96), (65, 576), (17, 32 * 700)]
+
+
+def theirs(name: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[name]
+
+
+def make_weights(kind: str, shape: tuple[int, int]) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    normal = rng.standard_normal(shape).astype(np.float32)
+    if kind == "zero":
+        return np.zeros(shape, np.float32)
+    if kind == "constant":
+        return np.repeat(normal[:, :1], shape[1], axis=1)
+    if kind == "ties":  # halves, where rounding to even and away from zero differ
+        return rng.integers(-15, 16, shape).astype(np.float32) / 2
+    if kind == "half subnormal":  # scales below the smallest normal float16
+        return normal * np.float32(1e-6)
+    if kind == "large":  # within float16
+        return normal.clip(-3, 3) * np.float32(20000)
+    if kind == "overflow":  # beyond float16
+        return normal * np.float32(1e9)
+    if kind == "outliers":
+        return np.where(rng.random(shape) < 0.02, normal * 1000, normal)
+    return normal
+
+
+KINDS = ["normal", "zero", "constant", "ties", "half subnormal", "large", "overflow", "outliers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
+def test_quantize_writes_the_bytes_of_the_gguf_package(name, kind):
+    """Wrong rounding, nibble order, scale sign or scale precision; a chunk boundary handled wrongly."""
+    for shape in SHAPES:
+        weights = make_weights(kind, shape)
+        expected = gguf.quants.quantize(weights, theirs(name)).view(np.uint8)
+        ours = quantize(weights, QUANT_TYPES[name])
+        assert ours.dtype == np.uint8
+        np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
+def test_dequantize_any_bytes_like_the_gguf_package(name):
+    """Any bit pattern a file may hold: subnormal, infinite and NaN scales, every quant."""
+    rng = np.random.default_rng(11)
+    type = QUANT_TYPES[name]
+    for n_rows, n_columns in SHAPES:
+        data = rng.integers(0, 256, (n_rows, type.row_bytes(n_columns)), np.uint8)
+        expected = gguf.quants.dequantize(data, theirs(name)).astype(np.float32)
+        ours = dequantize(data, type)
+        assert ours.dtype == np.float32
+        assert ours.shape == (n_rows, n_columns)
+        nan = np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(ours), nan)
+        np.testing.assert_array_equal(ours.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_floats_survive_special_values(name):
+    """Infinity turned into NaN, NaN into infinity, the sign of zero lost, ties rounded the wrong way."""
+    values = [[0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3.4e38, 1.00390625, 1.01171875]]
+    weights = np.array(values, np.float32)
+    weights = np.vstack([weights, np.array([0x7F800001, 0xFFFFFFFF] * 5, np.uint32).view(np.float32)[None]])
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.quantize(weights, theirs(name)).view(np.uint8)
+    data = quantize(weights, QUANT_TYPES[name])
+    np.testing.assert_array_equal(data, expected)
+    assert np.isnan(dequantize(data, QUANT_TYPES[name])).tolist() == np.isnan(weights).tolist()
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_float32_subnormals_become_zero_without_a_warning(name, recwarn):
+    """A scale whose inverse overflows: GGML multiplies 0 by infinity there and casts NaN to an integer."""
+    weights = np.linspace(-1e-39, 1e-39, 64, dtype=np.float32).reshape(2, 32)
+    assert not dequantize(quantize(weights, QUANT_TYPES[name]), QUANT_TYPES[name]).any()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(("name", "bound"), [("Q4_0", 1 / 8), ("Q4_1", 1 / 15), ("Q8_0", 1 / 254)])
+def test_error_of_a_round_trip_is_about_half_a_step(name, bound):
+    """Both directions wrong in the same way, which would agree with each other but not with the weights."""
+    weights = make_weights("normal", (64, 256))
+    error = np.abs(dequantize(quantize(weights, QUANT_TYPES[name]), QUANT_TYPES[name]) - weights)
+    largest = np.abs(weights).reshape(64, -1, 32).max(-1, keepdims=True)
+    rounding = 2.0**-10  # of a float16 scale and minimum, relative to the largest weight they make
+    assert (error.reshape(64, -1, 32) <= (bound + rounding) * largest).all()
+
+
+def test_f32_is_a_view_and_others_take_read_only_unaligned_bytes():
+    """A copy of a large tensor for nothing; a failure on the odd, read-only bytes of a mapped file."""
+    data = np.zeros((2, 64), np.uint8)
+    assert np.shares_memory(dequantize(data, QUANT_TYPES["F32"]), data)
+    raw = np.frombuffer(bytes(range(1, 76)), np.uint8)
+    for name in NAMES:
+        n_bytes = QUANT_TYPES[name].block_bytes * 2
+        assert dequantize(raw[1 : 1 + n_bytes].reshape(1, -1), QUANT_TYPES[name]).size
+
+
+def test_wrong_shapes_and_types_are_named():
+    """Rows cut inside a block read as if they were whole; a type without a format silently misread."""
+    with pytest.raises(ShapeError, match="20-byte Q4_1"):
+        dequantize(np.zeros((2, 30), np.uint8), QUANT_TYPES["Q4_1"])
+    with pytest.raises(ShapeError, match="float32 "):
+        dequantize(np.zeros((2, 34), np.float32), QUANT_TYPES["Q8_0"])
+    with pytest.raises(ShapeError, match="32-weight Q8_0"):
+        quantize(np.zeros((2, 33), np.float32), QUANT_TYPES["Q8_0"])
+    with pytest.raises(UnsupportedError, match=r"Q6_K.*Q4_1"):
+        dequantize(np.zeros((1, 210), np.uint8), QUANT_TYPES["Q6_K"])
+
+
+def test_the_table_agrees_with_the_gguf_package():
+    """A wrong block size or id in the table of types, which every reader trusts."""
+    for name, type in QUANT_TYPES.items():
+        if name == "Q8_1":  # never in a file; the package still has the 40 bytes of an early version
+            continue
+        assert (type.block_size, type.block_bytes) == gguf.GGML_QUANT_SIZES[theirs(name)]
+        assert type.ggml_id == theirs(name).value
