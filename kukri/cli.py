@@ -1,0 +1,209 @@
+"""The `kukri` command: one function per command, which says what may be asked and hands it on.
+
+What commands do is in `kukri.terminal` and is imported when a command runs, so that `kukri run` pays for
+nothing but itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kukri.terminal.errors import ErrorReportingGroup
+
+app = typer.Typer(
+    name="kukri",
+    cls=ErrorReportingGroup,
+    help="Small language models on your own machine, in Python alone.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # help and usage errors without rich: 60 ms less
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str | None, typer.Option("--model", "-m", help="A known name or the path of a .gguf file.")]
+ModelArgument = Annotated[str | None, typer.Argument(help="A known name or the path of a .gguf file.")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="A system message.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="Threads; by default one for each usable core.")
+]
+MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+TopK = Annotated[int | None, typer.Option(help="Choose among the k most likely tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Choose among the most likely tokens of this probability.")]
+MinP = Annotated[float | None, typer.Option(help="Leave out tokens less likely than this share of the best.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Divides the logits of tokens seen so far.")]
+PresencePenalty = Annotated[float | None, typer.Option(help="Taken off the logits of generated tokens.")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="Taken off once for each time generated.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+
+
+def main() -> None:
+    """Runs the command line of this process and exits: 0, 2 after an error, 130 after Ctrl-C."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from kukri import __version__
+
+        typer.echo(f"kukri {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Small language models on your own machine, in Python alone."""
+
+
+@app.command()
+def run(
+    prompt: Annotated[str | None, typer.Argument(help="What to say; text piped in is added to it.")] = None,
+    model: Model = None,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to generate at most.")] = 512,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest.")] = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end of text.")] = False,
+    threads: Threads = None,
+    max_context: MaxContext = None,
+    json: Json = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print counts and speeds to stderr.")] = False,
+) -> None:
+    """Answer a prompt; the text appears as it is generated."""
+    from kukri.terminal.run import answer_prompt
+
+    answer_prompt(
+        prompt,
+        model=model,
+        system=system,
+        raw=raw,
+        sampling={
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+            "stop": stop,
+            "ignore_eos": ignore_eos,
+        },
+        n_threads=threads,
+        max_context=max_context,
+        as_json=json,
+        with_stats=stats,
+    )
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    system: System = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Tokens of an answer at most.")
+    ] = 1024,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest.")] = 0.2,
+    top_k: TopK = None,
+    top_p: TopP = 0.9,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    seed: Seed = None,
+    threads: Threads = None,
+    max_context: MaxContext = None,
+) -> None:
+    """Talk with a model in the terminal; /help lists what else it takes."""
+    from kukri.terminal.chat import talk
+
+    talk(
+        model=model,
+        system=system,
+        sampling={
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+        },
+        n_threads=threads,
+        max_context=max_context,
+    )
+
+
+@app.command()
+def pull(
+    name: Annotated[str | None, typer.Argument(help="A known name.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash a cached file; fetch it again if bad.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Fetch a model into the cache and print its path."""
+    from kukri.terminal.pull import pull_model
+
+    pull_model(name, verify=verify, as_json=json)
+
+
+@app.command()
+def bench(
+    model: Model = None,
+    threads: Threads = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", "-p", help="Tokens to read.")] = 512,
+    generate_tokens: Annotated[int, typer.Option("--generate-tokens", "-g", help="Tokens to write.")] = 128,
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Times that each is measured.")] = 5,
+    json: Json = False,
+) -> None:
+    """Measure reading and writing speed, and how much of the machine's bandwidth that is."""
+    from kukri.bench.offline import run_bench
+
+    run_bench(
+        model,
+        n_threads=threads,
+        n_prompt=prompt_tokens,
+        n_generate=generate_tokens,
+        repetitions=repetitions,
+        json_only=json,
+    )
+
+
+@app.command()
+def inspect(
+    model: ModelArgument = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what is in a model file: configuration, parameters by layer, bytes by type."""
+    from kukri.terminal.inspect import show_model
+
+    show_model(model, with_tensors=tensors, as_json=json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show the CPU, the kernels made for it, the caches and the versions."""
+    from kukri.terminal.doctor import show_machine
+
+    show_machine(as_json=json)

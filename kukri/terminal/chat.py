@@ -1,0 +1,315 @@
+"""`kukri chat`: a conversation in a terminal.
+
+Ctrl-C stops the answer and keeps what has been said; Ctrl-D leaves. Lines that start with / are commands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kukri.errors import ContextLengthError, KukriError, RequestError
+from kukri.formats import hub
+from kukri.llm import LLM, Result
+from kukri.sampling import SamplingParams
+from kukri.terminal.errors import one_line
+from kukri.terminal.output import allow_any_text, describe_timings, write_text
+from kukri.terminal.run import sampling_params
+
+PROMPT, CONTINUED = "> ", ". "
+BLOCK = '"""'
+HISTORY_LINES = 1000
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant")
+
+
+def talk(
+    *,
+    model: str | None,
+    system: str | None,
+    sampling: dict[str, Any],
+    n_threads: int | None,
+    max_context: int | None,
+) -> None:
+    """Holds a conversation on stdin and stdout until Ctrl-D or /exit."""
+    params = sampling_params(sampling)
+    allow_any_text()
+    with LLM(model, n_threads=n_threads, max_context=max_context) as llm, _line_editing():
+        chat = Chat(llm, params, system)
+        if sys.stdin.isatty():
+            print(llm.config.name or llm.path.name)
+            print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        while (text := read_message()) is not None:
+            if not chat.take(text):
+                break
+
+
+class Chat:
+    """A conversation and what may be done with it. `messages` holds the system message, if any, first."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+        self.llm, self.params = llm, params
+        self.messages: list[Message] = []
+        self.last: Result | None = None
+        self.own_file: Path | None = None  # saved or loaded before, so that /save may overwrite it
+        if system:
+            self.set_system(system)
+
+    def take(self, text: str) -> bool:
+        """Acts on what the person typed. False to leave."""
+        if not text.strip():
+            return True
+        if text.startswith("//"):
+            text = text[1:]
+        elif text.startswith("/"):
+            return self._command(text)
+        try:
+            self.answer(text)
+        except KukriError as error:
+            print(f"error: {self._explain(error)}")
+        return True
+
+    def answer(self, text: str) -> None:
+        """Prints the model's answer and keeps both in the conversation. On an error nothing is kept."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        pieces: list[str] = []
+        result = None
+        with _interrupts() as interrupted:
+            stream = self.llm.stream(messages, self.params)
+            for chunk in stream:
+                pieces.append(chunk.text)
+                write_text(chunk.text)
+                result = chunk.result
+                if interrupted():
+                    break
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        answer = "".join(pieces)
+        write_text("\n" if answer.endswith("\n") else "\n\n")
+        if result is None:
+            print("(stopped)")
+        else:
+            self.last = result
+            self._note_length(result)
+        if answer:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def _note_length(self, result: Result) -> None:
+        if result.finish_reason != "length":
+            return
+        n_tokens = len(result.prompt_token_ids) + len(result.token_ids)
+        if n_tokens >= self._max_context:
+            print(f"(the context of {self._max_context} tokens is full: /reset starts anew)")
+        else:
+            print(f"(stopped after {len(result.token_ids)} tokens: --max-tokens allows more)")
+
+    @property
+    def _max_context(self) -> int:
+        """Tokens of the longest conversation."""
+        own = self.llm.config.max_context
+        return min(own, self.llm.engine_config.max_context or own)
+
+    @property
+    def system(self) -> str | None:
+        """The system message's text."""
+        return self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+
+    def set_system(self, text: str) -> None:
+        """Replaces the system message; the rest of the conversation stays."""
+        rest = self.messages[1:] if self.system is not None else self.messages
+        self.messages = [{"role": "system", "content": text}, *rest]
+
+    def _explain(self, error: KukriError) -> str:
+        if isinstance(error, ContextLengthError):
+            return (
+                f"the conversation has {error.n_tokens} tokens and the context holds {error.max_context}: "
+                "/reset forgets it, /save keeps it first"
+            )
+        return one_line(error)
+
+    def _command(self, text: str) -> bool:
+        """Runs a / command. False to leave."""
+        name, _, argument = text.strip().partition(" ")
+        if name in ("/exit", "/quit"):
+            return False
+        if name not in COMMANDS:
+            print(f"error: no command {name!r}: /help lists them (// starts a message with a /)")
+            return True
+        try:
+            COMMANDS[name][0](self, argument.strip())
+        except KukriError as error:
+            print(f"error: {one_line(error)}")
+        except OSError as error:
+            print(f"error: {error.filename}: {error.strerror}")
+        return True
+
+    def show_help(self, _: str) -> None:
+        """Lists the commands."""
+        for name, (_run, arguments, what) in COMMANDS.items():
+            print(f"{name + ' ' + arguments:<16}{what}")
+        print(f"{'/exit':<16}leave, as Ctrl-D does")
+        print(f"{BLOCK:<16}starts and ends a message of several lines; a \\ at a line's end goes on too")
+
+    def show_or_set_system(self, text: str) -> None:
+        """Shows the system message, or replaces it."""
+        if text:
+            self.set_system(text)
+        print(f"system: {self.system}" if self.system else "no system message")
+
+    def reset(self, _: str) -> None:
+        """Forgets everything but the system message."""
+        self.messages = self.messages[:1] if self.system is not None else []
+        self.last = None
+        print("(forgotten)")
+
+    def save(self, name: str) -> None:
+        """Writes the conversation as JSON. Does not replace a file that is not its own."""
+        path = _path(name, "/save")
+        facts = {"model": self.llm.config.name, "messages": self.messages}
+        text = json.dumps(facts, ensure_ascii=False, indent=2) + "\n"
+        try:
+            with path.open("w" if path == self.own_file else "x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise RequestError(f"{path} exists: choose another name") from None
+        self.own_file = path
+        print(f"(saved {len(self.messages)} messages to {path})")
+
+    def load(self, name: str) -> None:
+        """Goes on with a saved conversation."""
+        path = _path(name, "/load")
+        self.messages = _read_messages(path)
+        self.own_file = path
+        print(f"(loaded {len(self.messages)} messages from {path})")
+
+    def show_stats(self, _: str) -> None:
+        """Shows counts and speeds of the last answer."""
+        if self.last is None:
+            print("nothing has been answered yet")
+            return
+        n_tokens = len(self.last.prompt_token_ids) + len(self.last.token_ids)
+        print(f"{describe_timings(self.last.timings)} · context {n_tokens} of {self._max_context} tokens")
+
+
+COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
+    "/help": (Chat.show_help, "", "this list"),
+    "/system": (Chat.show_or_set_system, "[TEXT]", "show the system message, or set it"),
+    "/reset": (Chat.reset, "", "forget the conversation, the system message aside"),
+    "/save": (Chat.save, "FILE", "write the conversation to a JSON file"),
+    "/load": (Chat.load, "FILE", "go on with a saved conversation"),
+    "/stats": (Chat.show_stats, "", "counts and speeds of the last answer"),
+}
+
+
+def _path(name: str, command: str) -> Path:
+    if not name:
+        raise RequestError(f"{command} needs the name of a file")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # ~ of somebody unknown
+        raise RequestError(f"{name}: {error}") from None
+
+
+def _read_messages(path: Path) -> list[Message]:
+    """The messages of a saved conversation. Raises RequestError on anything else."""
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+        checked = [{"role": message["role"], "content": message["content"]} for message in messages]
+    except (ValueError, KeyError, TypeError):
+        raise RequestError(f"{path} is not a saved conversation") from None
+    for i, message in enumerate(checked):
+        if message["role"] not in ROLES[0 if i == 0 else 1 :] or not isinstance(message["content"], str):
+            raise RequestError(f"{path} is not a saved conversation: message {i + 1} is wrong")
+    return checked
+
+
+def read_message() -> str | None:
+    """What the person types next; several lines between triple quotes or after a backslash. None at the end.
+
+    Ctrl-C drops what has been typed so far.
+    """
+    while True:
+        try:
+            return _read_lines()
+        except EOFError:
+            if sys.stdin.isatty():
+                print()
+            return None
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            print("\n(Ctrl-D or /exit leaves)")
+        except UnicodeDecodeError:
+            print("error: that was not UTF-8")
+
+
+def _read_lines() -> str:
+    line = _read_line(PROMPT)
+    if line.startswith(BLOCK):
+        lines = [line.removeprefix(BLOCK)]
+        while not lines[-1].endswith(BLOCK) or (len(lines) == 1 and line == BLOCK):
+            lines.append(_read_line(CONTINUED))
+        lines[-1] = lines[-1].removesuffix(BLOCK)
+        return "\n".join(lines).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(_read_line(CONTINUED))
+    return "\n".join(lines)
+
+
+def _read_line(prompt: str) -> str:
+    return input(prompt if sys.stdin.isatty() else "")
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Within the block Ctrl-C does nothing but make the given function true, so a step is never torn.
+
+    A second Ctrl-C interrupts as usual, should a step take too long.
+    """
+    count = 0
+
+    def note(signal_number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: count > 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _line_editing() -> Iterator[None]:
+    """Within the block a terminal's input can be edited and recalled, from one chat to the next."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    try:
+        import readline
+    except ImportError:  # a Python without it: plain input still works
+        yield
+        return
+    history = hub.models_dir().parent / "chat_history"
+    with suppress(OSError):
+        readline.read_history_file(history)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            history.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(history)
+            os.chmod(history, 0o600)  # what people type is their own

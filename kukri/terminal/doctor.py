@@ -1,0 +1,102 @@
+"""`kukri doctor`: what kukri finds on this machine, to read when something is slow or broken."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import kukri
+from kukri.bench.card import cpu_features, cpu_model
+from kukri.formats import hub
+from kukri.kernels.cpu.features import cpu_target
+from kukri.kernels.cpu.jit import cache_dir, cache_root
+from kukri.kernels.cpu.pool import usable_cores
+from kukri.terminal.output import n_bytes_text
+from kukri.terminal.tables import print_facts
+
+PACKAGES = (
+    "numpy",
+    "numba",
+    "llvmlite",
+    "tokenizers",
+    "jinja2",
+    "typer",
+    "rich",
+    "platformdirs",
+    "torch",
+    "triton",
+)
+
+
+def show_machine(*, as_json: bool) -> None:
+    """Prints the report on this machine, as lines or as one JSON object."""
+    report = machine_report()
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        print_facts(_facts(report))
+
+
+def machine_report() -> dict[str, Any]:
+    """Everything `kukri doctor` shows, ready for JSON. Compiles and loads nothing."""
+    target = cpu_target()
+    return {
+        "kukri": kukri.__version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": {"name": cpu_model(), "n_cores": usable_cores(), "features": list(cpu_features())},
+        "kernels": {
+            "target": target.name,
+            "int8_dot": target.lowering,
+            "hardware_float16": target.has_half,
+            "compiled": sorted(path.stem for path in cache_dir().glob("*.kernel")),
+        },
+        "jit_cache": {"path": str(cache_dir()), **_contents(cache_root())},
+        "models": {
+            "path": str(hub.models_dir()),
+            "cached": [name for name, spec in hub.MODELS.items() if spec.path.exists()],
+            **_contents(hub.models_dir()),
+        },
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _contents(directory: Path) -> dict[str, int]:
+    """How many files a directory holds, and their bytes."""
+    sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
+    return {"n_files": len(sizes), "n_bytes": sum(sizes)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+    cpu, kernels, jit, models = report["cpu"], report["kernels"], report["jit_cache"], report["models"]
+    half = "" if kernels["hardware_float16"] else ", float16 in software"
+    return [
+        ("kukri", report["kukri"]),
+        ("python", f"{report['python']} ({report['executable']})"),
+        ("system", report["system"]),
+        ("cpu", f"{cpu['name']}, {cpu['n_cores']} usable cores"),
+        ("features", " ".join(cpu["features"])),
+        ("kernels", f"for {kernels['target']}, int8 dot product by {kernels['int8_dot']}{half}"),
+        ("compiled", " ".join(kernels["compiled"]) or "none yet: the first run compiles them"),
+        (
+            "jit cache",
+            f"{jit['path']} ({jit['n_files']} files, {n_bytes_text(jit['n_bytes'])} in all versions)",
+        ),
+        (
+            "models",
+            f"{models['path']} ({', '.join(models['cached']) or 'none'}; {n_bytes_text(models['n_bytes'])})",
+        ),
+        ("packages", ", ".join(f"{name} {found}" for name, found in report["packages"].items())),
+    ]

@@ -1,0 +1,125 @@
+"""`kukri run`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from typing import Any
+
+from kukri.errors import RequestError
+from kukri.llm import LLM, Result
+from kukri.sampling import SamplingParams
+from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
+
+
+def answer_prompt(
+    prompt: str | None,
+    *,
+    model: str | None,
+    system: str | None,
+    raw: bool,
+    sampling: dict[str, Any],
+    n_threads: int | None,
+    max_context: int | None,
+    as_json: bool,
+    with_stats: bool,
+) -> None:
+    """Prints the answer to `prompt` and piped text, as it comes or as one JSON object.
+
+    `sampling` holds fields of SamplingParams; None leaves the default. Everything that can be wrong with
+    the request is found before the model is loaded.
+    """
+    params = sampling_params(sampling)
+    text = _full_prompt(prompt)
+    if raw and system is not None:
+        raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
+    request: Any = text if raw else conversation(system, text)
+    with LLM(model, n_threads=n_threads, max_context=max_context) as llm:
+        if as_json:
+            result = llm.generate(request, params) if raw else llm.chat(request, params)
+            print(json.dumps(_as_dict(llm, text, result), ensure_ascii=False))
+        else:
+            result = _stream(llm, request, params)
+    if with_stats:
+        print(describe_timings(result.timings), file=sys.stderr)
+
+
+def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
+    """SamplingParams of the values that are not None. Raises RequestError on a bad one."""
+    return SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
+
+
+def conversation(system: str | None, text: str) -> list[dict[str, str]]:
+    """The messages of a first question."""
+    messages = [{"role": "user", "content": text}]
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _stream(llm: LLM, request: Any, params: SamplingParams) -> Result:
+    allow_any_text()
+    result, ends_line = None, False
+    for chunk in llm.stream(request, params):
+        if chunk.text:
+            write_text(chunk.text)
+            ends_line = chunk.text.endswith("\n")
+        result = chunk.result or result
+    assert result is not None, "a stream ends with its result"
+    if not ends_line:
+        write_text("\n")
+    return result
+
+
+def _full_prompt(prompt: str | None) -> str:
+    """The prompt argument and what is piped in, an empty line between them. Raises RequestError if empty."""
+    piped = _piped_text()
+    parts = [part for part in (prompt, piped) if part is not None]
+    if not parts:
+        raise RequestError("no prompt: give one as an argument, or pipe text in", param="prompt")
+    text = "\n\n".join(part for part in parts if part.strip())
+    if not text:
+        raise RequestError("the prompt is empty: give some text", param="prompt")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt is not UTF-8 (character {error.start}): check the terminal's encoding",
+            param="prompt",
+        ) from None
+    return text
+
+
+def _piped_text() -> str | None:
+    """What a pipe or file on stdin holds, without the line end of its last line; None without one."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # no stdin at all, or not a real file
+        return None
+    # terminals and /dev/null are character devices: waiting for text from them would be a hang
+    if stat.S_ISCHR(mode):
+        return None
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"standard input is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start}): "
+            "convert it first, with iconv for example",
+            param="prompt",
+        ) from None
+
+
+def _as_dict(llm: LLM, prompt: str, result: Result) -> dict[str, Any]:
+    return {
+        "model": llm.config.name,
+        "path": str(llm.path),
+        "prompt": prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
+        "n_prompt_tokens": result.timings.n_prompt_tokens,
+        "n_generated": result.timings.n_generated,
+        "timings": timings_as_dict(result.timings),
+    }
