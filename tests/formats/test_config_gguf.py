@@ -1,0 +1,208 @@
+"""`model_config` on good keys and bad."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.errors import FormatError, UnsupportedError
+from kukri.formats.config_gguf import model_config
+from kukri.formats.gguf import GGUFFile, write_gguf
+from kukri.quant.types import QUANT_TYPES
+
+F32 = QUANT_TYPES["F32"]
+KEYS: dict[str, Any] = {
+    "general.architecture": "llama",
+    "general.name": "tiny",
+    "llama.block_count": 2,
+    "llama.context_length": 128,
+    "llama.embedding_length": 48,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 2.0**-17,
+    "llama.rope.freq_base": 5e5,
+    "llama.rope.dimension_count": 12,
+    "llama.vocab_size": 7,
+}
+
+
+@pytest.fixture
+def config_of(tmp_path: Path):
+    """A function: keys to change (None removes one), tensors -> the ModelConfig."""
+
+    def read(
+        changes: dict[str, Any] | None = None, tensors: dict[str, tuple[int, ...]] | None = None
+    ) -> ModelConfig:
+        keys = {k: v for k, v in {**KEYS, **(changes or {})}.items() if v is not None}
+        shapes = {"token_embd.weight": (7, 48), "output_norm.weight": (48,)} if tensors is None else tensors
+        path = tmp_path / "model.gguf"
+        write_gguf(path, keys, {n: (F32, np.zeros(s, np.float32), s) for n, s in shapes.items()})
+        return model_config(GGUFFile(path))
+
+    return read
+
+
+def test_every_key_lands_in_its_field(config_of):
+    """Two numbers swapped, or one taken from the wrong key."""
+    assert config_of() == ModelConfig(
+        architecture="llama",
+        n_layers=2,
+        d_model=48,
+        n_heads=4,
+        n_kv_heads=2,
+        d_head=12,
+        d_ffn=96,
+        n_vocab=7,
+        norm_eps=2.0**-17,
+        max_context=128,
+        tie_embeddings=True,
+        rope=RopeConfig(theta=5e5, rotary_dim=12),
+        layers=(LayerConfig(), LayerConfig()),
+        name="tiny",
+    )
+
+
+def test_defaults_of_the_format(config_of):
+    """An optional key treated as required, or another default than llama.cpp's."""
+    optional = [
+        "general.name",
+        "llama.attention.head_count_kv",
+        "llama.rope.freq_base",
+        "llama.rope.dimension_count",
+    ]
+    config = config_of(dict.fromkeys(optional))
+    assert config.name == "model"
+    assert config.n_kv_heads == 4
+    assert config.rope == RopeConfig(theta=10000.0, rotary_dim=12)
+
+
+def test_heads_may_be_wider_than_the_model_divided(config_of):
+    """key_length ignored: Mistral Nemo and others have heads that do not add up to the width."""
+    wide = {"llama.attention.key_length": 20, "llama.attention.value_length": 20}
+    config = config_of({**wide, "llama.rope.dimension_count": None})
+    assert (config.d_head, config.rope.rotary_dim) == (20, 20)
+    assert config_of({**wide, "llama.rope.dimension_count": 10}).rope.rotary_dim == 10
+
+
+def test_an_output_tensor_unties_the_embeddings(config_of):
+    """The output matrix ignored, or a tied model asked for one."""
+    shapes = {"token_embd.weight": (7, 48), "output.weight": (7, 48)}
+    assert not config_of(tensors=shapes).tie_embeddings
+
+
+def test_a_sliding_window_reaches_the_layers(config_of):
+    """A window in the file dropped, so that long prompts are answered wrongly."""
+    assert config_of({"llama.attention.sliding_window": 64}).layers == (LayerConfig(window=64),) * 2
+    assert config_of({"llama.attention.sliding_window": 0}).layers == (LayerConfig(),) * 2
+
+
+def test_keys_that_change_nothing_are_accepted(config_of):
+    """Files refused for keys at their neutral values, which converters write."""
+    neutral = {
+        "llama.expert_count": 0,
+        "llama.attention.causal": True,
+        "llama.rope.scaling.type": "none",
+        "llama.rope.scaling.factor": 8.0,
+        "llama.rope.scale_linear": 1.0,
+        "llama.tensor_data_layout": "Meta AI original pth",
+        "other.key": 3,
+        "general.file_type": 3,
+    }
+    assert config_of(neutral) == config_of()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.layer_norm_rms_epsilon",
+    ],
+)
+@pytest.mark.parametrize(
+    "value", [None, 0, -1, 2**40, "12", True, [12, 12], float("nan"), float("inf"), -0.5]
+)
+def test_required_numbers_are_checked(config_of, key, value):
+    """A missing, ill-typed or absurd number that surfaces later as a TypeError or a huge allocation."""
+    with pytest.raises(FormatError, match=re.escape(f"'llama.{key}'")):
+        config_of({f"llama.{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", None, "is missing"),
+        ("general.architecture", 5, "must be text, not int"),
+        ("general.name", 5, "must be text"),
+        ("llama.block_count", 3, "between 1 and 2"),
+        ("llama.context_length", 2**25, "between"),
+        ("llama.embedding_length", 64, r"is 64, but the width of tensor 'token_embd.weight' is 48"),
+        ("llama.attention.head_count", 5, "does not divide the width 48"),
+        ("llama.attention.head_count_kv", 3, "does not divide 4 heads"),
+        ("llama.attention.head_count_kv", 8, "between 1 and 4"),
+        ("llama.attention.head_count_kv", [2, 2], "whole number, not ndarray"),
+        ("llama.attention.key_length", 2**20, "between 1 and 1024"),
+        ("llama.attention.key_length", 12.0, "whole number, not float"),
+        ("llama.attention.sliding_window", -5, "between 0 and"),
+        ("llama.rope.dimension_count", 11, "odd"),
+        ("llama.rope.dimension_count", 14, "between 1 and 12"),
+        ("llama.rope.freq_base", 0.0, "above 0"),
+        ("llama.rope.freq_base", float("inf"), "above 0"),
+        ("llama.rope.freq_base", "1e4", "must be a number"),
+        ("llama.rope.scaling.type", 1, "must be text"),
+        ("llama.attention.layer_norm_rms_epsilon", 1.5, "up to 1"),
+    ],
+)
+def test_nonsense_is_named(config_of, key, value, message):
+    """A configuration error without the key that caused it."""
+    with pytest.raises(FormatError, match=message) as caught:
+        config_of({key: value})
+    assert f"'{key}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "clip", "'clip' is not supported: kukri runs llama"),
+        ("llama.rope.scaling.type", "yarn", "'yarn'"),
+        ("llama.rope.scaling.factor", 4.0, "scales RoPE"),
+        ("llama.rope.scale_linear", 2.0, "must be 1.0"),
+        ("llama.expert_count", 8, "must be 0"),
+        ("llama.attention.causal", False, "must be True"),
+        ("llama.attention.causal", [1, 1], "must be True"),
+        ("llama.attention.value_length", 24, "is 24"),
+        ("llama.logit_scale", 0.5, "unknown"),
+    ],
+)
+def test_features_that_kukri_lacks_are_refused(config_of, key, value, message):
+    """A key that changes the arithmetic ignored in silence: the model runs and is wrong."""
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        config_of({key: value})
+    assert key.removeprefix("general.") in str(caught.value)
+
+
+def test_the_embedding_must_be_there_and_a_matrix(config_of):
+    """An IndexError on a file without a vocabulary matrix, such as an adapter."""
+    with pytest.raises(FormatError, match=r"'token_embd.weight': is missing"):
+        config_of(tensors={"a": (7,)})
+    with pytest.raises(FormatError, match=r"'token_embd.weight': has shape \(48,\)"):
+        config_of(tensors={"token_embd.weight": (48,)})
+
+
+def test_the_real_model(smollm2_path):
+    """SmolLM2's configuration read wrongly."""
+    config = model_config(GGUFFile(smollm2_path))
+    assert (config.n_layers, config.d_model, config.d_ffn, config.n_vocab) == (30, 576, 1536, 49152)
+    assert (config.n_heads, config.n_kv_heads, config.d_head, config.max_context) == (9, 3, 64, 8192)
+    assert config.rope == RopeConfig(theta=100000.0, rotary_dim=64)
+    assert config.tie_embeddings
+    assert config.norm_eps == pytest.approx(1e-5)
