@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -94,7 +95,7 @@ class CpuProgram:
         self._logits = _view(result, limits.max_logit_rows)
 
     def __call__(self, batch: ForwardBatch) -> FloatArray:
-        """See CompiledProgram. Raises CapacityError beyond the limits, ShapeError on an index out of range."""
+        """See CompiledProgram. Raises CapacityError beyond the limits, ShapeError on a bad index."""
         self._batch.fill(batch, self._limits)
         self._check_record[-1] = min((t.n_filled for t in self.plan.rope_tables), default=1 << 31)
         self._check()
@@ -120,7 +121,7 @@ class BatchMemory:
         n_tokens, n_sequences = limits.max_tokens, limits.max_sequences
         self._header = aligned_zeros(state.BATCH_BYTES).view(np.int64)
         self.address = address_of(self._header)
-        self._arrays = {
+        self._arrays: dict[int, np.ndarray[Any, Any]] = {
             state.TOKEN_IDS: np.zeros(n_tokens, np.int32),
             state.POSITIONS: np.zeros(n_tokens, np.int32),
             state.SLOTS: np.zeros(n_tokens, np.int32),
@@ -143,7 +144,9 @@ class BatchMemory:
             0 < t <= limits.max_tokens and 0 < s <= limits.max_sequences
             and n <= limits.max_logit_rows and n_pages <= limits.max_pages
         ):  # fmt: skip
-            raise CapacityError(f"a step of {t} tokens, {s} sequences, {n} logit rows and {n_pages} pages; {limits}")
+            raise CapacityError(
+                f"a step of {t} tokens, {s} sequences, {n} logit rows and {n_pages} pages; {limits}"
+            )
         arrays = self._arrays
         arrays[state.TOKEN_IDS][:t] = batch.token_ids
         arrays[state.POSITIONS][:t] = batch.positions
@@ -158,8 +161,8 @@ class BatchMemory:
 def _view(value: Value, n_rows: int) -> FloatArray:
     """The array behind a value, [n_rows, width]."""
     n_bytes = n_rows * value.stride
-    memory = (ctypes.c_uint8 * n_bytes).from_address(value.buffer.address)
-    array = np.frombuffer(memory, np.float32).reshape(n_rows, value.stride // 4)
+    memory: Any = (ctypes.c_uint8 * n_bytes).from_address(value.buffer.address)
+    array: FloatArray = np.frombuffer(memory, np.float32).reshape(n_rows, value.stride // 4)
     column = value.offset // 4
     return array[:, column : column + value.width]
 

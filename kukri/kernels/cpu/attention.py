@@ -61,8 +61,6 @@ from kukri.kernels.cpu.state import (
     query_tokens,
 )
 
-# mypy: disable-error-code="no-untyped-def"
-
 _NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
 _SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
 _VALUES = 8 * MAX_TILE_ROWS
@@ -206,7 +204,9 @@ def _make_entry(group: int, n_query_tokens: int, d_head: int) -> Any:
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
 
     @device
-    def entry_part(batch, entry, head, q, q_stride, scale, keys, values, page_bytes, window, partials, y, y_stride):
+    def entry_part(
+        batch, entry, head, q, q_stride, scale, keys, values, page_bytes, window, partials, y, y_stride
+    ):
         sequence = load_i64(entry + WORK_SEQUENCE)
         token = load_i64(entry + WORK_TOKEN)
         n_tokens = load_i64(entry + WORK_N_TOKENS)
@@ -258,9 +258,7 @@ def _make_attend(group: int, d_head: int) -> KernelSource:
     head_bytes = d_head * PAGE_TOKENS * 2
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
-    def attend(
-        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, window, partials, y, y_stride
-    ):  # type: ignore[no-untyped-def]
+    def attend(tile, batch, q, q_stride, scale, n_kv_heads, keys, values, window, partials, y, y_stride):
         if tile < 0:
             return load_i64(batch + N_WORK) * n_kv_heads
         entry = load_i64(batch + WORK) + tile // n_kv_heads * WORK_BYTES
@@ -276,10 +274,7 @@ def _make_attend(group: int, d_head: int) -> KernelSource:
             many_tokens(batch, entry, head, q, q_stride, s, k, v, page_bytes, window, partial, y, y_stride)
         return 0
 
-    parameters = (
-        "batch", "q", "q_stride", "scale", "n_kv_heads", "keys", "values", "window", "partials", "y", "y_stride",
-    )  # fmt: skip
-    return KernelSource(f"attend[{group},{d_head}]", attend, parameters)
+    return KernelSource(f"attend[{group},{d_head}]", attend)
 
 
 def _make_attend_finish(group: int, d_head: int) -> KernelSource:
@@ -293,7 +288,7 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
         for i in range(n_parts):
             _merge(state, first + i * head_step, rows, d_head)
 
-    def attend_finish(tile, batch, n_kv_heads, partials, y, y_stride, panels):  # type: ignore[no-untyped-def]
+    def attend_finish(tile, batch, n_kv_heads, partials, y, y_stride, panels):
         """`panels` (q8) may be 0: not wanted."""
         n_rows = load_i64(batch + N_TOKENS)
         if tile < 0:
@@ -317,8 +312,7 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
                 quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t)
         return 0
 
-    parameters = ("batch", "n_kv_heads", "partials", "y", "y_stride", "panels")
-    return KernelSource(f"attend_finish[{group},{d_head}]", attend_finish, parameters)
+    return KernelSource(f"attend_finish[{group},{d_head}]", attend_finish)
 
 
 KERNELS = {

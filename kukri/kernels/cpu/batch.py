@@ -30,8 +30,6 @@ from kukri.kernels.cpu.state import (
     WORK_TOKEN,
 )
 
-# mypy: disable-error-code="no-untyped-def"
-
 
 @device
 def _outside(array, n, limit):
@@ -43,7 +41,7 @@ def _outside(array, n, limit):
     return False
 
 
-def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions):  # type: ignore[no-untyped-def]
+def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions):
     """0 if no index of the batch leads outside its array, else which check failed (see BATCH_CHECKS)."""
     n_tokens = load_i64(batch + N_TOKENS)
     n_sequences = load_i64(batch + N_SEQUENCES)
@@ -85,7 +83,7 @@ def _add_work(batch, n_work, sequence, token, n_tokens, chunk, chunk_stop, parti
     return n_work + 1
 
 
-def attention_work(tile, batch, group_tokens):  # type: ignore[no-untyped-def]
+def attention_work(tile, batch, group_tokens):
     """Cuts the step into work entries of `group_tokens` tokens; few tokens with a long context by chunk."""
     if tile < 0:
         return 1
@@ -115,6 +113,6 @@ def attention_work(tile, batch, group_tokens):  # type: ignore[no-untyped-def]
 
 
 KERNELS = {
-    "check_batch": KernelSource("check_batch", check_batch, ("batch", "n_vocab", "n_pages", "max_pages", "n_positions")),
-    "attention_work": KernelSource("attention_work", attention_work, ("batch", "group_tokens")),
+    "check_batch": KernelSource("check_batch", check_batch),
+    "attention_work": KernelSource("attention_work", attention_work),
 }

@@ -51,8 +51,6 @@ from kukri.kernels.cpu.simd import (
 )
 from kukri.kernels.cpu.state import N_TOKENS, POSITIONS, SLOTS, TOKEN_IDS
 
-# mypy: disable-error-code="no-untyped-def"
-
 
 @device
 def row_tiles(n_rows):
@@ -120,7 +118,7 @@ def _make_embed(block: Any, weight_type: str) -> KernelSource:
     layout = LAYOUTS[weight_type]
     block_bytes, target_step = layout.block_bytes, 4 * layout.block_size
 
-    def embed(tile, batch, w, n_blocks, y, y_stride):  # type: ignore[no-untyped-def]
+    def embed(tile, batch, w, n_blocks, y, y_stride):
         """y[t] = the row of `w` (as in the file) for token t."""
         n_rows = load_i64(batch + N_TOKENS)
         if tile < 0:
@@ -133,7 +131,7 @@ def _make_embed(block: Any, weight_type: str) -> KernelSource:
                 block(source + b * block_bytes, target + b * target_step)
         return 0
 
-    return KernelSource(f"embed_{weight_type}", embed, ("batch", "w", "n_blocks", "y", "y_stride"))
+    return KernelSource(f"embed_{weight_type}", embed)
 
 
 # --- activation panels --------------------------------------------------------------------------------
@@ -164,7 +162,7 @@ def quantize_row(x, n, panels, row):
         target += Q8_BLOCK_BYTES
 
 
-def panel_q8(tile, rows, x, x_stride, n, panels):  # type: ignore[no-untyped-def]
+def panel_q8(tile, rows, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q8 panels."""
     n_rows = load_i64(rows)
     if tile < 0:
@@ -174,7 +172,7 @@ def panel_q8(tile, rows, x, x_stride, n, panels):  # type: ignore[no-untyped-def
     return 0
 
 
-def panel_f32(tile, rows, x, x_stride, n, panels):  # type: ignore[no-untyped-def]
+def panel_f32(tile, rows, x, x_stride, n, panels):
     """Brings rows of n float32 into f32 panels."""
     n_rows = load_i64(rows)
     if tile < 0:
@@ -189,7 +187,7 @@ def panel_f32(tile, rows, x, x_stride, n, panels):  # type: ignore[no-untyped-de
 # --- norms and activations ----------------------------------------------------------------------------
 
 
-def rms_norm(tile, rows, x, x_stride, n, weight, eps, y, y_stride, panels):  # type: ignore[no-untyped-def]
+def rms_norm(tile, rows, x, x_stride, n, weight, eps, y, y_stride, panels):
     """y = x / sqrt(mean(x^2) + eps) * weight; y and panels (q8) may each be 0: not wanted. n % 16 == 0."""
     n_rows = load_i64(rows)
     if tile < 0:
@@ -204,7 +202,9 @@ def rms_norm(tile, rows, x, x_stride, n, weight, eps, y, y_stride, panels):  # t
         factor = splat(1.0 / (mean + f32_of_bits(eps)) ** 0.5)
         if y != 0:
             for i in range(0, 4 * n, 64):
-                store_f32x16(y + row * y_stride + i, load_f32x16(source + i) * factor * load_f32x16(weight + i))
+                store_f32x16(
+                    y + row * y_stride + i, load_f32x16(source + i) * factor * load_f32x16(weight + i)
+                )
         if panels != 0:
             target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES)
             for i in range(0, 4 * n, 128):
@@ -224,7 +224,7 @@ def _gated(gate, up):
 _SILU_COLUMNS = 512  # of one tile, so that a single token's activation is shared between threads
 
 
-def silu_mul(tile, rows, gate, up, x_stride, n, y, y_stride, panels):  # type: ignore[no-untyped-def]
+def silu_mul(tile, rows, gate, up, x_stride, n, y, y_stride, panels):
     """y = silu(gate) * up; y and panels (q8) may each be 0: not wanted. n % 16 == 0 (32 for panels)."""
     n_rows = load_i64(rows)
     n_parts = (n + _SILU_COLUMNS - 1) // _SILU_COLUMNS
@@ -282,9 +282,7 @@ def _store_token(k, v, key_page, value_page, offset, n_heads, d_head):
             store_f16x16(values + 2 * d, finite(load_f32x16(v + source)))
 
 
-def rope_store(
-    tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values
-):  # type: ignore[no-untyped-def]
+def rope_store(tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values):
     """Rotates q and k by position (unless cos is 0), then writes k and v to the cache (unless keys is 0)."""
     n_rows = load_i64(batch + N_TOKENS)
     if tile < 0:
@@ -308,7 +306,7 @@ def rope_store(
     return 0
 
 
-def gather_rows(tile, rows, indices, x, x_stride, n, y, y_stride):  # type: ignore[no-untyped-def]
+def gather_rows(tile, rows, indices, x, x_stride, n, y, y_stride):
     """y[i] = x[indices[i]], rows of n float32. `indices` is the address of the int32 array's address."""
     n_rows = load_i64(rows)
     if tile < 0:
@@ -329,25 +327,8 @@ _EMBEDDINGS = {
     "Q8_0": _embed_q8_0,
 }
 
-_PANEL = ("rows", "x", "x_stride", "n", "panels")
 KERNELS = {f"embed_{name}": _make_embed(block, name) for name, block in _EMBEDDINGS.items()}
 KERNELS |= {
-    source.name: source
-    for source in (
-        KernelSource("panel_q8", panel_q8, _PANEL),
-        KernelSource("panel_f32", panel_f32, _PANEL),
-        KernelSource(
-            "rms_norm", rms_norm, ("rows", "x", "x_stride", "n", "weight", "eps", "y", "y_stride", "panels")
-        ),
-        KernelSource(
-            "silu_mul", silu_mul, ("rows", "gate", "up", "x_stride", "n", "y", "y_stride", "panels")
-        ),
-        KernelSource(
-            "rope_store",
-            rope_store,
-            ("batch", "q", "k", "v", "stride", "n_heads", "n_kv_heads", "d_head", "cos", "sin", "half", "keys",
-             "values"),
-        ),
-        KernelSource("gather_rows", gather_rows, ("rows", "indices", "x", "x_stride", "n", "y", "y_stride")),
-    )
-}  # fmt: skip
+    kernel.__name__: KernelSource(kernel.__name__, kernel)
+    for kernel in (panel_q8, panel_f32, rms_norm, silu_mul, rope_store, gather_rows)
+}

@@ -37,7 +37,12 @@ class KernelSource:
 
     name: str
     function: Callable[..., int]
-    parameters: tuple[str, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The fields of the kernel's record: the function's parameters after `tile`."""
+        code = self.function.__code__
+        return code.co_varnames[1 : code.co_argcount]
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,14 @@ def cache_dir() -> Path:
     """The directory for exactly these sources, versions and this CPU."""
     digest = hashlib.sha256()
     target = cpu_target()
-    for fact in (version("numba"), version("llvmlite"), sys.version, sys.platform, target.name, target.features):
+    for fact in (
+        version("numba"),
+        version("llvmlite"),
+        sys.version,
+        sys.platform,
+        target.name,
+        target.features,
+    ):
         digest.update(fact.encode() + b"\0")
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())

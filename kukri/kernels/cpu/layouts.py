@@ -1,4 +1,4 @@
-"""Byte layouts that packing, kernels and plans agree on. Plain numbers, so that no compiler is needed to read them.
+"""Byte layouts that packing, kernels and plans agree on: plain numbers, readable without a compiler.
 
 Weights are packed into *weight tiles* of 16 output rows. A tile holds, block after block along the input,
 

@@ -33,7 +33,6 @@ from kukri.kernels.cpu.simd import (
     load_i64,
     load_u8x64,
     low_nibbles,
-    prefetch,
     signed_dot_shift,
     tile_add,
     tile_dot4,
@@ -45,8 +44,6 @@ from kukri.kernels.cpu.simd import (
     tile_zeros_f32,
     tile_zeros_like,
 )
-
-# mypy: disable-error-code="no-untyped-def"
 
 _GROUP = 4 * TOKENS  # bytes from one group of 4 inputs to the next in a q8 panel
 _SIGNED_SHIFT = signed_dot_shift()
@@ -128,7 +125,7 @@ def _make_linear(block: Any, weight_type: str) -> KernelSource:
 
     row_tile_1, row_tile_2, row_tile_4, row_tile_8 = (make_row_tile(n) for n in (1, 2, 4, 8))
 
-    def linear(tile, rows, w, x, n_row_tiles, n_blocks, y, y_stride, bias, residual, residual_stride):  # type: ignore[no-untyped-def]
+    def linear(tile, rows, w, x, n_row_tiles, n_blocks, y, y_stride, bias, residual, residual_stride):
         """`rows` is the address of the number of tokens; strides are bytes; 0 for no bias or residual."""
         n_tokens = load_i64(rows)
         n_panels = (n_tokens + TOKENS - 1) >> 3
@@ -163,10 +160,7 @@ def _make_linear(block: Any, weight_type: str) -> KernelSource:
                     row_tile_8(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
         return 0
 
-    parameters = (
-        "rows", "w", "x", "n_row_tiles", "n_blocks", "y", "y_stride", "bias", "residual", "residual_stride",
-    )  # fmt: skip
-    return KernelSource(f"linear_{weight_type}", linear, parameters)
+    return KernelSource(f"linear_{weight_type}", linear)
 
 
 _BLOCKS = {

@@ -30,7 +30,8 @@ def layout_of(weight: Weight) -> TileLayout:
     layout = LAYOUTS.get(weight.type.name)
     if layout is None:
         raise MissingKernelError(
-            f"the CPU backend has no kernel for {weight.type.name} ({weight.name}); it runs {', '.join(LAYOUTS)}"
+            f"the CPU backend has no kernel for {weight.type.name} ({weight.name}): "
+            f"it runs {', '.join(LAYOUTS)}"
         )
     return layout
 

@@ -6,10 +6,8 @@ from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.layouts import ROWS
 from kukri.kernels.cpu.simd import load_i32, load_i64, load_u16, store_i32, store_u16
 
-# mypy: disable-error-code="no-untyped-def"
 
-
-def pack(tile, row_addresses, n_row_tiles, n_blocks, block_bytes, word, n_words, half, n_halves, out):  # type: ignore[no-untyped-def]
+def pack(tile, row_addresses, n_row_tiles, n_blocks, block_bytes, word, n_words, half, n_halves, out):
     """`row_addresses`: int64 per row, padded to whole tiles; word and half: byte offsets in a block."""
     if tile < 0:
         return n_row_tiles
@@ -28,10 +26,4 @@ def pack(tile, row_addresses, n_row_tiles, n_blocks, block_bytes, word, n_words,
     return 0
 
 
-KERNELS = {
-    "pack": KernelSource(
-        "pack",
-        pack,
-        ("row_addresses", "n_row_tiles", "n_blocks", "block_bytes", "word", "n_words", "half", "n_halves", "out"),
-    )
-}
+KERNELS = {"pack": KernelSource("pack", pack)}

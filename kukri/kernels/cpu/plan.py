@@ -34,6 +34,7 @@ from kukri.kernels.cpu.state import (
 )
 from kukri.kernels.types import (
     AttentionSpec,
+    ByteArray,
     FloatArray,
     Hook,
     PagedKV,
@@ -102,7 +103,7 @@ class Plan:
     result: Value
     kernel_names: list[str]
     rope_tables: list[RopeTable]
-    buffer_bytes: int
+    memory: ByteArray  # all buffers
     keep: list[Any] = field(default_factory=list)  # arrays that records point into
 
 
@@ -117,7 +118,13 @@ class Recorder:
         batch_address: int,
         pack: Callable[[tuple[Weight, ...]], PackedWeight],
     ) -> None:
-        self._cache, self._limits, self._hooks, self._batch, self._pack = cache, limits, hooks, batch_address, pack
+        self._cache, self._limits, self._hooks, self._batch, self._pack = (
+            cache,
+            limits,
+            hooks,
+            batch_address,
+            pack,
+        )
         self._ops: list[Op] = []
         self._buffers: list[Buffer] = []
         self._segments: list[Segment] = []
@@ -212,13 +219,16 @@ class Recorder:
             for width, start in zip(widths, starts, strict=True)
         )
 
-    def rope(self, q: Value, k: Value, table: RopeTable, spec: AttentionSpec, batch: Any) -> tuple[Value, Value]:
+    def rope(
+        self, q: Value, k: Value, table: RopeTable, spec: AttentionSpec, batch: Any
+    ) -> tuple[Value, Value]:
         """See Ops.rope."""
         if table not in self._tables:
             self._tables.append(table)
         self._rope_store(
             q, k, k, spec,
-            cos=address_of(table.cos), sin=address_of(table.sin), half=table.rotary_dim // 2, keys=0, values=0,
+            cos=address_of(table.cos), sin=address_of(table.sin), half=table.rotary_dim // 2,
+            keys=0, values=0,
         )  # fmt: skip
         return q, k
 
@@ -227,7 +237,9 @@ class Recorder:
         group = spec.n_heads // spec.n_kv_heads
         self._require_multiple("the head size", spec.d_head, 16)
         if group > MAX_TILE_ROWS:
-            raise MissingKernelError(f"{group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}")
+            raise MissingKernelError(
+                f"{group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}"
+            )
         keys = address_of(self._cache.keys[spec.layer])
         values = address_of(self._cache.values[spec.layer])
         last = self._ops[-1]
@@ -333,8 +345,7 @@ class Recorder:
             records[start : start + len(values)] = values
             ops[i, 0], ops[i, 1] = kernel.address, address_of(records) + 8 * start
             start += len(values)
-        keep = [memory, records, *self._keep]
-        return Plan(ops, self._segments, result, names, self._tables, len(memory), keep)
+        return Plan(ops, self._segments, result, names, self._tables, memory, [records, *self._keep])
 
     def _emit(self, kernel: str, **fields: int | Ref) -> Op:
         op = Op(kernel, fields)
@@ -430,15 +441,12 @@ class Recorder:
 
     def _drop_unread(self) -> None:
         """Producers whose float result nobody reads write only their panels."""
-        readers: dict[Buffer, int] = {}
+        read = {segment.value.buffer for segment in self._segments}
         for op in self._ops:
-            for name, value in op.fields.items():
-                if isinstance(value, Ref) and name != "y":
-                    readers[value.buffer] = readers.get(value.buffer, 0) + 1
-        tapped = {segment.value.buffer for segment in self._segments}
+            read |= {at.buffer for name, at in op.fields.items() if isinstance(at, Ref) and name != "y"}
         for value, op in self._producers.items():
             writes_panels = op.fields["panels"] != 0 and not op.kernel.startswith("attend")
-            if writes_panels and value.buffer not in readers and value.buffer not in tapped:
+            if writes_panels and value.buffer not in read:
                 op.fields["y"] = 0
 
 
@@ -462,7 +470,7 @@ def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _place(buffers: list[Buffer]) -> np.ndarray[Any, Any]:
+def _place(buffers: list[Buffer]) -> ByteArray:
     """Gives each buffer an address, sharing memory between those that are never in use together."""
     placed: list[tuple[int, Buffer]] = []
     end = 0

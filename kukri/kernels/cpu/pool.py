@@ -12,7 +12,7 @@ import numpy as np
 
 from kukri.kernels.cpu.jit import KernelLibrary, call, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.state import BIAS, IDLE, N_ACTIVE, N_OPS, OPS, MAX_THREADS, STATE_BYTES, STOP, WORDS
+from kukri.kernels.cpu.state import BIAS, IDLE, MAX_THREADS, N_ACTIVE, N_OPS, OPS, STATE_BYTES, STOP, WORDS
 
 
 def usable_cores() -> int:
@@ -82,7 +82,9 @@ class ThreadPool:
         owner = weakref.ref(self)
         for index in range(1, self.n_threads):
             worker = threading.Thread(
-                target=_work, args=(owner, index, kernel.address, record, self._memory, self._wake), daemon=True
+                target=_work,
+                args=(owner, index, kernel.address, record, self._memory, self._wake),
+                daemon=True,
             )
             worker.name = f"kukri-{index}"
             worker.start()

@@ -23,8 +23,6 @@ from kukri.kernels.cpu.simd import (
     sum_lanes,
 )
 
-# mypy: disable-error-code="no-untyped-def"
-
 _READ_TILE_BYTES = 1 << 20
 
 
@@ -46,7 +44,7 @@ def _row_max(row, n):
     return largest if has_nan == 0 else largest * float("nan")
 
 
-def argmax(tile, row, n):  # type: ignore[no-untyped-def]
+def argmax(tile, row, n):
     """The lowest index of the row's largest value; -1 if the row has a nan."""
     largest = _row_max(row, n)
     if largest != largest:
@@ -64,7 +62,7 @@ def argmax(tile, row, n):  # type: ignore[no-untyped-def]
     return -1
 
 
-def max_and_sum_exp(tile, row, n, scale, out):  # type: ignore[no-untyped-def]
+def max_and_sum_exp(tile, row, n, scale, out):
     """out[0] = the row's maximum m (nan if any is nan), out[1] = sum of exp((x - m) * scale)."""
     largest = _row_max(row, n)
     store_f32(out, largest)
@@ -81,7 +79,7 @@ def max_and_sum_exp(tile, row, n, scale, out):  # type: ignore[no-untyped-def]
     return 0
 
 
-def above(tile, row, n, threshold, out):  # type: ignore[no-untyped-def]
+def above(tile, row, n, threshold, out):
     """out[0:k] = the indices (int32, ascending) of values > threshold; returns k."""
     bound = f32_of_bits(threshold)
     whole = n & -16
@@ -99,7 +97,7 @@ def above(tile, row, n, threshold, out):  # type: ignore[no-untyped-def]
     return count
 
 
-def read_memory(tile, data, n_bytes, out):  # type: ignore[no-untyped-def]
+def read_memory(tile, data, n_bytes, out):
     """Reads all of `data` once, a mebibyte per tile: what memory can deliver is what decoding can reach."""
     n_tiles = n_bytes // _READ_TILE_BYTES
     if tile < 0:
@@ -119,11 +117,6 @@ def read_memory(tile, data, n_bytes, out):  # type: ignore[no-untyped-def]
 
 
 KERNELS = {
-    source.name: source
-    for source in (
-        KernelSource("argmax", argmax, ("row", "n")),
-        KernelSource("max_and_sum_exp", max_and_sum_exp, ("row", "n", "scale", "out")),
-        KernelSource("above", above, ("row", "n", "threshold", "out")),
-        KernelSource("read_memory", read_memory, ("data", "n_bytes", "out")),
-    )
+    kernel.__name__: KernelSource(kernel.__name__, kernel)
+    for kernel in (argmax, max_and_sum_exp, above, read_memory)
 }

@@ -70,9 +70,8 @@ def compile_kernel(source: KernelSource) -> tuple[str, bytes]:
     loads = ", ".join(f"load_i64(record + {8 * i})" for i in range(len(source.parameters)))
     namespace: dict[str, Any] = {"body": device(source.function), "load_i64": load_i64}
     exec(f"def entry(record, tile):\n    return body(tile, {loads})", namespace)
-    function = njit("int64(int64, int64)", no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(
-        namespace["entry"]
-    )
+    options = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    function: Any = njit("int64(int64, int64)", **options)(namespace["entry"])
     (compiled,) = function.overloads.values()
     library = compiled.library
     code = library.codegen._tm.emit_object(library._final_module)
@@ -125,8 +124,8 @@ def _named_intrinsic(name: str, parameters: list[str], typing: Callable[..., Any
     # Numba reads an intrinsic's parameter names from its code, so a function with those names is made
     arguments = ", ".join(parameters)
     namespace = {"typing": typing}
-    exec(f"def {name}(context{', ' if arguments else ''}{arguments}):\n    return typing(context, {arguments})",
-         namespace)  # fmt: skip
+    head = f"def {name}(context, {arguments}):" if arguments else f"def {name}(context):"
+    exec(f"{head}\n    return typing(context, {arguments})", namespace)
     made: Any = namespace[name]
     made.__doc__ = doc
     return intrinsic(made)
@@ -429,7 +428,9 @@ def _halve(builder: Any, a: Any, combine: Callable[[Any, Any], Any]) -> Any:
     while count > 1:
         count //= 2
         low = builder.shuffle_vector(a, a, ir.Constant(ir.VectorType(_I32, count), list(range(count))))
-        high = builder.shuffle_vector(a, a, ir.Constant(ir.VectorType(_I32, count), list(range(count, 2 * count))))
+        high = builder.shuffle_vector(
+            a, a, ir.Constant(ir.VectorType(_I32, count), list(range(count, 2 * count)))
+        )
         a = combine(low, high)
     return builder.extract_element(a, _I32(0))
 
@@ -486,7 +487,12 @@ def high_nibbles(builder: Any, a: Any) -> Any:
     return builder.lshr(a, _constant(U8x64.llvm, 4))
 
 
-for _symbol, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
+for _symbol, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
 
     def _make(name: str) -> Any:
         @_operation(F32x16, F32x16, F32x16)
@@ -497,7 +503,7 @@ for _symbol, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator
 
     def _bind(symbol: Any, operation: Any) -> None:
         @overload(symbol)
-        def resolve(a, b):  # type: ignore[no-untyped-def]
+        def resolve(a, b):
             if isinstance(a, Vec) and isinstance(b, Vec):
                 return lambda a, b: operation(a, b)
             return None
@@ -506,7 +512,7 @@ for _symbol, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator
 
 
 @device
-def exponential(x):  # type: ignore[no-untyped-def]
+def exponential(x):
     """e^x of 16 lanes, within 2 ulp; 0 below -87.3, and exactly 1 at 0."""
     limited = minimum(maximum(x, splat(-87.3)), splat(88.0))
     n = round_even(limited * splat(1.44269504))
@@ -537,7 +543,8 @@ def _split(builder: Any, a: Any) -> list[Any]:
     half = a.type.count // 2
     lanes = ir.VectorType(_I32, half)
     return [
-        builder.shuffle_vector(a, a, ir.Constant(lanes, list(range(start, start + half)))) for start in (0, half)
+        builder.shuffle_vector(a, a, ir.Constant(lanes, list(range(start, start + half))))
+        for start in (0, half)
     ]
 
 
@@ -652,7 +659,9 @@ def _tile_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
     return emit
 
 
-tile_dot4 = _tile_operation(_same, U8x64, types.int64, types.int64)(_renamed("tile_dot4", _tile_dot(_dot4_unsigned)))
+tile_dot4 = _tile_operation(_same, U8x64, types.int64, types.int64)(
+    _renamed("tile_dot4", _tile_dot(_dot4_unsigned))
+)
 tile_dot4_signed = _tile_operation(_same, U8x64, types.int64, types.int64)(
     _renamed("tile_dot4_signed", _tile_dot(_dot4_signed))
 )
@@ -710,7 +719,9 @@ def tile_add(builder: Any, n: int, tile: Any, address: Any, stride: Any, count: 
 
     def step(i: int) -> Any:
         # rows past the end read row 0 instead, which exists
-        offset = builder.select(builder.icmp_signed(">", count, _I64(i)), builder.mul(stride, _I64(i)), _I64(0))
+        offset = builder.select(
+            builder.icmp_signed(">", count, _I64(i)), builder.mul(stride, _I64(i)), _I64(0)
+        )
         row = builder.load(_pointer(builder, _at(builder, address, offset), F32x16.llvm), align=1)
         return builder.fadd(builder.extract_value(tile, i), row)
 

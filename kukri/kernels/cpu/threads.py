@@ -41,8 +41,6 @@ from kukri.kernels.cpu.state import (
     YIELDS_BEFORE_PARK,
 )
 
-# mypy: disable-error-code="no-untyped-def"
-
 _LOW = (1 << 32) - 1
 
 
@@ -96,7 +94,7 @@ def take_tile(state, thread, n_threads):
     return -1
 
 
-def run_plan(tile, state):  # type: ignore[no-untyped-def]
+def run_plan(tile, state):
     """As thread 0 (`tile`): runs the plan in `state` once. As another: serves plans until idle for long."""
     thread = tile
     if thread == 0:
@@ -124,8 +122,10 @@ def run_plan(tile, state):  # type: ignore[no-untyped-def]
                 spin_pause()
             else:
                 yield_cpu()
-                if thread > 0 and (waits > PAUSES_BEFORE_YIELD + YIELDS_BEFORE_PARK or load_i64(state + STOP) != 0):
+                if thread > 0 and (
+                    waits > PAUSES_BEFORE_YIELD + YIELDS_BEFORE_PARK or load_i64(state + STOP) != 0
+                ):
                     return 1
 
 
-KERNELS = {"run_plan": KernelSource("run_plan", run_plan, ("state",))}
+KERNELS = {"run_plan": KernelSource("run_plan", run_plan)}

@@ -1,0 +1,56 @@
+"""The kernel tests once more, compiled for other CPUs: each int8 dot product that this host can run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import pytest
+
+from kukri.kernels.cpu.features import cpu_target
+
+# lowering -> how to ask for it, and the host features that running it needs
+TARGETS = {
+    "avx512vnni": ("icelake-client", None, {"avx512vnni", "avx512bw", "avx512vl", "avx512vbmi2", "gfni"}),
+    "avxvnni": ("haswell", "+avx2,+fma,+f16c,+bmi2,+avxvnni", {"avxvnni"}),
+    "avx2": ("haswell", None, {"avx2", "fma", "f16c", "bmi2"}),
+    "generic": ("x86-64", None, set()),
+}
+
+
+def environment(name, features):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_CPU")} | {"NUMBA_CPU_NAME": name}
+    return env | ({"NUMBA_CPU_FEATURES": features} if features else {})
+
+
+def runnable():
+    host = {name for name, on in llvm.get_host_cpu_features().items() if on}
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return []
+    own = cpu_target().lowering  # test_cpu_ops.py has run under it already
+    return [lowering for lowering, (_, _, needs) in TARGETS.items() if needs <= host and lowering != own]
+
+
+@pytest.mark.parametrize("lowering", runnable())
+def test_kernels_under(lowering):
+    """Would catch a lowering that saturates, drops a sign or converts float16 wrongly where only it runs."""
+    name, features, _ = TARGETS[lowering]
+    env = environment(name, features)
+    check = "from kukri.kernels.cpu.features import cpu_target; print(cpu_target().lowering)"
+    chosen = subprocess.run(
+        [sys.executable, "-c", check], env=env, capture_output=True, text=True, check=True
+    )
+    assert chosen.stdout.strip() == lowering
+    tests = Path(__file__).with_name("test_cpu_ops.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

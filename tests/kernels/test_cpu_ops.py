@@ -1,0 +1,440 @@
+"""Every op of the CPU backend against its definition, the reference backend, by the same small programs.
+
+Inputs come in through an F32 embedding, results go out through `logit_rows`, buffers start as NaN. The file
+also runs under other CPU names (test_cpu_lowerings.py), so that each int8 dot product is covered.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kukri.config import PAGE_TOKENS
+from kukri.errors import CapacityError, MissingKernelError, ShapeError
+from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.reference import ReferenceBackend
+from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeTable, StepLimits, Weight
+from kukri.quant.blocks import quantize
+from kukri.quant.types import QUANT_TYPES
+
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
+QUANTIZED = ("Q4_0", "Q4_1", "Q8_0")
+
+# Why these bounds: results differ by the order of float32 sums alone, a few ulp of the largest term.
+RELATIVE = 3e-6
+
+
+@pytest.fixture(scope="module")
+def backend():
+    backend = CpuBackend(n_threads=2)
+    yield backend
+    backend.close()
+
+
+def weight(rng, type_name, n_out, n_in, scale=0.05):
+    data = quantize((rng.standard_normal((n_out, n_in)) * scale).astype(np.float32), QUANT_TYPES[type_name])
+    return Weight(data, QUANT_TYPES[type_name], (n_out, n_in), f"test.{type_name}")
+
+
+def f32_weight(array):
+    array = np.ascontiguousarray(array, np.float32)
+    return Weight(array.view(np.uint8), QUANT_TYPES["F32"], array.shape)
+
+
+def exact_rows(rng, n_rows, n):
+    """Rows that int8 per block of 32 holds without loss: whole numbers up to 127, a 127 in each block."""
+    x = rng.integers(-127, 128, (n_rows, n // 32, 32)).astype(np.float32)
+    x[..., 5] = 127
+    return (x * np.exp2(rng.integers(-9, 3, (n_rows, n // 32, 1)))).reshape(n_rows, n).astype(np.float32)
+
+
+def plain_batch(n_tokens, n_rows=None):
+    """A step of one sequence without a cache behind it."""
+    ids = np.arange(n_tokens, dtype=np.int32)
+    n_pages = -(-n_tokens // PAGE_TOKENS)
+    return ForwardBatch(
+        ids,
+        ids,
+        ids,
+        np.array([0, n_tokens], np.int32),
+        np.array([n_tokens], np.int32),
+        np.arange(n_pages, dtype=np.int32)[None],
+        ids if n_rows is None else ids[:n_rows],
+    )
+
+
+def run(backend, program, batch, cache=None, max_sequences=4):
+    """The program's result on a backend whose buffers held NaN before."""
+    cache = cache or PagedKV(1, 32, 1, 16)
+    limits = StepLimits(max(batch.n_tokens, 8) + 3, max_sequences, max(batch.n_tokens, 8) + 3, 32)
+    compiled = backend.compile(program, cache, limits, {})
+    if isinstance(backend, CpuBackend):
+        compiled.plan.memory.view(np.float32)[:] = np.nan
+    return compiled(batch).copy()
+
+
+def both(backend, program, batch):
+    """(CPU, reference) results of one program."""
+    return run(backend, program, batch), run(ReferenceBackend(), program, batch)
+
+
+def assert_close(got, want, relative=RELATIVE):
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= relative * max(np.abs(want).max(), 1e-30)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 5, 8, 9, 63, 65, 130])
+@pytest.mark.parametrize("type_name", TYPES)
+def test_linear_at_every_token_count(backend, type_name, n_tokens):
+    """Would catch a wrong tail: 1, 2, 4 and 8 tokens take different code, panels hold 8, claims 128."""
+    rng = np.random.default_rng(n_tokens)
+    x, w = exact_rows(rng, n_tokens, 96), weight(rng, type_name, 80, 96)
+    got, want = both(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        plain_batch(n_tokens),
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("n_out", [1, 3, 15, 16, 17, 63, 65, 1000])
+@pytest.mark.parametrize("type_name", TYPES)
+def test_linear_at_every_width(backend, type_name, n_out):
+    """Would catch rows lost or doubled where a weight does not fill its last tile of 16 rows."""
+    rng = np.random.default_rng(n_out)
+    x, w = exact_rows(rng, 5, 64), weight(rng, type_name, n_out, 64)
+    bias = rng.standard_normal(n_out).astype(np.float32)
+    residual = rng.standard_normal((5, n_out)).astype(np.float32)
+
+    def program(ops, batch):
+        added = ops.embed(f32_weight(residual), batch)
+        return ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,), bias, added), batch)
+
+    assert_close(*both(backend, program, plain_batch(5)))
+
+
+@pytest.mark.parametrize(
+    "names", [("Q4_1", "Q4_1", "Q8_0"), ("Q8_0", "F16", "F32"), ("Q4_0", "Q4_0", "Q4_0")]
+)
+def test_weights_side_by_side(backend, names):
+    """Would catch columns overwritten where types mix or a part ends inside a tile."""
+    rng = np.random.default_rng(1)
+    x = exact_rows(rng, 9, 64)
+    parts = tuple(weight(rng, name, n, 64) for name, n in zip(names, (24, 40, 7), strict=True))
+    bias = rng.standard_normal(71).astype(np.float32)
+
+    def program(ops, batch):
+        return ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), parts, bias), batch)
+
+    assert_close(*both(backend, program, plain_batch(9)))
+
+
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_activation_quantization_error_is_that_of_int8(backend, type_name):
+    """Would catch lossy or biased activation quantization: rounding to 1/127 of a block's maximum is all."""
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((16, 512)).astype(np.float32)
+    w = weight(rng, type_name, 256, 512)
+    got, want = both(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        plain_batch(16),
+    )
+    error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+    # uniform rounding error of step max/127 (max of 32 normals is about 2.1) over unit variance
+    assert error < 2.1 / 127 / np.sqrt(12) * 1.3
+
+
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_extreme_activations(backend, type_name):
+    """Would catch 16-bit saturation of the AVX2 dot product and division by an all-zero block."""
+    rng = np.random.default_rng(3)
+    data = quantize(rng.choice([-1.0, 1.0], (32, 64)).astype(np.float32), QUANT_TYPES[type_name])
+    w = Weight(data, QUANT_TYPES[type_name], (32, 64))
+    x = np.full((4, 64), 127, np.float32)
+    x[1], x[2], x[3] = -127, 0, rng.choice([-127, 127], 64)
+    x[2, :32] = 1e-30
+    got, want = both(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        plain_batch(4),
+    )
+    assert_close(got, want)
+
+
+def test_rows_of_zeros_give_zeros(backend):
+    """Would catch NaN from 0/0 in the scale of an empty block."""
+    w = weight(np.random.default_rng(4), "Q4_1", 16, 32)
+    zeros = f32_weight(np.zeros((2, 32)))
+    got = run(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(zeros, batch), (w,)), batch),
+        plain_batch(2),
+    )
+    assert not got.any()
+
+
+def test_nan_goes_through(backend):
+    """Would catch a NaN turned into a plausible number by int8 quantization: the engine must see it."""
+    w = weight(np.random.default_rng(5), "Q8_0", 16, 64)
+    rows = f32_weight(np.full((2, 64), np.nan))
+
+    def program(ops, batch):
+        x = ops.rms_norm(ops.embed(rows, batch), np.ones(64, np.float32), 1e-5)
+        return ops.logit_rows(ops.linear(x, (w,)), batch)
+
+    assert np.isnan(run(backend, program, plain_batch(2))).all()
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_embedding(backend, type_name):
+    """Would catch rows read in another order than the file's: dequantization is exact."""
+    w = weight(np.random.default_rng(6), type_name, 12, 64)
+    got, want = both(backend, lambda ops, batch: ops.logit_rows(ops.embed(w, batch), batch), plain_batch(12))
+    np.testing.assert_allclose(got, want, rtol=2e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7, 8, 9, 65])
+@pytest.mark.parametrize("width", [16, 48, 96])
+def test_rms_norm(backend, n_tokens, width):
+    """Would catch a wrong mean at widths that are not powers of two, and eps in the wrong place."""
+    rng = np.random.default_rng(width)
+    x = f32_weight(rng.standard_normal((n_tokens, width)) * 1e-2)
+    scale = rng.standard_normal(width).astype(np.float32)
+    got, want = both(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.rms_norm(ops.embed(x, batch), scale, 1e-4), batch),
+        plain_batch(n_tokens),
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 65])
+@pytest.mark.parametrize("width", [16, 96, 1040])
+def test_silu_mul(backend, n_tokens, width):
+    """Would catch lost columns (work is cut every 512) and an inexact exponential in either tail."""
+    rng = np.random.default_rng(width)
+    x = f32_weight(rng.standard_normal((n_tokens, 2 * width)) * 20)
+
+    def program(ops, batch):
+        gate, up = ops.split(ops.embed(x, batch), (width, width))
+        return ops.logit_rows(ops.silu_mul(gate, up), batch)
+
+    assert_close(*both(backend, program, plain_batch(n_tokens)))
+
+
+def test_fused_and_separate_quantization_agree(backend):
+    """Would catch a producer whose int8 panels differ from quantizing its float result."""
+    rng = np.random.default_rng(7)
+    x, w = f32_weight(rng.standard_normal((9, 128))), weight(rng, "Q4_1", 32, 64)
+    norm = rng.standard_normal(64).astype(np.float32)
+
+    def program(listen):
+        def program(ops, batch):
+            gate, up = ops.split(ops.embed(x, batch), (64, 64))
+            hidden = ops.tap("t1", None, ops.silu_mul(gate, up))
+            hidden = ops.linear(hidden, (weight(np.random.default_rng(8), "Q4_0", 64, 64),))
+            normed = ops.tap("t2", None, ops.rms_norm(hidden, norm, 1e-5))
+            return ops.logit_rows(ops.linear(normed, (w,)), batch)
+
+        hooks = {"t1": [lambda name, x: None], "t2": [lambda name, x: None]} if listen else {}
+        compiled = backend.compile(program, PagedKV(1, 32, 1, 16), StepLimits(16, 1, 16, 8), hooks)
+        compiled.plan.memory.view(np.float32)[:] = np.nan
+        return compiled(plain_batch(9)).copy()
+
+    np.testing.assert_array_equal(program(True), program(False))
+
+
+@pytest.mark.parametrize(("rotary", "d_head"), [(64, 64), (32, 64), (16, 16), (24, 48)])
+def test_rope(backend, rotary, d_head):
+    """Would catch interleaved pairs, a rotation past rotary_dim, and widths that are not vectors."""
+    rng = np.random.default_rng(rotary)
+    spec = AttentionSpec(0, 3, 1, d_head, 1.0)
+    table = RopeTable(1 / 10000 ** (np.arange(0, rotary, 2) / rotary), 256)
+    table.ensure(128)
+    x = f32_weight(rng.standard_normal((9, 4 * d_head)))
+
+    def program(ops, batch):
+        q, k = ops.split(ops.embed(x, batch), (3 * d_head, d_head))
+        q, k = ops.rope(q, k, table, spec, batch)
+        return ops.logit_rows(q, batch)
+
+    assert_close(*both(backend, program, plain_batch(9)))
+
+
+def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new):
+    """A program and a batch of several sequences, their pages scattered, on caches with the same past."""
+    n_tokens = sum(n_new)
+    width = (group + 2) * n_kv_heads * d_head
+    x = f32_weight(rng.standard_normal((n_tokens, width)))
+    spec = AttentionSpec(0, group * n_kv_heads, n_kv_heads, d_head, d_head**-0.5, window)
+    n_pages = [-(-c // PAGE_TOKENS) for c in contexts]
+    free = rng.permutation(sum(n_pages) + 5).astype(np.int32)  # pages with holes between them
+    table = np.zeros((len(contexts), max(n_pages)), np.int32)
+    for s, n in enumerate(n_pages):
+        table[s, :n], free = free[:n], free[n:]
+    positions = np.concatenate([np.arange(c - n, c) for c, n in zip(contexts, n_new, strict=True)])
+    owner = np.repeat(np.arange(len(contexts)), n_new)
+    slots = table[owner, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+    batch = ForwardBatch(
+        np.arange(n_tokens, dtype=np.int32),
+        positions.astype(np.int32),
+        slots.astype(np.int32),
+        np.concatenate([[0], np.cumsum(n_new)]).astype(np.int32),
+        np.array(contexts, np.int32),
+        table,
+        np.arange(n_tokens, dtype=np.int32),
+    )
+    past = PagedKV(1, sum(n_pages) + 5, n_kv_heads, d_head)
+    past.keys[:] = rng.standard_normal(past.keys.shape)
+    past.values[:] = rng.standard_normal(past.values.shape)
+
+    def program(ops, batch):
+        sizes = (group * n_kv_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head)
+        q, k, v = ops.split(ops.embed(x, batch), sizes)
+        return ops.logit_rows(ops.attention(q, k, v, spec, batch), batch)
+
+    return program, batch, past
+
+
+def copy_of(cache):
+    new = PagedKV(cache.n_layers, cache.n_pages, cache.n_kv_heads, cache.d_head)
+    new.keys[:], new.values[:] = cache.keys, cache.values
+    return new
+
+
+@pytest.mark.parametrize("window", [None, 10, 100])
+@pytest.mark.parametrize(
+    ("group", "n_kv_heads", "d_head"), [(1, 3, 16), (3, 2, 64), (4, 1, 32), (8, 2, 48), (12, 1, 16)]
+)
+def test_attention(backend, group, n_kv_heads, d_head, window):
+    """Would catch a mask that forgets the cache, heads of the wrong group, pages mixed up, a lost window."""
+    rng = np.random.default_rng(group)
+    program, batch, past = attention_case(
+        rng, group, n_kv_heads, d_head, window, contexts=(1, 70, 200, 130, 64), n_new=(1, 1, 20, 130, 3)
+    )
+    caches = copy_of(past), copy_of(past)
+    got = run(backend, program, batch, caches[0], max_sequences=5)
+    want = run(ReferenceBackend(), program, batch, caches[1], max_sequences=5)
+    assert_close(got, want, relative=1e-5)
+    np.testing.assert_array_equal(caches[0].keys, caches[1].keys)
+    np.testing.assert_array_equal(caches[0].values, caches[1].values)
+
+
+def test_attention_ignores_what_lies_outside_the_context(backend):
+    """Would catch reads of stale slots: they hold other requests' numbers, here the largest there are."""
+    rng = np.random.default_rng(9)
+    program, batch, past = attention_case(rng, 3, 2, 64, None, contexts=(37, 81), n_new=(1, 9))
+    clean, dirty = copy_of(past), copy_of(past)
+    used = {
+        (int(batch.page_table[s, p // PAGE_TOKENS]), p % PAGE_TOKENS)
+        for s in range(2)
+        for p in range(batch.context_len[s])
+    }
+    for page in range(past.n_pages):
+        for offset in range(PAGE_TOKENS):
+            if (page, offset) not in used:
+                dirty.keys[0, page, :, :, offset] = 65504
+                dirty.values[0, page, :, offset] = -65504
+    np.testing.assert_array_equal(run(backend, program, batch, clean), run(backend, program, batch, dirty))
+
+
+def test_cache_stays_finite(backend):
+    """Would catch a NaN or inf that outlives its request and poisons whoever gets the page next."""
+    values = np.zeros((2, 48), np.float32)
+    values[0, 16:] = np.nan
+    values[1, 16:] = 1e30
+    spec = AttentionSpec(0, 1, 1, 16, 1.0)
+    cache = PagedKV(1, 2, 1, 16)
+
+    def program(ops, batch):
+        q, k, v = ops.split(ops.embed(f32_weight(values), batch), (16, 16, 16))
+        return ops.logit_rows(ops.attention(q, k, v, spec, batch), batch)
+
+    run(backend, program, plain_batch(2), cache)
+    assert np.isfinite(cache.keys).all()
+    assert np.isfinite(cache.values).all()
+    assert cache.values.max() == 65504
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+def test_results_do_not_depend_on_threads_or_batch_mates(n_threads):
+    """Would catch sums whose order follows the batch: a token alone and among others, to the bit."""
+    rng = np.random.default_rng(10)
+    program, batch, past = attention_case(rng, 3, 2, 64, None, contexts=(300, 290), n_new=(40, 1))
+    backend = CpuBackend(n_threads=n_threads)
+    together = run(backend, program, batch, copy_of(past))
+    cache = copy_of(past)
+    for t in range(40):  # the first sequence token by token
+        one = ForwardBatch(
+            batch.token_ids[t : t + 1],
+            batch.positions[t : t + 1],
+            batch.slots[t : t + 1],
+            np.array([0, 1], np.int32),
+            batch.positions[t : t + 1] + 1,
+            batch.page_table[:1],
+            np.array([0], np.int32),
+        )
+        np.testing.assert_array_equal(run(backend, program, one, cache)[0], together[t])
+    backend.close()
+
+
+def corrupt(batch, name, value):
+    arrays = {f: getattr(batch, f).copy() for f in ForwardBatch.__dataclass_fields__}
+    arrays[name].reshape(-1)[-1] = value
+    return ForwardBatch(**arrays)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_ids", 12),
+        ("token_ids", -1),
+        ("slots", 32 * PAGE_TOKENS),
+        ("positions", 2),
+        ("query_start", 3),
+        ("context_len", 3),
+        ("context_len", 10_000),
+        ("page_table", 32),
+        ("page_table", -1),
+        ("logit_rows", 4),
+    ],
+)
+def test_bad_indices_never_reach_a_kernel(backend, name, value):
+    """Would catch an index that reads or writes outside its array: kernels do not check."""
+    spec = AttentionSpec(0, 1, 1, 16, 1.0)
+    rows = f32_weight(np.zeros((12, 48)))
+
+    def program(ops, batch):
+        q, k, v = ops.split(ops.embed(rows, batch), (16, 16, 16))
+        return ops.logit_rows(ops.attention(q, k, v, spec, batch), batch)
+
+    with pytest.raises(ShapeError):
+        run(backend, program, corrupt(plain_batch(4), name, value))
+
+
+def test_limits_are_checked(backend):
+    """Would catch a step that overruns the buffers made for the limits."""
+    rows = f32_weight(np.zeros((40, 16)))
+    compiled = backend.compile(
+        lambda ops, batch: ops.logit_rows(ops.embed(rows, batch), batch),
+        PagedKV(1, 8, 1, 16),
+        StepLimits(16, 1, 4, 8),
+        {},
+    )
+    with pytest.raises(CapacityError):
+        compiled(plain_batch(17))
+    with pytest.raises(CapacityError):
+        compiled(plain_batch(8))
+
+
+def test_shapes_without_a_kernel_are_refused(backend):
+    """Would catch widths that the vector loops would run past."""
+    rows = f32_weight(np.zeros((4, 24)))
+
+    def program(ops, batch):
+        return ops.logit_rows(ops.rms_norm(ops.embed(rows, batch), np.ones(24, np.float32), 1e-5), batch)
+
+    with pytest.raises(MissingKernelError, match="multiples of 16"):
+        run(backend, program, plain_batch(4))

@@ -1,0 +1,141 @@
+"""The executor and its pool: every tile runs exactly once, whoever comes late or sleeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kukri.kernels.cpu.jit import KernelLibrary, pack_record
+from kukri.kernels.cpu.memory import address_of, aligned_zeros
+from kukri.kernels.cpu.pool import ThreadPool
+
+N = 64  # float32 of one row
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return KernelLibrary()
+
+
+def copy_chain(kernels, counts):
+    """Ops that copy buffer i to buffer i + 1, `counts[i]` rows in tiles of up to 8, and the buffers."""
+    kernel = kernels["gather_rows"]
+    n_rows = max(counts)
+    buffers = [np.zeros((n_rows, N), np.float32) for _ in range(len(counts) + 1)]
+    indices = np.arange(n_rows, dtype=np.int32)
+    pointer = np.array([address_of(indices)], np.int64)
+    rows = np.array(counts, np.int64)
+    records = [
+        pack_record(
+            kernel,
+            {
+                "rows": address_of(rows) + 8 * i,
+                "indices": address_of(pointer),
+                "x": address_of(buffers[i]),
+                "x_stride": 4 * N,
+                "n": N,
+                "y": address_of(buffers[i + 1]),
+                "y_stride": 4 * N,
+            },
+        )
+        for i in range(len(counts))
+    ]
+    ops = np.array(
+        [[kernel.address, address_of(np.frombuffer(r, np.int64)), 0, 0] for r in records], np.int64
+    )
+    return ops, buffers, (indices, pointer, rows, records)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
+def test_ops_run_in_order_and_whole(kernels, n_threads):
+    """Would catch a lost or doubled tile, and an op that starts before the one it reads from has ended."""
+    pool = ThreadPool(kernels, n_threads)
+    rng = np.random.default_rng(n_threads)
+    counts = [int(n) for n in rng.integers(1, 200, 50)]
+    counts = [min(counts[: i + 1]) for i in range(50)]  # every op copies rows that the one before wrote
+    ops, buffers, keep = copy_chain(kernels, counts)
+    for _step in range(30):
+        buffers[0][:] = rng.standard_normal(buffers[0].shape)
+        for buffer in buffers[1:]:
+            buffer[:] = np.nan
+        pool.run(address_of(ops), len(ops))
+        np.testing.assert_array_equal(buffers[-1][: counts[-1]], buffers[0][: counts[-1]])
+    del keep
+    pool.close()
+
+
+def test_ops_without_tiles_are_passed_over(kernels):
+    """Would catch a hang when a step has, say, no logit rows."""
+    pool = ThreadPool(kernels, 2)
+    ops, buffers, keep = copy_chain(kernels, [4, 4, 4])
+    keep[2][1] = 0  # the middle op has no rows
+    buffers[0][:] = 1
+    pool.run(address_of(ops), 3)
+    assert (buffers[1] == 1).all()
+    assert not buffers[2].any()
+    keep[2][:] = 0
+    pool.run(address_of(ops), 3)
+    pool.close()
+
+
+def test_workers_park_and_wake(kernels):
+    """Would catch workers that spin for ever (a core burnt while idle) or never come back."""
+    pool = ThreadPool(kernels, 3)
+    ops, buffers, keep = copy_chain(kernels, [100] * 20)
+    for _ in range(3):
+        buffers[0][:] += 1
+        pool.run(address_of(ops), len(ops))
+        np.testing.assert_array_equal(buffers[-1], buffers[0])
+        deadline = time.monotonic() + 10
+        while pool._parked < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert pool._parked == 2
+        start = time.process_time()
+        time.sleep(0.2)
+        assert time.process_time() - start < 0.1
+    del keep
+    pool.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("kukri-")]
+
+
+def test_a_forgotten_pool_ends_its_threads(kernels):
+    """Would catch threads, and the memory they point to, that outlive every engine."""
+    before = threading.active_count()
+    pool = ThreadPool(kernels, 2)
+    ops, _, keep = copy_chain(kernels, [10])
+    pool.run(address_of(ops), 1)
+    worker = pool._workers[0]
+    del pool, keep
+    worker.join(timeout=15)
+    assert not worker.is_alive()
+    assert threading.active_count() == before
+
+
+def test_row_operations(kernels):
+    """Would catch a wrong lane or tail in what sampling is built on; ties go to the lowest index."""
+    rng = np.random.default_rng(0)
+    for n in (1, 15, 16, 17, 63, 1000, 49152):
+        row = rng.standard_normal(n).astype(np.float32) * 5
+        out = aligned_zeros(4 * n + 64)
+        row[n // 2 :: 3] = row[n // 2]
+        record = {"row": address_of(row), "n": n}
+        assert kernels["argmax"](0, **record) == int(row.argmax())
+        count = kernels["above"](0, **record, threshold=_bits(1.25), out=address_of(out))
+        np.testing.assert_array_equal(out.view(np.int32)[:count], np.flatnonzero(row > 1.25))
+        kernels["max_and_sum_exp"](0, **record, scale=_bits(0.7), out=address_of(out))
+        top, total = out.view(np.float32)[:2]
+        assert top == row.max()
+        assert total == pytest.approx(
+            np.exp((row - row.max()).astype(np.float64) * np.float32(0.7)).sum(), rel=1e-5
+        )
+        row[n - 1] = np.nan
+        assert kernels["argmax"](0, **record) == -1
+
+
+def _bits(x):
+    from kukri.kernels.cpu.jit import float_bits
+
+    return float_bits(x)
