@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 from kukri.errors import ContextLengthError, KukriError, RequestError
-from kukri.formats import hub
 from kukri.llm import LLM, Result
 from kukri.sampling import SamplingParams
 from kukri.terminal.errors import one_line
@@ -302,7 +301,9 @@ def _line_editing() -> Iterator[None]:
     except ImportError:  # a Python without it: plain input still works
         yield
         return
-    history = hub.models_dir().parent / "chat_history"
+    from platformdirs import user_state_path
+
+    history = user_state_path("kukri") / "chat_history"
     with suppress(OSError):
         readline.read_history_file(history)
     readline.set_history_length(HISTORY_LINES)
