@@ -1,1 +1,7 @@
+"""The engine: requests in, tokens out, through a scheduler, a paged KV cache and a compiled model."""
 
+from kukri.engine.engine import Engine
+from kukri.engine.request import Request, RequestState, Timings
+from kukri.engine.scheduler import ScheduledChunk, StepOutput
+
+__all__ = ["Engine", "Request", "RequestState", "ScheduledChunk", "StepOutput", "Timings"]

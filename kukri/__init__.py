@@ -1,0 +1,56 @@
+"""kukri runs small language models, in Python alone.
+
+    from kukri import LLM
+
+    llm = LLM()
+    print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0).text)
+
+Names load when they are used: `import kukri` alone costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kukri import errors
+    from kukri.engine import Timings
+    from kukri.llm import LLM, Chunk, Result, load
+    from kukri.sampling import SampledToken, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "Chunk",
+    "Result",
+    "SampledToken",
+    "SamplingParams",
+    "Timings",
+    "__version__",
+    "errors",
+    "load",
+]
+
+_HOMES = {
+    "LLM": "kukri.llm",
+    "Chunk": "kukri.llm",
+    "Result": "kukri.llm",
+    "SampledToken": "kukri.sampling",
+    "SamplingParams": "kukri.sampling",
+    "Timings": "kukri.engine",
+    "load": "kukri.llm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("kukri.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kukri' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,61 @@
+"""From scheduled chunks to the arrays of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kukri.config import PAGE_TOKENS
+from kukri.engine.scheduler import ScheduledChunk
+from kukri.kernels.types import ForwardBatch, StepLimits
+
+
+class BatchBuilder:
+    """Fills arrays made once; a batch is views of them, valid until the next `build`."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._token_ids, self._positions, self._slots = np.zeros((3, limits.max_tokens), np.int32)
+        self._query_start = np.zeros(limits.max_sequences + 1, np.int32)
+        self._context_len = np.zeros(limits.max_sequences, np.int32)
+        self._page_table = np.zeros((limits.max_sequences, limits.max_pages), np.int32)
+        self._logit_rows = np.zeros(limits.max_logit_rows, np.int32)
+        self._counting = np.arange(limits.max_pages * PAGE_TOKENS, dtype=np.int32)
+        self._sizes = (-1, -1, -1)
+        self._batch: ForwardBatch
+
+    def build(self, chunks: list[ScheduledChunk]) -> ForwardBatch:
+        """The batch of one step, its tokens in the order of the chunks."""
+        t = n_rows = 0
+        for s, (request, start, n_tokens, n_logits) in enumerate(chunks):
+            stop = start + n_tokens
+            if n_tokens == 1:  # a decode step: scalars cost less than slices
+                self._token_ids[t] = request.tokens[start]
+                self._positions[t] = start
+                self._slots[t] = request.page_row[start // PAGE_TOKENS] * PAGE_TOKENS + start % PAGE_TOKENS
+            else:
+                positions = self._counting[start:stop]
+                self._token_ids[t : t + n_tokens] = request.tokens[start:stop]
+                self._positions[t : t + n_tokens] = positions
+                pages = request.page_row[positions // PAGE_TOKENS]
+                self._slots[t : t + n_tokens] = pages * PAGE_TOKENS + positions % PAGE_TOKENS
+            t += n_tokens
+            self._query_start[s + 1] = t
+            self._context_len[s] = stop
+            self._page_table[s] = request.page_row
+            for row in range(t - n_logits, t):
+                self._logit_rows[n_rows] = row
+                n_rows += 1
+        sizes = (t, len(chunks), n_rows)
+        if sizes != self._sizes:
+            self._sizes, self._batch = sizes, self._views(*sizes)
+        return self._batch
+
+    def _views(self, n_tokens: int, n_sequences: int, n_rows: int) -> ForwardBatch:
+        return ForwardBatch(
+            self._token_ids[:n_tokens],
+            self._positions[:n_tokens],
+            self._slots[:n_tokens],
+            self._query_start[: n_sequences + 1],
+            self._context_len[:n_sequences],
+            self._page_table[:n_sequences],
+            self._logit_rows[:n_rows],
+        )

@@ -1,0 +1,117 @@
+"""One request on its way through the engine: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from time import perf_counter
+
+import numpy as np
+
+from kukri.engine.pages import pages_for
+from kukri.errors import KukriError
+from kukri.kernels.types import IntArray
+from kukri.sampling import RequestSampler, SampledToken, SamplingParams
+
+
+class RequestState(Enum):
+    """Where a request is."""
+
+    NEW = "new"
+    WAITING = "waiting"  # in the queue, holds no pages
+    RUNNING = "running"  # may hold pages
+    FINISHED = "finished"  # `finish_reason` says how
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How long a request took, in seconds of wall time, and its rates; 0 where there was nothing to time."""
+
+    n_prompt_tokens: int
+    n_generated: int
+    queue_s: float  # from arrival to the first step
+    prompt_s: float  # from there to the first token
+    first_token_s: float  # from arrival to the first token: the sum of the two
+    decode_s: float  # from the first token to the last
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens read a second."""
+        return self.n_prompt_tokens / self.prompt_s if self.prompt_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens generated a second, the first left out: it belongs to the prompt."""
+        return (self.n_generated - 1) / self.decode_s if self.decode_s else 0.0
+
+
+class Request:
+    """A prompt, how to go on from it, and what came of it. Tokens and pages belong to the scheduler."""
+
+    __slots__ = (
+        "arrived_s", "error", "finish_reason", "first_token_s", "id", "last_token_s", "max_tokens",
+        "n_cached", "n_pages", "n_prompt", "n_tokens", "page_row", "params", "sampled", "sampler",
+        "started_s", "state", "stop_ids", "stop_reason", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: int,
+        prompt_ids: IntArray,
+        params: SamplingParams,
+        sampler: RequestSampler,
+        stop_ids: frozenset[int],
+        max_context: int,
+    ) -> None:
+        self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
+        self.n_prompt = self.n_tokens = len(prompt_ids)
+        n_new = max_context if params.max_tokens is None else params.max_tokens
+        # the most tokens it may come to; a prompt that fills the context still gets one
+        self.max_tokens = max(min(self.n_prompt + n_new, max_context), self.n_prompt + 1)
+        self.tokens = np.empty(self.max_tokens, np.int32)  # prompt, then generated
+        self.tokens[: self.n_prompt] = prompt_ids
+        self.n_cached = 0  # tokens whose keys and values are in the cache
+        self.page_row = np.zeros(pages_for(max_context), np.int32)  # its row of the page table
+        self.n_pages = 0
+        self.sampled: list[SampledToken] = []
+        self.state = RequestState.NEW
+        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+        self.stop_reason: int | str | None = None  # the stop id or string that ended it
+        self.error: KukriError | None = None
+        self.arrived_s = perf_counter()
+        self.started_s = self.first_token_s = self.last_token_s = 0.0
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages it holds, in order."""
+        pages: list[int] = self.page_row[: self.n_pages].tolist()
+        return pages
+
+    @property
+    def max_cached(self) -> int:
+        """The most tokens it may have in the cache: the last token is never read."""
+        return self.max_tokens - 1
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens generated so far."""
+        return self.n_tokens - self.n_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens generated so far, a stop token included."""
+        ids: list[int] = self.tokens[self.n_prompt : self.n_tokens].tolist()
+        return ids
+
+    @property
+    def timings(self) -> Timings:
+        """Times up to the last token."""
+        first = self.first_token_s or self.started_s
+        return Timings(
+            n_prompt_tokens=self.n_prompt,
+            n_generated=self.n_generated,
+            queue_s=max(self.started_s - self.arrived_s, 0.0),
+            prompt_s=first - self.started_s,
+            first_token_s=max(first - self.arrived_s, 0.0),
+            decode_s=max(self.last_token_s - first, 0.0),
+        )

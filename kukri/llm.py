@@ -1,0 +1,358 @@
+"""The offline face: text in, text out.
+
+Token ids become text here and nowhere below: control tokens are not shown, a character is never cut in half,
+and stop strings are matched on the text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Literal, cast, overload
+
+from kukri.config import EngineConfig, ModelConfig
+from kukri.engine import Engine, Request, RequestState, Timings
+from kukri.errors import ConfigError, FormatError, HookError, KukriError, RequestError
+from kukri.formats import hub
+from kukri.formats.config_gguf import model_config
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.weights import GGUFWeights
+from kukri.kernels import make_backend
+from kukri.kernels.types import FloatArray, Hook
+from kukri.models import Model, load_model, tap_names
+from kukri.sampling import SampledToken, SamplingParams
+from kukri.tokenizer import ChatTemplate, StopStrings, TextStream, Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished answer.
+
+    `token_ids` are all tokens generated, one that ended the answer included; `text` leaves control tokens and
+    a stop string out. `finish_reason` is "length", or "stop" for an end of text, a stop id or a stop string,
+    and `stop_reason` is the id or the string. `logprobs` has an entry for each token, where asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: list[SampledToken] | None
+    prompt_token_ids: list[int]
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next piece of an answer, and the tokens since the last; the last chunk carries the `result`."""
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    result: Result | None = None
+
+
+class LLM:
+    """A model loaded from a file, ready to generate. For one thread at a time.
+
+    `model` is a known name, the path of a .gguf file, or None for the default model; a known name is fetched
+    when it is not in the cache. `max_context` (tokens) limits prompt and answer together, None for the
+    model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in steps of
+    `max_step_tokens`. Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        max_context: int | None = None,
+        n_threads: int | None = None,
+        backend: Literal["cpu", "reference"] = "cpu",
+        max_step_tokens: int = 512,
+    ) -> None:
+        self.engine_config = EngineConfig(
+            backend=backend, max_context=max_context, n_threads=n_threads, max_step_tokens=max_step_tokens
+        )
+        self.path = hub.resolve(model)
+        with GGUFFile(self.path) as gguf:
+            self.config = model_config(gguf)
+            self.tokenizer = Tokenizer.from_gguf(gguf)
+            if self.tokenizer.n_vocab != self.config.n_vocab:
+                raise FormatError(
+                    f"{self.tokenizer.n_vocab} tokens for {self.config.n_vocab} rows of the embedding",
+                    path=self.path,
+                )
+            used = _within(self.config, max_context)
+            self.model: Model = load_model(GGUFWeights(gguf, used), used)
+        self._backend = make_backend(backend, n_threads)
+        self._engine: Engine | None = Engine(
+            self.model, self._backend, self.engine_config, eos_ids=self.tokenizer.eos_ids
+        )
+        self._answers: dict[int, _Answer] = {}  # those under way, by request id
+
+    @overload
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Result: ...
+
+    @overload
+    def generate(
+        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **overrides: Any
+    ) -> list[Result]: ...
+
+    def generate(
+        self, prompt: Any, params: SamplingParams | None = None, **overrides: Any
+    ) -> Result | list[Result]:
+        """The Result that continues a prompt, text or token ids; for a list of prompts, a list of Results.
+
+        `overrides` are fields of SamplingParams, set on top of `params`. A text gets the tokens that the
+        model wants around a text; control tokens spelled out in it stay text. Raises RequestError on anything
+        wrong with a prompt or the parameters, before a token is computed.
+        """
+        checked = _params(params, overrides)
+        many = _is_many(prompt)
+        answers = [self._answer(self._encode(p), checked) for p in (prompt if many else [prompt])]
+        results = self._run(answers)
+        return results if many else results[0]
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **overrides: Any
+    ) -> Result:
+        """The model's answer to a conversation: messages of `role` and `content`, by its own chat template.
+
+        Control tokens come from the template alone: in the contents they stay text.
+        """
+        checked = _params(params, overrides)
+        return self._run([self._answer(self._encode_chat(messages), checked)])[0]
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, **overrides: Any
+    ) -> Iterator[Chunk]:
+        """The Chunks of the answer to a prompt or to messages, as they come.
+
+        The request is checked at once and starts with the first chunk; closing the iterator ends it.
+        """
+        checked = _params(params, overrides)
+        if _is_chat(prompt):
+            ids: Any = self._encode_chat(cast("Sequence[Message]", prompt))
+        else:
+            ids = self._encode(prompt)
+        return self._chunks(self._answer(ids, checked))
+
+    def logits(self, token_ids: Sequence[int]) -> FloatArray:
+        """Logits float32 [T, V]: row t is about the token after `token_ids[: t + 1]`."""
+        return self.engine.logits(token_ids)
+
+    @contextmanager
+    def hooks(self, hooks: Mapping[str, Hook]) -> Iterator[None]:
+        """Within the `with` block, each hook listens on its full name, such as `blocks.3.hook_resid_pre`.
+
+        A hook is called as hook(name, array) in each step, with float32 [tokens of the step, width]; it may
+        edit the array in place or return a replacement, and must copy what it wants to keep. Raises HookError
+        on a name that the model does not have (`hook_names` lists them).
+        """
+        for name, hook in hooks.items():
+            if name not in self.hook_names:
+                raise HookError(f"the model has no hook {name!r}{_close_matches(name, self.hook_names)}")
+            if not callable(hook):
+                raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
+        runner, listening = self.engine.runner, dict(hooks)
+        runner.add_hooks(listening)
+        try:
+            yield
+        finally:
+            runner.remove_hooks(listening)
+
+    @cached_property
+    def hook_names(self) -> tuple[str, ...]:
+        """Every name that a hook may listen on, in the order of a step."""
+        return tuple(tap_names(self.model))
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template; using it raises RequestError where the file has none."""
+        tokenizer = self.tokenizer
+        return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below. Raises KukriError after `close`."""
+        if self._engine is None:
+            raise KukriError("this LLM is closed: load the model again")
+        return self._engine
+
+    def close(self) -> None:
+        """Ends what is still under way, the backend's threads too. The LLM cannot be used any more."""
+        for answer in list(self._answers.values()):
+            self._drop(answer)
+        self._engine = None
+        close = getattr(self._backend, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Any) -> Any:
+        """The token ids of a text; anything else is for the engine to check."""
+        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+
+    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
+
+    def _answer(self, prompt_ids: Any, params: SamplingParams) -> _Answer:
+        return _Answer(self.engine.make_request(prompt_ids, params), self.tokenizer)
+
+    def _run(self, answers: list[_Answer]) -> list[Result]:
+        try:
+            for answer in answers:
+                self._start(answer)
+            return [self._finished(answer) for answer in answers]
+        finally:
+            for answer in answers:
+                self._drop(answer)
+
+    def _finished(self, answer: _Answer) -> Result:
+        while answer.result is None:
+            self._step(answer)
+        return answer.result
+
+    def _chunks(self, answer: _Answer) -> Iterator[Chunk]:
+        try:
+            self._start(answer)
+            while answer.result is None:
+                self._step(answer)
+                chunk = answer.take_chunk()
+                if chunk is not None:
+                    yield chunk
+        finally:
+            self._drop(answer)
+
+    def _start(self, answer: _Answer) -> None:
+        self.engine.add_request(answer.request)
+        self._answers[answer.request.id] = answer
+
+    def _drop(self, answer: _Answer) -> None:
+        """Forgets an answer, and ends it where it is not."""
+        if self._answers.pop(answer.request.id, None) is not None and self._engine is not None:
+            self._engine.abort(answer.request)
+
+    def _step(self, answer: _Answer) -> None:
+        """Runs one step for all that is under way. Raises the error that ended `answer`, if one did."""
+        engine = self.engine
+        for request, token in engine.step():
+            owner = self._answers.get(request.id)
+            if owner is not None and token is not None:
+                stop = owner.push(token.id)
+                if stop is not None:
+                    engine.finish(request, "stop", stop)
+                if request.state is RequestState.FINISHED:
+                    owner.end(stop)
+        if answer.result is None and answer.request.state is RequestState.FINISHED:
+            raise answer.request.error or KukriError(f"request {answer.request.id} was aborted")
+
+
+class _Answer:
+    """A request and the text that grows from it; `result` when it is done."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.result: Result | None = None
+        self._stream = TextStream(tokenizer)
+        self._stops = StopStrings(request.params.stop_strings)
+        self._pieces: list[str] = []
+        self._n_pieces_taken = self._n_tokens_taken = 0
+
+    def push(self, token_id: int) -> str | None:
+        """Adds a token's text; gives the stop string that it completed."""
+        if self.request.finish_reason == "stop":  # by its id: it is no part of the text
+            return None
+        text, stop = self._stream.push(token_id), None
+        if self.request.n_generated >= self.request.params.min_tokens:
+            text, stop = self._stops.push(text)
+        self._pieces.append(text)
+        return stop
+
+    def end(self, stop: str | None) -> None:
+        """Makes the result, once the request has finished; `stop` is the stop string that ended it."""
+        if stop is None:
+            text, stop = self._stops.push(self._stream.flush())
+            self._pieces += [text] if stop is not None else [text, self._stops.flush()]
+        request = self.request
+        self.result = Result(
+            text="".join(self._pieces),
+            token_ids=request.output_ids,
+            finish_reason="stop" if stop is not None else cast("FinishReason", request.finish_reason),
+            stop_reason=stop if stop is not None else request.stop_reason,
+            logprobs=None if request.params.logprobs is None else request.sampled,
+            prompt_token_ids=request.tokens[: request.n_prompt].tolist(),
+            timings=request.timings,
+        )
+
+    def take_chunk(self) -> Chunk | None:
+        """What came since the last chunk; None while there is nothing to show."""
+        request, result = self.request, self.result
+        text = "".join(self._pieces[self._n_pieces_taken :])
+        if not text and result is None:
+            return None
+        first = request.n_prompt + self._n_tokens_taken
+        token_ids = request.tokens[first : request.n_tokens].tolist()
+        self._n_pieces_taken, self._n_tokens_taken = len(self._pieces), request.n_generated
+        return Chunk(text, token_ids, None if result is None else result.finish_reason, result)
+
+
+def load(model: str | os.PathLike[str] | None = None, **options: Any) -> LLM:
+    """An LLM, as `LLM(model, **options)` makes it."""
+    return LLM(model, **options)
+
+
+def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
+    """The configuration with the context that will be used, so that tables are no longer than that."""
+    if max_context is None:
+        return config
+    if max_context > config.max_context:
+        raise ConfigError(f"max_context {max_context} is more than the model's {config.max_context} tokens")
+    return replace(config, max_context=max_context)
+
+
+def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+    names = [f.name for f in fields(SamplingParams)]
+    for name in overrides:
+        if name not in names:
+            raise RequestError(f"there is no parameter {name!r}{_close_matches(name, names)}", param=name)
+    return replace(params, **overrides) if overrides else params
+
+
+def _is_many(prompt: Any) -> bool:
+    """Whether it is a list of prompts: the first entry of one prompt is a token id."""
+    return _first_is(prompt, (str, Sequence))
+
+
+def _is_chat(prompt: Any) -> bool:
+    return _first_is(prompt, Mapping)
+
+
+def _first_is(prompt: Any, kind: Any) -> bool:
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return isinstance(prompt[0], kind)
+
+
+def _close_matches(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), names, n=3)
+    return f": did you mean {' or '.join(close)}?" if close else ""

@@ -1,0 +1,147 @@
+"""A model that is a hash of its context, on a backend that checks every array of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kukri.config import PAGE_TOKENS, EngineConfig, LayerConfig, ModelConfig, RopeConfig
+from kukri.engine import Engine
+from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
+from kukri.models.layers import rope_table
+
+N_VOCAB = 50
+EOS = 7
+POISON = 13  # a prompt with this token gets NaN for logits
+
+
+def next_token(context: Sequence[int]) -> int:
+    """What the fake model says after a context."""
+    state = 17
+    for token in context:
+        state = (state * 31 + token + 1) % 1_000_003
+    token = state % N_VOCAB
+    return token if token != POISON else 14
+
+
+def expected_output(
+    prompt: Sequence[int], n_tokens: int, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """The tokens that a request must get, whatever happens around it."""
+    context, output = list(prompt), []
+    while len(output) < n_tokens:
+        output.append(next_token(context))
+        context.append(output[-1])
+        if output[-1] in stop_ids:
+            break
+    return output
+
+
+class FakeModel:
+    """Only its config and RoPE table are looked at."""
+
+    parameters = ()
+    n_parameters = 0
+
+    def __init__(self, max_context: int) -> None:
+        self.config = ModelConfig(
+            architecture="fake",
+            n_layers=1,
+            d_model=16,
+            n_heads=1,
+            n_kv_heads=1,
+            d_head=16,
+            d_ffn=16,
+            n_vocab=N_VOCAB,
+            norm_eps=1e-5,
+            max_context=max_context,
+            tie_embeddings=True,
+            rope=RopeConfig(10000.0, 16),
+            layers=(LayerConfig(),),
+        )
+        self.rope = rope_table(self.config.rope, max_context)
+
+    def __call__(self, ops: object, batch: object) -> None:
+        raise AssertionError("the fake backend runs no program")
+
+
+class FakeBackend:
+    """Keeps tokens where keys would be, and finds each context through the page table."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int, int]] = []  # (T, S, N) of every step
+        self.n_compiled = 0
+        self.error: BaseException | None = None  # raised by the next step
+
+    def compile(self, program: FakeModel, cache: PagedKV, limits: StepLimits, hooks: dict) -> FakeProgram:
+        self.n_compiled += 1
+        return FakeProgram(self, program, cache, limits)
+
+
+class FakeProgram:
+    def __init__(self, backend: FakeBackend, model: FakeModel, cache: PagedKV, limits: StepLimits) -> None:
+        self.backend, self.model, self.cache, self.limits = backend, model, cache, limits
+
+    def __call__(self, batch: ForwardBatch) -> np.ndarray:
+        if self.backend.error is not None:
+            error, self.backend.error = self.backend.error, None
+            raise error
+        self._check(batch)
+        tokens = self.cache.keys[0, :, 0, 0, :].reshape(-1)  # a view: one number per slot
+        assert tokens.base is not None
+        pages, offsets = np.divmod(batch.slots, PAGE_TOKENS)
+        self.cache.keys[0, pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
+        logits = np.zeros((batch.n_logit_rows, N_VOCAB), np.float32)
+        for i, row in enumerate(batch.logit_rows):
+            s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
+            n_visible = batch.context_len[s] - (batch.query_start[s + 1] - 1 - row)
+            positions = np.arange(n_visible)
+            slots = batch.page_table[s, positions // PAGE_TOKENS], positions % PAGE_TOKENS
+            context = (self.cache.keys[0, slots[0], 0, 0, slots[1]].astype(int) - 1).tolist()
+            assert min(context) >= 0, "a token of the context was never stored, or was overwritten"
+            logits[i, next_token(context)] = 5.0
+            if POISON in context:
+                logits[i, 3] = np.nan
+        return logits
+
+    def _check(self, batch: ForwardBatch) -> None:
+        t, s, n = batch.n_tokens, batch.n_sequences, batch.n_logit_rows
+        self.backend.batches.append((t, s, n))
+        assert 0 < t <= self.limits.max_tokens
+        assert 0 < s <= self.limits.max_sequences
+        assert n <= self.limits.max_logit_rows
+        arrays = vars(batch).values()
+        assert all(a.dtype == np.int32 and a.flags.c_contiguous for a in arrays)
+        assert len(batch.positions) == len(batch.slots) == t
+        assert batch.page_table.shape == (s, self.limits.max_pages)
+        assert batch.query_start[0] == 0
+        assert batch.query_start[-1] == t
+        assert len(set(batch.slots.tolist())) == t, "two tokens in one slot"
+        assert self.model.rope.n_filled >= batch.context_len.max()
+        for i in range(s):
+            start, stop = batch.query_start[i], batch.query_start[i + 1]
+            assert stop > start
+            first = batch.context_len[i] - (stop - start)
+            assert batch.positions[start:stop].tolist() == list(range(first, batch.context_len[i]))
+            positions = batch.positions[start:stop]
+            pages = batch.page_table[i, positions // PAGE_TOKENS]
+            assert (batch.slots[start:stop] == pages * PAGE_TOKENS + positions % PAGE_TOKENS).all()
+            n_pages = -(-batch.context_len[i] // PAGE_TOKENS)
+            used = batch.page_table[i, :n_pages].tolist()
+            assert len(set(used)) == n_pages
+            assert max(used) < self.cache.n_pages
+
+
+def make_engine(
+    max_context: int = 128,
+    max_requests: int = 1,
+    max_step_tokens: int = 32,
+    n_pages: int | None = None,
+) -> tuple[Engine, FakeBackend]:
+    backend = FakeBackend()
+    config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens)
+    engine = Engine(FakeModel(max_context), backend, config, eos_ids=[EOS], n_pages=n_pages)
+    return engine, backend

@@ -1,0 +1,347 @@
+"""The engine on a model that is a hash of its context: any slot, page or position out of place shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from fake_model import EOS, N_VOCAB, POISON, FakeBackend, FakeModel, expected_output, make_engine, next_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kukri.config import EngineConfig
+from kukri.engine import Engine, Request, RequestState
+from kukri.errors import CapacityError, ConfigError, ContextLengthError, HookError, KukriError, RequestError
+from kukri.sampling import SamplingParams
+
+
+def prompt_of(n: int, seed: int = 0) -> list[int]:
+    """n tokens, without those that mean something here."""
+    plain = [i for i in range(N_VOCAB) if i not in (EOS, POISON)]
+    return np.random.default_rng(seed).choice(plain, n).tolist()
+
+
+def greedy(max_tokens: int | None, **kwargs: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **{"ignore_eos": True, **kwargs})  # type: ignore[arg-type]
+
+
+def add(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Request:
+    request = engine.make_request(prompt, params)
+    engine.add_request(request)
+    return request
+
+
+def finish(engine: Engine, max_steps: int = 10_000) -> None:
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return
+        engine.step()
+        engine.check_integrity()
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize("max_step_tokens", [1, 7, 32, 512])
+def test_a_request_gets_its_tokens(n_prompt: int, max_step_tokens: int) -> None:
+    """A chunk boundary, page boundary or last token handled wrongly."""
+    engine, backend = make_engine(max_step_tokens=max_step_tokens)
+    prompt = prompt_of(n_prompt)
+    request = add(engine, prompt, greedy(20))
+    finish(engine)
+    assert request.output_ids == expected_output(prompt, 20)
+    assert (request.finish_reason, request.state) == ("length", RequestState.FINISHED)
+    assert engine.pool.n_free == engine.pool.n_pages
+    n_prompt_steps = -(-n_prompt // max_step_tokens)
+    assert len(backend.batches) == n_prompt_steps + 19
+    assert [n for _, _, n in backend.batches] == [0] * (n_prompt_steps - 1) + [1] * 20
+
+
+def test_requests_wait_their_turn() -> None:
+    """Two requests in one step where only one may run, or the queue out of order."""
+    engine, backend = make_engine()
+    prompts = [prompt_of(20, seed) for seed in range(3)]
+    requests = [add(engine, prompt, greedy(5)) for prompt in prompts]
+    finish(engine)
+    assert [r.output_ids for r in requests] == [expected_output(p, 5) for p in prompts]
+    assert all(s == 1 for _, s, _ in backend.batches)
+    starts = [r.started_s for r in requests]
+    assert starts == sorted(starts)
+    assert requests[2].timings.queue_s > requests[0].timings.queue_s
+
+
+def test_requests_share_steps() -> None:
+    """Sequences mixed up in a batch of prompts and decodes."""
+    engine, backend = make_engine(max_requests=4, max_step_tokens=40)
+    prompts = [prompt_of(n, n) for n in (50, 3, 30, 17, 1)]
+    requests = [add(engine, prompt, greedy(9)) for prompt in prompts]
+    finish(engine)
+    assert [r.output_ids for r in requests] == [expected_output(p, 9) for p in prompts]
+    assert max(s for _, s, _ in backend.batches) == 4
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    max_requests=st.integers(1, 4),
+    max_step_tokens=st.sampled_from([1, 2, 5, 16, 33, 100]),
+    n_pages=st.integers(6, 14),
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 30), st.booleans()),
+            st.tuples(st.just("abort"), st.integers(0, 9)),
+            st.tuples(st.just("step"), st.integers(1, 12)),
+        ),
+        max_size=40,
+    ),
+)
+def test_any_order_of_events_gives_every_request_its_tokens(
+    max_requests: int, max_step_tokens: int, n_pages: int, events: list
+) -> None:
+    """Pages lost or held twice, tokens crossed between requests, a preempted request that answers otherwise,
+    a request that never ends: under arrivals, aborts and too few pages for all."""
+    engine, _ = make_engine(96, max_requests, max_step_tokens, n_pages)
+    live: list[tuple[Request, list[int], SamplingParams]] = []
+    for i, event in enumerate(events):
+        if event[0] == "add":
+            prompt, params = prompt_of(event[1], i), greedy(event[2], ignore_eos=event[3])
+            live.append((add(engine, prompt, params), prompt, params))
+        elif event[0] == "abort" and event[1] < len(live):
+            engine.abort(live[event[1]][0])
+        elif event[0] == "step":
+            for _ in range(event[1]):
+                engine.step()
+                engine.check_integrity()
+    finish(engine)
+    for request, prompt, params in live:
+        stop_ids = frozenset() if params.ignore_eos else frozenset([EOS])
+        assert params.max_tokens is not None
+        want = expected_output(prompt, min(params.max_tokens, max(96 - len(prompt), 1)), stop_ids)
+        if request.finish_reason == "abort":
+            assert request.output_ids == want[: request.n_generated]
+        else:
+            assert request.output_ids == want
+            assert request.finish_reason == ("stop" if want[-1] in stop_ids else "length")
+    assert engine.pool.n_free == n_pages
+
+
+def test_page_pressure_preempts_the_youngest() -> None:
+    """A property test that never met the case it is about: pages that run out amid generation."""
+    engine, _ = make_engine(96, 3, 32, n_pages=6)
+    prompts = [prompt_of(20, seed) for seed in range(3)]
+    requests = [add(engine, prompt, greedy(60)) for prompt in prompts]
+    finish(engine)
+    assert engine.scheduler.n_preemptions > 0
+    assert [r.output_ids for r in requests] == [expected_output(p, 60) for p in prompts]
+    assert requests[0].last_token_s < requests[1].last_token_s < requests[2].last_token_s
+
+
+def test_the_context_ends_generation() -> None:
+    """A token written beyond the last page, or a full context refused."""
+    engine, _ = make_engine(max_context=64)
+    for n_prompt, n_generated in ((40, 24), (63, 1), (64, 1)):
+        prompt = prompt_of(n_prompt)
+        request = add(engine, prompt, greedy(None))
+        finish(engine)
+        assert request.output_ids == expected_output(prompt, n_generated)
+        assert request.finish_reason == "length"
+    with pytest.raises(ContextLengthError, match=r"65 tokens.*64") as caught:
+        engine.make_request(prompt_of(65))
+    assert (caught.value.n_tokens, caught.value.max_context) == (65, 64)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stop_ids_and_eos_end_a_request(seed: int) -> None:
+    """A stop id that is ignored, comes before min_tokens, or is reported as an end of text."""
+    engine, _ = make_engine()
+    prompt = prompt_of(10, seed)
+    free = expected_output(prompt, 30)
+    stop = free[4]
+    first = free.index(stop)
+    request = add(engine, prompt, greedy(30, stop_token_ids=[stop]))
+    finish(engine)
+    assert request.output_ids == free[: first + 1]
+    assert (request.finish_reason, request.stop_reason) == ("stop", stop)
+
+    request = add(engine, prompt, greedy(30, stop_token_ids=[stop], min_tokens=12))
+    finish(engine)
+    assert request.n_generated >= 12
+    assert stop not in request.output_ids[:12]
+
+
+def test_eos_ends_a_request_unless_ignored() -> None:
+    """End of text reported as a stop id, or not ignored where asked."""
+    engine, _ = make_engine()
+    seed = next(s for s in range(1000) if EOS in expected_output(prompt_of(5, s), 20))
+    prompt = prompt_of(5, seed)
+    request = add(engine, prompt, greedy(20, ignore_eos=False))
+    finish(engine)
+    assert request.output_ids[-1] == EOS
+    assert EOS not in request.output_ids[:-1]
+    assert (request.finish_reason, request.stop_reason) == ("stop", None)
+    request = add(engine, prompt, greedy(20))
+    finish(engine)
+    assert request.output_ids == expected_output(prompt, 20)
+
+
+def test_nan_logits_fail_one_request_alone() -> None:
+    """NaN sampled as if it were a logit, batch mates taken down, or NaN left in pages that others get."""
+    engine, _ = make_engine(max_requests=3)
+    good = prompt_of(20, 1)
+    bad_prompt = [*prompt_of(30, 2), POISON]
+    first, bad, last = (add(engine, p, greedy(8)) for p in (good, bad_prompt, good[:5]))
+    finish(engine)
+    assert isinstance(bad.error, KukriError)
+    assert "nan" in str(bad.error).lower()
+    assert (bad.finish_reason, bad.n_generated) == ("error", 0)
+    assert first.output_ids == expected_output(good, 8)
+    assert last.output_ids == expected_output(good[:5], 8)
+
+
+def test_failed_and_aborted_requests_leave_clean_pages() -> None:
+    """NaN in a freed page: masked scores times NaN are NaN in the request that gets the page next."""
+    engine, _ = make_engine()
+    for end in ("abort", "error"):
+        request = add(engine, prompt_of(40) if end == "abort" else [*prompt_of(20), POISON], greedy(50))
+        engine.step()
+        if end == "abort":
+            assert engine.runner.cache.keys.any()
+            engine.abort(request)
+        assert request.finish_reason == end
+        assert not engine.runner.cache.keys.any()
+
+
+def test_a_failed_step_frees_everything_and_the_engine_goes_on() -> None:
+    """Pages leaked, or requests stuck, after a hook or the user stopped a step."""
+    for error in (HookError("the hook on x raised"), KeyboardInterrupt(), ValueError("deep inside")):
+        engine, backend = make_engine(max_requests=2)
+        requests = [add(engine, prompt_of(20, seed), greedy(20)) for seed in range(3)]
+        for _ in range(4):
+            engine.step()
+        backend.error = error
+        with pytest.raises(type(error)):
+            engine.step()
+        engine.check_integrity()
+        assert [r.finish_reason for r in requests] == ["error", "error", None]
+        assert all(isinstance(r.error, KukriError) for r in requests[:2])
+        finish(engine)
+        assert requests[2].output_ids == expected_output(prompt_of(20, 2), 20)
+        assert engine.pool.n_free == engine.pool.n_pages
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([], "empty"),
+        (np.zeros(0, np.int32), "empty"),
+        ([1, N_VOCAB], f"token id {N_VOCAB} is outside .* 0 to {N_VOCAB - 1}"),
+        ([-1], "token id -1"),
+        ([2**40], "outside"),
+        ([2**70], "integers"),
+        ([1.0, 2.0], "integers"),
+        ([True, False], "integers"),
+        (["a"], "integers"),
+        ([[1, 2], [3]], "integers"),
+        ([[1, 2]], "integers"),
+        (5, "integers"),
+        (None, "integers"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(prompt: object, says: str) -> None:
+    """An IndexError, or a lookup outside of the embedding."""
+    engine, _ = make_engine()
+    with pytest.raises(RequestError, match=says) as caught:
+        engine.make_request(prompt)  # type: ignore[arg-type]
+    assert caught.value.param == "prompt"
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    """A request that waits for ever for more pages than there are."""
+    engine, _ = make_engine(max_context=128, n_pages=4)
+    with pytest.raises(CapacityError, match="KV pages"):
+        add(engine, prompt_of(30), greedy(60))
+    assert not engine.has_work
+    request = add(engine, prompt_of(30), greedy(35))  # 64 in the cache: the last token is not read
+    finish(engine)
+    assert request.n_generated == 35
+
+
+def test_logits_of_every_token() -> None:
+    """Rows of one chunk returned for another, or pages kept."""
+    engine, _ = make_engine(max_context=256, max_step_tokens=100)
+    ids = prompt_of(150)
+    logits = engine.logits(ids)
+    assert logits.shape == (150, N_VOCAB)
+    assert logits.argmax(axis=1).tolist() == [next_token(ids[: i + 1]) for i in range(150)]
+    assert engine.pool.n_free == engine.pool.n_pages
+    with pytest.raises(ContextLengthError):
+        engine.logits(prompt_of(257))
+    with pytest.raises(RequestError, match="empty"):
+        engine.logits([])
+
+
+def test_logits_beside_a_running_request() -> None:
+    """Pages of a running request overwritten, or taken for good."""
+    engine, _ = make_engine(max_context=64, max_requests=2)
+    prompt = prompt_of(20)
+    request = add(engine, prompt, greedy(20))
+    engine.step()
+    assert engine.logits(prompt).argmax(axis=1).tolist()[-1] == request.output_ids[0]
+    finish(engine)
+    assert request.output_ids == expected_output(prompt, 20)
+
+
+def test_hooks_recompile_only_where_they_change() -> None:
+    """A plan recorded again at each step, or hooks that stay after they are removed."""
+    engine, backend = make_engine()
+    add(engine, prompt_of(5), greedy(60))
+    hooks = {"hook_embed": lambda name, x: None}
+    engine.step()
+    assert backend.n_compiled == 1
+    engine.runner.add_hooks(hooks)
+    for _ in range(3):
+        engine.step()
+    assert backend.n_compiled == 2
+    engine.runner.remove_hooks(hooks)
+    engine.step()
+    assert backend.n_compiled == 2
+    assert engine.runner.hooks == {}
+
+
+def test_same_hook_twice() -> None:
+    """Removing one listener removes its twin as well."""
+    engine, _ = make_engine()
+    hooks = {"hook_embed": lambda name, x: None}
+    engine.runner.add_hooks(hooks)
+    engine.runner.add_hooks(hooks)
+    engine.runner.remove_hooks(hooks)
+    assert [len(h) for h in engine.runner.hooks.values()] == [1]
+
+
+def test_timings_add_up() -> None:
+    """Rates over the wrong span, as a decode rate that counts the prompt."""
+    engine, _ = make_engine()
+    request = add(engine, prompt_of(40), greedy(11))
+    finish(engine)
+    timings = request.timings
+    assert (timings.n_prompt_tokens, timings.n_generated) == (40, 11)
+    assert timings.first_token_s == pytest.approx(timings.queue_s + timings.prompt_s)
+    assert timings.decode_tokens_per_s == pytest.approx(10 / timings.decode_s)
+    assert timings.prompt_tokens_per_s == pytest.approx(40 / timings.prompt_s)
+    single = add(engine, prompt_of(3), greedy(1))
+    finish(engine)
+    assert single.timings.decode_tokens_per_s == 0.0
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    """RoPE positions that the model never saw."""
+    with pytest.raises(ConfigError, match=r"129.*128"):
+        Engine(FakeModel(128), FakeBackend(), EngineConfig(max_context=129))
+    assert Engine(FakeModel(128), FakeBackend(), EngineConfig(max_context=100)).max_context == 100
+
+
+def test_a_cache_beyond_memory_is_refused() -> None:
+    """A MemoryError with a traceback for a context that a file merely claims."""
+    model = FakeModel(64)
+    object.__setattr__(model.config, "max_context", 1 << 40)
+    with pytest.raises(ConfigError, match=r"GiB.*max_context"):
+        Engine(model, FakeBackend(), EngineConfig())
