@@ -6,11 +6,12 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from kukri.kernels.cpu.jit import KernelLibrary, call, entry_point, pack_record
+from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.state import BIAS, IDLE, MAX_THREADS, N_ACTIVE, N_OPS, OPS, STATE_BYTES, STOP, WORDS
 
@@ -22,37 +23,98 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+class _Workers:
+    """What the pool and its threads share. Threads hold no reference to the pool, so that it can go."""
+
+    def __init__(self, kernels: KernelLibrary) -> None:
+        self.kernels = kernels  # keeps the code that threads run in memory
+        self.memory = aligned_zeros(STATE_BYTES)
+        self.state = self.memory.view(np.int64)
+        self.wake = threading.Condition()
+        self.n_parked = 0
+        self.generation = 0
+        self.threads: list[threading.Thread] = []
+
+    def start(self, n_workers: int) -> None:
+        """Starts threads 1 to n_workers; thread 0 is whoever calls the pool."""
+        for index in range(1, n_workers + 1):
+            worker = threading.Thread(target=self._serve, args=(index,), daemon=True, name=f"kukri-{index}")
+            worker.start()
+            self.threads.append(worker)
+
+    def wake_all(self) -> None:
+        """Ends the sleep of parked threads."""
+        with self.wake:
+            self.generation += 1
+            self.wake.notify_all()
+
+    def stop(self) -> None:
+        """Ends the threads and waits until they have left the compiled code."""
+        self.state[STOP // 8] = 1
+        self.wake_all()
+        for thread in self.threads:
+            thread.join()
+        self.threads.clear()
+
+    def executor(self) -> Callable[[int], int]:
+        """A function that enters the executor as the given thread."""
+        kernel = self.kernels["run_plan"]
+        record = pack_record(kernel, {"state": address_of(self.memory)})
+        result = ctypes.c_int64()
+        entry, out, where = entry_point(kernel.address), ctypes.byref(result), ctypes.addressof(record)
+        keep = (record, result)
+
+        def enter(thread: int, _keep: Any = keep) -> int:
+            return entry(out, None, where, thread)
+
+        return enter
+
+    def _serve(self, index: int) -> None:
+        """A thread's life: serve plans until idle for long, then sleep until the next."""
+        enter = self.executor()
+        while not self.state[STOP // 8]:
+            enter(index)
+            with self.wake:
+                generation = self.generation
+                self.n_parked += 1
+                while self.generation == generation and not self.state[STOP // 8]:
+                    self.wake.wait()
+                self.n_parked -= 1
+
+
 class ThreadPool:
     """`n_threads` threads, the caller's among them, that run plans together.
 
     One plan at a time: a pool belongs to one engine. Workers start with the first plan and spin through a
-    generation; after some milliseconds without work they sleep until the next plan.
+    generation; after some milliseconds without work they sleep until the next plan. They end with the pool.
     """
 
     def __init__(self, kernels: KernelLibrary, n_threads: int | None = None) -> None:
         self.kernels = kernels
         self.n_threads = min(n_threads or usable_cores(), MAX_THREADS)
-        self._memory = aligned_zeros(STATE_BYTES)
-        self._state = self._memory.view(np.int64)
+        self._workers = _Workers(kernels)
+        self._state = self._workers.state
         self._state[WORDS // 8] = (IDLE << 32) | BIAS
         self._state[N_ACTIVE // 8] = self.n_threads
-        self._run: Any = None
-        self._wake = threading.Condition()
-        self._parked = 0
-        self._generation = 0
-        self._workers: list[threading.Thread] = []
+        self._enter: Callable[[int], int] | None = None
+        # also runs before the interpreter ends, when compiled code is about to be unmapped
+        self._finalizer = weakref.finalize(self, self._workers.stop)
+
+    @property
+    def n_parked(self) -> int:
+        """Worker threads that sleep."""
+        return self._workers.n_parked
 
     def run(self, ops_address: int, n_ops: int) -> None:
         """Runs ops once: int64 [n_ops, 4] of kernel address, record address and room for the tile count."""
-        if self._run is None:
-            self._start()
+        if self._enter is None:
+            self._enter = self._workers.executor()
+            self._workers.start(self.n_threads - 1)
         self._state[OPS // 8] = ops_address
         self._state[N_OPS // 8] = n_ops
-        if self._parked:
-            with self._wake:
-                self._generation += 1
-                self._wake.notify_all()
-        self._run(0)
+        if self._workers.n_parked:
+            self._workers.wake_all()
+        self._enter(0)
 
     def run_kernel(self, name: str, **arguments: int) -> None:
         """Runs one kernel over all its tiles."""
@@ -63,57 +125,4 @@ class ThreadPool:
 
     def close(self) -> None:
         """Ends the workers. The pool can't be used afterwards."""
-        self._state[STOP // 8] = 1
-        with self._wake:
-            self._generation += 1
-            self._wake.notify_all()
-        for worker in self._workers:
-            worker.join()
-        self._workers.clear()
-
-    def _start(self) -> None:
-        kernel = self.kernels["run_plan"]
-        record = pack_record(kernel, {"state": address_of(self._memory)})
-        entry = entry_point(kernel.address)
-        result = ctypes.c_int64()
-        out, where = ctypes.byref(result), ctypes.addressof(record)
-        keep = (record, result)
-        self._run = lambda tile, _keep=keep: entry(out, None, where, tile)
-        owner = weakref.ref(self)
-        for index in range(1, self.n_threads):
-            worker = threading.Thread(
-                target=_work,
-                args=(owner, index, kernel.address, record, self._memory, self._wake),
-                daemon=True,
-            )
-            worker.name = f"kukri-{index}"
-            worker.start()
-            self._workers.append(worker)
-
-
-def _work(owner: Any, index: int, address: int, record: Any, memory: Any, wake: threading.Condition) -> None:
-    """A worker's life: serve plans until idle, then sleep. Holds no reference to the pool while it sleeps."""
-    state = memory.view(np.int64)
-    while not state[STOP // 8]:
-        call(address, ctypes.addressof(record), index)
-        pool = owner()
-        if pool is None:
-            return
-        with wake:
-            if state[STOP // 8]:
-                return
-            generation = pool._generation
-            pool._parked += 1
-            del pool
-            while not state[STOP // 8]:
-                woken = wake.wait(timeout=5.0)
-                pool = owner()
-                if pool is None:
-                    return
-                if woken and pool._generation != generation:
-                    break
-                del pool
-            else:
-                return
-            pool._parked -= 1
-            del pool
+        self._finalizer()
