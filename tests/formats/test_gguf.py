@@ -319,6 +319,18 @@ BROKEN = {
     ),
     "number count": (build([key("a", ARRAY, array(U32, HUGE))]), "'a'.*takes 36893488147419103232 bytes"),
     "string count": (build([key("a", ARRAY, array(STRING, HUGE))]), "9223372036854775808 strings in key 'a'"),
+    "string count below the limit": (
+        build([key("a", ARRAY, array(STRING, 2**22))]),
+        "4194304 strings in key",
+    ),
+    "last string cut": (
+        build([key("a", ARRAY, array(STRING, 2, text("ab") + struct.pack("<Q", 3) + b"ab"))], alignment=1),
+        "byte 59: a string of key 'a' runs past the end",
+    ),
+    "last long string cut": (
+        build([key("a", ARRAY, array(STRING, 1, text("q" * 300)[:-1]))], alignment=1),
+        "byte 49.*past the end",
+    ),
     "string in array": (
         build([key("a", ARRAY, array(STRING, 1, struct.pack("<Q", HUGE)))]),
         "'a'.*past the end",
