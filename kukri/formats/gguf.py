@@ -267,7 +267,8 @@ class _Cursor:
             starts[n_done : n_done + len(chain)] = chain
             n_done += len(chain)
             if len(chain):
-                self._move_to(int(next_start[-1]), int(chain[-1]), what)
+                self._check_end(int(next_start[-1]), int(chain[-1]), what)
+                self.position = int(next_start[-1])
             if len(chain) < patience:
                 n_walked = min(patience, n - n_done)
                 starts[n_done : n_done + n_walked] = self._walk_strings(n_walked, what)
@@ -302,10 +303,6 @@ class _Cursor:
             position = end
         self.position = position
         return starts
-
-    def _move_to(self, end: int, start: int, what: str) -> None:
-        self._check_end(end, start, what)
-        self.position = end
 
     def _check_end(self, end: int, start: int, what: str) -> None:
         if end > self.size:

@@ -80,14 +80,14 @@ def valid(request, tmp_path_factory) -> tuple[Path, bytes, int, int]:
 def survives(path: Path, data: bytes) -> bool:
     """Whether the file opens; anything but a KukriError, from opening or from using it, fails the test."""
     path.write_bytes(data)
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         file = GGUFFile(path)
     except KukriError as error:
         check_message(error, path)
         return False
     finally:
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
     read_everything(file, len(data))
     return True
 
@@ -221,7 +221,7 @@ def test_a_large_file_of_zeros_is_refused_in_time(tmp_path):
         with open(path, "wb") as file:
             file.write(head)
             file.truncate(n_bytes)
-        start = time.perf_counter()
+        start = time.process_time()
         with suppress(KukriError):
             GGUFFile(path)
-        assert time.perf_counter() - start < 2
+        assert time.process_time() - start < 2
