@@ -1,0 +1,228 @@
+"""`ChatTemplate`: messages to the prompt text a model was trained on, by the Jinja template in its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from kukri.errors import FormatError, RequestError
+from kukri.tokenizer.tokenizer import TEXT_MARK, Tokenizer
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+_MAX_SOURCE = 1_000_000  # characters; real templates have some thousands
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """A model's chat template; `source` None when the model has none, which `render` then says.
+
+    The template runs in a sandbox. It is compiled at the first `render`.
+    """
+
+    def __init__(self, source: str | None, bos_token: str = "", eos_token: str = "") -> None:
+        self.source, self.bos_token, self.eos_token = source, bos_token, eos_token
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template in the tokenizer's file."""
+        return cls(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for a conversation in OpenAI's form.
+
+        `kwargs` go to the template (`enable_thinking`, ...). Content given in parts is joined by newlines,
+        arguments of tool calls are parsed. Raises RequestError for messages that are malformed or that the
+        template refuses, FormatError when the template itself is broken.
+        """
+        return self._render(_checked(messages), add_generation_prompt, _checked_tools(tools), kwargs)
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The token ids of `render`, where control tokens come from the template alone.
+
+        Their texts inside messages and tools stay text, so that a user cannot end a turn or begin one of
+        the system's. BOS is added where the model wants it and the template does not write it. Errors as
+        for `render`.
+        """
+        specials = [text for i in tokenizer.special_ids if (text := tokenizer.token_text(i))]
+
+        def guard(text: str) -> str:
+            text = text.replace(TEXT_MARK, "")
+            for special in specials:
+                if special in text:
+                    text = text.replace(special, special[0] + TEXT_MARK + special[1:])
+            return text
+
+        guarded_messages: list[dict[str, Any]] = _map_texts(_checked(messages), guard)
+        prompt = self._render(
+            guarded_messages, add_generation_prompt, _map_texts(_checked_tools(tools), guard), kwargs
+        )
+        return tokenizer.encode_marked(prompt)
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        variables = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        variables = {
+            name: text for name, text in variables.items() if text
+        }  # unset ones are undefined, not ""
+        return self._run(
+            {
+                "documents": None,
+                **variables,
+                **kwargs,
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+    @cached_property
+    def _run(self) -> Callable[[Mapping[str, Any]], str]:
+        if self.source is None:
+            raise RequestError(
+                "the model has no chat template: give it a plain prompt instead", param="messages"
+            )
+        # not above: Jinja takes 40 ms to import, which plain prompts need not pay
+        from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+
+        from kukri.tokenizer.sandbox import Sandbox, TemplateRaised
+
+        sandbox = Sandbox()
+        if len(self.source) > _MAX_SOURCE:
+            raise FormatError(f"the model's chat template is longer than {_MAX_SOURCE} characters")
+        try:
+            template = sandbox.from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise FormatError(
+                f"the model's chat template is broken at line {error.lineno}: {error.message}"
+            ) from None
+        except (TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
+            raise FormatError(f"the model's chat template is broken: {_line(error)}") from None
+
+        def run(variables: Mapping[str, Any]) -> str:
+            try:
+                return sandbox.render(template, variables)
+            except TemplateRaised as error:
+                raise RequestError(str(error), param="messages") from None
+            except SecurityError as error:
+                raise FormatError(
+                    f"the model's chat template does what templates may not: {_line(error)}"
+                ) from None
+            except Exception as error:  # whatever Python raises inside a template
+                raise RequestError(
+                    f"the model's chat template cannot take these messages: {_line(error)}", param="messages"
+                ) from None
+
+        return run
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Copies of the messages as templates expect them; raises RequestError naming the part that is wrong."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RequestError("messages must be a list with at least one message", param="messages")
+    return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _checked_message(message: Message, param: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"a message must be an object, not {type(message).__name__}", param=param)
+    if message.get("role") not in ROLES:
+        raise RequestError(
+            f"{message.get('role')!r} is not a role; roles are {', '.join(ROLES)}", param=f"{param}.role"
+        )
+    checked = dict(message)
+    if message.get("tool_calls") is not None:
+        checked["tool_calls"] = _checked_calls(message["tool_calls"], f"{param}.tool_calls")
+    if message.get("content") is not None:
+        checked["content"] = _checked_content(message["content"], f"{param}.content")
+    elif message["role"] == "assistant" and message.get("tool_calls"):
+        checked["content"] = None
+    else:
+        raise RequestError("a message without tool calls must have content", param=f"{param}.content")
+    return checked
+
+
+def _checked_content(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(
+            f"content must be text or a list of parts, not {type(content).__name__}", param=param
+        )
+    texts = []
+    for i, part in enumerate(content):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise RequestError(
+                'a part of content must be {"type": "text", "text": ...}: the model reads text alone',
+                param=f"{param}[{i}]",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _checked_calls(calls: Any, param: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which is what templates print."""
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise RequestError("tool_calls must be a list of objects", param=param)
+    checked = []
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            where = f"{param}[{i}].function.arguments"
+            call = {**call, "function": {**function, "arguments": _parsed(function["arguments"], where)}}
+        checked.append(dict(call))
+    return checked
+
+
+def _parsed(arguments: str, param: str) -> Any:
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        raise RequestError("arguments of a tool call must be JSON", param=param) from None
+
+
+def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError("tools must be a list of objects", param="tools")
+    return [dict(tool) for tool in tools]
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of JSON-like data with every text in it changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, change) for item in value]
+    return value

@@ -1,0 +1,213 @@
+"""The Jinja environment chat templates run in: a template comes with a downloaded model and is not trusted.
+
+Jinja's sandbox keeps templates away from Python's internals. On top of it this one counts loop turns and
+macro calls, and bounds numbers and texts that would grow without end, so that none keeps a server busy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from functools import wraps
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 1_000_000  # loop turns and macro calls of one rendering: about 2 s
+MAX_TEXT = 10_000_000  # characters of any text, and of the whole result
+_MAX_NUMBER = 1_000_000  # for widths and counts
+_MAX_BITS = 10_000  # of a product or power
+
+# filters that do as much work as a number says
+_COUNTING_FILTERS = ("batch", "center", "indent", "round", "slice", "truncate", "wordwrap")
+_WIDTH = re.compile(r"\d{6,}|\*")
+
+
+class TemplateRaised(TemplateError):
+    """A template called `raise_exception`."""
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """A Jinja environment set up as transformers' `apply_chat_template` does, with bounds."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        self._render = threading.local()
+        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        del self.globals["lipsum"]
+        self.filters["tojson"] = _to_json
+        self.filters["format"] = _checked_format(self.filters["format"])
+        for name in _COUNTING_FILTERS:
+            self.filters[name] = _checked_numbers(self.filters[name])
+
+    def render(self, source: Any, variables: Mapping[str, Any]) -> str:
+        """The text of a template compiled by this environment; raises SecurityError past a bound."""
+        self._render.steps = 0
+        return self.join_text(self._bounded(source.generate(variables)))
+
+    def step(self) -> str:
+        """Counts a loop turn or macro call; raises SecurityError after too many."""
+        self._render.steps += 1
+        if self._render.steps > MAX_STEPS:
+            raise SecurityError(f"more than {MAX_STEPS} loop turns")
+        return ""
+
+    def join_text(self, parts: Iterable[Any]) -> str:
+        """The parts as one text; raises SecurityError when it is too long."""
+        return "".join(self._bounded(map(str, parts)))
+
+    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]  # a builtin in the base class
+        """What macros and {% set %} blocks gather their output with."""
+        return self.join_text(parts)
+
+    def _bounded(self, parts: Iterable[str]) -> Iterator[str]:
+        n_chars = 0
+        for part in parts:
+            n_chars += len(part)
+            if n_chars > MAX_TEXT:
+                raise SecurityError(f"a text of more than {MAX_TEXT} characters")
+            yield part
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        _Bounds().visit(tree)
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """The result of + * ** %; raises SecurityError when it would be huge."""
+        if operator == "%" and isinstance(left, str):
+            _check_widths(left)
+        elif operator == "+" and isinstance(left, str) and isinstance(right, str):
+            return self.join_text((left, right))
+        elif operator == "**":
+            _check_power(left, right)
+        elif operator == "*":
+            _check_product(left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls from templates; raises SecurityError for a huge count given to a method of a builtin type."""
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str | bytes | int | list | tuple):
+            _check_numbers(args, kwargs)
+            if isinstance(owner, str) and getattr(__obj, "__name__", "").startswith("format"):
+                _check_widths(owner)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+class _Bounds(NodeTransformer):
+    """Puts a `step` into every loop and macro, and `join_text` in place of ~."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        return self._counted(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._counted(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return _call("join_text", [parts], node.lineno)
+
+    def _counted(self, node: nodes.For | nodes.Macro) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("step", [], node.lineno), lineno=node.lineno))
+        return node
+
+
+def _call(method: str, args: list[nodes.Expr], line: int) -> nodes.Call:
+    """A call of a method of the environment, which templates cannot name or redefine."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None, lineno=line)
+
+
+class _Generation(Extension):
+    """Accepts {% generation %} … {% endgeneration %}, which mark the assistant's text for training."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateRaised(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    _check_numbers((indent,), {})
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _checked_numbers(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(filter_)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_numbers(args[1:], kwargs)
+        return filter_(*args, **kwargs)
+
+    return checked
+
+
+def _checked_format(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(filter_)
+    def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_widths(str(value))
+        return filter_(value, *args, **kwargs)
+
+    return checked
+
+
+def _check_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for number in (*args, *kwargs.values()):
+        if isinstance(number, int) and abs(number) > _MAX_NUMBER:
+            raise SecurityError(f"a count above {_MAX_NUMBER}")
+
+
+def _check_widths(format: str) -> None:
+    if _WIDTH.search(format):
+        raise SecurityError("a format with a huge or variable width")
+
+
+def _check_product(left: Any, right: Any) -> None:
+    for text, count in ((left, right), (right, left)):
+        if (
+            isinstance(text, str | bytes | list | tuple)
+            and isinstance(count, int)
+            and len(text) * count > MAX_TEXT
+        ):
+            raise SecurityError(f"a repetition longer than {MAX_TEXT}")
+    if (
+        isinstance(left, int)
+        and isinstance(right, int)
+        and left.bit_length() + right.bit_length() > _MAX_BITS
+    ):
+        raise SecurityError("a huge number")
+
+
+def _check_power(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_BITS:
+        raise SecurityError("a huge number")

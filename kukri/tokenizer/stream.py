@@ -1,0 +1,98 @@
+"""Text that grows token by token: in whole characters (`TextStream`), up to a stop string (`StopStrings`)."""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+from kukri.errors import RequestError
+from kukri.tokenizer.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Turns one request's token ids into text as they come.
+
+    What `push` and `flush` return adds up to `tokenizer.decode` of the same ids, with the same `skip_special`
+    and `continues`. Cost per token does not depend on how many came before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._pending = b""  # the beginning of a character
+        self._drop_space = tokenizer.drops_leading_space and not continues
+
+    def push(self, token_id: SupportsIndex) -> str:
+        """The characters this token completes, often "" within an emoji.
+
+        Raises RequestError for an id outside the vocabulary.
+        """
+        if token_id in self._skipped:
+            return ""
+        data = self._token_bytes(token_id)
+        if self._drop_space and data:
+            self._drop_space = False
+            data = data.removeprefix(b" ")
+        if self._pending:
+            data = self._pending + data
+        text, n_used = utf_8_decode(data, "replace", False)
+        self._pending = data[n_used:]
+        return text
+
+    def flush(self) -> str:
+        """U+FFFD for a character that never became whole, else ""; call it when no more tokens come."""
+        text, _ = utf_8_decode(self._pending, "replace", True)
+        self._pending = b""
+        return text
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, holding back what may be the beginning of one.
+
+    The stop string that is complete first wins; of those that end at the same character, the longest. So the
+    outcome does not depend on how the text is chopped. Raises RequestError for an empty stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise RequestError("stop must be a list of strings that are not empty", param="stop")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._n_tail = max(map(len, self._stops), default=1) - 1  # characters that may begin a stop string
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that is safe to emit, and the stop string that ended it, or None.
+
+        Push no more after a stop string.
+        """
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            _, at, stop = min(ends)
+            self._held = ""
+            return text[:at], stop
+        n_held = self._n_held(text)
+        n_safe = len(text) - n_held
+        self._held = text[n_safe:]
+        return text[:n_safe], None
+
+    def flush(self) -> str:
+        """The text still held back; call it when no more text comes."""
+        text, self._held = self._held, ""
+        return text
+
+    def _n_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        tail = text[-self._n_tail :] if self._n_tail else ""
+        n_held = 0
+        for stop in self._stops:
+            at = tail.find(stop[0])
+            while at >= 0:
+                if stop.startswith(tail[at:]):
+                    n_held = max(n_held, len(tail) - at)
+                    break
+                at = tail.find(stop[0], at + 1)
+        return n_held

@@ -1,0 +1,277 @@
+"""`Tokenizer`: text to token ids and back, built on Hugging Face `tokenizers` from what a GGUF file says."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, SupportsIndex
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, models, normalizers
+
+from kukri.errors import FormatError, RequestError
+from kukri.formats.gguf import GGUFFile
+from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
+from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_vocabulary, strings
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+TEXT_MARK = "\ufdd0"  # not a character: put inside the text of a special token, it keeps it text
+_MAX_SPLIT_WORK = (
+    1 << 30
+)  # characters; real vocabularies need some 10 million, a hostile one could ask for years
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes: n_vocab; bos_id (None when the model has none); eos_ids, ids after which generation ends;
+    special_ids, control tokens; add_bos, add_eos, what `add_special` adds; chat_template, its source, or
+    None; bos_token, eos_token, their texts, or ""; drops_leading_space, whether `decode` removes the space
+    that `encode` puts before text (SentencePiece).
+
+    Methods may be called from several threads.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, text: tokenizers.Tokenizer) -> None:
+        """Use `from_gguf` or `from_metadata`. `text` must never return a special id."""
+        self._vocabulary, self._text = vocabulary, text
+        self._marks = _special_finder(vocabulary)
+        self._bytes: dict[SupportsIndex, bytes] = {}
+        self.n_vocab = len(vocabulary.tokens)
+        self.bos_id, self.eos_ids = vocabulary.bos_id, vocabulary.eos_ids
+        self.special_ids = vocabulary.special_ids
+        self.bos_token = "" if self.bos_id is None else vocabulary.tokens[self.bos_id]
+        self.eos_token = "" if vocabulary.eos_id is None else vocabulary.tokens[vocabulary.eos_id]
+        self.add_bos = self.add_eos = self.drops_leading_space = False
+        self.chat_template: str | None = None
+
+    @classmethod
+    def from_gguf(cls, file: str | os.PathLike[str] | GGUFFile) -> Tokenizer:
+        """The tokenizer in a GGUF file, given as a path or open; errors are those of `from_metadata`."""
+        if isinstance(file, GGUFFile):
+            return cls.from_metadata(file.metadata, path=file.path)
+        with GGUFFile(file) as opened:
+            return cls.from_metadata(opened.metadata, path=opened.path)
+
+    @classmethod
+    def from_metadata(
+        cls, metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Tokenizer:
+        """The tokenizer that GGUF keys `tokenizer.*` describe.
+
+        Raises FormatError, naming `path`, when they are broken, and UnsupportedError for a kind of tokenizer
+        or a pre-tokenizer that kukri does not know.
+        """
+        vocabulary = read_vocabulary(metadata, path)
+        if vocabulary.kind == "llama":
+            add_space = _flag(metadata, "add_space_prefix", True, path)
+            self = cls(vocabulary, _sentencepiece(vocabulary, metadata, add_space, path))
+            self.drops_leading_space = add_space
+            adds_bos = True
+        else:
+            rules = pre_tokenizer(_string(metadata, "tokenizer.ggml.pre", path) or "default")
+            self = cls(vocabulary, _byte_level(vocabulary, metadata, rules, path))
+            adds_bos = rules.add_bos
+        self.add_bos = _flag(metadata, "add_bos_token", adds_bos and self.bos_id is not None, path)
+        self.add_eos = _flag(metadata, "add_eos_token", False, path)
+        for wanted, name, i in ((self.add_bos, "bos", self.bos_id), (self.add_eos, "eos", vocabulary.eos_id)):
+            if wanted and i is None:
+                raise FormatError(f"add_{name}_token is true and the file names no {name} token", path=path)
+        self.chat_template = _string(metadata, "tokenizer.chat_template", path)
+        return self
+
+    def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """The token ids of a text; lone surrogates count as U+FFFD.
+
+        `add_special` adds BOS and EOS as the model wants them, BOS not twice. `parse_special` recognises
+        control tokens written in the text: it is for templates, never for what a user wrote. Raises
+        RequestError unless `text` is a str.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"text must be str, not {type(text).__name__}", param="prompt")
+        if not text.isascii():
+            text = _SURROGATES.sub("\ufffd", text)
+        ids = self._encode_sections(text) if parse_special else self._encode_text(text)
+        if add_special:
+            self._add_bos(ids)
+            if self.add_eos and self._vocabulary.eos_id is not None:
+                ids.append(self._vocabulary.eos_id)
+        return ids
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The ids of a prompt whose control tokens count, except those that a `TEXT_MARK` breaks.
+
+        The marks leave no trace. BOS is added as the model wants it, not twice.
+        """
+        ids = self._encode_sections(_SURROGATES.sub("\ufffd", text), TEXT_MARK)
+        self._add_bos(ids)
+        return ids
+
+    def decode(
+        self, ids: Iterable[SupportsIndex], skip_special: bool = False, continues: bool = False
+    ) -> str:
+        """The text of token ids, U+FFFD for bytes that are not UTF-8.
+
+        `continues` says that the ids follow other text, so that a SentencePiece leading space is kept. Raises
+        RequestError for an id outside the vocabulary.
+        """
+        if skip_special:
+            ids = [i for i in ids if i not in self.special_ids]
+        data = b"".join(map(self.token_bytes, ids))
+        if self.drops_leading_space and not continues:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: SupportsIndex) -> bytes:
+        """The bytes a token adds to a text; a SentencePiece word keeps its leading space.
+
+        Raises RequestError for an id outside the vocabulary.
+        """
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._vocabulary.bytes_of(token_id)
+        return data
+
+    def token_text(self, token_id: SupportsIndex) -> str:
+        """A token as the file spells it; raises RequestError for an id outside the vocabulary."""
+        return self._vocabulary.tokens[self._vocabulary.checked(token_id)]
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self._text.encode(text, add_special_tokens=False).ids
+
+    def _add_bos(self, ids: list[int]) -> None:
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+
+    def _encode_sections(self, text: str, mark: str = "") -> list[int]:
+        """Special tokens and the text between them; `mark` is removed from the latter."""
+        ids: list[int] = []
+        marks = self._marks.encode(text, add_special_tokens=False)
+        start = 0
+        for special_id, (begin, end) in zip(marks.ids, marks.offsets, strict=True):
+            ids += self._encode_text(text[start:begin].replace(mark, ""))
+            ids.append(special_id)
+            start = end
+        return ids + self._encode_text(text[start:].replace(mark, ""))
+
+
+def _special_finder(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """A tokenizer that knows special tokens alone: it returns those in a text, leftmost and longest first.
+
+    They are kept out of the one that sees plain text, so that nothing a user writes can become one.
+    """
+    texts = {vocabulary.tokens[i]: i for i in vocabulary.special_ids if vocabulary.tokens[i]}
+    finder = tokenizers.Tokenizer(models.BPE(vocab=texts, merges=[]))
+    finder.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts])
+    return finder
+
+
+def _byte_level(
+    vocabulary: Vocabulary,
+    metadata: Mapping[str, Any],
+    rules: PreTokenizer,
+    path: str | os.PathLike[str] | None,
+) -> tokenizers.Tokenizer:
+    merges = _stored_merges(metadata, path)
+    text = tokenizers.Tokenizer(_bpe(vocabulary, merges, path, ignore_merges=rules.ignore_merges))
+    if rules.nfc:
+        text.normalizer = normalizers.NFC()
+    text.pre_tokenizer = rules.build()
+    _add_user_defined(text, vocabulary)
+    return text
+
+
+def _sentencepiece(
+    vocabulary: Vocabulary,
+    metadata: Mapping[str, Any],
+    add_space: bool,
+    path: str | os.PathLike[str] | None,
+) -> tokenizers.Tokenizer:
+    """SentencePiece BPE as Llama's tokenizer.json writes it: ▁ for spaces, bytes for unknown characters."""
+    merges = _stored_merges(metadata, path) or _merges_from_scores(vocabulary, metadata, path)
+    unknown = None if vocabulary.unk_id is None else vocabulary.tokens[vocabulary.unk_id]
+    bpe = _bpe(vocabulary, merges, path, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    text = tokenizers.Tokenizer(bpe)
+    spaces = normalizers.Replace(" ", SPACE_MARK)
+    prefix = [normalizers.Prepend(SPACE_MARK)] if add_space else []
+    text.normalizer = normalizers.Sequence([*prefix, spaces])
+    _add_user_defined(text, vocabulary)
+    return text
+
+
+def _add_user_defined(text: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+    added = [AddedToken(token, normalized=False, special=False) for token in vocabulary.user_defined]
+    if added:
+        text.add_tokens(added)
+
+
+def _bpe(
+    vocabulary: Vocabulary,
+    merges: list[tuple[str, str]],
+    path: str | os.PathLike[str] | None,
+    *,
+    unk_token: str | None = None,
+    **options: bool,
+) -> models.BPE:
+    ids = vocabulary.text_ids()
+    if unk_token:
+        ids[unk_token] = vocabulary.id_of[unk_token]
+    try:
+        return models.BPE(vocab=ids, merges=merges, unk_token=unk_token, **options)
+    except Exception:  # `tokenizers` raises no narrower one: a merge uses a token that is not there
+        merges = [pair for pair in merges if "".join(pair) in ids or "".join(pair) not in vocabulary.id_of]
+    try:  # again without merges into special tokens, which text must not reach
+        return models.BPE(vocab=ids, merges=merges, unk_token=unk_token, **options)
+    except Exception as error:
+        raise FormatError(f"tokenizer.ggml.merges do not fit the tokens: {error}", path=path) from None
+
+
+def _stored_merges(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None) -> list[tuple[str, str]]:
+    merges = [tuple(merge.split(" ")) for merge in strings(metadata, "tokenizer.ggml.merges", path)]
+    if not set(map(len, merges)) <= {2}:
+        wrong = next(i for i, merge in enumerate(merges) if len(merge) != 2)
+        raise FormatError(f"entry {wrong} of tokenizer.ggml.merges is not two tokens", path=path)
+    return merges  # type: ignore[return-value]  # checked: pairs
+
+
+def _merges_from_scores(
+    vocabulary: Vocabulary, metadata: Mapping[str, Any], path: str | os.PathLike[str] | None
+) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's scores amount to: each way to cut a token into two, best token first.
+
+    Ties go by length and then by id, as in `generate_merges` (transformers 5.23, tokenization_utils_base.py).
+    """
+    tokens, types = vocabulary.tokens, vocabulary.types
+    scores = np.asarray(metadata.get("tokenizer.ggml.scores", ()))
+    if scores.shape != (len(tokens),) or scores.dtype.kind not in "fiu" or not np.isfinite(scores).all():
+        raise FormatError("tokenizer.ggml.scores must be one finite number for each token", path=path)
+    pieces = {
+        token: i
+        for token, i in vocabulary.id_of.items()
+        if i not in vocabulary.special_ids and (not types or types[i] == NORMAL)
+    }
+    if sum(len(piece) ** 2 for piece in pieces) > _MAX_SPLIT_WORK:
+        raise FormatError("the tokens are too long for a vocabulary", path=path)
+    ranked = sorted(
+        (-score, -at, at - len(piece), i)
+        for (piece, i), score in zip(pieces.items(), scores[list(pieces.values())].tolist(), strict=True)
+        for at in range(1, len(piece))
+        if piece[:at] in pieces and piece[at:] in pieces
+    )
+    return [(tokens[i][:-at], tokens[i][-at:]) for _, at, _, i in ranked]
+
+
+def _string(metadata: Mapping[str, Any], key: str, path: str | os.PathLike[str] | None) -> str | None:
+    stored = metadata.get(key)
+    if stored is not None and not isinstance(stored, str):
+        raise FormatError(f"{key} is not a string", path=path)
+    return stored
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool, path: str | os.PathLike[str] | None) -> bool:
+    stored = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(stored, bool | np.bool_):
+        raise FormatError(f"tokenizer.ggml.{name} is not a boolean", path=path)
+    return bool(stored)

@@ -1,0 +1,194 @@
+"""What a GGUF file says about its tokens: texts, types, special ids and the bytes each token stands for."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from kukri.errors import FormatError, RequestError, UnsupportedError
+
+# tokenizer.ggml.token_type, numbered as in sentencepiece_model.proto
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+SPACE_MARK = "▁"  # SentencePiece's spelling of a space
+
+# Tokens that end a turn or a document, whatever the metadata calls them: llama.cpp, src/llama-vocab.cpp at
+# commit 00ad355e. The last three lines end a piece of code in fill-in-the-middle and repository formats.
+_END_TEXTS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|eom_id|>", "<end_of_turn>"),
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    *("<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "<|file_sep|>",
+)
+_END_KEYS = ("eos", "eot", "eom")
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """Code point of each letter of GPT-2's byte alphabet -> the byte it spells."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_alphabet()
+_BYTE_TEXTS = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A model's tokens. `kind` is "gpt2" (byte-level BPE) or "llama" (SentencePiece BPE).
+
+    special_ids are control and unknown tokens: text becomes one only when asked to, and decoding can skip
+    them.
+    """
+
+    kind: str
+    tokens: list[str]
+    id_of: dict[str, int]
+    types: list[int]  # empty: the file does not say, all are normal
+    bos_id: int | None
+    eos_id: int | None
+    unk_id: int | None
+    eos_ids: frozenset[int]
+    special_ids: frozenset[int]
+
+    @property
+    def user_defined(self) -> list[str]:
+        """Tokens that are matched in text before anything else."""
+        return [
+            self.tokens[i] for i, kind in enumerate(self.types) if kind == USER_DEFINED and self.tokens[i]
+        ]
+
+    def text_ids(self) -> dict[str, int]:
+        """Token -> id of those that plain text can become."""
+        ids = dict(self.id_of)
+        hidden = self.special_ids.union(i for i, kind in enumerate(self.types) if kind == UNUSED)
+        for i in hidden:
+            ids.pop(self.tokens[i], None)
+        return ids
+
+    def bytes_of(self, token_id: SupportsIndex) -> bytes:
+        """The bytes a token stands for; raises RequestError for an id outside the vocabulary."""
+        i = self.checked(token_id)
+        text, kind = self.tokens[i], self.types[i] if self.types else NORMAL
+        if self.kind == "llama":
+            if text in _BYTE_TEXTS and (kind == BYTE or not self.types):
+                return _BYTE_TEXTS[text]
+            return text.replace(SPACE_MARK, " ").encode()
+        if kind in (NORMAL, BYTE) and i not in self.special_ids:
+            try:
+                return bytes(map(_BYTE_OF_LETTER.__getitem__, map(ord, text)))
+            except KeyError:
+                pass  # not spelled in the byte alphabet: an added token of a careless converter
+        return text.encode()
+
+    def checked(self, token_id: SupportsIndex) -> int:
+        """The id as an int; raises RequestError when the vocabulary has no such id."""
+        try:
+            i = operator.index(token_id)
+        except TypeError:
+            raise RequestError(f"a token id must be an integer, not {type(token_id).__name__}") from None
+        if not 0 <= i < len(self.tokens):
+            raise RequestError(f"token id {i} is outside the vocabulary of {len(self.tokens)} tokens")
+        return i
+
+
+def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> Vocabulary:
+    """The vocabulary in `tokenizer.ggml.*`.
+
+    Raises FormatError, naming `path`, when keys are missing or contradict each other, and UnsupportedError
+    for tokenizers of another kind.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedError(
+            f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
+        )
+    tokens = strings(metadata, "tokenizer.ggml.tokens", path)
+    if not tokens:
+        raise FormatError("tokenizer.ggml.tokens is missing or empty", path=path)
+    id_of = {token: i for i, token in enumerate(tokens) if token}
+    if len(id_of) + tokens.count("") != len(tokens):
+        again = next(token for i, token in enumerate(tokens) if token and id_of[token] != i)
+        raise FormatError(f"the token {again!r} appears twice in tokenizer.ggml.tokens", path=path)
+
+    types = _types(metadata, len(tokens), path)
+    # SentencePiece's own defaults; a byte-level file without the key has no such token
+    defaults = {"unknown": 0, "bos": 1, "eos": 2} if kind == "llama" else {}
+    ids = {
+        name: _token_id(metadata, name, defaults.get(name), len(tokens), path)
+        for name in ("bos", "unknown", *_END_KEYS)
+    }
+    ends = _end_ids(id_of, [ids[name] for name in _END_KEYS])
+    specials = {i for i, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)}
+    specials.update(ends)
+    specials.update(i for i in (ids["bos"], ids["unknown"] if kind == "llama" else None) if i is not None)
+    return Vocabulary(
+        kind=kind,
+        tokens=tokens,
+        id_of=id_of,
+        types=types,
+        bos_id=ids["bos"],
+        eos_id=ids["eos"],
+        unk_id=ids["unknown"],
+        eos_ids=ends,
+        special_ids=frozenset(specials),
+    )
+
+
+def _types(metadata: Mapping[str, Any], n_tokens: int, path: str | os.PathLike[str] | None) -> list[int]:
+    stored = metadata.get("tokenizer.ggml.token_type")
+    if stored is None:
+        return []
+    types = np.asarray(stored)
+    if types.ndim != 1 or types.dtype.kind not in "iu":
+        raise FormatError("tokenizer.ggml.token_type is not an array of integers", path=path)
+    if len(types) != n_tokens:
+        raise FormatError(
+            f"{len(types)} entries of tokenizer.ggml.token_type for {n_tokens} tokens", path=path
+        )
+    ids: list[int] = types.tolist()
+    return ids
+
+
+def _token_id(
+    metadata: Mapping[str, Any],
+    name: str,
+    default: int | None,
+    n_tokens: int,
+    path: str | os.PathLike[str] | None,
+) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    stored = metadata.get(key, default)
+    if stored is None or (key not in metadata and stored >= n_tokens):
+        return None
+    if isinstance(stored, bool) or not isinstance(stored, int | np.integer):
+        raise FormatError(f"{key} is {stored!r}, not a token id", path=path)
+    if stored in (-1, 0xFFFFFFFF):  # how converters write "none"
+        return None
+    if not 0 <= stored < n_tokens:
+        raise FormatError(f"{key} is {stored} in a vocabulary of {n_tokens} tokens", path=path)
+    return int(stored)
+
+
+def _end_ids(id_of: Mapping[str, int], stated: list[int | None]) -> frozenset[int]:
+    ends = {id_of[text] for text in _END_TEXTS if text in id_of}
+    ends.update(i for i in stated if i is not None)
+    if "<|return|>" in id_of and "<|call|>" in id_of and "<|end|>" in id_of:
+        ends.discard(id_of["<|end|>"])  # there <|end|> only ends a message within the turn
+    return frozenset(ends)
+
+
+def strings(metadata: Mapping[str, Any], key: str, path: str | os.PathLike[str] | None) -> list[str]:
+    """A key's list of strings, empty when the key is missing; raises FormatError for anything else."""
+    stored = metadata.get(key, [])
+    if not isinstance(stored, list) or not set(map(type, stored)) <= {str}:
+        raise FormatError(f"{key} is not an array of strings", path=path)
+    return stored
