@@ -1,0 +1,187 @@
+"""The machine and the model, as facts that bound how fast decoding can be.
+
+A decoded token reads every weight once, so memory bandwidth / bytes of weights is the most tokens per second
+that the machine allows: the ceiling. Measured speeds are given as a share of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+
+from kukri.config import ModelConfig
+from kukri.errors import KukriError
+from kukri.formats.gguf import GGUFFile
+from kukri.kernels.cpu.jit import KernelLibrary
+from kukri.kernels.cpu.memory import address_of, aligned_zeros
+from kukri.kernels.cpu.pool import ThreadPool, usable_cores
+
+# LLVM's names of the CPU features that kernels care about
+_FEATURES = (
+    *("sse4.2", "avx", "avx2", "fma", "f16c", "avxvnni", "avxvnniint8", "avx512f", "avx512bw", "avx512vnni"),
+    *("avx512bf16", "amx-int8", "neon", "fullfp16", "dotprod", "i8mm", "sve", "sve2"),
+)
+_PACKAGES = ("kukri", "numpy", "numba", "llvmlite", "tokenizers")
+_BUFFER_BYTES = 512 << 20  # many times what caches hold
+_PASSES = 10
+
+
+@dataclass(frozen=True)
+class MachineCard:
+    """What a benchmark ran on. `read_gb_per_s` (10^9 bytes) is measured over `n_threads` threads."""
+
+    cpu: str
+    n_cores: int  # that this process may use
+    features: tuple[str, ...]
+    memory_bytes: int
+    system: str
+    versions: dict[str, str]
+    n_threads: int
+    read_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a benchmark ran. `bytes_per_token`: weights that decoding one token reads, the cache aside."""
+
+    path: str
+    name: str
+    architecture: str
+    n_parameters: int
+    n_layers: int
+    max_context: int
+    file_bytes: int
+    bytes_by_type: dict[str, int]
+    bytes_per_token: int
+    kv_bytes_per_token: int
+
+
+def ceiling_tokens_per_s(machine: MachineCard, model: ModelCard) -> float:
+    """The most tokens per second that the measured bandwidth allows for one request."""
+    return machine.read_gb_per_s * 1e9 / model.bytes_per_token
+
+
+def machine_card(n_threads: int) -> MachineCard:
+    """The facts of this machine; measures its bandwidth, which takes a second or two."""
+    return MachineCard(
+        cpu=cpu_model(),
+        n_cores=usable_cores(),
+        features=cpu_features(),
+        memory_bytes=_memory_bytes(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        versions={"python": platform.python_version(), **_versions()},
+        n_threads=n_threads,
+        read_gb_per_s=read_bandwidth_of_a_fresh_process(n_threads),
+    )
+
+
+def model_card(path: str | os.PathLike[str], config: ModelConfig) -> ModelCard:
+    """The facts of a model file."""
+    with GGUFFile(path) as file:
+        tensors = list(file.tensors.values())
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[tensor.type.name] += tensor.n_bytes
+    # without a matrix of its own the head reads all of the embedding, else one row of it is read
+    has_head = any(tensor.name == "output.weight" for tensor in tensors)
+    unread = next((t.n_bytes for t in tensors if has_head and t.name == "token_embd.weight"), 0)
+    return ModelCard(
+        path=str(path),
+        name=config.name,
+        architecture=config.architecture,
+        n_parameters=sum(prod(tensor.shape) for tensor in tensors),
+        n_layers=config.n_layers,
+        max_context=config.max_context,
+        file_bytes=Path(path).stat().st_size,
+        bytes_by_type=dict(sizes.most_common()),
+        bytes_per_token=sum(sizes.values()) - unread,
+        kv_bytes_per_token=config.kv_bytes_per_token,
+    )
+
+
+def cpu_model() -> str:
+    """The processor's name, as the system gives it."""
+    if sys.platform == "darwin":
+        asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        return asked.stdout.strip() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def cpu_features() -> tuple[str, ...]:
+    """LLVM's names of the features that matter here and that the CPU has."""
+    from llvmlite.binding import get_host_cpu_features
+
+    host = get_host_cpu_features()
+    return tuple(name for name in _FEATURES if host.get(name))
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has held so far, mapped files included."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        # getrusage would also count what the parent held when it started this process
+        return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
+    except (OSError, IndexError, ValueError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def measure_read_bandwidth(n_threads: int) -> float:
+    """GB/s (10^9 bytes) that `n_threads` threads read together, the best of several passes.
+
+    The threads are those that run models, and so is the way they share the work.
+    """
+    pool = ThreadPool(KernelLibrary(), n_threads)
+    buffer, maxima = aligned_zeros(_BUFFER_BYTES), aligned_zeros(_BUFFER_BYTES >> 14)
+    buffer[:] = 1  # untouched pages would all be read from one page of zeros
+    seconds = []
+    for _ in range(_PASSES):
+        started = time.perf_counter()
+        pool.run_kernel("read_memory", data=address_of(buffer), n_bytes=len(buffer), out=address_of(maxima))
+        seconds.append(time.perf_counter() - started)
+    pool.close()
+    return len(buffer) / min(seconds) / 1e9
+
+
+def read_bandwidth_of_a_fresh_process(n_threads: int) -> float:
+    """`measure_read_bandwidth` in another process, so that its buffers do not count as this one's memory."""
+    command = [sys.executable, "-m", "kukri.bench.card", str(n_threads)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise KukriError(f"measuring the memory bandwidth failed: {reason}")
+    return float(json.loads(done.stdout))
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_read_bandwidth(int(sys.argv[1]))))

@@ -1,0 +1,227 @@
+"""How close kukri computes to the model's own arithmetic: `python -m kukri.bench.fidelity`.
+
+The judge is transformers in float32 on the same weights, dequantized from the same file. Over the tokens of
+some prose, the mean of KL(transformers || kukri) is what rounding costs: activations in int8, keys and values
+in fp16. llama.cpp is measured the same way in the same run, where it is installed. The reference backend,
+here with a cache in float32 too, rounds nothing: its largest difference of a logit tells model from rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kukri import LLM
+from kukri.bench.command import model_path, parser, positive, print_table, run, say
+from kukri.bench.llama_cpp import LlamaCpp, import_llama_cpp
+from kukri.config import ModelConfig
+from kukri.errors import ConfigError, UnsupportedError
+from kukri.formats.config_gguf import model_config
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.names import canonical_name
+from kukri.formats.weights import GGUFWeights
+from kukri.kernels.cpu.pool import usable_cores
+from kukri.kernels.types import FloatArray
+from kukri.quant.blocks import dequantize
+from kukri.tokenizer import Tokenizer
+
+PROSE = "prose.txt"  # Jane Austen, Pride and Prejudice (1813), its opening
+_ROWS = 64  # of logits compared at a time
+
+
+@dataclass(frozen=True)
+class Distance:
+    """One engine against transformers over all tokens. KL divergences in nats."""
+
+    mean_kl: float
+    max_kl: float
+    same_top: float  # share of tokens after which both think the same token the likeliest
+    max_logit_difference: float
+
+
+@dataclass(frozen=True)
+class FidelityReport:
+    """What `python -m kukri.bench.fidelity` found. `llama_cpp` is None where it is not installed."""
+
+    model: str
+    n_tokens: int
+    kukri: Distance
+    kukri_reference: Distance | None
+    llama_cpp: Distance | None
+
+
+def compare(
+    model: str | None, text: str, n_tokens: int, n_threads: int, *, with_reference: bool, silent: bool = False
+) -> FidelityReport:
+    """Compares on the first `n_tokens` tokens of `text`.
+
+    Raises UnsupportedError without transformers, ConfigError on a text that is too short.
+    """
+    transformers, torch = _judge_modules()
+    path = model_path(model, n_tokens)
+    ids = Tokenizer.from_gguf(path).encode(text)
+    if len(ids) < n_tokens:
+        raise ConfigError(f"the text has {len(ids)} tokens and {n_tokens} are asked for: ask for fewer")
+    ids = ids[:n_tokens]
+    say("transformers, float32", silent=silent)
+    judge = _judge_logits(transformers, torch, path, ids, n_threads)
+    say("llama-cpp-python", silent=silent)
+    llama_cpp = _llama_cpp_logits(path, ids, n_threads)
+    say("kukri", silent=silent)
+    kukri = distance(judge, _kukri_logits(path, ids, n_threads))
+    reference = None
+    if with_reference:
+        say("kukri's reference backend", silent=silent)
+        reference = distance(judge, _reference_logits(path, ids))
+    peer = None if llama_cpp is None else distance(judge, llama_cpp)
+    return FidelityReport(str(path), n_tokens, kukri, reference, peer)
+
+
+def distance(judge: FloatArray, other: FloatArray) -> Distance:
+    """How far `other` is from `judge`, logits float32 [T, V] of the same tokens."""
+    kl = np.empty(len(judge))
+    n_same, difference = 0, 0.0
+    for start in range(0, len(judge), _ROWS):
+        a, b = judge[start : start + _ROWS], other[start : start + _ROWS]
+        log_p, log_q = _log_softmax(a), _log_softmax(b)
+        kl[start : start + _ROWS] = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)
+        n_same += int((a.argmax(axis=1) == b.argmax(axis=1)).sum())
+        difference = max(difference, float(np.abs(a - b).max()))
+    return Distance(float(kl.mean()), float(kl.max()), n_same / len(judge), difference)
+
+
+def _log_softmax(logits: FloatArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=1, keepdims=True)
+    x -= np.log(np.exp(x).sum(axis=1, keepdims=True))
+    return x
+
+
+def _judge_modules() -> tuple[Any, Any]:
+    try:
+        return import_module("transformers"), import_module("torch")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{error.name} is not installed: run `pip install 'kukri[test]'`, which compares with it too"
+        ) from None
+
+
+def _judge_logits(
+    transformers: Any, torch: Any, path: Path, ids: Sequence[int], n_threads: int
+) -> FloatArray:
+    torch.set_num_threads(n_threads)
+    with GGUFFile(path) as file:
+        config = model_config(file)
+        if config.architecture != "llama":
+            raise UnsupportedError(f"architecture {config.architecture!r} is not compared: only llama is")
+        state = {name: torch.from_numpy(array) for name, array in _dequantized(file, config)}
+    if config.tie_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(_judge_config(transformers, config))
+    model.load_state_dict(state, strict=True, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # no part of the state: still on meta
+    with torch.inference_mode():
+        logits: FloatArray = model.eval()(torch.tensor([list(ids)])).logits[0].numpy()
+    return logits
+
+
+def _dequantized(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, FloatArray]]:
+    """Every tensor in float32 under the name that transformers gives it, q and k in its order of rows."""
+    source = GGUFWeights(file, config)
+    for tensor in file.tensors.values():
+        name = canonical_name(tensor.name)
+        if len(tensor.shape) == 1:
+            yield name, source.vector(name, tensor.shape[0]).copy()
+        else:
+            weight = source.matrix(name, (tensor.shape[0], tensor.shape[1]))
+            yield name, dequantize(weight.data, weight.type).reshape(weight.shape)
+
+
+def _judge_config(transformers: Any, config: ModelConfig) -> Any:
+    return transformers.LlamaConfig(
+        hidden_size=config.d_model,
+        intermediate_size=config.d_ffn,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        head_dim=config.d_head,
+        num_hidden_layers=config.n_layers,
+        vocab_size=config.n_vocab,
+        tie_word_embeddings=config.tie_embeddings,
+        max_position_embeddings=config.max_context,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        rms_norm_eps=config.norm_eps,
+        attn_implementation="eager",
+    )
+
+
+def _kukri_logits(path: Path, ids: Sequence[int], n_threads: int) -> FloatArray:
+    with LLM(path, n_threads=n_threads, max_context=len(ids)) as llm:
+        return llm.logits(ids)
+
+
+def _reference_logits(path: Path, ids: Sequence[int]) -> FloatArray:
+    with LLM(path, max_context=len(ids), backend="reference") as llm:
+        cache: Any = llm.engine.runner.cache  # fp16 is kukri's choice and costs up to 0.02 of a logit
+        cache.keys, cache.values = cache.keys.astype(np.float32), cache.values.astype(np.float32)
+        return llm.logits(ids)
+
+
+def _llama_cpp_logits(path: Path, ids: Sequence[int], n_threads: int) -> FloatArray | None:
+    try:
+        import_llama_cpp()
+    except UnsupportedError:
+        return None
+    engine = LlamaCpp(path, n_threads, len(ids), all_logits=True)
+    logits = engine.logits(list(ids))
+    engine.close()
+    return logits
+
+
+def _row(name: str, found: Distance) -> list[str]:
+    kl = [f"{found.mean_kl:.6f}", f"{found.max_kl:.5f}"]
+    return [name, *kl, f"{found.same_top:.2%}", f"{found.max_logit_difference:.5f}"]
+
+
+def main() -> None:
+    """The program."""
+    options = parser(
+        "fidelity", "how far kukri's probabilities are from float32 transformers, over real prose"
+    )
+    options.add_argument("-n", "--tokens", type=positive, default=1024, help="tokens compared (1024)")
+    options.add_argument("--text", type=Path, help="a UTF-8 file to take them from (the opening of a novel)")
+    options.add_argument("--no-reference", action="store_true", help="leave the slow reference backend out")
+    given = options.parse_args()
+    text = _read(given.text) if given.text else (files("kukri.bench") / PROSE).read_text("utf-8")
+    threads = given.threads or usable_cores()
+    report = compare(
+        given.model, text, given.tokens, threads, with_reference=not given.no_reference, silent=given.json
+    )
+    if not given.json:
+        rows = [_row("kukri", report.kukri)]
+        if report.llama_cpp is not None:
+            rows.append(_row("llama-cpp-python", report.llama_cpp))
+        if report.kukri_reference is not None:
+            rows.append(_row("kukri, reference", report.kukri_reference))
+        title = f"against transformers in float32, {report.n_tokens} tokens"
+        print_table(title, ["", "mean KL", "max KL", "same top", "max logit diff"], rows)
+        print()
+    print(json.dumps(asdict(report)))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from None
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,136 @@
+"""llama.cpp through llama-cpp-python's C interface, timed as its own llama-bench times it.
+
+What is timed is `llama_decode` and the wait for it, on random token ids and without sampling or text, so no
+Python of llama-cpp-python's own counts against it. Batches, flash attention and cache types are llama-bench's
+defaults: 2048 and 512 tokens, chosen by llama.cpp, fp16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.errors import FormatError, UnsupportedError
+
+_BATCH_TOKENS, _MICRO_BATCH_TOKENS = 2048, 512
+
+
+def import_llama_cpp() -> Any:
+    """The module. Raises UnsupportedError, which says how to install it."""
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        why = "is not installed" if isinstance(error, ModuleNotFoundError) else f"does not load ({error})"
+        raise UnsupportedError(f"llama-cpp-python {why}: run `pip install 'kukri[bench]'`") from None
+    return llama_cpp
+
+
+class LlamaCpp:
+    """A model loaded by llama.cpp on the CPU, with one context of `context_tokens`."""
+
+    name = "llama-cpp-python"
+
+    def __init__(
+        self, path: str | os.PathLike[str], n_threads: int, context_tokens: int, all_logits: bool = False
+    ) -> None:
+        """`all_logits` reserves the memory that `logits` needs.
+
+        Raises UnsupportedError without llama-cpp-python, FormatError where it cannot load the file.
+        """
+        self._api = api = import_llama_cpp()
+        # llama.cpp writes its log to stderr from the start; kept here, or ctypes would free the callback
+        self._silence = api.llama_log_callback(lambda level, text, data: None)
+        api.llama_log_set(self._silence, ctypes.c_void_p(0))
+        api.llama_backend_init()
+        model_params = api.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        load = getattr(api, "llama_model_load_from_file", None) or api.llama_load_model_from_file
+        self._model = load(os.fsencode(path), model_params)
+        if not self._model:
+            raise FormatError("llama.cpp cannot load this file", path=path)
+        params = api.llama_context_default_params()
+        params.n_ctx = context_tokens
+        params.n_batch, params.n_ubatch = _BATCH_TOKENS, _MICRO_BATCH_TOKENS
+        params.n_threads = params.n_threads_batch = n_threads
+        params.no_perf = True
+        if all_logits and hasattr(params, "n_outputs_max"):
+            params.n_outputs_max = _MICRO_BATCH_TOKENS
+        init = getattr(api, "llama_init_from_model", None) or api.llama_new_context_with_model
+        self._context = init(self._model, params)
+        if not self._context:
+            raise FormatError("llama.cpp cannot make a context for this file", path=path)
+        self.n_vocab = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
+        self._random = np.random.default_rng(0)
+
+    def prefill_s(self, n_tokens: int) -> float:
+        """Seconds for one prompt of random ids, with the logits of its last token."""
+        ids = self._random.integers(0, self.n_vocab, n_tokens).tolist()
+        self._clear()
+        started = time.perf_counter()
+        self._decode(ids)
+        return time.perf_counter() - started
+
+    def decode_s(self, n_tokens: int) -> float:
+        """Seconds for `n_tokens` random ids one after the other, from an empty cache, logits of each."""
+        ids = self._random.integers(0, self.n_vocab, n_tokens).tolist()
+        self._clear()
+        started = time.perf_counter()
+        for token_id in ids:
+            self._decode([token_id])
+        return time.perf_counter() - started
+
+    def logits(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        """float32 [T, V]: the logits after each token; made with `all_logits`."""
+        self._clear()
+        rows = np.empty((len(token_ids), self.n_vocab), np.float32)
+        for start in range(0, len(token_ids), _MICRO_BATCH_TOKENS):
+            ids = token_ids[start : start + _MICRO_BATCH_TOKENS]
+            self._decode_for_logits(ids, start)
+            for i in range(len(ids)):
+                row = self._api.llama_get_logits_ith(self._context, i)
+                rows[start + i] = np.ctypeslib.as_array(row, (self.n_vocab,))
+        return rows
+
+    def versions(self) -> dict[str, str]:
+        """What runs."""
+        return {"llama-cpp-python": str(self._api.__version__)}
+
+    def close(self) -> None:
+        """Frees the context and the model."""
+        self._api.llama_free(self._context)
+        free = getattr(self._api, "llama_model_free", None) or self._api.llama_free_model
+        free(self._model)
+
+    def _clear(self) -> None:
+        if hasattr(self._api, "llama_get_memory"):
+            self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        else:  # before 0.3.10
+            self._api.llama_kv_self_clear(self._context)
+
+    def _decode(self, ids: list[int]) -> None:
+        for start in range(0, len(ids), _BATCH_TOKENS):
+            part = ids[start : start + _BATCH_TOKENS]
+            tokens = (self._api.llama_token * len(part))(*part)
+            self._run(self._api.llama_batch_get_one(tokens, len(part)))
+
+    def _decode_for_logits(self, ids: list[int], first_position: int) -> None:
+        batch = self._api.llama_batch_init(len(ids), 0, 1)
+        try:
+            batch.n_tokens = len(ids)
+            for i, token_id in enumerate(ids):
+                batch.token[i], batch.pos[i], batch.logits[i] = token_id, first_position + i, 1
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            self._run(batch)
+        finally:
+            self._api.llama_batch_free(batch)
+
+    def _run(self, batch: Any) -> None:
+        status = self._api.llama_decode(self._context, batch)
+        if status:
+            raise UnsupportedError(f"llama_decode failed with status {status}: the context may be too small")
+        self._api.llama_synchronize(self._context)

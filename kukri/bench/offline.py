@@ -1,0 +1,264 @@
+"""How fast one request runs: the numbers of `kukri bench`.
+
+As in llama-bench, pp512 reads a prompt of 512 random ids and tg128 generates 128 tokens from an empty cache;
+mean and deviation over 5 after a warm-up. Unlike there, scheduling, sampling and text are timed too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kukri.bench.card import (
+    MachineCard,
+    ModelCard,
+    ceiling_tokens_per_s,
+    machine_card,
+    model_card,
+    peak_rss_bytes,
+)
+from kukri.errors import ConfigError
+from kukri.formats import hub
+from kukri.formats.config_gguf import model_config
+from kukri.formats.gguf import GGUFFile
+from kukri.kernels.cpu.pool import usable_cores
+from kukri.kernels.types import FloatArray, ForwardBatch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FIRST_TOKEN_PROMPT = 128  # tokens of the prompt that first-token latency is measured with
+
+
+class Kukri:
+    """A loaded model that is timed on random token ids, with room for `context_tokens`. Attributes: llm."""
+
+    name = "kukri"
+
+    def __init__(self, path: str | os.PathLike[str], n_threads: int | None, context_tokens: int) -> None:
+        from kukri import LLM
+
+        self.llm = LLM(os.fspath(path), n_threads=n_threads, max_context=context_tokens)
+        self._random = np.random.default_rng(0)
+
+    def prefill_s(self, n_tokens: int) -> float:
+        """Seconds from a prompt of random ids to its first token."""
+        return self._generate_s(n_tokens, 1)
+
+    def decode_s(self, n_tokens: int) -> float:
+        """Seconds to generate `n_tokens`, as many steps, after a prompt of one random id."""
+        return self._generate_s(1, n_tokens)
+
+    def engine_overhead(self, n_tokens: int) -> float:
+        """The share of a decode step that is not the model's forward: scheduling, sampling, text."""
+        runner = self.llm.engine.runner
+        forward, spent_s = runner.run, 0.0
+
+        def timed(batch: ForwardBatch) -> FloatArray:
+            nonlocal spent_s
+            started = time.perf_counter()
+            logits = forward(batch)
+            spent_s += time.perf_counter() - started
+            return logits
+
+        runner.run = timed  # type: ignore[method-assign]
+        try:
+            total_s = self.decode_s(n_tokens)
+        finally:
+            runner.run = forward  # type: ignore[method-assign]
+        return 1.0 - spent_s / total_s
+
+    def versions(self) -> dict[str, str]:
+        """What runs."""
+        from kukri import __version__
+
+        return {"kukri": __version__}
+
+    def close(self) -> None:
+        """Lets go of the model."""
+        self.llm.close()
+
+    def _generate_s(self, n_prompt: int, n_new: int) -> float:
+        ids = self._random.integers(0, self.llm.config.n_vocab, n_prompt).tolist()
+        started = time.perf_counter()
+        self.llm.generate(ids, temperature=0, max_tokens=n_new, ignore_eos=True)
+        return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Repetitions of one measurement; `deviation` is the sample standard deviation."""
+
+    mean: float
+    deviation: float
+    samples: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """What `kukri bench` found. Rates in tokens per second; shares from 0 to 1."""
+
+    machine: MachineCard
+    model: ModelCard
+    n_threads: int
+    n_prompt: int
+    n_generate: int
+    load_s: float  # compiling kernels included, where they were not in the cache
+    prefill_tokens_per_s: Measured
+    decode_tokens_per_s: Measured
+    first_token_ms: Measured  # of a prompt of FIRST_TOKEN_PROMPT tokens
+    ceiling_tokens_per_s: float
+    share_of_ceiling: float  # that decoding reached
+    engine_overhead: float  # share of a decode step outside the model's forward
+    peak_rss_bytes: int
+
+
+def run_bench(
+    model: str | None,
+    *,
+    n_threads: int | None = None,
+    n_prompt: int = 512,
+    n_generate: int = 128,
+    repetitions: int = 5,
+    json_only: bool = False,
+) -> None:
+    """Prints the cards, measures, and prints the results; the last line is one JSON object, the BenchReport.
+
+    With `json_only` that line is all. Raises ConfigError on counts below 1.
+    """
+    from rich.console import Console
+
+    for name, value in (("n_prompt", n_prompt), ("n_generate", n_generate), ("repetitions", repetitions)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    if n_threads is not None and n_threads < 1:
+        raise ConfigError(f"n_threads must be at least 1, not {n_threads}")
+    console = Console(quiet=json_only, highlight=False)
+    path = hub.resolve(model)
+    threads = n_threads or usable_cores()
+    with GGUFFile(path) as file:
+        card = model_card(path, model_config(file))
+    with _spinner(console, "measuring memory bandwidth"):
+        machine = machine_card(threads)
+    _print_cards(console, machine, card)
+    report = _measure(console, machine, card, n_prompt, n_generate, repetitions)
+    _print_results(console, report)
+    print(json.dumps(asdict(report)))
+
+
+def _measure(
+    console: Console, machine: MachineCard, model: ModelCard, n_prompt: int, n_generate: int, repetitions: int
+) -> BenchReport:
+    context = max(n_prompt, FIRST_TOKEN_PROMPT, n_generate + 1)
+    started = time.perf_counter()
+    with _spinner(console, "loading the model; the first time, its kernels are compiled"):
+        kukri = Kukri(model.path, machine.n_threads, context)
+    load_s = time.perf_counter() - started
+    with _spinner(console, f"measuring pp{n_prompt}, tg{n_generate} and the first token") as say:
+        prefill = _repeated(lambda: n_prompt / kukri.prefill_s(n_prompt), repetitions, say, f"pp{n_prompt}")
+        decode = _repeated(
+            lambda: n_generate / kukri.decode_s(n_generate), repetitions, say, f"tg{n_generate}"
+        )
+        first = _repeated(lambda: 1e3 * kukri.prefill_s(FIRST_TOKEN_PROMPT), repetitions, say, "first token")
+        overhead = _repeated(lambda: kukri.engine_overhead(n_generate), repetitions, say, "engine overhead")
+    kukri.close()
+    ceiling = ceiling_tokens_per_s(machine, model)
+    return BenchReport(
+        machine=machine,
+        model=model,
+        n_threads=machine.n_threads,
+        n_prompt=n_prompt,
+        n_generate=n_generate,
+        load_s=load_s,
+        prefill_tokens_per_s=prefill,
+        decode_tokens_per_s=decode,
+        first_token_ms=first,
+        ceiling_tokens_per_s=ceiling,
+        share_of_ceiling=decode.mean / ceiling,
+        engine_overhead=sorted(overhead.samples)[repetitions // 2],
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def _repeated(measure: Callable[[], float], n: int, say: Callable[[str], None], what: str) -> Measured:
+    """`n` measurements after one that warms up and is thrown away."""
+    samples = []
+    for i in range(n + 1):
+        say(f"measuring {what}: {f'{i} of {n}' if i else 'warm-up'}")
+        samples.append(measure())
+    kept = tuple(samples[1:])
+    return Measured(fmean(kept), stdev(kept) if n > 1 else 0.0, kept)
+
+
+@contextmanager
+def _spinner(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """Shows a line while something runs; gives a function that changes it."""
+    if console.quiet:
+        yield lambda text: None
+        return
+    with console.status(text) as status:
+        yield status.update
+
+
+def _print_cards(console: Console, machine: MachineCard, model: ModelCard) -> None:
+    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
+    types = ", ".join(f"{name} {_megabytes(size)}" for name, size in model.bytes_by_type.items())
+    _print_table(
+        console,
+        "machine",
+        ("cpu", f"{machine.cpu}, {machine.n_cores} cores usable, {machine.n_threads} threads used"),
+        ("features", " ".join(machine.features)),
+        ("memory", f"{machine.memory_bytes / 2**30:.1f} GiB"),
+        ("read bandwidth", f"{machine.read_gb_per_s:.1f} GB/s measured"),
+        ("system", machine.system),
+        ("versions", versions),
+    )
+    _print_table(
+        console,
+        "model",
+        ("name", f"{model.name} ({model.architecture}, {model.n_layers} layers)"),
+        ("file", f"{model.path} ({_megabytes(model.file_bytes)})"),
+        ("parameters", f"{model.n_parameters:,}"),
+        ("weights", types),
+        ("read per token", f"{_megabytes(model.bytes_per_token)} of weights"),
+        ("cache per token", f"{model.kv_bytes_per_token:,} bytes"),
+        ("ceiling", f"{ceiling_tokens_per_s(machine, model):.0f} tokens/s = bandwidth / read per token"),
+    )
+
+
+def _print_results(console: Console, report: BenchReport) -> None:
+    prefill, decode, first = report.prefill_tokens_per_s, report.decode_tokens_per_s, report.first_token_ms
+    _print_table(
+        console,
+        "results",
+        (f"pp{report.n_prompt}", f"{prefill.mean:.1f} ± {prefill.deviation:.1f} tokens/s"),
+        (f"tg{report.n_generate}", f"{decode.mean:.1f} ± {decode.deviation:.1f} tokens/s"),
+        ("of the ceiling", f"{report.share_of_ceiling:.0%}"),
+        ("first token", f"{first.mean:.1f} ± {first.deviation:.1f} ms, {FIRST_TOKEN_PROMPT}-token prompt"),
+        ("engine overhead", f"{report.engine_overhead:.1%} of a decode step"),
+        ("peak memory", f"{_megabytes(report.peak_rss_bytes)} resident"),
+        ("load", f"{report.load_s:.2f} s"),
+    )
+
+
+def _print_table(console: Console, title: str, *rows: tuple[str, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in rows:
+        table.add_row(Text(name, style="cyan"), Text(value))
+    console.print(table)
+    console.print()
+
+
+def _megabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.1f} MB"

@@ -1,0 +1,132 @@
+"""An engine in a process of its own that measures when asked, so that engines can take turns.
+
+The parent writes a line of JSON, [method, arguments...], and reads one, {"result": ...} or {"error": text}.
+A worker that is not asked waits in a read: it takes no CPU once its engine's threads have gone to sleep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from kukri.errors import KukriError
+
+ENGINES = ("kukri", "llama-cpp-python")
+_METHODS = ("prefill_s", "decode_s", "versions")
+
+
+class Worker:
+    """A running worker. Raises KukriError with the worker's own message where it cannot do what is asked.
+
+    `n_threads` and `context_tokens` are the engine's; use it in a `with` block, which ends the process.
+    """
+
+    def __init__(
+        self, engine: str, path: str | os.PathLike[str], n_threads: int, context_tokens: int
+    ) -> None:
+        self.engine = engine
+        arguments = [engine, os.fspath(path), str(n_threads), str(context_tokens)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kukri.bench.worker", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ready(self) -> None:
+        """Waits until the engine has loaded its model."""
+        self._answer()
+
+    def prefill_tokens_per_s(self, n_tokens: int) -> float:
+        """Tokens per second of one prompt."""
+        return n_tokens / float(self._ask("prefill_s", n_tokens))
+
+    def decode_tokens_per_s(self, n_tokens: int) -> float:
+        """Tokens per second of one generation."""
+        return n_tokens / float(self._ask("decode_s", n_tokens))
+
+    def versions(self) -> dict[str, str]:
+        """What runs in the worker."""
+        return dict(self._ask("versions"))
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, *request: object) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise KukriError(f"the {self.engine} process has ended") from None
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            raise KukriError(f"the {self.engine} process ended with status {status}: see its messages above")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise KukriError(answer["error"])
+        return answer["result"]
+
+
+def _make_engine(engine: str, path: str, n_threads: int, context_tokens: int) -> Any:
+    if engine == "kukri":
+        from kukri.bench.offline import Kukri
+
+        return Kukri(path, n_threads=n_threads, context_tokens=context_tokens)
+    from kukri.bench.llama_cpp import LlamaCpp
+
+    return LlamaCpp(path, n_threads, context_tokens)
+
+
+def _serve(arguments: Sequence[str]) -> None:
+    """Answers requests until stdin ends."""
+    # what an engine prints goes to stderr, so that stdout carries answers alone
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        engine = _make_engine(arguments[0], arguments[1], int(arguments[2]), int(arguments[3]))
+    except KukriError as error:
+        print(json.dumps({"error": str(error)}), file=answers)
+        return
+    print(json.dumps({"result": None}), file=answers)
+    for line in sys.stdin:
+        method, *values = json.loads(line)
+        assert method in _METHODS
+        try:
+            result = getattr(engine, method)(*values)
+        except KukriError as error:
+            print(json.dumps({"error": str(error)}), file=answers)
+        else:
+            print(json.dumps({"result": result}), file=answers)
+    engine.close()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""The facts that a benchmark prints first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kukri.bench import card
+from kukri.formats.config_gguf import model_config
+from kukri.formats.gguf import GGUFFile
+
+
+def test_model_card_of_the_default_model(smollm2_path: Path) -> None:
+    """Would catch tied embeddings counted twice, or a ceiling from the wrong number of bytes."""
+    with GGUFFile(smollm2_path) as file:
+        facts = card.model_card(smollm2_path, model_config(file))
+    assert facts.n_parameters == 134_515_008
+    assert facts.file_bytes == 98_362_432
+    assert facts.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
+    assert sum(facts.bytes_by_type.values()) == facts.bytes_per_token  # the head is the embedding
+    assert 0.9 * facts.file_bytes < facts.bytes_per_token < facts.file_bytes
+    machine = card.MachineCard("", 1, (), 1, "", {}, 1, read_gb_per_s=47.0)
+    assert card.ceiling_tokens_per_s(machine, facts) == pytest.approx(47e9 / facts.bytes_per_token)
+
+
+def test_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a kernel that reads less than it says, by a speed no machine has, or threads that hang."""
+    monkeypatch.setattr(card, "_BUFFER_BYTES", 64 << 20)
+    monkeypatch.setattr(card, "_PASSES", 3)
+    for n_threads in (1, 2):
+        assert 0.5 < card.measure_read_bandwidth(n_threads) < 5000
+
+
+def test_machine_facts() -> None:
+    """Would catch a fact that is missing on this system."""
+    assert card.cpu_model()
+    assert card._memory_bytes() > 1 << 28
+    assert {"numpy", "numba"} <= card._versions().keys()
+
+
+def test_peak_memory_grows_with_what_is_touched() -> None:
+    """Would catch kilobytes taken for bytes, or the parent's peak taken for this process's."""
+    before = card.peak_rss_bytes()
+    held = np.ones(before // 8 + (64 << 20) // 8)  # more than has been given back meanwhile
+    after = card.peak_rss_bytes()
+    assert after >= before + (32 << 20)
+    assert after < before + 2 * held.nbytes
