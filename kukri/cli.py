@@ -24,7 +24,7 @@ app = typer.Typer(
 
 Model = Annotated[str | None, typer.Option("--model", "-m", help="A known name or the path of a .gguf file.")]
 ModelArgument = Annotated[str | None, typer.Argument(help="A known name or the path of a .gguf file.")]
-System = Annotated[str | None, typer.Option("--system", "-s", help="A system message.")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="A system message; '' for an empty one.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Threads; by default one for each usable core.")
 ]

@@ -58,7 +58,7 @@ class Chat:
         self.messages: list[Message] = []
         self.last: Result | None = None
         self.own_file: Path | None = None  # saved or loaded before, so that /save may overwrite it
-        if system:
+        if system is not None:
             self.set_system(system)
 
     def take(self, text: str) -> bool:
@@ -161,7 +161,7 @@ class Chat:
         """Shows the system message, or replaces it."""
         if text:
             self.set_system(text)
-        print(f"system: {self.system}" if self.system else "no system message")
+        print("no system message" if self.system is None else f"system: {self.system}")
 
     def reset(self, _: str) -> None:
         """Forgets everything but the system message."""

@@ -52,9 +52,9 @@ def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
 
 
 def conversation(system: str | None, text: str) -> list[dict[str, str]]:
-    """The messages of a first question."""
+    """The messages of a first question. Without a system message the model's template may put in its own."""
     messages = [{"role": "user", "content": text}]
-    return [{"role": "system", "content": system}, *messages] if system else messages
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 def _stream(llm: LLM, request: Any, params: SamplingParams) -> Result:
