@@ -1,0 +1,38 @@
+"""Every example runs as a person would run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+# something that only an example that worked prints
+EXPECTED = {
+    "quickstart.py": "Paris",
+    "stream.py": "tokens, ",
+    "chat.py": "> And at sunset?",
+    "logprobs.py": "perplexity ",
+    "hooks.py": "without the MLP of layer",
+}
+
+
+def test_every_example_is_tested():
+    """Catches an example added without a word about what it should print."""
+    assert {path.name for path in EXAMPLES} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_example_runs(path, smollm2_path, tmp_path):
+    """Catches an example that the interface has left behind, or one too slow to be tried."""
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert EXPECTED[path.name] in done.stdout
+    assert not done.stderr
