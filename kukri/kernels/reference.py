@@ -1,7 +1,8 @@
 """The definition of right: every op in NumPy, float32, eager, one obvious way.
 
-A token's result never depends on how many others share its step: matrices meet one row at a time, and each
-token attends over exactly the context it sees. So chunking a prompt changes no bit, here as in every backend.
+A token's result never depends on how many others share its step: an output of a matrix is one dot product,
+and each token attends over exactly the context it sees. So chunking a prompt changes no bit, here as in every
+backend.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ class ReferenceOps:
         y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
         start = 0
         for weight in weights:
-            matrix, stop = self._matrix(weight), start + weight.shape[0]
-            for row, out in zip(x, y[:, start:stop], strict=True):
-                out[:] = matrix @ row  # row by row: BLAS sums in another order for several rows
+            stop = start + weight.shape[0]
+            # one dot product an output: a matrix product sums in an order that depends on the number of rows
+            np.vecdot(x[:, None], self._matrix(weight), out=y[:, start:stop])
             start = stop
         if bias is not None:
             y += bias

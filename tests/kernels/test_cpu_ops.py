@@ -147,6 +147,20 @@ def test_activation_quantization_error_is_that_of_int8(backend, type_name):
 
 
 @pytest.mark.parametrize("type_name", QUANTIZED)
+def test_logit_rows_are_quantized_in_two_terms(backend, type_name):
+    """Would catch logits that carry the error of one int8: the second term takes it below 1e-4."""
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((16, 512)).astype(np.float32)
+    w = weight(rng, type_name, 256, 512)
+    got, want = both(
+        backend,
+        lambda ops, batch: ops.linear(ops.logit_rows(ops.embed(f32_weight(x), batch), batch), (w,)),
+        plain_batch(16),
+    )
+    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 1e-4
+
+
+@pytest.mark.parametrize("type_name", QUANTIZED)
 def test_extreme_activations(backend, type_name):
     """Would catch 16-bit saturation of the AVX2 dot product and division by an all-zero block."""
     rng = np.random.default_rng(3)

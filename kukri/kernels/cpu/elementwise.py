@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.layouts import (
@@ -139,10 +141,10 @@ def _make_embed(block: Any, weight_type: str) -> KernelSource:
 
 @device
 def quantize_block(a, b, target, lane):
-    """Writes 32 values as one token's share (`lane` 0 to 7) of a q8 panel block."""
+    """Writes 32 values as one token's share (`lane` 0 to 7) of a q8 panel block -> (scale, its inverse)."""
     largest = max_lanes(maximum(absolute(a), absolute(b)))
-    scale = largest * (1.0 / 127.0)
-    inverse = 127.0 / largest if largest > 0.0 else largest  # keeps nan
+    scale = np.float32(largest * (1.0 / 127.0))
+    inverse = np.float32(127.0 / largest if largest > 0.0 else largest)  # keeps nan
     low = to_i32(round_even(a * splat(inverse)))
     high = to_i32(round_even(b * splat(inverse)))
     store_words(target + 4 * lane, low)
@@ -151,6 +153,7 @@ def quantize_block(a, b, target, lane):
     store_f32(target + Q8_SCALES + 4 * lane, scale)
     store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
     store_i32(target + Q8_NEGATIVE_SUMS + 4 * lane, -total)
+    return scale, inverse
 
 
 @device
@@ -169,6 +172,24 @@ def panel_q8(tile, rows, x, x_stride, n, panels):
         return row_tiles(n_rows)
     for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
         quantize_row(x + row * x_stride, n, panels, row)
+    return 0
+
+
+def panel_q8x2(tile, rows, x, x_stride, n, panels):
+    """Quantizes rows of n float32 to q8x2 panels: each block, then what its int8 left over."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        target = panels + (row >> 3) * (n // Q8_BLOCK * 2 * Q8_BLOCK_BYTES)
+        for i in range(0, 4 * n, 4 * Q8_BLOCK):
+            low = load_f32x16(x + row * x_stride + i)
+            high = load_f32x16(x + row * x_stride + i + 64)
+            scale, inverse = quantize_block(low, high, target, row & 7)
+            low = fma(round_even(low * splat(inverse)), splat(-scale), low)
+            high = fma(round_even(high * splat(inverse)), splat(-scale), high)
+            quantize_block(low, high, target + Q8_BLOCK_BYTES, row & 7)
+            target += 2 * Q8_BLOCK_BYTES
     return 0
 
 
@@ -330,5 +351,5 @@ _EMBEDDINGS = {
 KERNELS = {f"embed_{name}": _make_embed(block, name) for name, block in _EMBEDDINGS.items()}
 KERNELS |= {
     kernel.__name__: KernelSource(kernel.__name__, kernel)
-    for kernel in (panel_q8, panel_f32, rms_norm, silu_mul, rope_store, gather_rows)
+    for kernel in (panel_q8, panel_q8x2, panel_f32, rms_norm, silu_mul, rope_store, gather_rows)
 }

@@ -14,7 +14,10 @@ Activations come in *panels* of 8 tokens. For int8 ("q8") a panel holds per bloc
     8 x 4 bytes       s * sum of the block's int8, for weights with a min (float32)
     8 x 4 bytes       -(sum of the block's int8), for weights with an offset (int32)
 
-and for float weights ("f32") just 8 x 4 bytes per input: that input of each token.
+A panel of two terms ("q8x2") has, per block, a second such record: what the first left over, quantized
+again. The rows that become logits are taken so: their error would reach the logits undamped.
+
+For float weights ("f32") a panel is 8 x 4 bytes per input: that input of each token.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ Q8_NEGATIVE_SUMS = 320
 Q8_BLOCK_BYTES = 352
 F32_INPUT_BYTES = 4 * TOKENS
 
-PanelKind = Literal["q8", "f32"]
+PanelKind = Literal["q8", "q8x2", "f32"]
 
 
 @dataclass(frozen=True)
@@ -63,4 +66,6 @@ LAYOUTS: dict[str, TileLayout] = {
 
 def panel_bytes(kind: PanelKind, n_inputs: int) -> int:
     """Bytes of one panel of 8 tokens."""
-    return n_inputs // Q8_BLOCK * Q8_BLOCK_BYTES if kind == "q8" else n_inputs * F32_INPUT_BYTES
+    if kind == "f32":
+        return n_inputs * F32_INPUT_BYTES
+    return n_inputs // Q8_BLOCK * Q8_BLOCK_BYTES * (2 if kind == "q8x2" else 1)

@@ -101,10 +101,17 @@ def _block_bf16(out, w, x):
     return tile_fma(out, load_bf16x16(w), x, 4)
 
 
-def _make_linear(block: Any, weight_type: str) -> KernelSource:
-    layout = LAYOUTS[weight_type]
-    w_step = layout.tile_block_bytes
-    x_step = Q8_BLOCK_BYTES if layout.panel == "q8" else F32_INPUT_BYTES
+def _in_two_terms(block: Any) -> Any:
+    @device
+    def both_terms(out, w, x):
+        """The block function for q8x2 panels."""
+        return block(block(out, w, x), w, x + Q8_BLOCK_BYTES)
+
+    return both_terms
+
+
+def _make_linear(name: str, block: Any, w_step: int, x_step: int) -> KernelSource:
+    """A kernel from a block function and the bytes of a block in weight tiles and panels."""
 
     def make_row_tile(n: int) -> Callable[..., Any]:
         @device
@@ -160,7 +167,7 @@ def _make_linear(block: Any, weight_type: str) -> KernelSource:
                     row_tile_8(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
         return 0
 
-    return KernelSource(f"linear_{weight_type}", linear)
+    return KernelSource(name, linear)
 
 
 _BLOCKS = {
@@ -172,4 +179,13 @@ _BLOCKS = {
     "Q8_0": _block_q8_0,
 }
 
-KERNELS = {f"linear_{name}": _make_linear(block, name) for name, block in _BLOCKS.items()}
+KERNELS: dict[str, KernelSource] = {}
+for _type, _block in _BLOCKS.items():
+    _step = LAYOUTS[_type].tile_block_bytes
+    if LAYOUTS[_type].panel == "f32":
+        KERNELS[f"linear_{_type}"] = _make_linear(f"linear_{_type}", _block, _step, F32_INPUT_BYTES)
+    else:
+        KERNELS[f"linear_{_type}"] = _make_linear(f"linear_{_type}", _block, _step, Q8_BLOCK_BYTES)
+        KERNELS[f"linear_{_type}_x2"] = _make_linear(
+            f"linear_{_type}_x2", _in_two_terms(_block), _step, 2 * Q8_BLOCK_BYTES
+        )

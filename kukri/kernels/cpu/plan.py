@@ -192,9 +192,12 @@ class Recorder:
         column = 0
         for group in _by_type(weights):
             packed = self._pack(group)
-            panel = self._panel(x, LAYOUTS[packed.type_name].panel)
+            kind = LAYOUTS[packed.type_name].panel
+            # logit rows are few and their product is bound by memory: two terms cost nothing there
+            kind = "q8x2" if kind == "q8" and x.rows == "N" else kind
+            panel = self._panel(x, kind)
             self._emit(
-                f"linear_{packed.type_name}",
+                f"linear_{packed.type_name}{'_x2' if kind == 'q8x2' else ''}",
                 rows=self._count(x.rows),
                 w=address_of(packed.tiles),
                 x=Ref(panel),
