@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
@@ -22,14 +23,16 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 1_000_000  # loop turns and macro calls of one rendering: about 2 s
+MAX_STEPS = 1_000_000  # of one rendering: a loop turn is 1, a macro call 10
+MAX_CPU_S = 10.0  # of one rendering, looked at with every step; real ones take milliseconds
 MAX_TEXT = 10_000_000  # characters of any text, and of the whole result
 _MAX_NUMBER = 1_000_000  # for widths and counts
 _MAX_BITS = 10_000  # of a product or power
 
 # filters that do as much work as a number says
 _COUNTING_FILTERS = ("batch", "center", "indent", "round", "slice", "truncate", "wordwrap")
-_WIDTH = re.compile(r"\d{6,}|\*")
+# six digits, or a width that is an argument: %*d, {:{w}}
+_WIDTH = re.compile(r"\d{6,}|%[-+ #0]*(?:\d*\.)?\*|\{[^{}]*\{")
 
 
 class TemplateRaised(TemplateError):
@@ -53,15 +56,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def render(self, source: Any, variables: Mapping[str, Any]) -> str:
         """The text of a template compiled by this environment; raises SecurityError past a bound."""
-        self._render.steps = 0
-        return self.join_text(self._bounded(source.generate(variables)))
+        self._render.steps, self._render.end_s = 0, time.thread_time() + MAX_CPU_S
+        return self.join_text(source.generate(variables))
 
-    def step(self) -> str:
-        """Counts a loop turn or macro call; raises SecurityError after too many."""
-        self._render.steps += 1
+    # Properties, because compiled templates then count by naming them, at a tenth of a checked call's cost.
+
+    @property
+    def loop_turn(self) -> None:
+        """Counts one; raises SecurityError after too many."""
+        self._count(1)
+
+    @property
+    def macro_call(self) -> None:
+        """Counts one; raises SecurityError after too many."""
+        self._count(10)
+
+    def _count(self, n_steps: int) -> None:
+        self._render.steps += n_steps
         if self._render.steps > MAX_STEPS:
-            raise SecurityError(f"more than {MAX_STEPS} loop turns")
-        return ""
+            raise SecurityError(f"more than {MAX_STEPS} steps of loops and macros")
+        if time.thread_time() > self._render.end_s:
+            raise SecurityError(f"more than {MAX_CPU_S:g} s of work")
 
     def join_text(self, parts: Iterable[Any]) -> str:
         """The parts as one text; raises SecurityError when it is too long."""
@@ -102,34 +117,41 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str | bytes | int | list | tuple):
             _check_numbers(args, kwargs)
-            if isinstance(owner, str) and getattr(__obj, "__name__", "").startswith("format"):
-                _check_widths(owner)
         return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """The safe stand-in for a string's `format`; raises SecurityError when it asks for huge widths."""
+        wrapper = super().wrap_str_format(value)
+        if wrapper is not None:
+            _check_widths(value.__self__)
+        return wrapper
 
 
 class _Bounds(NodeTransformer):
-    """Puts a `step` into every loop and macro, and `join_text` in place of ~."""
+    """Puts a count into every loop and macro, and `join_text` in place of ~.
+
+    They are attributes of the environment, which templates can neither name nor redefine.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._counted(node)
+        if node.test is not None:  # turns that the loop's own `if` leaves out count too
+            node.test = nodes.Or(nodes.EnvironmentAttribute("loop_turn"), node.test)
+        return self._counted(node, "loop_turn")
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._counted(node)
+        return self._counted(node, "macro_call")
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         parts = nodes.List(node.nodes, lineno=node.lineno)
-        return _call("join_text", [parts], node.lineno)
+        join = nodes.EnvironmentAttribute("join_text")
+        return nodes.Call(join, [parts], [], None, None, lineno=node.lineno)
 
-    def _counted(self, node: nodes.For | nodes.Macro) -> nodes.Node:
+    def _counted(self, node: nodes.For | nodes.Macro, what: str) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("step", [], node.lineno), lineno=node.lineno))
+        count = nodes.ExprStmt(nodes.EnvironmentAttribute(what), lineno=node.lineno)
+        node.body.insert(0, count)
         return node
-
-
-def _call(method: str, args: list[nodes.Expr], line: int) -> nodes.Call:
-    """A call of a method of the environment, which templates cannot name or redefine."""
-    return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None, lineno=line)
 
 
 class _Generation(Extension):

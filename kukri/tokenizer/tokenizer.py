@@ -225,7 +225,8 @@ def _bpe(
     try:  # again without merges into special tokens, which text must not reach
         return models.BPE(vocab=ids, merges=merges, unk_token=unk_token, **options)
     except Exception as error:
-        raise FormatError(f"tokenizer.ggml.merges do not fit the tokens: {error}", path=path) from None
+        reason = " ".join(str(error).split())
+        raise FormatError(f"tokenizer.ggml.merges do not fit the tokens: {reason}", path=path) from None
 
 
 def _stored_merges(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None) -> list[tuple[str, str]]:
