@@ -8,7 +8,6 @@ from typing import Any
 
 import sentencepiece
 from hard_texts import HARD_TEXTS, PROSE
-from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer
 
@@ -73,13 +72,17 @@ def train_sentencepiece(**options: Any) -> sentencepiece.SentencePieceProcessor:
 
 
 def sentencepiece_metadata(processor: sentencepiece.SentencePieceProcessor, **keys: Any) -> dict[str, Any]:
-    """GGUF keys of a SentencePiece model, `keys` added below tokenizer.ggml."""
-    model = sentencepiece_model_pb2.ModelProto.FromString(processor.serialized_model_proto())
+    """GGUF keys of a SentencePiece model, where <tool> is user-defined; `keys` are added below tokenizer.ggml."""
+    ids = range(processor.get_piece_size())
+    kinds = {2: processor.is_unknown, 3: processor.is_control, 5: processor.is_unused, 6: processor.is_byte}
+    types = [next((kind for kind, is_it in kinds.items() if is_it(i)), 1) for i in ids]
+    if (tool := processor.piece_to_id("<tool>")) != processor.unk_id():
+        types[tool] = 4
     metadata = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [piece.piece for piece in model.pieces],
-        "tokenizer.ggml.scores": [piece.score for piece in model.pieces],
-        "tokenizer.ggml.token_type": [piece.type for piece in model.pieces],
+        "tokenizer.ggml.tokens": processor.id_to_piece(list(ids)),
+        "tokenizer.ggml.scores": processor.get_score(list(ids)),
+        "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.bos_token_id": processor.bos_id(),
         "tokenizer.ggml.eos_token_id": processor.eos_id(),
         "tokenizer.ggml.unknown_token_id": processor.unk_id(),
