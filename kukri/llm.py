@@ -232,8 +232,10 @@ class LLM:
     def _chunks(self, answer: _Answer) -> Iterator[Chunk]:
         try:
             self._start(answer)
-            while answer.result is None:
-                self._step(answer)
+            chunk: Chunk | None = None
+            while chunk is None or chunk.result is None:
+                if answer.result is None:  # else another stream's steps have finished it
+                    self._step(answer)
                 chunk = answer.take_chunk()
                 if chunk is not None:
                     yield chunk

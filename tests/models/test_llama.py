@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_gguf import write_tiny
 from tiny_llama import Driver, TorchSource, hf_forward, make_pair, random_ids
 
 from kukri.config import LayerConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
+from kukri.formats.config_gguf import model_config
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.kernels.types import Backend
 from kukri.models import load_model, tap_names
 from kukri.models.layers import rope_table
+from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.types import QUANT_TYPES
 
 # Two orders of float32 sums: 60 to 100 terms each, through 2 or 3 layers. Values are of size 1 to 7.
 TOLERANCE = 1e-4
@@ -167,6 +175,27 @@ def test_a_window_hides_older_tokens(backend: Backend) -> None:
         assert (last != logits[-1]).any() == changes, position
 
 
+@pytest.mark.parametrize("weight_type", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+def test_a_gguf_file_gives_the_same_model(weight_type: str, tmp_path: Path, reference: Backend) -> None:
+    """Rows of q and k in llama.cpp's order, transposed or misnamed tensors, another dequantization."""
+    hf, config, source = make_pair(d_model=64, n_kv_heads=2, n_layers=2)
+    kind = QUANT_TYPES[weight_type]
+    rounded = {
+        name: array if array.ndim == 1 else dequantize(quantize(array, kind), kind)
+        for name, array in source.arrays.items()
+    }
+    assert weight_type == "F32" or any((rounded[n] != a).any() for n, a in source.arrays.items())
+    hf.load_state_dict({name: torch.from_numpy(array) for name, array in rounded.items()}, strict=False)
+    path = write_tiny(tmp_path / "tiny.gguf", config, source.arrays, weight_type)
+    gguf = GGUFFile(path)
+    read = model_config(gguf)
+    assert replace(read, name="", norm_eps=1e-5) == config  # kept in float32
+    model = load_model(GGUFWeights(gguf, read), read)
+    ids = random_ids(33, config.n_vocab)
+    want, _ = hf_forward(hf, ids)
+    np.testing.assert_allclose(Driver(model, reference).run(ids, [33]), want, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("theta", [10000.0, 100000.0, 500000.0])
 @pytest.mark.parametrize("d_head", [16, 64, 128])
 def test_rope_angles_are_transformers_own(theta: float, d_head: int) -> None:
@@ -219,8 +248,6 @@ def test_a_checkpoint_must_fit_exactly() -> None:
 
 def test_an_unknown_architecture_lists_the_known() -> None:
     """A KeyError."""
-    from dataclasses import replace
-
     _, config, source = make_pair()
     with pytest.raises(UnsupportedError, match=r"'mamba'.*llama"):
         load_model(source, replace(config, architecture="mamba"))
