@@ -72,7 +72,7 @@ def train_sentencepiece(**options: Any) -> sentencepiece.SentencePieceProcessor:
 
 
 def sentencepiece_metadata(processor: sentencepiece.SentencePieceProcessor, **keys: Any) -> dict[str, Any]:
-    """GGUF keys of a SentencePiece model, where <tool> is user-defined; `keys` are added below tokenizer.ggml."""
+    """GGUF keys of a SentencePiece model, <tool> as user-defined; `keys` are added below tokenizer.ggml."""
     ids = range(processor.get_piece_size())
     kinds = {2: processor.is_unknown, 3: processor.is_control, 5: processor.is_unused, 6: processor.is_byte}
     types = [next((kind for kind, is_it in kinds.items() if is_it(i)), 1) for i in ids]
