@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,22 @@ import numpy as np
 
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.state import BIAS, IDLE, MAX_THREADS, N_ACTIVE, N_OPS, OPS, STATE_BYTES, STOP, WORDS
+from kukri.kernels.cpu.state import (
+    BIAS,
+    IDLE,
+    MAX_THREADS,
+    N_ACTIVE,
+    N_OPS,
+    N_STALLS,
+    OPS,
+    STATE_BYTES,
+    STOP,
+    WORDS,
+)
+
+_FIRST_PAUSE_S = 0.02  # with a thread fewer after a stall
+_LONGEST_PAUSE_S = 0.64
+_CALM_S = 0.1  # without a stall for so long, the next one is news
 
 
 def usable_cores() -> int:
@@ -95,7 +111,10 @@ class ThreadPool:
         self._workers = _Workers(kernels)
         self._state = self._workers.state
         self._state[WORDS // 8] = (IDLE << 32) | BIAS
-        self._state[N_ACTIVE // 8] = self.n_threads
+        self._set_active(self.n_threads)
+        self._n_stalls = 0
+        self._retry_at = 0.0  # when to try with one thread more
+        self._pause_s = _FIRST_PAUSE_S
         self._enter: Callable[[int], int] | None = None
         # also runs before the interpreter ends, when compiled code is about to be unmapped
         self._finalizer = weakref.finalize(self, self._workers.stop)
@@ -112,9 +131,30 @@ class ThreadPool:
             self._workers.start(self.n_threads - 1)
         self._state[OPS // 8] = ops_address
         self._state[N_OPS // 8] = n_ops
-        if self._workers.n_parked:
+        if self._n_active < self.n_threads and time.monotonic() >= self._retry_at:
+            self._set_active(self._n_active + 1)
+        if self._workers.n_parked > self.n_threads - self._n_active:
             self._workers.wake_all()
         self._enter(0)
+        if self._state[N_STALLS // 8] != self._n_stalls:
+            self._give_way()
+
+    def _give_way(self) -> None:
+        """After a stall: one thread fewer for a while, longer each time that it happens soon again.
+
+        A thread whose core is shared holds up all the others for a scheduler's slice, again and again;
+        without it they lose only its share of the work.
+        """
+        now = time.monotonic()
+        self._n_stalls = int(self._state[N_STALLS // 8])
+        is_soon = now < self._retry_at + _CALM_S
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if is_soon else _FIRST_PAUSE_S
+        self._retry_at = now + self._pause_s
+        self._set_active(max(1, self._n_active - 1))
+
+    def _set_active(self, n_active: int) -> None:
+        self._n_active = n_active
+        self._state[N_ACTIVE // 8] = n_active
 
     def run_kernel(self, name: str, **arguments: int) -> None:
         """Runs one kernel over all its tiles."""

@@ -10,6 +10,8 @@ Addresses are int64 byte addresses, as kernels find them in their records; nothi
 from __future__ import annotations
 
 import operator
+import platform
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -752,8 +754,6 @@ def atomic_store(builder: Any, address: Any, value: Any) -> None:
 @_operation(types.void)
 def spin_pause(builder: Any) -> None:
     """Tells the CPU that this is a waiting loop."""
-    import platform
-
     if platform.machine().lower() in ("x86_64", "amd64"):
         _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
     else:
@@ -764,6 +764,18 @@ def spin_pause(builder: Any) -> None:
 def yield_cpu(builder: Any) -> None:
     """Lets another runnable thread have this CPU."""
     _call(builder, "sched_yield", _I32)
+
+
+@_operation(types.int64)
+def monotonic_ns(builder: Any) -> Any:
+    """Nanoseconds of a clock that only goes forward."""
+    with builder.goto_entry_block():
+        spec = builder.alloca(ir.ArrayType(_I64, 2))
+    address = builder.ptrtoint(spec, _I64)
+    _call(builder, "clock_gettime", _I32, _I32(6 if sys.platform == "darwin" else 1), spec)
+    seconds = builder.load(_pointer(builder, address, _I64))
+    nanoseconds = builder.load(_pointer(builder, _at(builder, address, 8), _I64))
+    return builder.add(builder.mul(seconds, _I64(1_000_000_000)), nanoseconds)
 
 
 @_operation(types.int64, types.int64, types.int64, types.int64)

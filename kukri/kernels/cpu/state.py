@@ -7,6 +7,7 @@ OPS = 64  # address of the plan's ops: (kernel address, record address, tiles of
 N_OPS = 72
 N_ACTIVE = 80  # threads that may take tiles in this step
 STOP = 88  # not 0: workers return
+N_STALLS = 96  # times a thread waited for long in the middle of a plan: the system took a core away
 WORDS = 128  # a ticket word per thread, see threads.py
 MAX_THREADS = 128
 STATE_BYTES = WORDS + 64 * MAX_THREADS
@@ -14,8 +15,9 @@ STATE_BYTES = WORDS + 64 * MAX_THREADS
 OP_BYTES = 32
 IDLE = 0x7FFFFFFF
 BIAS = 1 << 20
-PAUSES_BEFORE_YIELD = 4000  # about 0.1 ms
-YIELDS_BEFORE_PARK = 20000  # some 5 to 10 ms
+PAUSES_BEFORE_YIELD = 2000  # a twentieth of a millisecond or so
+STALL_NS = 1_000_000  # longer than any tile takes
+PARK_NS = 5_000_000  # idle this long, a worker goes to sleep
 
 # The step's batch as kernels see it: int64 numbers and addresses of int32 arrays (see ForwardBatch).
 N_TOKENS = 0

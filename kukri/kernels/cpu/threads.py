@@ -10,7 +10,8 @@ Whoever finishes an op's last tile opens the next op. A thread that the system p
 others only if it took a tile with it: nothing waits for threads, only for tiles.
 
 Between steps word 0 names the op IDLE. Workers keep looking for a while and then return, to be parked by
-Python (pool.py): waking a sleeping thread costs more than most ops.
+Python (pool.py): waking a sleeping thread costs more than most ops. A long wait in the middle of a plan is
+counted as a stall: some thread lost its core to another process, and the pool will do with fewer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kukri.kernels.cpu.simd import (
     call_kernel,
     device,
     load_i64,
+    monotonic_ns,
     spin_pause,
     store_i64,
     yield_cpu,
@@ -33,12 +35,14 @@ from kukri.kernels.cpu.state import (
     IDLE,
     N_ACTIVE,
     N_OPS,
+    N_STALLS,
     OP_BYTES,
     OPS,
+    PARK_NS,
     PAUSES_BEFORE_YIELD,
+    STALL_NS,
     STOP,
     WORDS,
-    YIELDS_BEFORE_PARK,
 )
 
 _LOW = (1 << 32) - 1
@@ -102,6 +106,7 @@ def run_plan(tile, state):
     n_done = 0  # tiles run here and not yet counted in DONE; always of the current op
     last_op = 0
     waits = 0
+    waiting_since = 0
     while True:
         n_threads = load_i64(state + N_ACTIVE)
         op = take_tile(state, thread, n_threads) if thread < n_threads else -1
@@ -109,23 +114,33 @@ def run_plan(tile, state):
             n_done += 1
             last_op = op
             waits = 0
-        elif n_done > 0:
+            continue
+        if n_done > 0:
             n_tiles = load_i64(load_i64(state + OPS) + last_op * OP_BYTES + 16)
             if atomic_add(state + DONE, n_done) + n_done == n_tiles:
                 open_op(state, last_op + 1)
             n_done = 0
-        elif thread == 0 and (atomic_load(state + WORDS) >> 32) == IDLE:
+            continue
+        is_idle = (atomic_load(state + WORDS) >> 32) == IDLE
+        if thread == 0 and is_idle:
             return 0
-        else:
-            waits += 1
-            if waits < PAUSES_BEFORE_YIELD:
-                spin_pause()
-            else:
-                yield_cpu()
-                if thread > 0 and (
-                    waits > PAUSES_BEFORE_YIELD + YIELDS_BEFORE_PARK or load_i64(state + STOP) != 0
-                ):
-                    return 1
+        waits += 1
+        if waits < PAUSES_BEFORE_YIELD:
+            spin_pause()
+            continue
+        if waits == PAUSES_BEFORE_YIELD:
+            waiting_since = monotonic_ns()
+        yield_cpu()
+        waited = monotonic_ns() - waiting_since
+        if (
+            thread >= n_threads
+            or load_i64(state + STOP) != 0
+            or (thread > 0 and is_idle and waited > PARK_NS)
+        ):
+            return 1
+        if not is_idle and waited > STALL_NS:
+            atomic_add(state + N_STALLS, 1)
+            waits = 0
 
 
 KERNELS = {"run_plan": KernelSource("run_plan", run_plan)}
