@@ -1,7 +1,7 @@
 """Reads and edits activations of the engine that also serves.
 
-First the logit lens (nostalgebraist 2020): what would the model say if it stopped after a layer? Then the MLP of
-each layer is silenced in turn, to see which of them the answer needs.
+First the logit lens (nostalgebraist 2020): what would the model say if it stopped after a layer? Then the MLP
+of each layer is silenced in turn, to see which of them the answer needs.
 """
 
 import numpy as np
