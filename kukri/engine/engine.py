@@ -17,7 +17,7 @@ from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
 from kukri.kernels.types import Backend, FloatArray, IntArray, StepLimits
 from kukri.models import Model
-from kukri.sampling import NUMPY_ROW_OPS, RequestSampler, SampledToken, SamplingParams
+from kukri.sampling import RequestSampler, SampledToken, SamplingParams
 
 _ROWS_PER_STEP = 64  # of `Engine.logits`; a row of logits is large, and all of them are made room for
 
@@ -54,7 +54,7 @@ class Engine:
         self.pool = PagePool(n_pages)
         self.scheduler = Scheduler(self.pool, config.max_requests, config.max_step_tokens)
         self._builder = BatchBuilder(limits)
-        self._row_ops = getattr(backend, "row_ops", NUMPY_ROW_OPS)
+        self._row_ops = backend.row_ops
         self._n_requests = 0
 
     @property

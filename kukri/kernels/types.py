@@ -216,10 +216,33 @@ class CompiledProgram(Protocol):
         """Runs one step -> logits float32 [N, V], valid until the next call. Writes the cache."""
 
 
+SUM_BLOCK = 1024  # ids per partial sum of RowOps.max_and_sum_exp
+
+
+class RowOps(Protocol):
+    """The passes that sampling makes over a row of logits: float32 [V], contiguous. None writes the row."""
+
+    def argmax(self, row: FloatArray) -> int:
+        """The index of the largest element, of equals the first; -1 where the row holds NaN."""
+
+    def max_and_sum_exp(self, row: FloatArray, scale: float) -> tuple[float, FloatArray]:
+        """(m, sums): the largest element, and the sums of exp((x - m) * scale) of each SUM_BLOCK elements.
+
+        sums is float32 [ceil(V / SUM_BLOCK)], undefined where m is not finite; m is NaN if the row holds NaN.
+        """
+
+    def above(self, row: FloatArray, threshold: float) -> IntArray:
+        """The indices of the elements > threshold, ascending."""
+
+
 class Backend(Protocol):
     """Runs programs. `kukri.kernels.make_backend(name)` makes one."""
 
     name: str
+
+    @property
+    def row_ops(self) -> RowOps:
+        """What sampling uses on this backend's logits."""
 
     def compile(
         self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]

@@ -3,7 +3,8 @@
 A vocabulary has 50,000 to 150,000 entries and a nucleus has a few dozen, so nothing here sorts a vocabulary.
 Filters cut a set of `Candidates` from below, at a logit: the tokens kept are always the largest. A filter
 that meets the whole row takes a threshold that provably lies at or under its cut, gathers the tokens above,
-and works on those few exactly. The passes over a whole row are the three of `RowOps`, and maxima for `top_k`.
+and works on those few exactly. The passes over a whole row are the three of the backend's `RowOps`, and
+maxima for `top_k`.
 """
 
 from __future__ import annotations
@@ -16,64 +17,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import KukriError, RequestError, ShapeError
+from kukri.kernels.reference import ReferenceRowOps
+from kukri.kernels.types import SUM_BLOCK, RowOps
 from kukri.sampling.params import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int32]
 
-SUM_BLOCK = 1024  # ids per partial sum of RowOps.max_and_sum_exp
 _GROUPS = 768  # interleaved groups whose maxima bound the k-th largest logit
 _COARSE = (64, 1024)  # see `_gather_nucleus`
+REFERENCE_ROW_OPS = ReferenceRowOps()
 _LOWEST = float(np.finfo(np.float32).min)
 _MAX_SCALE = 1e6  # a temperature below 1e-6 acts as 1e-6
 
 
 class SamplingError(KukriError):
     """The logits of a request are unusable: NaN or infinite, or no token is allowed. The request fails."""
-
-
-class RowOps(NamedTuple):
-    """The passes over a whole row: float32 [V], contiguous, finite or -inf. None of them writes the row.
-
-    On a row that holds NaN, `argmax` gives -1 and `max_and_sum_exp` a NaN maximum, for the caller to notice.
-    """
-
-    # the index of the largest element, of equals the first
-    argmax: Callable[[FloatArray], int]
-    # (m, sums): the largest element, and float32 [ceil(V / SUM_BLOCK)] the sums of exp((x - m) * scale) over
-    # each SUM_BLOCK consecutive ids; sums are undefined where m is not finite
-    max_and_sum_exp: Callable[[FloatArray, float], tuple[float, FloatArray]]
-    # int32, ascending: the indices of the elements > threshold, which is a float32
-    above: Callable[[FloatArray, float], IntArray]
-
-
-def _argmax(row: FloatArray) -> int:
-    index = int(row.argmax())  # a NaN counts as the largest
-    return index if row[index] == row[index] else -1
-
-
-def _max_and_sum_exp(row: FloatArray, scale: float) -> tuple[float, FloatArray]:
-    peak = row.max()
-    if not math.isfinite(peak):
-        return float(peak), np.zeros(0, np.float32)
-    with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and its exp 0
-        weights = row - peak
-        if scale != 1.0:
-            weights *= np.float32(scale)
-    np.exp(weights, out=weights)
-    n_even = len(row) // SUM_BLOCK * SUM_BLOCK
-    sums = np.add.reduce(weights[:n_even].reshape(-1, SUM_BLOCK), axis=1)
-    if n_even < len(row):
-        sums = np.append(sums, np.add.reduce(weights[n_even:]))
-    return float(peak), sums
-
-
-def _above(row: FloatArray, threshold: float) -> IntArray:
-    return np.flatnonzero(row > np.float32(threshold)).astype(np.int32)
-
-
-NUMPY_ROW_OPS = RowOps(_argmax, _max_and_sum_exp, _above)
 
 
 class Candidates:
@@ -322,7 +282,7 @@ class RequestSampler:
         prompt_ids: npt.ArrayLike,
         n_vocab: int,
         forbidden_until_min: Iterable[int] = (),
-        row_ops: RowOps = NUMPY_ROW_OPS,
+        row_ops: RowOps = REFERENCE_ROW_OPS,
     ) -> None:
         """`forbidden_until_min`: end-of-text ids, kept back with the stop ids until `min_tokens`.
 

@@ -10,8 +10,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import KukriError, RequestError, ShapeError
-from kukri.sampling import NUMPY_ROW_OPS, RequestSampler, SamplingError, SamplingParams
+from kukri.kernels.reference import ReferenceRowOps
+from kukri.sampling import RequestSampler, SamplingError, SamplingParams
 from kukri.sampling.sampler import Candidates, draw, filters_of
+
+ROW_OPS = ReferenceRowOps()
 
 
 def sampler(n_vocab: int, prompt: Any = (), **params: Any) -> RequestSampler:
@@ -24,7 +27,7 @@ def logits_of(*probabilities: float) -> np.ndarray:
 
 def kept(row: np.ndarray, **params: Any) -> list[int]:
     """The ids that the filters of a request leave."""
-    candidates = Candidates(row, NUMPY_ROW_OPS)
+    candidates = Candidates(row, ROW_OPS)
     for run in filters_of(SamplingParams(**params)):
         run(candidates)
     return list(range(len(row))) if candidates.ids is None else candidates.ids.tolist()
@@ -227,7 +230,7 @@ def test_filters_keep_what_sorting_everything_keeps(
 @given(row=rows(), heat=st.sampled_from([0.05, 0.7, 1.0, 3.0, 50.0]), u=st.floats(0, 1, exclude_max=True))
 def test_a_draw_is_the_inverse_of_the_summed_probabilities(row: np.ndarray, heat: float, u: float) -> None:
     """Would catch a block of the vocabulary being weighed wrongly or drawn from at its edges."""
-    candidates = Candidates(row, NUMPY_ROW_OPS)
+    candidates = Candidates(row, ROW_OPS)
     for run in filters_of(SamplingParams(temperature=heat)):
         run(candidates)
     token_id = draw(candidates, u)
@@ -245,10 +248,11 @@ def test_whole_vocabularies_are_not_gathered() -> None:
     row[rng.integers(0, len(row), 20)] += np.linspace(8, 14, 20).astype(np.float32)
     gathered: list[int] = []
 
-    def above(x: np.ndarray, threshold: float) -> np.ndarray:
-        ids = NUMPY_ROW_OPS.above(x, threshold)
-        gathered.append(len(ids))
-        return ids
+    class Counting(ReferenceRowOps):
+        def above(self, row, threshold):
+            ids = super().above(row, threshold)
+            gathered.append(len(ids))
+            return ids
 
     for params in (
         {"top_k": 40},
@@ -256,9 +260,7 @@ def test_whole_vocabularies_are_not_gathered() -> None:
         {"min_p": 0.05},
         {"top_k": 40, "top_p": 0.9, "min_p": 0.05},
     ):
-        run = RequestSampler(
-            SamplingParams(**params), [], len(row), row_ops=NUMPY_ROW_OPS._replace(above=above)
-        )
+        run = RequestSampler(SamplingParams(**params), [], len(row), row_ops=Counting())
         run(row)
     assert max(gathered) < 3000
 

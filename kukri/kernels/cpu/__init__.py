@@ -20,6 +20,7 @@ from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pack import PackedWeight, pack
 from kukri.kernels.cpu.plan import Recorder, Segment, Value, max_partials
 from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.cpu.row_ops import CpuRowOps
 from kukri.kernels.reference import call_hooks
 from kukri.kernels.types import (
     FloatArray,
@@ -40,6 +41,7 @@ class CpuBackend:
     def __init__(self, n_threads: int | None = None, on_compile: Callable[[int], None] | None = None) -> None:
         self.kernels = KernelLibrary(on_compile)
         self.pool = ThreadPool(self.kernels, n_threads)
+        self._row_ops: CpuRowOps | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
 
     def compile(
@@ -47,6 +49,13 @@ class CpuBackend:
     ) -> CpuProgram:
         """See Backend.compile. Weights are packed on first use and shared by all programs."""
         return CpuProgram(self, program, cache, limits, hooks)
+
+    @property
+    def row_ops(self) -> CpuRowOps:
+        """See Backend.row_ops."""
+        if self._row_ops is None:
+            self._row_ops = CpuRowOps(self.kernels)
+        return self._row_ops
 
     def close(self) -> None:
         """Ends the worker threads."""

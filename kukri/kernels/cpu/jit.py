@@ -47,11 +47,15 @@ class KernelSource:
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel in memory: `address` is called with (record address, tile); records list `parameters`."""
+    """A kernel in memory: `address` is called with (record address, tile); records list `parameters`.
+
+    The code stays mapped as long as its `library` lives: whoever keeps the address keeps the kernel.
+    """
 
     name: str
     address: int
     parameters: tuple[str, ...]
+    library: KernelLibrary
 
     def __call__(self, tile: int, **arguments: int) -> int:
         """Runs one tile on this thread without the GIL; for direct calls and tests."""
@@ -162,7 +166,7 @@ class KernelLibrary:
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         address = self._engine.get_function_address(symbol)
-        self._kernels[name] = LoadedKernel(name, address, parameters)
+        self._kernels[name] = LoadedKernel(name, address, parameters, self)
 
 
 def _read_cached(name: str) -> tuple[str, tuple[str, ...], bytes] | None:

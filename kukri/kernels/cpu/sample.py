@@ -62,20 +62,27 @@ def argmax(tile, row, n):
     return -1
 
 
-def max_and_sum_exp(tile, row, n, scale, out):
-    """out[0] = the row's maximum m (nan if any is nan), out[1] = sum of exp((x - m) * scale)."""
+def max_and_sum_exp(tile, row, n, scale, block, out):
+    """out[0] = the maximum m (nan if any is nan), then a sum of exp((x - m) * scale) for each `block` values.
+
+    `block` must be a multiple of 16.
+    """
     largest = _row_max(row, n)
     store_f32(out, largest)
     factor = splat(f32_of_bits(scale))
     top = splat(largest)
-    whole = n & -16
-    total = splat(0.0)
-    for i in range(0, 4 * whole, 64):
-        total = total + exponential((load_f32x16(row + i) - top) * factor)
-    rest = sum_lanes(total)
-    for i in range(4 * whole, 4 * n, 4):
-        rest += sum_lanes(exponential((splat(load_f32(row + i)) - top) * factor)) / 16
-    store_f32(out + 4, rest)
+    out += 4
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        whole = stop & -16
+        total = splat(0.0)
+        for i in range(start, whole, 16):
+            total = total + exponential((load_f32x16(row + 4 * i) - top) * factor)
+        rest = sum_lanes(total)
+        for i in range(max(whole, start), stop):
+            rest += max_lanes(exponential((splat(load_f32(row + 4 * i)) - top) * factor))
+        store_f32(out, rest)
+        out += 4
     return 0
 
 
