@@ -112,8 +112,9 @@ class ForwardBatch:
 class PagedKV:
     """The KV cache of all layers: `keys` float16 [L, P, G, K, B], `values` float16 [L, P, G, B, K].
 
-    Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is
-    reserved at once and taken from the system page by page as it is written. Contents are always finite.
+    Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is reserved
+    at once and taken from the system as it is written, in pieces of up to 2 MiB: so a page's layers lie
+    together, and a short context does not touch one such piece per layer. Contents are always finite.
     `dtype` float32 is for checks on the reference backend, where rounding would hide what is compared.
     """
 
@@ -121,8 +122,13 @@ class PagedKV:
         self, n_layers: int, n_pages: int, n_kv_heads: int, d_head: int, dtype: npt.DTypeLike = np.float16
     ) -> None:
         self.n_layers, self.n_pages, self.n_kv_heads, self.d_head = n_layers, n_pages, n_kv_heads, d_head
-        self.keys = np.zeros((n_layers, n_pages, n_kv_heads, d_head, PAGE_TOKENS), dtype)
-        self.values = np.zeros((n_layers, n_pages, n_kv_heads, PAGE_TOKENS, d_head), dtype)
+        self.keys = np.zeros((n_pages, n_layers, n_kv_heads, d_head, PAGE_TOKENS), dtype).swapaxes(0, 1)
+        self.values = np.zeros((n_pages, n_layers, n_kv_heads, PAGE_TOKENS, d_head), dtype).swapaxes(0, 1)
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes from a page to the next in one layer's keys, and in its values."""
+        return self.keys.strides[1]
 
     @property
     def n_bytes(self) -> int:

@@ -205,7 +205,7 @@ def _make_entry(group: int, n_query_tokens: int, d_head: int) -> Any:
 
     @device
     def entry_part(
-        batch, entry, head, q, q_stride, scale, keys, values, page_bytes, window, partials, y, y_stride
+        batch, entry, head, q, q_stride, scale, keys, values, page_stride, window, partials, y, y_stride
     ):
         sequence = load_i64(entry + WORK_SEQUENCE)
         token = load_i64(entry + WORK_TOKEN)
@@ -237,7 +237,7 @@ def _make_entry(group: int, n_query_tokens: int, d_head: int) -> Any:
             n_keys = min(n_context - base, CHUNK_TOKENS)
             for page in range(CHUNK_PAGES):
                 index = base // PAGE_TOKENS + (page if page * PAGE_TOKENS < n_keys else 0)
-                store_i64(pages + 8 * page, load_i32(table + 4 * index) * page_bytes)
+                store_i64(pages + 8 * page, load_i32(table + 4 * index) * page_stride)
             chunk_part(rows_q, ranges, keys, values, pages, base, n_keys, part, scores)
             _merge(state, part, rows, d_head)
         if partial >= 0:
@@ -258,7 +258,9 @@ def _make_attend(group: int, d_head: int) -> KernelSource:
     head_bytes = d_head * PAGE_TOKENS * 2
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
-    def attend(tile, batch, q, q_stride, scale, n_kv_heads, keys, values, window, partials, y, y_stride):
+    def attend(
+        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, page_stride, window, partials, y, y_stride
+    ):
         if tile < 0:
             return load_i64(batch + N_WORK) * n_kv_heads
         entry = load_i64(batch + WORK) + tile // n_kv_heads * WORK_BYTES
@@ -266,12 +268,11 @@ def _make_attend(group: int, d_head: int) -> KernelSource:
         partial = partials + (load_i64(entry + WORK_PARTIAL) * n_kv_heads + head) * slot_bytes
         k = keys + head * head_bytes
         v = values + head * head_bytes
-        page_bytes = n_kv_heads * head_bytes
         s = splat(f32_of_bits(scale))
         if load_i64(entry + WORK_N_TOKENS) == 1:
-            one_token(batch, entry, head, q, q_stride, s, k, v, page_bytes, window, partial, y, y_stride)
+            one_token(batch, entry, head, q, q_stride, s, k, v, page_stride, window, partial, y, y_stride)
         else:
-            many_tokens(batch, entry, head, q, q_stride, s, k, v, page_bytes, window, partial, y, y_stride)
+            many_tokens(batch, entry, head, q, q_stride, s, k, v, page_stride, window, partial, y, y_stride)
         return 0
 
     return KernelSource(f"attend[{group},{d_head}]", attend)

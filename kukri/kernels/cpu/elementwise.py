@@ -303,14 +303,15 @@ def _store_token(k, v, key_page, value_page, offset, n_heads, d_head):
             store_f16x16(values + 2 * d, finite(load_f32x16(v + source)))
 
 
-def rope_store(tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values):
+def rope_store(
+    tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values, page_stride
+):
     """Rotates q and k by position (unless cos is 0), then writes k and v to the cache (unless keys is 0)."""
     n_rows = load_i64(batch + N_TOKENS)
     if tile < 0:
         return row_tiles(n_rows)
     positions = load_i64(batch + POSITIONS)
     slots = load_i64(batch + SLOTS)
-    page_bytes = n_kv_heads * d_head * PAGE_TOKENS * 2
     for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
         if cos != 0:
             angle = load_i32(positions + 4 * row) * half * 4
@@ -320,7 +321,7 @@ def rope_store(tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, s
                 _rotate(k + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
         if keys != 0:
             slot = load_i32(slots + 4 * row)
-            page = (slot >> 4) * page_bytes
+            page = (slot >> 4) * page_stride
             _store_token(
                 k + row * stride, v + row * stride, keys + page, values + page, slot & 15, n_kv_heads, d_head
             )

@@ -239,6 +239,8 @@ class Recorder:
         """See Ops.attention. The cache write joins the RoPE before it when nothing lies between."""
         group = spec.n_heads // spec.n_kv_heads
         self._require_multiple("the head size", spec.d_head, 16)
+        if self._cache.keys.dtype != np.float16:
+            raise MissingKernelError(f"a KV cache of {self._cache.keys.dtype}; the CPU backend runs float16")
         if group > MAX_TILE_ROWS:
             raise MissingKernelError(
                 f"{group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}"
@@ -263,6 +265,7 @@ class Recorder:
             n_kv_heads=spec.n_kv_heads,
             keys=keys,
             values=values,
+            page_stride=self._cache.page_stride,
             window=spec.window or 1 << 40,
             partials=partials,
             y=Ref(y.buffer),
@@ -423,6 +426,7 @@ class Recorder:
             n_heads=spec.n_heads,
             n_kv_heads=spec.n_kv_heads,
             d_head=spec.d_head,
+            page_stride=self._cache.page_stride,
             **fields,
         )
 
