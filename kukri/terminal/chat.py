@@ -43,7 +43,7 @@ def talk(
     with LLM(model, n_threads=n_threads, max_context=max_context) as llm, _line_editing():
         chat = Chat(llm, params, system)
         if sys.stdin.isatty():
-            print(llm.config.name or llm.path.name)
+            print(llm.path.stem)
             print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
         while (text := read_message()) is not None:
             if not chat.take(text):
