@@ -8,6 +8,7 @@ import numpy as np
 
 from kukri.config import PAGE_TOKENS, EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
+from kukri.kernels.reference import ReferenceRowOps
 from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
 from kukri.models.layers import rope_table
 
@@ -74,6 +75,7 @@ class FakeBackend:
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, int]] = []  # (T, S, N) of every step
         self.n_compiled = 0
+        self.row_ops = ReferenceRowOps()
         self.error: BaseException | None = None  # raised by the next step
 
     def compile(self, program: FakeModel, cache: PagedKV, limits: StepLimits, hooks: dict) -> FakeProgram:
@@ -90,8 +92,6 @@ class FakeProgram:
             error, self.backend.error = self.backend.error, None
             raise error
         self._check(batch)
-        tokens = self.cache.keys[0, :, 0, 0, :].reshape(-1)  # a view: one number per slot
-        assert tokens.base is not None
         pages, offsets = np.divmod(batch.slots, PAGE_TOKENS)
         self.cache.keys[0, pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
         logits = np.zeros((batch.n_logit_rows, N_VOCAB), np.float32)
