@@ -38,8 +38,8 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, n_threads: int | None = None, on_compile: Callable[[int], None] | None = None) -> None:
-        self.kernels = KernelLibrary(on_compile)
+    def __init__(self, n_threads: int | None = None) -> None:
+        self.kernels = KernelLibrary()
         self.pool = ThreadPool(self.kernels, n_threads)
         self._row_ops: CpuRowOps | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}

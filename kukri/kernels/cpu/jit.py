@@ -117,13 +117,12 @@ def cache_dir() -> Path:
 class KernelLibrary:
     """Loads kernels by name, from the cache or by compiling them.
 
-    `on_compile(n_kernels)` is called once before the first compilation of a batch, so that a caller can
-    say why the first start takes longer.
+    Says on stderr that it compiles, for the first start ever takes some ten seconds.
     """
 
-    def __init__(self, on_compile: Callable[[int], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._kernels: dict[str, LoadedKernel] = {}
-        self._on_compile = on_compile
+        self._has_told = False
         self._engine: Any = None
         self._objects: list[bytes] = []  # MCJIT reads them as long as it lives
 
@@ -138,9 +137,8 @@ class KernelLibrary:
                 missing.append(name)
             else:
                 self._link(name, *cached)
-        if missing and self._on_compile is not None:
-            self._on_compile(len(missing))
         for name in missing:
+            self._tell_once()
             self._link(name, *_compile_and_store(name))
 
     def __getitem__(self, name: str) -> LoadedKernel:
@@ -153,6 +151,15 @@ class KernelLibrary:
     def names(self) -> tuple[str, ...]:
         """Names of the kernels loaded so far."""
         return tuple(self._kernels)
+
+    def _tell_once(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            print(
+                "kukri: compiling kernels for this CPU, once: about 10 to 30 seconds",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _link(self, name: str, symbol: str, parameters: tuple[str, ...], code: bytes) -> None:
         import llvmlite.binding as llvm
