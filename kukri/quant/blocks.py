@@ -2,13 +2,18 @@
 
 Bit-exact with GGML's reference quantizers (ggml-quants.c, as mirrored by the `gguf` package), whose
 arithmetic is float32 throughout. `d` is a block's float16 scale, `m` its float16 minimum, `q` a quant.
-Weights beyond a type's range become infinite, as in GGML.
+Types of 256 weights divide them into groups g, each with a whole scale s and, with a minimum, a whole t.
+
+In the diagrams `|` parts fields and the number after a field is its bytes. What shares a byte is added up
+with its place: `q0 + 16 q16` keeps q0 in the low bits. Where the top bits h of a quant lie apart, q is the
+rest of it. Numbers of several bytes are little-endian.
+
+Weights beyond a type's range become infinite, as in GGML. Types without `quantize_blocks` are only read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +38,13 @@ class BlockFormat:
         raise NotImplementedError
 
     def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, block_size] -> uint8 [n, block_bytes]."""
+        """float32 [n, block_size] -> uint8 [n, block_bytes]. Only where `quantizes`."""
         raise NotImplementedError
+
+    @property
+    def quantizes(self) -> bool:
+        """True if weights can be written in this type, not only read."""
+        return type(self).quantize_blocks is not BlockFormat.quantize_blocks
 
 
 class F32(BlockFormat):
@@ -94,7 +104,7 @@ class Q4_0(BlockFormat):
 
     def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
         """uint8 [n, 18] -> float32 [n, 32]."""
-        quants = _unpack_nibbles(blocks[:, 2:])
+        quants = _bit_fields(blocks[:, 2:], 4, run=16).astype(np.float32)
         quants -= 8
         quants *= _half(blocks, 0)
         return quants
@@ -104,7 +114,7 @@ class Q4_0(BlockFormat):
         largest = np.take_along_axis(weights, np.abs(weights).argmax(axis=1, keepdims=True), axis=1)
         scale = largest / np.float32(-8)
         quants = weights * _inverse(scale) + np.float32(8.5)
-        return np.hstack([_half_bytes(scale), _pack_nibbles(quants)])
+        return np.hstack([_half_bytes(scale), _pack_nibbles(_whole(quants, 15))])
 
 
 class Q4_1(BlockFormat):
@@ -115,7 +125,7 @@ class Q4_1(BlockFormat):
 
     def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
         """uint8 [n, 20] -> float32 [n, 32]."""
-        quants = _unpack_nibbles(blocks[:, 4:])
+        quants = _bit_fields(blocks[:, 4:], 4, run=16).astype(np.float32)
         quants *= _half(blocks, 0)
         quants += _half(blocks, 2)
         return quants
@@ -125,7 +135,50 @@ class Q4_1(BlockFormat):
         minimum = weights.min(axis=1, keepdims=True)
         scale = (weights.max(axis=1, keepdims=True) - minimum) / np.float32(15)
         quants = (weights - minimum) * _inverse(scale) + np.float32(0.5)
-        return np.hstack([_half_bytes(scale), _half_bytes(minimum), _pack_nibbles(quants)])
+        return np.hstack([_half_bytes(scale), _half_bytes(minimum), _pack_nibbles(_whole(quants, 15))])
+
+
+class Q5_0(BlockFormat):
+    """32 weights d * (q - 16), q of 5 bits, the top one in h.
+
+    | d: 2 | h0 + 2 h1 + … 2^31 h31: 4 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 22] -> float32 [n, 32]."""
+        quants = _five_bits(blocks[:, 6:], blocks[:, 2:6], run=16, high_run=1)
+        quants -= 16
+        quants *= _half(blocks, 0)
+        return quants
+
+    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
+        """float32 [n, 32] -> uint8 [n, 22]. The weight of largest size becomes q = 0."""
+        largest = np.take_along_axis(weights, np.abs(weights).argmax(axis=1, keepdims=True), axis=1)
+        scale = largest / np.float32(-16)
+        quants = _whole(weights * _inverse(scale) + np.float32(16.5), 31)
+        return np.hstack([_half_bytes(scale), _pack_top_bits(quants), _pack_nibbles(quants & np.uint8(15))])
+
+
+class Q5_1(BlockFormat):
+    """32 weights d * q + m, q of 5 bits, the top one in h.
+
+    | d: 2 | m: 2 | h0 + 2 h1 + … 2^31 h31: 4 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 24] -> float32 [n, 32]."""
+        quants = _five_bits(blocks[:, 8:], blocks[:, 4:8], run=16, high_run=1)
+        quants *= _half(blocks, 0)
+        quants += _half(blocks, 2)
+        return quants
+
+    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
+        """float32 [n, 32] -> uint8 [n, 24]. The smallest weight becomes q = 0, the largest q = 31."""
+        minimum = weights.min(axis=1, keepdims=True)
+        scale = (weights.max(axis=1, keepdims=True) - minimum) / np.float32(31)
+        quants = _whole((weights - minimum) * _inverse(scale) + np.float32(0.5), 31)
+        halves = [_half_bytes(scale), _half_bytes(minimum)]
+        return np.hstack([*halves, _pack_top_bits(quants), _pack_nibbles(quants & np.uint8(15))])
 
 
 class Q8_0(BlockFormat):
@@ -149,20 +202,135 @@ class Q8_0(BlockFormat):
         return np.hstack([_half_bytes(scale), whole.astype(np.int8).view(np.uint8)])
 
 
-BLOCKS: dict[str, BlockFormat] = {
-    "F32": F32("F32"),
-    "F16": F16("F16"),
-    "BF16": BF16("BF16"),
-    "Q4_0": Q4_0("Q4_0"),
-    "Q4_1": Q4_1("Q4_1"),
-    "Q8_0": Q8_0("Q8_0"),
-}
+class Q2_K(BlockFormat):
+    """256 weights in 16 groups of 16: d s[g] q - m t[g], q of 2 bits, s and t of 4.
+
+    | s0 + 16 t0, … s15 + 16 t15: 16 | two halves of q0 + 4 q32 + 16 q64 + 64 q96, … q127: 64 | d: 2 | m: 2 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 84] -> float32 [n, 256]."""
+        scales, minimums = blocks[:, :16] & 15, blocks[:, :16] >> 4
+        quants = _bit_fields(blocks[:, 16:80], 2, run=32).astype(np.float32)
+        groups = quants.reshape(-1, 16, 16)
+        groups *= (_half(blocks, 80) * scales)[..., None]
+        groups -= (_half(blocks, 82) * minimums)[..., None]
+        return quants
+
+
+class Q3_K(BlockFormat):
+    """256 weights in 16 groups of 16: d (s[g] - 32) (q - 4), q of 3 bits, s of 6.
+
+    The top bit of q is in h; the low 4 bits of s are a, the top 2 are b.
+
+    | h0 + 2 h32 + … 128 h224, … h255: 32 | two halves of q0 + 4 q32 + 16 q64 + 64 q96, … q127: 64 |
+    | a0 + 16 a8, … a7 + 16 a15: 8 | b0 + 4 b4 + 16 b8 + 64 b12, … b15: 4 | d: 2 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 110] -> float32 [n, 256]."""
+        top_bits = _bit_fields(blocks[:, :32], 1, run=32)
+        quants = (_bit_fields(blocks[:, 32:96], 2, run=32) | top_bits << 2).astype(np.float32)
+        quants -= 4
+        scales = _bit_fields(blocks[:, 96:104], 4, run=8) | _bit_fields(blocks[:, 104:108], 2, run=4) << 4
+        groups = quants.reshape(-1, 16, 16)
+        groups *= (_half(blocks, 108) * (scales.astype(np.float32) - 32))[..., None]
+        return quants
+
+
+class Q4_K(BlockFormat):
+    """256 weights in 8 groups of 32: d s[g] q - m t[g], q of 4 bits, s and t of 6.
+
+    The low 4 bits of s4 to s7 are a, of t4 to t7 are b; the top 2 bits of s4 to s7 are u, of t4 to t7 are v.
+
+    | d: 2 | m: 2 | s0 + 64 u4, … s3 + 64 u7: 4 | t0 + 64 v4, … t3 + 64 v7: 4 | a4 + 16 b4, … a7 + 16 b7: 4 |
+    | four quarters of q0 + 16 q32, q1 + 16 q33, … q31 + 16 q63: 128 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 144] -> float32 [n, 256]."""
+        quants = _bit_fields(blocks[:, 16:], 4, run=32).astype(np.float32)
+        return _scale_and_shift(quants, blocks)
+
+
+class Q5_K(BlockFormat):
+    """256 weights in 8 groups of 32: d s[g] q - m t[g], q of 5 bits, the top one in h.
+
+    | d, m, s and t as in Q4_K: 16 | h0 + 2 h32 + … 128 h224, … h255: 32 |
+    | four quarters of q0 + 16 q32, q1 + 16 q33, … q31 + 16 q63: 128 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 176] -> float32 [n, 256]."""
+        quants = _five_bits(blocks[:, 48:], blocks[:, 16:48], run=32, high_run=32)
+        return _scale_and_shift(quants, blocks)
+
+
+class Q6_K(BlockFormat):
+    """256 weights in 16 groups of 16: d s[g] (q - 32), q of 6 bits, the top two in h, s of 8, signed.
+
+    | two halves of q0 + 16 q64, q1 + 16 q65, … q63 + 16 q127: 128 |
+    | two halves of h0 + 4 h32 + 16 h64 + 64 h96, … h127: 64 | s0, s1, … s15: 16 | d: 2 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 210] -> float32 [n, 256]."""
+        top_bits = _bit_fields(blocks[:, 128:192], 2, run=32)
+        quants = (_bit_fields(blocks[:, :128], 4, run=64) | top_bits << 4).astype(np.float32)
+        quants -= 32
+        groups = quants.reshape(-1, 16, 16)
+        groups *= (_half(blocks, 208) * blocks[:, 192:208].view(np.int8))[..., None]
+        return quants
+
+
+# what the 16 quants of IQ4_NL and IQ4_XS stand for: closer together around zero (ggml's kvalues_iq4nl)
+IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)  # fmt: skip
+
+
+class IQ4_NL(BlockFormat):
+    """32 weights d * IQ4_VALUES[q], q of 4 bits.
+
+    | d: 2 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 18] -> float32 [n, 32]."""
+        weights = IQ4_VALUES[_bit_fields(blocks[:, 2:], 4, run=16)]
+        weights *= _half(blocks, 0)
+        return weights
+
+
+class IQ4_XS(BlockFormat):
+    """256 weights in 8 groups of 32: d (s[g] - 32) IQ4_VALUES[q], q of 4 bits, s of 6.
+
+    The low 4 bits of s are a, the top 2 are b.
+
+    | d: 2 | b0 + 4 b1 + … 2^14 b7: 2 | a0 + 16 a1, a2 + 16 a3, … a6 + 16 a7: 4 |
+    | eight groups of q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 128 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 136] -> float32 [n, 256]."""
+        scales = _bit_fields(blocks[:, 4:8], 4, run=1) | _bit_fields(blocks[:, 2:4], 2, run=1) << 4
+        weights = IQ4_VALUES[_bit_fields(blocks[:, 8:], 4, run=16)]
+        groups = weights.reshape(-1, 8, 32)
+        groups *= (_half(blocks, 0) * (scales.astype(np.float32) - 32))[..., None]
+        return weights
+
+
+_FORMATS: tuple[type[BlockFormat], ...] = (
+    F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
+)  # fmt: skip
+# the types that run, by name: every reader of files and the reference backend go by this table
+BLOCKS: dict[str, BlockFormat] = {form.__name__: form(form.__name__) for form in _FORMATS}
 
 
 def block_format(type: QuantType) -> BlockFormat:
-    """The format of a weight type. Raises UnsupportedError listing those there are."""
+    """The format of a weight type. Raises UnsupportedError listing the types that run."""
     if type.name not in BLOCKS:
-        raise UnsupportedError(f"weight type {type.name} is not supported: use one of {', '.join(BLOCKS)}")
+        raise UnsupportedError(f"kukri does not run weight type {type.name}: it runs {', '.join(BLOCKS)}")
     return BLOCKS[type.name]
 
 
@@ -190,9 +358,13 @@ def dequantize(data: npt.ArrayLike, type: QuantType) -> FloatArray:
 def quantize(weights: npt.ArrayLike, type: QuantType) -> ByteArray:
     """The blocks of float32 [rows, columns] -> uint8 [rows, row_bytes].
 
-    A view of `weights` for F32. Raises ShapeError when a row is no whole number of blocks.
+    A view of `weights` for F32. Raises UnsupportedError for types that are only read, ShapeError when a row
+    is no whole number of blocks.
     """
     rows, form = np.ascontiguousarray(weights, np.float32), block_format(type)
+    if not form.quantizes:
+        written = ", ".join(name for name, other in BLOCKS.items() if other.quantizes)
+        raise UnsupportedError(f"kukri does not quantize to {type.name} yet: use one of {written}")
     if rows.ndim != 2 or rows.shape[1] % type.block_size:
         raise ShapeError(f"shape {rows.shape} is not rows of {type.block_size}-weight {type.name} blocks")
     if type.name == "F32":
@@ -228,13 +400,45 @@ def _inverse(scale: FloatArray) -> FloatArray:
     return np.where(overflows, np.float32(0), inverse)
 
 
-def _unpack_nibbles(packed: npt.NDArray[Any]) -> FloatArray:
-    """uint8 [n, 16] -> float32 [n, 32]: low nibbles first, then high ones."""
-    return np.hstack([packed & 15, packed >> 4]).astype(np.float32)
+def _bit_fields(packed: ByteArray, n_bits: int, run: int) -> ByteArray:
+    """uint8 [n, bytes] -> uint8 [n, bytes * 8 / n_bits]: the fields of `n_bits` that share bytes.
+
+    Of each `run` bytes first the lowest field of every byte, then the next higher one of every byte, …
+    """
+    shifts = np.arange(0, 8, n_bits, dtype=np.uint8)
+    fields = packed.reshape(len(packed), -1, 1, run) >> shifts[:, None]
+    fields &= np.uint8((1 << n_bits) - 1)
+    return fields.reshape(len(packed), -1)
 
 
-def _pack_nibbles(quants: FloatArray) -> ByteArray:
-    """float32 [n, 32] from 0 -> uint8 [n, 16]: truncated, clipped to 15, first half in the low nibbles."""
-    whole = np.minimum(quants.astype(np.uint8), np.uint8(15))
-    packed: ByteArray = whole[:, :16] | whole[:, 16:] << np.uint8(4)
+def _five_bits(low: ByteArray, high: ByteArray, run: int, high_run: int) -> FloatArray:
+    """Quants of 5 bits, low nibbles and top bits apart -> float32 [n, weights]."""
+    quants = _bit_fields(low, 4, run) | _bit_fields(high, 1, high_run) << 4
+    return quants.astype(np.float32)
+
+
+def _scale_and_shift(quants: FloatArray, blocks: ByteArray) -> FloatArray:
+    """d s[g] q - m t[g], in place, with the first 16 bytes of a block of Q4_K or Q5_K."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.hstack([first & 63, (third & 15) | (first >> 6 << 4)])
+    minimums = np.hstack([second & 63, (third >> 4) | (second >> 6 << 4)])
+    groups = quants.reshape(-1, 8, 32)
+    groups *= (_half(blocks, 0) * scales)[..., None]
+    groups -= (_half(blocks, 2) * minimums)[..., None]
+    return quants
+
+
+def _whole(quants: FloatArray, most: int) -> ByteArray:
+    """float32 from 0 -> uint8: truncated, clipped to `most`."""
+    return np.minimum(quants.astype(np.uint8), np.uint8(most))
+
+
+def _pack_nibbles(quants: ByteArray) -> ByteArray:
+    """uint8 [n, 32] up to 15 -> uint8 [n, 16]: the first half in the low nibbles."""
+    packed: ByteArray = quants[:, :16] | quants[:, 16:] << np.uint8(4)
     return packed
+
+
+def _pack_top_bits(quants: ByteArray) -> ByteArray:
+    """The fifth bits of uint8 [n, 32] -> uint8 [n, 4], the first weight's lowest."""
+    return np.packbits(quants >> 4, axis=1, bitorder="little")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import gguf
 import numpy as np
 import pytest
+from random_blocks import HALVES
 
 from kukri.errors import ShapeError, UnsupportedError
 from kukri.quant.blocks import BLOCKS, dequantize, quantize
 from kukri.quant.types import QUANT_TYPES
 
 NAMES = list(BLOCKS)
-SHAPES = [(1, 32), (3, 96), (65, 576), (17, 32 * 700)]
+WRITTEN = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+READ_ONLY = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
+SHAPES = [(1, 32), (3, 96), (65, 576), (17, 32 * 700)]  # the last is more than is converted at a time
+LONG_SHAPES = [(1, 256), (3, 768), (17, 256 * 70)]
 
 
 def theirs(name: str) -> gguf.GGMLQuantizationType:
@@ -41,8 +47,15 @@ def make_weights(kind: str, shape: tuple[int, int]) -> np.ndarray:
 KINDS = ["normal", "zero", "constant", "ties", "half subnormal", "large", "overflow", "outliers"]
 
 
+def test_every_type_that_runs_is_tested():
+    """A type added to the table that no test of this file knows."""
+    assert NAMES == WRITTEN + READ_ONLY
+    assert [name for name in NAMES if BLOCKS[name].quantizes] == WRITTEN
+    assert list(HALVES) == [name for name in NAMES if QUANT_TYPES[name].block_size > 1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
 def test_quantize_writes_the_bytes_of_the_gguf_package(name, kind):
     """Wrong rounding, nibble order, scale sign or scale precision; a chunk boundary handled wrongly."""
@@ -54,21 +67,72 @@ def test_quantize_writes_the_bytes_of_the_gguf_package(name, kind):
         np.testing.assert_array_equal(ours, expected)
 
 
+def assert_dequantized_like_the_gguf_package(data: np.ndarray, name: str) -> np.ndarray:
+    """Every bit, the sign of zero included; a NaN only needs to be one. Gives our weights."""
+    expected = gguf.quants.dequantize(data, theirs(name)).astype(np.float32)
+    ours = dequantize(data, QUANT_TYPES[name])
+    assert ours.dtype == np.float32
+    assert ours.shape == expected.shape
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(ours), nan)
+    np.testing.assert_array_equal(ours.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
+    return ours
+
+
+def random_bytes(name: str, shape: tuple[int, int]) -> np.ndarray:
+    rng = np.random.default_rng(11)
+    return rng.integers(0, 256, (shape[0], QUANT_TYPES[name].row_bytes(shape[1])), np.uint8)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
 def test_dequantize_any_bytes_like_the_gguf_package(name):
     """Any bit pattern a file may hold: subnormal, infinite and NaN scales, every quant."""
-    rng = np.random.default_rng(11)
+    for shape in LONG_SHAPES if QUANT_TYPES[name].block_size == 256 else SHAPES:
+        assert assert_dequantized_like_the_gguf_package(random_bytes(name, shape), name).shape == shape
+
+
+SCALES = {  # float16 bits
+    "normal": (0x0400, 0x5000),
+    "negative": (0x8400, 0xD000),
+    "subnormal": (0x0001, 0x03FF),
+    "negative subnormal": (0x8001, 0x83FF),
+    "largest": (0x7BFF, 0x7BFF),
+    "zero": (0x0000, 0x0000),
+    "negative zero": (0x8000, 0x8000),
+}
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("name", HALVES)
+def test_dequantize_every_finite_scale_like_the_gguf_package(name, scales):
+    """Products in another order, which round otherwise; a lost sign; subnormal scales taken for zero."""
+    blocks = random_bytes(name, (40, 256)).reshape(-1, QUANT_TYPES[name].block_bytes)
+    rng = np.random.default_rng(3)
+    low, high = SCALES[scales]
+    for at in HALVES[name]:
+        blocks[:, at : at + 2] = rng.integers(low, high + 1, (len(blocks), 1), np.uint16).view(np.uint8)
+    weights = assert_dequantized_like_the_gguf_package(blocks, name)
+    assert np.isfinite(weights).all()
+    assert weights.any() == ("zero" not in scales)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_dequantize_the_least_and_the_largest_quants_like_the_gguf_package(name):
+    """Whole scales or quants that overflow their integers: all bits clear, all set, and only top bits set."""
+    for byte in (0x00, 0xFF, 0x80, 0x7F, 0x55, 0xAA):
+        blocks = np.full((2, QUANT_TYPES[name].block_bytes), byte, np.uint8)
+        for at in HALVES[name]:
+            blocks[0, at : at + 2] = np.float16([1]).view(np.uint8)
+            blocks[1, at : at + 2] = np.float16([-65504]).view(np.uint8)
+        assert_dequantized_like_the_gguf_package(blocks, name)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_no_bytes_give_no_weights(name):
+    """A tensor without rows divided by zero."""
     type = QUANT_TYPES[name]
-    for n_rows, n_columns in SHAPES:
-        data = rng.integers(0, 256, (n_rows, type.row_bytes(n_columns)), np.uint8)
-        expected = gguf.quants.dequantize(data, theirs(name)).astype(np.float32)
-        ours = dequantize(data, type)
-        assert ours.dtype == np.float32
-        assert ours.shape == (n_rows, n_columns)
-        nan = np.isnan(expected)
-        np.testing.assert_array_equal(np.isnan(ours), nan)
-        np.testing.assert_array_equal(ours.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
+    assert dequantize(np.zeros((0, type.block_bytes), np.uint8), type).shape == (0, type.block_size)
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
@@ -84,7 +148,7 @@ def test_floats_survive_special_values(name):
     assert np.isnan(dequantize(data, QUANT_TYPES[name])).tolist() == np.isnan(weights).tolist()
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_float32_subnormals_become_zero_without_a_warning(name, recwarn):
     """A scale whose inverse overflows: GGML multiplies 0 by infinity there and casts NaN to an integer."""
     weights = np.linspace(-1e-39, 1e-39, 64, dtype=np.float32).reshape(2, 32)
@@ -92,7 +156,10 @@ def test_float32_subnormals_become_zero_without_a_warning(name, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize(("name", "bound"), [("Q4_0", 1 / 8), ("Q4_1", 1 / 15), ("Q8_0", 1 / 254)])
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("Q4_0", 1 / 8), ("Q4_1", 1 / 15), ("Q5_0", 1 / 16), ("Q5_1", 1 / 31), ("Q8_0", 1 / 254)],
+)
 def test_error_of_a_round_trip_is_about_half_a_step(name, bound):
     """Both directions wrong in the same way, which would agree with each other but not with the weights."""
     weights = make_weights("normal", (64, 256))
@@ -106,7 +173,7 @@ def test_f32_is_a_view_and_others_take_read_only_unaligned_bytes():
     """A copy of a large tensor for nothing; a failure on the odd, read-only bytes of a mapped file."""
     data = np.zeros((2, 64), np.uint8)
     assert np.shares_memory(dequantize(data, QUANT_TYPES["F32"]), data)
-    raw = np.frombuffer(bytes(range(1, 76)), np.uint8)
+    raw = np.frombuffer(bytes(range(256)) * 2, np.uint8)
     for name in NAMES:
         n_bytes = QUANT_TYPES[name].block_bytes * 2
         assert dequantize(raw[1 : 1 + n_bytes].reshape(1, -1), QUANT_TYPES[name]).size
@@ -120,8 +187,27 @@ def test_wrong_shapes_and_types_are_named():
         dequantize(np.zeros((2, 34), np.float32), QUANT_TYPES["Q8_0"])
     with pytest.raises(ShapeError, match="32-weight Q8_0"):
         quantize(np.zeros((2, 33), np.float32), QUANT_TYPES["Q8_0"])
-    with pytest.raises(UnsupportedError, match=r"Q6_K.*Q4_1"):
-        dequantize(np.zeros((1, 210), np.uint8), QUANT_TYPES["Q6_K"])
+    with pytest.raises(ShapeError, match="210-byte Q6_K"):
+        dequantize(np.zeros((2, 209), np.uint8), QUANT_TYPES["Q6_K"])
+
+
+@pytest.mark.parametrize("name", [name for name in QUANT_TYPES if name not in NAMES])
+def test_types_that_do_not_run_are_named_with_those_that_do(name):
+    """A known type without a format silently misread, or a refusal that leaves the reader at a loss."""
+    type = QUANT_TYPES[name]
+    refusal = re.escape(f"does not run weight type {name}: it runs {', '.join(NAMES)}")
+    with pytest.raises(UnsupportedError, match=f"{refusal}$"):
+        dequantize(np.zeros((1, type.block_bytes), np.uint8), type)
+    with pytest.raises(UnsupportedError, match=f"{refusal}$"):
+        quantize(np.zeros((1, type.block_size), np.float32), type)
+
+
+@pytest.mark.parametrize("name", READ_ONLY)
+def test_types_that_are_only_read_are_named_with_those_that_are_written(name):
+    """A NotImplementedError, or bytes of some other type, for a type that has no quantizer."""
+    refusal = re.escape(f"does not quantize to {name} yet: use one of {', '.join(WRITTEN)}")
+    with pytest.raises(UnsupportedError, match=f"{refusal}$"):
+        quantize(np.zeros((1, 256), np.float32), QUANT_TYPES[name])
 
 
 def test_the_table_agrees_with_the_gguf_package():
