@@ -49,7 +49,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError on shapes no transformer can have."""
-        for name in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ffn", "n_vocab", "max_context"):
+        for name in (
+            "n_layers",
+            "d_model",
+            "n_heads",
+            "n_kv_heads",
+            "d_head",
+            "d_ffn",
+            "n_vocab",
+            "max_context",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.n_heads % self.n_kv_heads:
@@ -57,7 +66,9 @@ class ModelConfig:
         if len(self.layers) != self.n_layers:
             raise ConfigError(f"{len(self.layers)} layer configs for {self.n_layers} layers")
         if not 0 <= self.rope.rotary_dim <= self.d_head or self.rope.rotary_dim % 2:
-            raise ConfigError(f"rotary_dim {self.rope.rotary_dim} must be even and at most d_head {self.d_head}")
+            raise ConfigError(
+                f"rotary_dim {self.rope.rotary_dim} must be even and at most d_head {self.d_head}"
+            )
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps must be above 0, not {self.norm_eps}")
 

@@ -113,8 +113,9 @@ class ReferenceOps:
         weights: Sequence[Weight],
         bias: FloatArray | None = None,
         residual: FloatArray | None = None,
+        tap: tuple[str, int | None] | None = None,
     ) -> FloatArray:
-        """x [R, in] times each weight [out_i, in] transposed, side by side; then bias, then residual."""
+        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, listeners, residual."""
         y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
         start = 0
         for weight in weights:
@@ -124,9 +125,9 @@ class ReferenceOps:
             start = stop
         if bias is not None:
             y += bias
-        if residual is not None:
-            y += residual
-        return y
+        if tap is not None:
+            y = self.tap(*tap, y)
+        return y if residual is None else y + residual
 
     def split(self, x: FloatArray, widths: Sequence[int]) -> tuple[FloatArray, ...]:
         """Column views of x."""

@@ -114,7 +114,8 @@ class PagedKV:
 
     Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is reserved
     at once and taken from the system as it is written, in pieces of up to 2 MiB: so a page's layers lie
-    together, and a short context does not touch one such piece per layer. Contents are always finite.
+    together, and a short context does not touch one such piece per layer. Numbers beyond float16 are limited;
+    NaN stays, so that its request fails and no other sees it.
     `dtype` float32 is for checks on the reference backend, where rounding would hide what is compared.
     """
 
@@ -169,10 +170,12 @@ class Ops(Protocol):
         weights: Sequence[Weight],
         bias: FloatArray | None = None,
         residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
         """x [R, in] times the transpose of each weight [out_i, in], side by side -> [R, sum of out_i].
 
-        `bias` [sum of out_i] and `residual` (same shape as the result) are added.
+        `bias` [sum of out_i] and `residual` (same shape as the result) are added. `tap` (name, layer) sees
+        the sum before the residual; a backend may fuse that addition where nobody listens.
         """
 
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:

@@ -55,9 +55,15 @@ class Linear:
             if bias is not None:
                 self.parameters.append(vector_parameter(f"{name}.bias", bias))
 
-    def __call__(self, ops: Ops, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [R, in] -> [R, sum of n_outs], with `residual` of that shape added."""
-        return ops.linear(x, self.weights, self.bias, residual)
+    def __call__(
+        self,
+        ops: Ops,
+        x: Tensor,
+        residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Tensor:
+        """x [R, in] -> [R, sum of n_outs], shown to `tap`, with `residual` of that shape added."""
+        return ops.linear(x, self.weights, self.bias, residual, tap)
 
     def parts(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:
         """x [R, in] -> one [R, out] for each matrix."""
@@ -120,7 +126,7 @@ class Attention:
             q = ops.tap("attn.hook_rot_q", self.layer, q)
             k = ops.tap("attn.hook_rot_k", self.layer, k)
         z = ops.tap("attn.hook_z", self.layer, ops.attention(q, k, v, self.spec, batch))
-        return self.out(ops, z, residual)
+        return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
 
 class GatedMLP:
@@ -139,7 +145,7 @@ class GatedMLP:
         gate = ops.tap("mlp.hook_pre", self.layer, gate)
         up = ops.tap("mlp.hook_pre_linear", self.layer, up)
         hidden = ops.tap("mlp.hook_post", self.layer, ops.silu_mul(gate, up))
-        return self.down(ops, hidden, residual)
+        return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
 
 
 def rope_table(rope: RopeConfig, max_context: int) -> RopeTable:

@@ -6,8 +6,7 @@ norm and the head turn the stream into V logits.
 
 Taps carry TransformerLens names; what a listener sees is [T, width], heads side by side. `hook_normalized` is
 a norm's result, its weight applied: what the next matrix reads. After the last block only the rows that need
-logits remain. An added residual is part of the matrix product before it, so a block's `hook_resid_mid` and
-`hook_resid_post` are what the model computes; what attention or the MLP added is their difference.
+logits remain.
 """
 
 from __future__ import annotations

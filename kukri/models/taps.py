@@ -33,8 +33,9 @@ class _TapOps:
         weights: Sequence[Weight],
         bias: FloatArray | None = None,
         residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
-        return None
+        return None if tap is None else self.tap(*tap, None)
 
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         return (None,) * len(widths)

@@ -354,11 +354,11 @@ def test_attention_ignores_what_lies_outside_the_context(backend):
     np.testing.assert_array_equal(run(backend, program, batch, clean), run(backend, program, batch, dirty))
 
 
-def test_cache_stays_finite(backend):
-    """Would catch a NaN or inf that outlives its request and poisons whoever gets the page next."""
-    values = np.zeros((2, 48), np.float32)
-    values[0, 16:] = np.nan
-    values[1, 16:] = 1e30
+def test_the_cache_limits_numbers_and_keeps_nan(backend):
+    """Would catch an inf that makes NaN of 0 * inf later, and a NaN hidden from the request that made it."""
+    values = np.zeros((3, 48), np.float32)
+    values[1, 16:32], values[1, 32:] = 1e30, -1e30
+    values[2, 32:] = np.nan
     spec = AttentionSpec(0, 1, 1, 16, 1.0)
     cache = PagedKV(1, 2, 1, 16)
 
@@ -366,10 +366,23 @@ def test_cache_stays_finite(backend):
         q, k, v = ops.split(ops.embed(f32_weight(values), batch), (16, 16, 16))
         return ops.logit_rows(ops.attention(q, k, v, spec, batch), batch)
 
-    run(backend, program, plain_batch(2), cache)
-    assert np.isfinite(cache.keys).all()
-    assert np.isfinite(cache.values).all()
-    assert cache.values.max() == 65504
+    for n_tokens in (2, 3):
+        got = run(backend, program, plain_batch(n_tokens), cache)
+        assert np.isnan(got[-1]).all() == (n_tokens == 3)
+    assert cache.keys.max() == 65504
+    assert cache.values[0, 0, 0, 1].min() == -65504
+
+
+def test_nan_left_in_a_page_does_not_reach_the_next_owner(backend):
+    """Would catch 0 * NaN: slots past a sequence's end may hold what a failed request left."""
+    rng = np.random.default_rng(9)
+    program, batch, past = attention_case(rng, 3, 2, 64, None, contexts=(37, 81), n_new=(1, 9))
+    clean, dirty = copy_of(past), copy_of(past)
+    for s, n_context in enumerate(batch.context_len):
+        page, offset = batch.page_table[s, n_context // PAGE_TOKENS], n_context % PAGE_TOKENS
+        dirty.keys[0, page, :, :, offset:] = np.nan
+        dirty.values[0, page, :, offset:] = np.nan
+    np.testing.assert_array_equal(run(backend, program, batch, clean), run(backend, program, batch, dirty))
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 5])

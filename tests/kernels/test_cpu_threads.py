@@ -130,3 +130,25 @@ backend.pool.run_kernel("read_memory", data=where, n_bytes=1 << 22, out=out.__ar
 """
     for _ in range(3):
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_program_keeps_what_it_points_into():
+    """Would catch packed weights freed under a plan whose backend nobody else holds."""
+    from kukri.kernels.cpu import CpuBackend
+    from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits, Weight
+    from kukri.quant.types import QUANT_TYPES
+
+    forgotten_backend = CpuBackend(n_threads=1)
+    rows = np.eye(64, dtype=np.float32)
+    weight = Weight(rows.view(np.uint8), QUANT_TYPES["F32"], (64, 64))
+    program = forgotten_backend.compile(
+        lambda ops, batch: ops.linear(ops.logit_rows(ops.embed(weight, batch), batch), (weight,)),
+        PagedKV(1, 1, 1, 16),
+        StepLimits(4, 1, 4, 1),
+        {},
+    )
+    del forgotten_backend
+    gc.collect()
+    one = np.zeros(1, np.int32)
+    batch = ForwardBatch(one + 7, one, one, np.array([0, 1], np.int32), one + 1, one[None], one)
+    assert program(batch)[0].argmax() == 7

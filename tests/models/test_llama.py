@@ -251,3 +251,28 @@ def test_an_unknown_architecture_lists_the_known() -> None:
     _, config, source = make_pair()
     with pytest.raises(UnsupportedError, match=r"'mamba'.*llama"):
         load_model(source, replace(config, architecture="mamba"))
+
+
+def test_what_attention_and_the_mlp_add(backend: Backend) -> None:
+    """A tap on a sum that already holds the residual, or another result once someone listens."""
+    _, config, source = make_pair()
+    model = load_model(source, config)
+    ids = random_ids(20, config.n_vocab)
+    seen: dict[str, np.ndarray] = {}
+    names = ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
+    hooks = {f"blocks.1.hook_{n}": [lambda name, x: seen.update({name: x.copy()})] for n in names}
+    Driver(model, backend, hooks, kv_dtype=np.float16).run(ids, [20])
+    pre, attention, mid, mlp, post = (seen[f"blocks.1.hook_{n}"] for n in names)
+    np.testing.assert_array_equal(pre + attention, mid)
+    np.testing.assert_array_equal(mid + mlp, post)
+    assert np.abs(attention).max() > 0.1
+    zero = {
+        f"blocks.{i}.hook_{n}": [lambda name, x: np.zeros_like(x)]
+        for i in (0, 1)
+        for n in ("attn_out", "mlp_out")
+    }
+    end: list[np.ndarray] = []
+    zero["blocks.1.hook_resid_post"] = [lambda name, x: end.append(x.copy())]
+    zero["hook_embed"] = [lambda name, x: end.append(x.copy())]
+    Driver(model, backend, zero, kv_dtype=np.float16).run(ids, [20])
+    np.testing.assert_array_equal(end[0], end[1])

@@ -79,7 +79,7 @@ class CpuProgram:
         limits: StepLimits,
         hooks: dict[str, list[Hook]],
     ) -> None:
-        self._pool, self._limits, self._cache = backend.pool, limits, cache
+        self._backend, self._limits, self._cache = backend, limits, cache  # the plan points into all
         self._batch = BatchMemory(limits)
         recorder = Recorder(cache, limits, hooks, self._batch.address, backend.packed)
         result = program(recorder, None)
@@ -120,7 +120,7 @@ class CpuProgram:
 
     def _run(self, start: int, stop: int) -> None:
         if stop > start:
-            self._pool.run(self._ops_address + start * state.OP_BYTES, stop - start)
+            self._backend.pool.run(self._ops_address + start * state.OP_BYTES, stop - start)
 
 
 class BatchMemory:
@@ -183,3 +183,5 @@ def _call_hooks(segment: Segment, batch: ForwardBatch) -> None:
     returned = call_hooks(segment.name, segment.hooks, view)
     if returned is not view:
         view[...] = returned
+    if segment.residual is not None:
+        view += _view(segment.residual, n_rows)

@@ -27,7 +27,6 @@ from kukri.kernels.cpu.simd import (
     device,
     exponential,
     f32_of_bits,
-    finite,
     fma,
     load_bf16,
     load_f16,
@@ -49,6 +48,7 @@ from kukri.kernels.cpu.simd import (
     store_words,
     sum_lanes,
     sum_lanes_i32,
+    to_f16_range,
     to_i32,
 )
 from kukri.kernels.cpu.state import N_TOKENS, POSITIONS, SLOTS, TOKEN_IDS
@@ -298,9 +298,9 @@ def _store_token(k, v, key_page, value_page, offset, n_heads, d_head):
         values = value_page + (head * PAGE_TOKENS + offset) * d_head * 2
         for d in range(0, d_head, 16):
             source = (head * d_head + d) * 4
-            key = finite(load_f32x16(k + source))
+            key = to_f16_range(load_f32x16(k + source))
             store_f16(keys + d * 2 * PAGE_TOKENS, key, 2 * PAGE_TOKENS)
-            store_f16x16(values + 2 * d, finite(load_f32x16(v + source)))
+            store_f16x16(values + 2 * d, to_f16_range(load_f32x16(v + source)))
 
 
 def rope_store(

@@ -92,6 +92,7 @@ class Segment:
     name: str
     value: Value
     hooks: list[Hook]
+    residual: Value | None = None  # added to the value once the hooks have seen it
 
 
 @dataclass(eq=False)
@@ -180,8 +181,13 @@ class Recorder:
         weights: Sequence[Weight],
         bias: FloatArray | None = None,
         residual: Value | None = None,
+        tap: tuple[str, int | None] | None = None,
     ) -> Value:
         """See Ops.linear. Neighbouring weights of one type become one kernel call."""
+        if tap is not None and tap_name(*tap) in self._hooks:
+            y = self.tap(*tap, self.linear(x, weights, bias))
+            self._segments[-1].residual = residual
+            return y
         width = sum(w.shape[0] for w in weights)
         y = self._value(x.rows, width)
         bias_address = 0
@@ -338,6 +344,8 @@ class Recorder:
         self._use(result.buffer, len(self._ops))
         for segment in self._segments:
             self._use(segment.value.buffer, segment.stop)
+            if segment.residual is not None:
+                self._use(segment.residual.buffer, segment.stop)
         memory = _place(self._buffers)
         names = list(dict.fromkeys(op.kernel for op in self._ops))
         kernels.load([*names, "run_plan", "check_batch"])

@@ -401,13 +401,11 @@ def zero_below(builder: Any, a: Any, bound: Any, value: Any) -> Any:
 
 
 @_operation(F32x16, F32x16)
-def finite(builder: Any, a: Any) -> Any:
-    """a limited to what float16 holds, and 0 for nan."""
-    limit = _constant(F32x16.llvm, 65504.0)
-    negative = _constant(F32x16.llvm, -65504.0)
-    low = builder.select(builder.fcmp_ordered("<", a, limit), a, limit)
-    both = builder.select(builder.fcmp_ordered(">", low, negative), low, negative)
-    return builder.select(builder.fcmp_unordered("uno", a, a), _constant(F32x16.llvm, 0.0), both)
+def to_f16_range(builder: Any, a: Any) -> Any:
+    """a limited to what float16 holds; nan stays nan."""
+    limit, negative = _constant(F32x16.llvm, 65504.0), _constant(F32x16.llvm, -65504.0)
+    low = builder.select(builder.fcmp_ordered(">", a, limit), limit, a)
+    return builder.select(builder.fcmp_ordered("<", low, negative), negative, low)
 
 
 def _lanes_from(builder: Any, first: Any) -> Any:
