@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.errors import ErrorReportingGroup
 
 app = typer.Typer(
@@ -24,7 +25,9 @@ app = typer.Typer(
 
 Model = Annotated[str | None, typer.Option("--model", "-m", help="A known name or the path of a .gguf file.")]
 ModelArgument = Annotated[str | None, typer.Argument(help="A known name or the path of a .gguf file.")]
-System = Annotated[str | None, typer.Option("--system", "-s", help="A system message; '' for an empty one.")]
+System = Annotated[
+    str, typer.Option("--system", "-s", help="A system message; '' leaves it to the model's template.")
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Threads; by default one for each usable core.")
 ]
@@ -67,7 +70,7 @@ def options(
 def run(
     prompt: Annotated[str | None, typer.Argument(help="What to say; text piped in is added to it.")] = None,
     model: Model = None,
-    system: System = None,
+    system: System = DEFAULT_SYSTEM,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to generate at most.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest.")] = 0.0,
@@ -116,7 +119,7 @@ def run(
 @app.command()
 def chat(
     model: Model = None,
-    system: System = None,
+    system: System = DEFAULT_SYSTEM,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Tokens of an answer at most.")
     ] = 1024,

@@ -32,7 +32,7 @@ ROLES = ("system", "user", "assistant")
 def talk(
     *,
     model: str | None,
-    system: str | None,
+    system: str,
     sampling: dict[str, Any],
     n_threads: int | None,
     max_context: int | None,
@@ -53,12 +53,12 @@ def talk(
 class Chat:
     """A conversation and what may be done with it. `messages` holds the system message, if any, first."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str = "") -> None:
         self.llm, self.params = llm, params
         self.messages: list[Message] = []
         self.last: Result | None = None
         self.own_file: Path | None = None  # saved or loaded before, so that /save may overwrite it
-        if system is not None:
+        if system:
             self.set_system(system)
 
     def take(self, text: str) -> bool:

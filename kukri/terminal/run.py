@@ -11,6 +11,7 @@ from typing import Any
 from kukri.errors import RequestError
 from kukri.llm import LLM, Result
 from kukri.sampling import SamplingParams
+from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
 
 
@@ -18,7 +19,7 @@ def answer_prompt(
     prompt: str | None,
     *,
     model: str | None,
-    system: str | None,
+    system: str,
     raw: bool,
     sampling: dict[str, Any],
     n_threads: int | None,
@@ -33,7 +34,7 @@ def answer_prompt(
     """
     params = sampling_params(sampling)
     text = _full_prompt(prompt)
-    if raw and system is not None:
+    if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
     request: Any = text if raw else conversation(system, text)
     with LLM(model, n_threads=n_threads, max_context=max_context) as llm:
@@ -51,10 +52,10 @@ def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
 
 
-def conversation(system: str | None, text: str) -> list[dict[str, str]]:
+def conversation(system: str, text: str) -> list[dict[str, str]]:
     """The messages of a first question. Without a system message the model's template may put in its own."""
     messages = [{"role": "user", "content": text}]
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
+    return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 def _stream(llm: LLM, request: Any, params: SamplingParams) -> Result:

@@ -45,7 +45,7 @@ class FakeLLM:
         return Result("".join(self.pieces), [1, 2], self.finish_reason, None, None, [5, 6, 7], timings)
 
 
-def make_chat(*pieces: str, system: str | None = None, **options) -> Chat:
+def make_chat(*pieces: str, system: str = "", **options) -> Chat:
     return Chat(FakeLLM(*(pieces or ("Hello.",)), **options), SamplingParams(), system)
 
 
