@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,14 @@ def smollm2_path() -> Path:
     from kukri.formats import hub
 
     return hub.resolve(os.environ.get("KUKRI_TEST_MODEL"))
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels(smollm2_path: Path) -> None:
+    """The default model's kernels are in the cache, so that no process says on stderr that it compiles them."""
+    for temperature in ("0", "1"):
+        command = [sys.executable, "-m", "kukri", "run", "Hi", "-n", "2", "-t", temperature, "--top-p", "0.9"]
+        subprocess.run([*command, "-m", str(smollm2_path)], stdin=subprocess.DEVNULL, capture_output=True)
 
 
 @pytest.fixture

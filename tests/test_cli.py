@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 import kukri
 from kukri.cli import app
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
 QUESTION = "What is the capital of France?"
 
 
