@@ -20,7 +20,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def compiled_kernels(smollm2_path: Path) -> None:
-    """The default model's kernels are in the cache, so that no process says on stderr that it compiles them."""
+    """The default model's kernels are in the cache, so no process says on stderr that it compiles."""
     for temperature in ("0", "1"):
         command = [sys.executable, "-m", "kukri", "run", "Hi", "-n", "2", "-t", temperature, "--top-p", "0.9"]
         subprocess.run([*command, "-m", str(smollm2_path)], stdin=subprocess.DEVNULL, capture_output=True)
