@@ -1,4 +1,4 @@
-"""Kernels that work token by token: embedding, norms, activations, RoPE, cache writes, quantization.
+"""Kernels that work token by token: norms, activations, RoPE, cache writes, quantization.
 
 Each has the definition in `kukri.kernels.reference`. `rows` is always the address of the number of rows
 (tokens, or logit rows) of the step; buffers are float32, strides are bytes.
@@ -6,15 +6,12 @@ Each has the definition in `kukri.kernels.reference`. `rows` is always the addre
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.layouts import (
     F32_INPUT_BYTES,
-    LAYOUTS,
     Q8_BLOCK,
     Q8_BLOCK_BYTES,
     Q8_NEGATIVE_SUMS,
@@ -28,14 +25,10 @@ from kukri.kernels.cpu.simd import (
     exponential,
     f32_of_bits,
     fma,
-    load_bf16,
-    load_f16,
     load_f32,
     load_f32x16,
-    load_i8,
     load_i32,
     load_i64,
-    load_u8,
     max_lanes,
     maximum,
     round_even,
@@ -51,7 +44,7 @@ from kukri.kernels.cpu.simd import (
     to_f16_range,
     to_i32,
 )
-from kukri.kernels.cpu.state import N_TOKENS, POSITIONS, SLOTS, TOKEN_IDS
+from kukri.kernels.cpu.state import N_TOKENS, POSITIONS, SLOTS
 
 
 @device
@@ -72,70 +65,6 @@ def stop_row(tile, n_rows):
     return tile + 1 if n_rows <= TOKENS else min(tile * TOKENS + TOKENS, n_rows)
 
 
-# --- embedding ----------------------------------------------------------------------------------------
-
-
-@device
-def _embed_q4_0(source, target):
-    d = load_f16(source)
-    for j in range(16):
-        byte = load_u8(source + 2 + j)
-        store_f32(target + 4 * j, d * ((byte & 15) - 8))
-        store_f32(target + 64 + 4 * j, d * ((byte >> 4) - 8))
-
-
-@device
-def _embed_q4_1(source, target):
-    d = load_f16(source)
-    m = load_f16(source + 2)
-    for j in range(16):
-        byte = load_u8(source + 4 + j)
-        store_f32(target + 4 * j, d * (byte & 15) + m)
-        store_f32(target + 64 + 4 * j, d * (byte >> 4) + m)
-
-
-@device
-def _embed_q8_0(source, target):
-    d = load_f16(source)
-    for j in range(32):
-        store_f32(target + 4 * j, d * load_i8(source + 2 + j))
-
-
-@device
-def _embed_f32(source, target):
-    store_f32(target, load_f32(source))
-
-
-@device
-def _embed_f16(source, target):
-    store_f32(target, load_f16(source))
-
-
-@device
-def _embed_bf16(source, target):
-    store_f32(target, load_bf16(source))
-
-
-def _make_embed(block: Any, weight_type: str) -> KernelSource:
-    layout = LAYOUTS[weight_type]
-    block_bytes, target_step = layout.block_bytes, 4 * layout.block_size
-
-    def embed(tile, batch, w, n_blocks, y, y_stride):
-        """y[t] = the row of `w` (as in the file) for token t."""
-        n_rows = load_i64(batch + N_TOKENS)
-        if tile < 0:
-            return row_tiles(n_rows)
-        token_ids = load_i64(batch + TOKEN_IDS)
-        for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-            source = w + load_i32(token_ids + 4 * row) * (n_blocks * block_bytes)
-            target = y + row * y_stride
-            for b in range(n_blocks):
-                block(source + b * block_bytes, target + b * target_step)
-        return 0
-
-    return KernelSource(f"embed_{weight_type}", embed)
-
-
 # --- activation panels --------------------------------------------------------------------------------
 
 
@@ -149,10 +78,12 @@ def quantize_block(a, b, target, lane):
     high = to_i32(round_even(b * splat(inverse)))
     store_words(target + 4 * lane, low)
     store_words(target + 128 + 4 * lane, high)
-    total = sum_lanes_i32(low) + sum_lanes_i32(high)
+    first = sum_lanes_i32(low)
+    last = sum_lanes_i32(high)
     store_f32(target + Q8_SCALES + 4 * lane, scale)
-    store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
-    store_i32(target + Q8_NEGATIVE_SUMS + 4 * lane, -total)
+    store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * (first + last))
+    store_i32(target + Q8_NEGATIVE_SUMS + 4 * lane, -first)
+    store_i32(target + Q8_NEGATIVE_SUMS + 32 + 4 * lane, -last)
     return scale, inverse
 
 
@@ -176,20 +107,21 @@ def panel_q8(tile, rows, x, x_stride, n, panels):
 
 
 def panel_q8x2(tile, rows, x, x_stride, n, panels):
-    """Quantizes rows of n float32 to q8x2 panels: each block, then what its int8 left over."""
+    """Quantizes rows of n float32 to q8x2 panels: all blocks, then what their int8 left over."""
     n_rows = load_i64(rows)
     if tile < 0:
         return row_tiles(n_rows)
+    term_bytes = n // Q8_BLOCK * Q8_BLOCK_BYTES
     for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        target = panels + (row >> 3) * (n // Q8_BLOCK * 2 * Q8_BLOCK_BYTES)
+        target = panels + (row >> 3) * (2 * term_bytes)
         for i in range(0, 4 * n, 4 * Q8_BLOCK):
             low = load_f32x16(x + row * x_stride + i)
             high = load_f32x16(x + row * x_stride + i + 64)
             scale, inverse = quantize_block(low, high, target, row & 7)
             low = fma(round_even(low * splat(inverse)), splat(-scale), low)
             high = fma(round_even(high * splat(inverse)), splat(-scale), high)
-            quantize_block(low, high, target + Q8_BLOCK_BYTES, row & 7)
-            target += 2 * Q8_BLOCK_BYTES
+            quantize_block(low, high, target + term_bytes, row & 7)
+            target += Q8_BLOCK_BYTES
     return 0
 
 
@@ -340,17 +272,7 @@ def gather_rows(tile, rows, indices, x, x_stride, n, y, y_stride):
     return 0
 
 
-_EMBEDDINGS = {
-    "F32": _embed_f32,
-    "F16": _embed_f16,
-    "BF16": _embed_bf16,
-    "Q4_0": _embed_q4_0,
-    "Q4_1": _embed_q4_1,
-    "Q8_0": _embed_q8_0,
-}
-
-KERNELS = {f"embed_{name}": _make_embed(block, name) for name, block in _EMBEDDINGS.items()}
-KERNELS |= {
+KERNELS = {
     kernel.__name__: KernelSource(kernel.__name__, kernel)
     for kernel in (panel_q8, panel_q8x2, panel_f32, rms_norm, silu_mul, rope_store, gather_rows)
 }

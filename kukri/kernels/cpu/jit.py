@@ -28,7 +28,16 @@ from platformdirs import user_cache_dir
 from kukri.kernels.cpu.features import cpu_target
 
 # Modules that hold kernels, in the order in which they are searched for a name.
-_KERNEL_MODULES = ("threads", "batch", "elementwise", "linear", "attention", "sample", "pack_kernels")
+_KERNEL_MODULES = (
+    "threads",
+    "batch",
+    "embedding",
+    "elementwise",
+    "linear",
+    "attention",
+    "sample",
+    "pack_kernels",
+)
 
 
 @dataclass(frozen=True)

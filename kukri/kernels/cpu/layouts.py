@@ -12,12 +12,13 @@ Activations come in *panels* of 8 tokens. For int8 ("q8") a panel holds per bloc
     8 x 8 x 4 bytes   inputs 4g to 4g + 3 of token 0, of token 1, … for g = 0 to 7 (int8)
     8 x 4 bytes       scale s of each token (float32): x is about s * int8
     8 x 4 bytes       s * sum of the block's int8, for weights with a min (float32)
-    8 x 4 bytes       -(sum of the block's int8), for weights with an offset (int32)
+    8 x 4 bytes       -(sum of the first 16 int8), for weights with an offset (int32)
+    8 x 4 bytes       -(sum of the last 16 int8)
 
-A panel of two terms ("q8x2") has, per block, a second such record: what the first left over, quantized
-again. The rows that become logits are taken so: their error would reach the logits undamped.
+A panel of two terms ("q8x2") has all blocks a second time: what the first left over, quantized again. The
+rows that become logits are taken so: their error would reach the logits undamped.
 
-For float weights ("f32") a panel is 8 x 4 bytes per input: that input of each token.
+For float weights ("f32") a panel is just 8 x 4 bytes per input: that input of each token.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ TOKENS = 8  # tokens of an activation panel
 Q8_BLOCK = 32
 Q8_SCALES = 256
 Q8_SCALED_SUMS = 288
-Q8_NEGATIVE_SUMS = 320
-Q8_BLOCK_BYTES = 352
+Q8_NEGATIVE_SUMS = 320  # of the first half; the second's follow 32 bytes later
+Q8_BLOCK_BYTES = 384
 F32_INPUT_BYTES = 4 * TOKENS
 
 PanelKind = Literal["q8", "q8x2", "f32"]
@@ -40,27 +41,39 @@ PanelKind = Literal["q8", "q8x2", "f32"]
 
 @dataclass(frozen=True)
 class TileLayout:
-    """How one weight type is packed: where a block's 4-byte words and float16s lie in the file."""
+    """How one weight type is packed. A block in the file is a run of 4-byte words and a run of float16s."""
 
     block_size: int  # inputs of a block
     block_bytes: int  # of one row, in the file
-    words: tuple[int, ...]  # byte offsets of 4-byte words
-    halves: tuple[int, ...]  # byte offsets of 2-byte values
-    panel: PanelKind  # the form activations take
+    word: int = 0  # byte offset of the first word
+    n_words: int = 0
+    half: int = 0  # byte offset of the first float16
+    n_halves: int = 0
+    panel: PanelKind = "q8"  # the form activations take
+    bit_word: int = -1  # a word of 32 single bits, turned so that bit 8b + j is that of input 4j + b
 
     @property
     def tile_block_bytes(self) -> int:
         """Bytes of one block of a weight tile: what the file has for these 16 rows."""
-        return ROWS * (4 * len(self.words) + 2 * len(self.halves))
+        return ROWS * (4 * self.n_words + 2 * self.n_halves)
 
 
 LAYOUTS: dict[str, TileLayout] = {
-    "F32": TileLayout(1, 4, words=(0,), halves=(), panel="f32"),
-    "F16": TileLayout(1, 2, words=(), halves=(0,), panel="f32"),
-    "BF16": TileLayout(1, 2, words=(), halves=(0,), panel="f32"),
-    "Q4_0": TileLayout(32, 18, words=(2, 6, 10, 14), halves=(0,), panel="q8"),
-    "Q4_1": TileLayout(32, 20, words=(4, 8, 12, 16), halves=(0, 2), panel="q8"),
-    "Q8_0": TileLayout(32, 34, words=tuple(range(2, 34, 4)), halves=(0,), panel="q8"),
+    "F32": TileLayout(1, 4, n_words=1, panel="f32"),
+    "F16": TileLayout(1, 2, n_halves=1, panel="f32"),
+    "BF16": TileLayout(1, 2, n_halves=1, panel="f32"),
+    "Q4_0": TileLayout(32, 18, word=2, n_words=4, n_halves=1),
+    "Q4_1": TileLayout(32, 20, word=4, n_words=4, n_halves=2),
+    "Q5_0": TileLayout(32, 22, word=2, n_words=5, n_halves=1, bit_word=0),
+    "Q5_1": TileLayout(32, 24, word=4, n_words=5, n_halves=2, bit_word=0),
+    "Q8_0": TileLayout(32, 34, word=2, n_words=8, n_halves=1),
+    "Q2_K": TileLayout(256, 84, n_words=20, half=80, n_halves=2),
+    "Q3_K": TileLayout(256, 110, n_words=27, half=108, n_halves=1),
+    "Q4_K": TileLayout(256, 144, word=4, n_words=35, n_halves=2),
+    "Q5_K": TileLayout(256, 176, word=4, n_words=43, n_halves=2),
+    "Q6_K": TileLayout(256, 210, n_words=52, half=208, n_halves=1),
+    "IQ4_NL": TileLayout(32, 18, word=2, n_words=4, n_halves=1),
+    "IQ4_XS": TileLayout(256, 136, word=4, n_words=33, n_halves=2),
 }
 
 

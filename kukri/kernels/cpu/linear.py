@@ -4,8 +4,7 @@ Every output is summed block by block along the input, whatever the number of to
 not depend on its batch mates, on the tile it lands in or on the thread. Integers inside a block are exact;
 the block's sum is folded into float32 by one multiply and one fused multiply-add.
 
-A weight type is one *block function*: (out, w, x) -> out after one block, where `out` is a tile of one
-vector (16 rows) per token, `w` the address of the block in the weight tile, `x` in the panel.
+The arithmetic of a weight type is its block function, in blocks.py.
 """
 
 from __future__ import annotations
@@ -13,113 +12,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kukri.kernels.cpu.blocks import BLOCK_FUNCTIONS
 from kukri.kernels.cpu.jit import KernelSource
-from kukri.kernels.cpu.layouts import (
-    F32_INPUT_BYTES,
-    LAYOUTS,
-    Q8_BLOCK_BYTES,
-    Q8_NEGATIVE_SUMS,
-    Q8_SCALED_SUMS,
-    Q8_SCALES,
-    ROWS,
-    TOKENS,
-)
-from kukri.kernels.cpu.simd import (
-    device,
-    high_nibbles,
-    load_bf16x16,
-    load_f16x16,
-    load_f32x16,
-    load_i64,
-    load_u8x64,
-    low_nibbles,
-    signed_dot_shift,
-    tile_add,
-    tile_dot4,
-    tile_dot4_signed,
-    tile_fma,
-    tile_fold,
-    tile_offset_start,
-    tile_store,
-    tile_zeros_f32,
-    tile_zeros_like,
-)
+from kukri.kernels.cpu.layouts import LAYOUTS, ROWS, TOKENS, panel_bytes
+from kukri.kernels.cpu.simd import device, load_i64, tile_add, tile_store, tile_zeros_f32
 
-_GROUP = 4 * TOKENS  # bytes from one group of 4 inputs to the next in a q8 panel
-_SIGNED_SHIFT = signed_dot_shift()
 _CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
 _ROW_TILES_PER_CLAIM = 4
 
 
-@device
-def _dot_nibbles(acc, w, x):
-    """acc += the block's 32 nibbles: byte 4j+b of a row holds input 4j+b (low) and 16+4j+b (high)."""
-    for j in range(4):
-        packed = load_u8x64(w + 64 * j)
-        acc = tile_dot4(acc, low_nibbles(packed), x + j * _GROUP, 4)
-        acc = tile_dot4(acc, high_nibbles(packed), x + (4 + j) * _GROUP, 4)
-    return acc
-
-
-@device
-def _block_q4_0(out, w, x):
-    # weights are d * (q - 8): start at -8 times the sum of the inputs
-    acc = tile_offset_start(out, x + Q8_NEGATIVE_SUMS, 3)
-    acc = _dot_nibbles(acc, w, x)
-    return tile_fold(out, acc, load_f16x16(w + 256), x + Q8_SCALES)
-
-
-@device
-def _block_q4_1(out, w, x):
-    # weights are d * q + m: the min meets the scaled sum of the inputs
-    acc = _dot_nibbles(tile_zeros_like(out), w, x)
-    out = tile_fold(out, acc, load_f16x16(w + 256), x + Q8_SCALES)
-    return tile_fma(out, load_f16x16(w + 288), x + Q8_SCALED_SUMS, 4)
-
-
-@device
-def _block_q8_0(out, w, x):
-    acc = tile_offset_start(out, x + Q8_NEGATIVE_SUMS, _SIGNED_SHIFT)
-    for j in range(8):
-        acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x + j * _GROUP, 4)
-    return tile_fold(out, acc, load_f16x16(w + 512), x + Q8_SCALES)
-
-
-@device
-def _block_f32(out, w, x):
-    return tile_fma(out, load_f32x16(w), x, 4)
-
-
-@device
-def _block_f16(out, w, x):
-    return tile_fma(out, load_f16x16(w), x, 4)
-
-
-@device
-def _block_bf16(out, w, x):
-    return tile_fma(out, load_bf16x16(w), x, 4)
-
-
-def _in_two_terms(block: Any) -> Any:
-    @device
-    def both_terms(out, w, x):
-        """The block function for q8x2 panels."""
-        return block(block(out, w, x), w, x + Q8_BLOCK_BYTES)
-
-    return both_terms
-
-
-def _make_linear(name: str, block: Any, w_step: int, x_step: int) -> KernelSource:
-    """A kernel from a block function and the bytes of a block in weight tiles and panels."""
+def _make_linear(weight_type: str, two_terms: bool) -> KernelSource:
+    """The kernel of a weight type, for panels of one term or (q8x2) two."""
+    layout, block = LAYOUTS[weight_type], BLOCK_FUNCTIONS[weight_type]
+    w_step, x_step = layout.tile_block_bytes, panel_bytes(layout.panel, layout.block_size)
+    name = f"linear_{weight_type}" + ("_x2" if two_terms else "")
 
     def make_row_tile(n: int) -> Callable[..., Any]:
         @device
         def row_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
             """16 rows times `count` <= n tokens of one panel."""
             out = tile_zeros_f32(n)
+            term_step = n_blocks * x_step  # from a block's first term to its second
             for _ in range(n_blocks):
                 out = block(out, w, x)
+                if two_terms:
+                    out = block(out, w, x + term_step)
                 w += w_step
                 x += x_step
             if bias != 0:
@@ -147,7 +65,7 @@ def _make_linear(name: str, block: Any, w_step: int, x_step: int) -> KernelSourc
         first_row = (tile % n_row_claims) * per_claim
         first_panel = (tile // n_row_claims) * _PANELS_PER_CLAIM
         stop_row = min(first_row + per_claim, n_row_tiles)
-        panel_step = n_blocks * x_step
+        panel_step = n_blocks * x_step * (2 if two_terms else 1)
         for panel in range(first_panel, min(first_panel + _PANELS_PER_CLAIM, n_panels)):
             token = panel * TOKENS
             count = min(n_tokens - token, TOKENS)
@@ -170,22 +88,8 @@ def _make_linear(name: str, block: Any, w_step: int, x_step: int) -> KernelSourc
     return KernelSource(name, linear)
 
 
-_BLOCKS = {
-    "F32": _block_f32,
-    "F16": _block_f16,
-    "BF16": _block_bf16,
-    "Q4_0": _block_q4_0,
-    "Q4_1": _block_q4_1,
-    "Q8_0": _block_q8_0,
-}
-
 KERNELS: dict[str, KernelSource] = {}
-for _type, _block in _BLOCKS.items():
-    _step = LAYOUTS[_type].tile_block_bytes
-    if LAYOUTS[_type].panel == "f32":
-        KERNELS[f"linear_{_type}"] = _make_linear(f"linear_{_type}", _block, _step, F32_INPUT_BYTES)
-    else:
-        KERNELS[f"linear_{_type}"] = _make_linear(f"linear_{_type}", _block, _step, Q8_BLOCK_BYTES)
-        KERNELS[f"linear_{_type}_x2"] = _make_linear(
-            f"linear_{_type}_x2", _in_two_terms(_block), _step, 2 * Q8_BLOCK_BYTES
-        )
+for _type in BLOCK_FUNCTIONS:
+    for _two_terms in (False,) if LAYOUTS[_type].panel == "f32" else (False, True):
+        _source = _make_linear(_type, _two_terms)
+        KERNELS[_source.name] = _source

@@ -59,10 +59,11 @@ def pack(weights: Sequence[Weight], pool: ThreadPool) -> PackedWeight:
         n_row_tiles=n_row_tiles,
         n_blocks=n_blocks,
         block_bytes=layout.block_bytes,
-        word=layout.words[0] if layout.words else 0,
-        n_words=len(layout.words),
-        half=layout.halves[0] if layout.halves else 0,
-        n_halves=len(layout.halves),
+        word=layout.word,
+        n_words=layout.n_words,
+        bit_word=layout.bit_word,
+        half=layout.half,
+        n_halves=layout.n_halves,
         out=address_of(tiles),
     )
     for w in weights:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
@@ -487,6 +487,84 @@ def high_nibbles(builder: Any, a: Any) -> Any:
     return builder.lshr(a, _constant(U8x64.llvm, 4))
 
 
+@_operation(U8x64, U8x64, types.int64, types.int64, types.int64)
+def byte_bits(builder: Any, a: Any, right: Any, mask: Any, left: Any) -> Any:
+    """((a >> right) & mask) << left in each byte."""
+    right, mask, left = (_splat(builder, builder.trunc(v, _I8), 64) for v in (right, mask, left))
+    return builder.shl(builder.and_(builder.lshr(a, right), mask), left)
+
+
+@_operation(U8x64, U8x64, U8x64)
+def either(builder: Any, a: Any, b: Any) -> Any:
+    """a | b."""
+    return builder.or_(a, b)
+
+
+@_operation(I32x16, I32x16, types.int64, types.int64, types.int64)
+def word_bits(builder: Any, a: Any, right: Any, mask: Any, left: Any) -> Any:
+    """((a >> right) & mask) << left in each 4-byte word."""
+    right, mask, left = (_splat(builder, builder.trunc(v, _I32)) for v in (right, mask, left))
+    return builder.shl(builder.and_(builder.lshr(a, right), mask), left)
+
+
+@_operation(I32x16, I32x16, I32x16)
+def either_word(builder: Any, a: Any, b: Any) -> Any:
+    """a | b."""
+    return builder.or_(a, b)
+
+
+@_operation(F32x16, I32x16)
+def words_to_f32(builder: Any, words: Any) -> Any:
+    """float(word)."""
+    return builder.sitofp(words, F32x16.llvm)
+
+
+@_operation(F32x16, I32x16, types.int64, types.int64)
+def byte_to_f32(builder: Any, words: Any, k: Any, offset: Any) -> Any:
+    """float(byte k of each word + offset)."""
+    shift = _splat(builder, builder.trunc(builder.mul(k, _I64(8)), _I32))
+    byte = builder.and_(builder.lshr(words, shift), _constant(I32x16.llvm, 255))
+    return builder.sitofp(builder.add(byte, _splat(builder, builder.trunc(offset, _I32))), F32x16.llvm)
+
+
+@_operation(F32x16, I32x16, types.int64)
+def signed_byte_to_f32(builder: Any, words: Any, k: Any) -> Any:
+    """float(byte k of each word, as int8)."""
+    left = _splat(builder, builder.trunc(builder.sub(_I64(24), builder.mul(k, _I64(8))), _I32))
+    byte = builder.ashr(builder.shl(words, left), _constant(I32x16.llvm, 24))
+    return builder.sitofp(byte, F32x16.llvm)
+
+
+@_operation(I32x16, types.int64)
+def load_u16x16(builder: Any, address: Any) -> Any:
+    """16 uint16, widened to int32."""
+    bits = builder.load(_pointer(builder, address, ir.VectorType(_I16, 16)), align=1)
+    return builder.zext(bits, I32x16.llvm)
+
+
+def look_up(table: Sequence[int]) -> Any:
+    """An operation: for each byte (0 to 15) its entry in a table of 16 signed bytes."""
+
+    @_operation(U8x64, U8x64)
+    def look_up_bytes(builder: Any, indices: Any) -> Any:
+        """The table's entries for 64 indices."""
+        lowering = cpu_target().lowering
+        if lowering == "generic":
+            result = _constant(U8x64.llvm, 0)
+            for i, entry in enumerate(table):
+                is_entry = builder.icmp_unsigned("==", indices, _constant(U8x64.llvm, i))
+                result = builder.select(is_entry, _constant(U8x64.llvm, entry), result)
+            return result
+        if lowering == "avx512vnni":
+            tables = ir.Constant(U8x64.llvm, [*table] * 4)
+            return _call(builder, "llvm.x86.avx512.pshuf.b.512", U8x64.llvm, tables, indices)
+        half = ir.Constant(ir.VectorType(_I8, 32), [*table] * 2)
+        halves = _split(builder, indices)
+        return _join(builder, *(_call(builder, "llvm.x86.avx2.pshuf.b", half.type, half, i) for i in halves))
+
+    return look_up_bytes
+
+
 for _symbol, _name in (
     (operator.add, "fadd"),
     (operator.sub, "fsub"),
@@ -646,6 +724,19 @@ def tile_offset_start(builder: Any, n: int, tile: Any, address: Any, shift: Any)
     return _each(builder, n, I32x16.llvm, start)
 
 
+@_tile_operation(_same, types.int64, types.int64)
+def tile_offset_add(builder: Any, n: int, acc: Any, address: Any, shift: Any) -> Any:
+    """acc[i] += (int32 at address + 4i) << shift; nothing for shift -1."""
+
+    def step(i: int) -> Any:
+        value = builder.load(_pointer(builder, _at(builder, address, 4 * i), _I32), align=4)
+        shifted = builder.shl(value, builder.trunc(shift, _I32))
+        kept = builder.select(builder.icmp_signed("<", shift, _I64(0)), _I32(0), shifted)
+        return builder.add(builder.extract_value(acc, i), _splat(builder, kept))
+
+    return _each(builder, n, I32x16.llvm, step)
+
+
 def _tile_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
     def emit(builder: Any, n: int, acc: Any, w: Any, address: Any, stride: Any) -> Any:
         def step(i: int) -> Any:
@@ -694,14 +785,17 @@ def tile_fold(builder: Any, n: int, out: Any, acc: Any, scale: Any, address: Any
     return _each(builder, n, F32x16.llvm, step)
 
 
-@intrinsic(prefer_literal=True)
-def tile_get(context: Any, tile: Any, i: Any) -> Any:
-    """Entry `i` (a literal) of a tile."""
+@_tile_operation(_same, F32x16, types.int64, types.int64)
+def tile_take_min(builder: Any, n: int, out: Any, low: Any, sums: Any, scales: Any) -> Any:
+    """out[i] += low * (float32 at scales + 4i) * float(int32 at sums + 4i): the mins of half a block."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.extract_value(values[0], i.literal_value)
+    def step(i: int) -> Any:
+        total = builder.load(_pointer(builder, _at(builder, sums, 4 * i), _I32), align=4)
+        scale = builder.load(_pointer(builder, _at(builder, scales, 4 * i), _F32), align=4)
+        x = _splat(builder, builder.fmul(builder.sitofp(total, _F32), scale))
+        return _call(builder, "llvm.fma.v16f32", F32x16.llvm, low, x, builder.extract_value(out, i))
 
-    return tile.vec(tile, i), generate
+    return _each(builder, n, F32x16.llvm, step)
 
 
 @_tile_operation(lambda tile: types.void, types.int64, types.int64, types.int64)

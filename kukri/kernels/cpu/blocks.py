@@ -1,0 +1,367 @@
+"""The arithmetic of each weight type: block functions, from which `linear` makes its kernels.
+
+A block function is (out, w, x) -> out after one block: `out` is a tile of one vector (16 rows) per token, `w`
+the address of the block in the weight tile, `x` that of its inputs in the panel. Byte layouts of the blocks
+are drawn in `kukri.quant.blocks`; in a tile, word j of a block is the 64 bytes at 64 j: 4 bytes of each row.
+"""
+
+from __future__ import annotations
+
+from kukri.kernels.cpu.layouts import (
+    Q8_BLOCK_BYTES,
+    Q8_NEGATIVE_SUMS,
+    Q8_SCALED_SUMS,
+    Q8_SCALES,
+    TOKENS,
+)
+from kukri.kernels.cpu.simd import (
+    byte_bits,
+    byte_to_f32,
+    device,
+    either,
+    either_word,
+    high_nibbles,
+    load_bf16x16,
+    load_f16x16,
+    load_f32x16,
+    load_i32x16,
+    load_u8x64,
+    load_u16x16,
+    look_up,
+    low_nibbles,
+    signed_byte_to_f32,
+    signed_dot_shift,
+    splat,
+    tile_dot4,
+    tile_dot4_signed,
+    tile_fma,
+    tile_fold,
+    tile_offset_add,
+    tile_offset_start,
+    tile_take_min,
+    tile_zeros_like,
+    word_bits,
+    words_to_f32,
+)
+from kukri.quant.blocks import IQ4_VALUES
+
+_GROUP = 4 * TOKENS  # bytes from one group of 4 inputs to the next in a q8 panel
+_LAST_SUMS = Q8_NEGATIVE_SUMS + 4 * TOKENS
+_SIGNED_SHIFT = signed_dot_shift()
+_iq4_values = look_up([int(value) for value in IQ4_VALUES])
+
+# --- float weights ---
+
+
+@device
+def _f32(out, w, x):
+    return tile_fma(out, load_f32x16(w), x, 4)
+
+
+@device
+def _f16(out, w, x):
+    return tile_fma(out, load_f16x16(w), x, 4)
+
+
+@device
+def _bf16(out, w, x):
+    return tile_fma(out, load_bf16x16(w), x, 4)
+
+
+# --- blocks of 32 ---
+
+
+@device
+def _offset_start(out, x, shift):
+    """-(sum of the block's inputs) << shift: what weights q - 2^shift begin with."""
+    return tile_offset_add(tile_offset_start(out, x + Q8_NEGATIVE_SUMS, shift), x + _LAST_SUMS, shift)
+
+
+@device
+def _dot_nibbles(acc, w, x):
+    """acc += 32 nibbles: byte 4j+b of a row holds input 4j+b (low) and 16+4j+b (high)."""
+    for j in range(4):
+        packed = load_u8x64(w + 64 * j)
+        acc = tile_dot4(acc, low_nibbles(packed), x + j * _GROUP, 4)
+        acc = tile_dot4(acc, high_nibbles(packed), x + (4 + j) * _GROUP, 4)
+    return acc
+
+
+@device
+def _dot_five_bits(acc, w, x):
+    """acc += 32 nibbles and fifth bits: word 0 holds the bits (turned when packed), then the nibbles."""
+    bits = load_u8x64(w)
+    for j in range(4):
+        packed = load_u8x64(w + 64 + 64 * j)
+        low = either(low_nibbles(packed), byte_bits(bits, j, 1, 4))
+        high = either(high_nibbles(packed), byte_bits(bits, 4 + j, 1, 4))
+        acc = tile_dot4(acc, low, x + j * _GROUP, 4)
+        acc = tile_dot4(acc, high, x + (4 + j) * _GROUP, 4)
+    return acc
+
+
+@device
+def _q4_0(out, w, x):
+    acc = _dot_nibbles(_offset_start(out, x, 3), w, x)
+    return tile_fold(out, acc, load_f16x16(w + 256), x + Q8_SCALES)
+
+
+@device
+def _q4_1(out, w, x):
+    acc = _dot_nibbles(tile_zeros_like(out), w, x)
+    out = tile_fold(out, acc, load_f16x16(w + 256), x + Q8_SCALES)
+    return tile_fma(out, load_f16x16(w + 288), x + Q8_SCALED_SUMS, 4)
+
+
+@device
+def _q5_0(out, w, x):
+    acc = _dot_five_bits(_offset_start(out, x, 4), w, x)
+    return tile_fold(out, acc, load_f16x16(w + 320), x + Q8_SCALES)
+
+
+@device
+def _q5_1(out, w, x):
+    acc = _dot_five_bits(tile_zeros_like(out), w, x)
+    out = tile_fold(out, acc, load_f16x16(w + 320), x + Q8_SCALES)
+    return tile_fma(out, load_f16x16(w + 352), x + Q8_SCALED_SUMS, 4)
+
+
+@device
+def _q8_0(out, w, x):
+    acc = _offset_start(out, x, _SIGNED_SHIFT)
+    for j in range(8):
+        acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x + j * _GROUP, 4)
+    return tile_fold(out, acc, load_f16x16(w + 512), x + Q8_SCALES)
+
+
+@device
+def _dot_iq4(out, w, x):
+    """32 looked-up values, as a tile of integer sums."""
+    acc = _offset_start(out, x, _SIGNED_SHIFT)
+    for j in range(4):
+        packed = load_u8x64(w + 64 * j)
+        acc = tile_dot4_signed(acc, _iq4_values(low_nibbles(packed)), x + j * _GROUP, 4)
+        acc = tile_dot4_signed(acc, _iq4_values(high_nibbles(packed)), x + (4 + j) * _GROUP, 4)
+    return acc
+
+
+@device
+def _iq4_nl(out, w, x):
+    return tile_fold(out, _dot_iq4(out, w, x), load_f16x16(w + 256), x + Q8_SCALES)
+
+
+# --- blocks of 256, in 8 groups of 32 inputs: a group's panel block is Q8_BLOCK_BYTES further ---
+
+
+@device
+def _iq4_xs(out, w, x):
+    # word 0: low 4 bits of the group scales, words 1 to 32: nibbles, then d and the scales' top 2 bits
+    low_bits = load_i32x16(w)
+    d = load_f16x16(w + 2112)
+    high_bits = load_u16x16(w + 2144)
+    for g in range(8):
+        scale = either_word(word_bits(low_bits, 4 * g, 15, 0), word_bits(high_bits, 2 * g, 3, 4))
+        acc = _dot_iq4(out, w + 64 + 256 * g, x)
+        out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x + Q8_SCALES)
+        x += Q8_BLOCK_BYTES
+    return out
+
+
+@device
+def _low_scales(w, j):
+    """Scales (j = 0) or mins (j = 1) of groups 0 to 3, a byte each, from the 12 bytes of Q4_K and Q5_K."""
+    return word_bits(load_i32x16(w + 64 * j), 0, 0x3F3F3F3F, 0)
+
+
+@device
+def _high_scales(w, j):
+    """Those of groups 4 to 7."""
+    low = word_bits(load_i32x16(w + 128), 4 * j, 0x0F0F0F0F, 0)
+    return either_word(low, word_bits(load_i32x16(w + 64 * j), 6, 0x03030303, 4))
+
+
+@device
+def _fold_with_min(out, acc, d, scales, dmin, mins, g, x):
+    out = tile_fold(out, acc, d * byte_to_f32(scales, g & 3, 0), x + Q8_SCALES)
+    return tile_fma(out, dmin * byte_to_f32(mins, g & 3, 0), x + Q8_SCALED_SUMS, 4)
+
+
+@device
+def _q4_k_pair(out, w, x, g, d, scales, dmin, mins):
+    """Groups g and g + 1, whose nibbles share 8 words at w."""
+    low = tile_zeros_like(out)
+    high = tile_zeros_like(out)
+    for j in range(8):
+        packed = load_u8x64(w + 64 * j)
+        low = tile_dot4(low, low_nibbles(packed), x + j * _GROUP, 4)
+        high = tile_dot4(high, high_nibbles(packed), x + Q8_BLOCK_BYTES + j * _GROUP, 4)
+    out = _fold_with_min(out, low, d, scales, dmin, mins, g, x)
+    return _fold_with_min(out, high, d, scales, dmin, mins, g + 1, x + Q8_BLOCK_BYTES)
+
+
+@device
+def _q4_k(out, w, x):
+    # words 0 to 2: scales and mins, 3 to 34: nibbles, then d and dmin
+    d = load_f16x16(w + 2240)
+    dmin = splat(0.0) - load_f16x16(w + 2272)
+    scales = _low_scales(w, 0)
+    mins = _low_scales(w, 1)
+    for g in range(0, 4, 2):
+        out = _q4_k_pair(out, w + 192 + 256 * g, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+    scales = _high_scales(w, 0)
+    mins = _high_scales(w, 1)
+    for g in range(4, 8, 2):
+        out = _q4_k_pair(out, w + 192 + 256 * g, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+    return out
+
+
+@device
+def _q5_k_pair(out, w, bits, x, g, d, scales, dmin, mins):
+    """Groups g and g + 1: nibbles at w, fifth bits at bit g and g + 1 of the 8 words at `bits`."""
+    low = tile_zeros_like(out)
+    high = tile_zeros_like(out)
+    for j in range(8):
+        packed = load_u8x64(w + 64 * j)
+        fifth = load_u8x64(bits + 64 * j)
+        low = tile_dot4(low, either(low_nibbles(packed), byte_bits(fifth, g, 1, 4)), x + j * _GROUP, 4)
+        high = tile_dot4(
+            high,
+            either(high_nibbles(packed), byte_bits(fifth, g + 1, 1, 4)),
+            x + Q8_BLOCK_BYTES + j * _GROUP,
+            4,
+        )
+    out = _fold_with_min(out, low, d, scales, dmin, mins, g, x)
+    return _fold_with_min(out, high, d, scales, dmin, mins, g + 1, x + Q8_BLOCK_BYTES)
+
+
+@device
+def _q5_k(out, w, x):
+    # words 0 to 2: scales and mins, 3 to 10: fifth bits, 11 to 42: nibbles, then d and dmin
+    d = load_f16x16(w + 2752)
+    dmin = splat(0.0) - load_f16x16(w + 2784)
+    bits = w + 192
+    scales = _low_scales(w, 0)
+    mins = _low_scales(w, 1)
+    for g in range(0, 4, 2):
+        out = _q5_k_pair(out, w + 704 + 256 * g, bits, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+    scales = _high_scales(w, 0)
+    mins = _high_scales(w, 1)
+    for g in range(4, 8, 2):
+        out = _q5_k_pair(out, w + 704 + 256 * g, bits, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+    return out
+
+
+# Q6_K, Q3_K and Q2_K have a scale for each 16 inputs: two integer sums a group
+
+
+@device
+def _q6_k_half_group(acc, low, shift, high, high_shift, x):
+    """acc += 16 weights of 4 low and 2 high bits: 4 words at `low` and at `high`."""
+    for j in range(4):
+        four = byte_bits(load_u8x64(low + 64 * j), shift, 15, 0)
+        two = byte_bits(load_u8x64(high + 64 * j), high_shift, 3, 4)
+        acc = tile_dot4(acc, either(four, two), x + j * _GROUP, 4)
+    return acc
+
+
+@device
+def _q6_k(out, w, x):
+    # words 0 to 31: low 4 bits, 32 to 47: high 2 bits, 48 to 51: int8 scales, then d
+    d = load_f16x16(w + 3328)
+    for half in range(2):
+        for g in range(4):
+            low = w + 1024 * half + 512 * (g & 1)
+            high = w + 2048 + 512 * half
+            first = tile_offset_start(out, x + Q8_NEGATIVE_SUMS, 5)
+            last = tile_offset_start(out, x + _LAST_SUMS, 5)
+            first = _q6_k_half_group(first, low, 4 * (g >> 1), high, 2 * g, x)
+            last = _q6_k_half_group(last, low + 256, 4 * (g >> 1), high + 256, 2 * g, x + 4 * _GROUP)
+            scales = load_i32x16(w + 3072 + 128 * half + 64 * (g >> 1))
+            out = tile_fold(out, first, d * signed_byte_to_f32(scales, 2 * (g & 1)), x + Q8_SCALES)
+            out = tile_fold(out, last, d * signed_byte_to_f32(scales, 2 * (g & 1) + 1), x + Q8_SCALES)
+            x += Q8_BLOCK_BYTES
+    return out
+
+
+@device
+def _q3_k_half_group(acc, low, shift, high, high_shift, x):
+    """acc += 16 weights of 2 low bits and a high one."""
+    for j in range(4):
+        two = byte_bits(load_u8x64(low + 64 * j), shift, 3, 0)
+        one = byte_bits(load_u8x64(high + 64 * j), high_shift, 1, 2)
+        acc = tile_dot4(acc, either(two, one), x + j * _GROUP, 4)
+    return acc
+
+
+@device
+def _q3_k_scales(w, k):
+    """Scales + 32 of half groups 4k to 4k + 3, a byte each, from the 12 bytes at word 24."""
+    low = word_bits(load_i32x16(w + 1536 + 64 * (k & 1)), 4 * (k >> 1), 0x0F0F0F0F, 0)
+    return either_word(low, word_bits(load_i32x16(w + 1664), 2 * k, 0x03030303, 4))
+
+
+@device
+def _q3_k(out, w, x):
+    # words 0 to 7: high bits, 8 to 23: low 2 bits, 24 to 26: scales, then d
+    d = load_f16x16(w + 1728)
+    for half in range(2):
+        for g in range(4):
+            low = w + 512 + 512 * half
+            first = tile_offset_start(out, x + Q8_NEGATIVE_SUMS, 2)
+            last = tile_offset_start(out, x + _LAST_SUMS, 2)
+            first = _q3_k_half_group(first, low, 2 * g, w, 4 * half + g, x)
+            last = _q3_k_half_group(last, low + 256, 2 * g, w + 256, 4 * half + g, x + 4 * _GROUP)
+            scales = _q3_k_scales(w, 2 * half + (g >> 1))
+            out = tile_fold(out, first, d * byte_to_f32(scales, 2 * (g & 1), -32), x + Q8_SCALES)
+            out = tile_fold(out, last, d * byte_to_f32(scales, 2 * (g & 1) + 1, -32), x + Q8_SCALES)
+            x += Q8_BLOCK_BYTES
+    return out
+
+
+@device
+def _q2_k_half_group(acc, low, shift, x):
+    """acc += 16 weights of 2 bits."""
+    for j in range(4):
+        acc = tile_dot4(acc, byte_bits(load_u8x64(low + 64 * j), shift, 3, 0), x + j * _GROUP, 4)
+    return acc
+
+
+@device
+def _q2_k(out, w, x):
+    # words 0 to 3: scales (low nibbles) and mins (high), 4 to 19: 2 bits each, then d and dmin
+    d = load_f16x16(w + 1280)
+    dmin = load_f16x16(w + 1312)
+    for half in range(2):
+        for g in range(4):
+            low = w + 256 + 512 * half
+            both = load_i32x16(w + 128 * half + 64 * (g >> 1))
+            scales = word_bits(both, 0, 0x0F0F0F0F, 0)
+            mins = word_bits(both, 4, 0x0F0F0F0F, 0)
+            k = 2 * (g & 1)
+            first = _q2_k_half_group(tile_zeros_like(out), low, 2 * g, x)
+            last = _q2_k_half_group(tile_zeros_like(out), low + 256, 2 * g, x + 4 * _GROUP)
+            out = tile_fold(out, first, d * byte_to_f32(scales, k, 0), x + Q8_SCALES)
+            out = tile_fold(out, last, d * byte_to_f32(scales, k + 1, 0), x + Q8_SCALES)
+            out = tile_take_min(out, dmin * byte_to_f32(mins, k, 0), x + Q8_NEGATIVE_SUMS, x + Q8_SCALES)
+            out = tile_take_min(out, dmin * byte_to_f32(mins, k + 1, 0), x + _LAST_SUMS, x + Q8_SCALES)
+            x += Q8_BLOCK_BYTES
+    return out
+
+
+BLOCK_FUNCTIONS = {
+    "F32": _f32,
+    "F16": _f16,
+    "BF16": _bf16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}
