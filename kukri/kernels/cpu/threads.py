@@ -105,7 +105,8 @@ def run_plan(tile, state):
         open_op(state, 0)
     n_done = 0  # tiles run here and not yet counted in DONE; always of the current op
     last_op = 0
-    waits = 0
+    waits = 0  # looks in a row that found nothing to do, all between steps or all within one
+    was_idle = False
     waiting_since = 0
     while True:
         n_threads = load_i64(state + N_ACTIVE)
@@ -124,6 +125,9 @@ def run_plan(tile, state):
         is_idle = (atomic_load(state + WORDS) >> 32) == IDLE
         if thread == 0 and is_idle:
             return 0
+        if is_idle != was_idle:
+            was_idle = is_idle
+            waits = 0
         waits += 1
         if waits < PAUSES_BEFORE_YIELD:
             spin_pause()
