@@ -2,15 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from kukri.errors import ConfigError
 
+ROPE_SCALINGS = ("linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE is stretched beyond the context a model was trained on. `kukri.models.rope` has the formulas.
+
+    Field names follow transformers where it has them (`rope_parameters`); each kind reads only its own.
+    """
+
+    kind: str  # one of ROPE_SCALINGS
+    factor: float = (
+        1.0  # linear, dynamic, yarn, llama3: the stretch; longrope: what its attention factor uses
+    )
+    original_context: int = 0  # tokens the model was trained on; 0 for linear, which needs none
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; None: the papers' formula
+    beta_fast: float = 32.0  # yarn: rotations in the original context above which nothing is interpolated
+    beta_slow: float = 1.0  # yarn: rotations below which everything is
+    truncate: bool = True  # yarn: round those bounds to whole dimensions
+    mscale: float = (
+        0.0  # yarn: DeepSeek's attention factor is get_mscale(mscale) / get_mscale(mscale_all_dim)
+    )
+    mscale_all_dim: float = 0.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    factors: tuple[float, ...] = ()  # llama3: divisors of each frequency where a file gives them
+    short_factors: tuple[float, ...] = ()  # longrope: divisors up to original_context
+    long_factors: tuple[float, ...] = ()  # longrope: divisors beyond
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on an unknown kind or numbers without a meaning."""
+        if self.kind not in ROPE_SCALINGS:
+            raise ConfigError(f"RoPE scaling {self.kind!r} is unknown: kukri runs {', '.join(ROPE_SCALINGS)}")
+        divisors = (*self.factors, *self.short_factors, *self.long_factors)
+        if not all(0 < number < math.inf for number in (self.factor, *divisors)):
+            raise ConfigError(f"the factors of {self.kind} RoPE scaling must be finite and above 0")
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise ConfigError(f"the attention factor must be above 0, not {self.attention_factor}")
+        if self.kind != "linear" and not self.factors and self.original_context < 1:
+            raise ConfigError(f"{self.kind} RoPE scaling needs the context the model was trained on")
+        if self.kind == "longrope" and not (self.short_factors and self.long_factors):
+            raise ConfigError("longrope RoPE scaling needs short and long factors")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                "llama3 RoPE scaling needs low_freq_factor below high_freq_factor, both above 0"
+            )
+        if self.kind == "yarn" and not 0 < self.beta_slow <= self.beta_fast:
+            raise ConfigError("yarn RoPE scaling needs beta_slow at most beta_fast, both above 0")
+
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: base frequency, and how many of a head's dimensions rotate.
+    """Rotary position embedding: base frequency, how many of a head's dimensions rotate, and the scaling.
 
     kukri always rotates dimension i with i + rotary_dim / 2 (half-split, as transformers does);
     files with interleaved rows are brought to that order when their weights are loaded.
@@ -18,6 +68,16 @@ class RopeConfig:
 
     theta: float = 10000.0
     rotary_dim: int = 0  # dimensions of a head that rotate, even
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError unless a list of factors has one for each frequency."""
+        s = self.scaling
+        for factors in (s.factors, s.short_factors, s.long_factors) if s else ():
+            if factors and len(factors) != self.rotary_dim // 2:
+                raise ConfigError(
+                    f"{len(factors)} RoPE factors for {self.rotary_dim // 2} rotary frequencies"
+                )
 
 
 @dataclass(frozen=True)
