@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.config import LayerConfig, ModelConfig
 from kukri.kernels.types import AttentionSpec, FloatArray, Ops, RopeTable, Tensor, Weight
 
 if TYPE_CHECKING:
@@ -146,13 +146,6 @@ class GatedMLP:
         up = ops.tap("mlp.hook_pre_linear", self.layer, up)
         hidden = ops.tap("mlp.hook_post", self.layer, ops.silu_mul(gate, up))
         return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
-
-
-def rope_table(rope: RopeConfig, max_context: int) -> RopeTable:
-    """The angles of theta^(-2i / rotary_dim), in transformers' rounding: float32 after each operation."""
-    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
-    powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
-    return RopeTable((1 / powers).astype(np.float64), max_context)
 
 
 def matrix_parameter(name: str, weight: Weight) -> Parameter:

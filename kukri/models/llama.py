@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.types import Ops, RopeTable, Tensor
-from kukri.models.layers import Attention, Embedding, GatedMLP, Linear, Parameter, RMSNorm, rope_table
+from kukri.models.layers import Attention, Embedding, GatedMLP, Linear, Parameter, RMSNorm
+from kukri.models.rope import rope_table
 
 if TYPE_CHECKING:
     from kukri.formats.weights import WeightSource

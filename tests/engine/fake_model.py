@@ -10,7 +10,7 @@ from kukri.config import PAGE_TOKENS, EngineConfig, LayerConfig, ModelConfig, Ro
 from kukri.engine import Engine
 from kukri.kernels.reference import ReferenceRowOps
 from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
-from kukri.models.layers import rope_table
+from kukri.models.rope import rope_table
 
 N_VOCAB = 50
 EOS = 7

@@ -20,7 +20,7 @@ from kukri.formats.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.kernels.types import Backend
 from kukri.models import load_model, tap_names
-from kukri.models.layers import rope_table
+from kukri.models.rope import rope_table
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -1,0 +1,118 @@
+"""RoPE's frequencies, plain and scaled beyond a model's training context: one pure function for each kind.
+
+Rounding is that of transformers' `ROPE_INIT_FUNCTIONS` (modeling_rope_utils.py): float32 after each
+operation.
+
+Two kinds depend on the length of a sequence in transformers, which recomputes them as a text grows, and so
+rotates the keys of one sequence by several tables. Here a table is fixed, and a token's key never depends on
+what comes later: both kinds use `max_context`, the longest sequence that the loaded model may see.
+Dynamic NTK takes the base of a sequence of that length; longrope takes its long factors where max_context
+exceeds the original context, its short factors otherwise. A smaller max_context gives the other table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.config import RopeConfig, RopeScaling
+from kukri.kernels.types import FloatArray, RopeTable
+
+_ONE = np.float32(1)
+
+
+def rope_table(rope: RopeConfig, max_context: int) -> RopeTable:
+    """The angles of positions below max_context, times the attention factor; filled when asked for."""
+    frequencies = inverse_frequencies(rope, max_context)
+    return RopeTable(frequencies.astype(np.float64), max_context, attention_factor(rope.scaling))
+
+
+def inverse_frequencies(rope: RopeConfig, max_context: int) -> FloatArray:
+    """Radians per token of each pair of dimensions, float32 [rotary_dim / 2]."""
+    scaling = rope.scaling
+    if scaling is None:
+        return _ONE / _powers(rope.theta, rope.rotary_dim)
+    if scaling.kind == "linear":
+        return _ONE / _powers(rope.theta, rope.rotary_dim) / np.float32(scaling.factor)
+    if scaling.kind == "dynamic":
+        return _ONE / _powers(_dynamic_theta(rope, scaling, max_context), rope.rotary_dim)
+    if scaling.kind == "longrope":
+        is_long = max_context > scaling.original_context
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return _ONE / (np.array(factors, np.float32) * _powers(rope.theta, rope.rotary_dim))
+    return _yarn(rope, scaling) if scaling.kind == "yarn" else _llama3(rope, scaling)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What cos and sin are multiplied by: sharper attention for YaRN and longrope, else 1."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    if scaling.kind == "longrope":  # Ding et al. 2024
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+    return _mscale(scaling.factor, 1.0)
+
+
+def _powers(theta: float, rotary_dim: int) -> FloatArray:
+    """theta^(2i / rotary_dim)."""
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    base = np.float64(np.float32(theta))  # torch rounds a number beside a float32 tensor
+    powers: FloatArray = np.power(base, exponents.astype(np.float64)).astype(np.float32)
+    return powers
+
+
+def _dynamic_theta(rope: RopeConfig, scaling: RopeScaling, max_context: int) -> float:
+    """The base that stretches the slowest frequency to max_context, and leaves the fastest alone."""
+    n_tokens = max(max_context, scaling.original_context)
+    stretch = scaling.factor * n_tokens / scaling.original_context - (scaling.factor - 1)
+    return float(rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)))
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1
+
+
+def _yarn(rope: RopeConfig, scaling: RopeScaling) -> FloatArray:
+    """Fast dimensions kept, slow ones divided by the factor, a ramp between (Peng et al. 2023, 3.2)."""
+    powers = _powers(rope.theta, rope.rotary_dim)
+    low, high = (_yarn_bound(rope, scaling, beta) for beta in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (np.arange(len(powers), dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    kept = _ONE - ramp.clip(0, 1)
+    frequencies: FloatArray = (
+        _ONE / (np.float32(scaling.factor) * powers) * (_ONE - kept) + _ONE / powers * kept
+    )
+    return frequencies
+
+
+def _yarn_bound(rope: RopeConfig, scaling: RopeScaling, n_rotations: float) -> float:
+    """The dimension pair that turns so many times within the original context."""
+    turns = scaling.original_context / (n_rotations * 2 * math.pi)
+    return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+
+def _llama3(rope: RopeConfig, scaling: RopeScaling) -> FloatArray:
+    """Slow frequencies divided by the factor, fast ones kept, a blend between (Llama 3.1)."""
+    plain = _ONE / _powers(rope.theta, rope.rotary_dim)
+    if scaling.factors:
+        given: FloatArray = np.array(scaling.factors, np.float32)
+        return np.divide(plain, given)
+    low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
+    factor, n_tokens = np.float32(scaling.factor), np.float32(scaling.original_context)
+    wavelengths: npt.NDArray[np.float32] = np.float32(2 * math.pi) / plain
+    blend = (n_tokens / wavelengths - low) / (high - low)
+    blended = (_ONE - blend) * plain / factor + blend * plain
+    slow, fast = wavelengths > n_tokens / low, wavelengths < n_tokens / high
+    frequencies: FloatArray = np.where(slow, plain / factor, np.where(fast, plain, blended))
+    return frequencies
