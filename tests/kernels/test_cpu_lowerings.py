@@ -1,4 +1,7 @@
-"""The kernel tests once more, compiled for other CPUs: each int8 dot product that this host can run."""
+"""The kernel tests once more, compiled for other CPUs: each int8 dot product that this host can run.
+
+Of the tests, those that reach every kernel and every weight type; all of them with `pytest -m slow`.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,19 @@ def runnable():
 @pytest.mark.parametrize("lowering", runnable())
 def test_kernels_under(lowering):
     """Would catch a lowering that saturates, drops a sign or converts float16 wrongly where only it runs."""
+    run_kernel_tests(
+        lowering, ["-k", "every_width or extreme or test_attention or silu or keeps_nan"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", runnable())
+def test_all_kernel_tests_under(lowering):
+    """Would catch what the choice above leaves out."""
+    run_kernel_tests(lowering, [])
+
+
+def run_kernel_tests(lowering, selection):
     name, features, _ = TARGETS[lowering]
     env = environment(name, features)
     check = "from kukri.kernels.cpu.features import cpu_target; print(cpu_target().lowering)"
@@ -47,7 +63,7 @@ def test_kernels_under(lowering):
     assert chosen.stdout.strip() == lowering
     tests = Path(__file__).with_name("test_cpu_ops.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *selection, str(tests)],
         env=env,
         capture_output=True,
         text=True,

@@ -297,7 +297,7 @@ def _half_to_float(builder: Any, bits: Any) -> Any:
 def _float_to_half(builder: Any, value: Any) -> Any:
     if cpu_target().has_half:
         return builder.bitcast(builder.fptrunc(value, ir.VectorType(_F16, 16)), ir.VectorType(_I16, 16))
-    # Without hardware, round to nearest even on the bits (finite values below 65520 in size)
+    # Without hardware, round to nearest even on the bits (values below 65520 in size, or nan)
     bits = builder.bitcast(value, I32x16.llvm)
     sign = builder.and_(builder.lshr(bits, _constant(I32x16.llvm, 16)), _constant(I32x16.llvm, 0x8000))
     magnitude = builder.and_(bits, _constant(I32x16.llvm, 0x7FFFFFFF))
@@ -308,7 +308,9 @@ def _float_to_half(builder: Any, value: Any) -> Any:
     shifted = builder.fadd(builder.bitcast(magnitude, F32x16.llvm), _constant(F32x16.llvm, 0.5))
     small = builder.sub(builder.bitcast(shifted, I32x16.llvm), _constant(I32x16.llvm, 0x3F000000))
     is_small = builder.icmp_unsigned("<", magnitude, _constant(I32x16.llvm, 113 << 23))
-    half = builder.or_(builder.select(is_small, small, normal), sign)
+    is_nan = builder.icmp_unsigned(">", magnitude, _constant(I32x16.llvm, 0x7F800000))
+    rounded_bits = builder.select(is_small, small, normal)
+    half = builder.or_(builder.select(is_nan, _constant(I32x16.llvm, 0x7E00), rounded_bits), sign)
     return builder.trunc(half, ir.VectorType(_I16, 16))
 
 
@@ -326,14 +328,14 @@ def store_i32x16(builder: Any, address: Any, value: Any) -> None:
 
 @_operation(types.void, types.int64, F32x16)
 def store_f16x16(builder: Any, address: Any, value: Any) -> None:
-    """Stores 16 values rounded to float16; the caller keeps them finite."""
+    """Stores 16 values rounded to float16; the caller keeps them in its range."""
     half = _float_to_half(builder, value)
     builder.store(half, _pointer(builder, address, half.type), align=1)
 
 
 @_operation(types.void, types.int64, F32x16, types.int64)
 def store_f16(builder: Any, address: Any, value: Any, stride: Any) -> None:
-    """Stores 16 values rounded to float16, `stride` bytes apart; the caller keeps them finite."""
+    """Stores 16 values rounded to float16, `stride` bytes apart; the caller keeps them in its range."""
     half = _float_to_half(builder, value)
     for i in range(16):
         where = _pointer(builder, _at(builder, address, builder.mul(stride, _I64(i))), _I16)
