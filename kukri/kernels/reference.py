@@ -107,6 +107,15 @@ class ReferenceOps:
         y: FloatArray = x / np.sqrt(mean_square + np.float32(eps)) * weight
         return y
 
+    def head_norm(self, x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
+        """rms_norm of each head of x [T, heads*K]."""
+        return self.rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).reshape(x.shape)
+
+    def layer_norm(self, x: FloatArray, weight: FloatArray, bias: FloatArray, eps: float) -> FloatArray:
+        """(x - mean) / sqrt(var + eps) * weight + bias, along each row."""
+        centred = x - np.mean(x, axis=-1, keepdims=True)
+        return self.rms_norm(centred, weight, eps) + bias
+
     def linear(
         self,
         x: FloatArray,
@@ -169,6 +178,13 @@ class ReferenceOps:
     def silu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
         """gate * sigmoid(gate) * up."""
         y: FloatArray = gate / (1 + np.exp(-gate)) * up
+        return y
+
+    def gelu(self, x: FloatArray) -> FloatArray:
+        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+        y: FloatArray = (
+            x / 2 * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
+        )
         return y
 
     def logit_rows(self, x: FloatArray, batch: ForwardBatch) -> FloatArray:

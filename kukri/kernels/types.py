@@ -164,6 +164,12 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, along each row (Zhang & Sennrich 2019)."""
 
+    def head_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
+        """rms_norm of each head of x [T, heads*K] on its own, by one `weight` [K]; in place."""
+
+    def layer_norm(self, x: Tensor, weight: FloatArray, bias: FloatArray, eps: float) -> Tensor:
+        """(x - mean) / sqrt(var + eps) * weight + bias, along each row (Ba et al. 2016)."""
+
     def linear(
         self,
         x: Tensor,
@@ -191,6 +197,9 @@ class Ops(Protocol):
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, the gated activation of SwiGLU (Shazeer 2020)."""
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))): GELU by tanh (Hendrycks and Gimpel 2016)."""
 
     def logit_rows(self, x: Tensor, batch: Any) -> Tensor:
         """The rows of x [T, D] that the batch wants logits for -> [N, D]."""

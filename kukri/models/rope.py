@@ -106,8 +106,8 @@ def _llama3(rope: RopeConfig, scaling: RopeScaling) -> FloatArray:
     """Slow frequencies divided by the factor, fast ones kept, a blend between (Llama 3.1)."""
     plain = _ONE / _powers(rope.theta, rope.rotary_dim)
     if scaling.factors:
-        given: FloatArray = np.array(scaling.factors, np.float32)
-        return np.divide(plain, given)
+        divided: FloatArray = np.divide(plain, np.array(scaling.factors, np.float32))
+        return divided
     low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
     factor, n_tokens = np.float32(scaling.factor), np.float32(scaling.original_context)
     wavelengths: npt.NDArray[np.float32] = np.float32(2 * math.pi) / plain

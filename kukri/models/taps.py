@@ -27,6 +27,12 @@ class _TapOps:
     def rms_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
         return None
 
+    def head_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
+        return None
+
+    def layer_norm(self, x: Tensor, weight: FloatArray, bias: FloatArray, eps: float) -> Tensor:
+        return None
+
     def linear(
         self,
         x: Tensor,
@@ -49,6 +55,9 @@ class _TapOps:
         return None
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return None
+
+    def gelu(self, x: Tensor) -> Tensor:
         return None
 
     def logit_rows(self, x: Tensor, batch: Any) -> Tensor:

@@ -247,18 +247,71 @@ def test_silu_mul(backend, n_tokens, width):
     assert_close(*both(backend, program, plain_batch(n_tokens)))
 
 
-def test_fused_and_separate_quantization_agree(backend):
+@pytest.mark.parametrize("n_tokens", [1, 3, 9, 65])
+@pytest.mark.parametrize("d_head", [16, 48, 128])
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_head_norm(backend, n_tokens, d_head, part):
+    """Would catch a mean over all heads, a head left out, and columns beside them overwritten."""
+    rng = np.random.default_rng(d_head)
+    x = f32_weight(rng.standard_normal((n_tokens, 5 * d_head)) * 1e-2)
+    scale = rng.standard_normal(d_head).astype(np.float32)
+
+    def program(ops, batch):
+        q, k, v = ops.split(ops.embed(x, batch), (3 * d_head, d_head, d_head))
+        parts = {"q": ops.head_norm(q, scale, 1e-4), "k": ops.head_norm(k, scale * 2, 1e-4), "v": v}
+        return ops.logit_rows(parts[part], batch)
+
+    assert_close(*both(backend, program, plain_batch(n_tokens)))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7, 8, 9, 65])
+@pytest.mark.parametrize("width", [16, 48, 96])
+def test_layer_norm(backend, n_tokens, width):
+    """Would catch a variance about zero, a mean over padding, and eps or the bias in the wrong place."""
+    rng = np.random.default_rng(width)
+    x = f32_weight(rng.standard_normal((n_tokens, width)) * 1e-2 + 0.05)
+    scale, bias = rng.standard_normal((2, width)).astype(np.float32)
+    got, want = both(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.layer_norm(ops.embed(x, batch), scale, bias, 1e-4), batch),
+        plain_batch(n_tokens),
+    )
+    assert_close(got, want, 1e-5)  # x - mean loses two bits where the mean is five deviations away
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 65])
+@pytest.mark.parametrize("width", [16, 96, 1040])
+def test_gelu(backend, n_tokens, width):
+    """Would catch lost columns (work is cut every 512), the exact form, and NaN from exp in either tail."""
+    x = f32_weight(np.random.default_rng(width).standard_normal((n_tokens, width)) * 8)
+    assert_close(
+        *both(
+            backend,
+            lambda ops, batch: ops.logit_rows(ops.gelu(ops.embed(x, batch)), batch),
+            plain_batch(n_tokens),
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["silu, rms", "gelu, layer"])
+def test_fused_and_separate_quantization_agree(backend, kind):
     """Would catch a producer whose int8 panels differ from quantizing its float result."""
     rng = np.random.default_rng(7)
     x, w = f32_weight(rng.standard_normal((9, 128))), weight(rng, "Q4_1", 32, 64)
-    norm = rng.standard_normal(64).astype(np.float32)
+    norm, bias = rng.standard_normal((2, 64)).astype(np.float32)
+
+    def activate(ops, gate, up):
+        return ops.silu_mul(gate, up) if kind == "silu, rms" else ops.gelu(gate)
+
+    def normalize(ops, x):
+        return ops.rms_norm(x, norm, 1e-5) if kind == "silu, rms" else ops.layer_norm(x, norm, bias, 1e-5)
 
     def program(listen):
         def program(ops, batch):
             gate, up = ops.split(ops.embed(x, batch), (64, 64))
-            hidden = ops.tap("t1", None, ops.silu_mul(gate, up))
+            hidden = ops.tap("t1", None, activate(ops, gate, up))
             hidden = ops.linear(hidden, (weight(np.random.default_rng(8), "Q4_0", 64, 64),))
-            normed = ops.tap("t2", None, ops.rms_norm(hidden, norm, 1e-5))
+            normed = ops.tap("t2", None, normalize(ops, hidden))
             return ops.logit_rows(ops.linear(normed, (w,)), batch)
 
         hooks = {"t1": [lambda name, x: None], "t2": [lambda name, x: None]} if listen else {}

@@ -85,6 +85,20 @@ def test_rms_norm_and_silu_mul_match_torch() -> None:
         np.testing.assert_allclose(ops.silu_mul(gate, up), want.numpy(), **CLOSE)
 
 
+def test_head_norm_layer_norm_and_gelu_match_torch() -> None:
+    """A mean over all heads at once, a biased mean or variance, the exact GELU in place of the tanh form."""
+    ops, x, w, bias = ops_without_cache(), normal(7, 48) + 0.5, normal(48), normal(48)
+    t = torch.from_numpy
+    heads = torch.nn.functional.rms_norm(t(x).reshape(7, 3, 16), (16,), t(w[:16]), 1e-3)
+    np.testing.assert_allclose(ops.head_norm(x, w[:16], 1e-3), heads.reshape(7, 48).numpy(), **CLOSE)
+    want = torch.nn.functional.layer_norm(t(x), (48,), t(w), t(bias), 1e-3)
+    np.testing.assert_allclose(ops.layer_norm(x, w, bias, 1e-3), want.numpy(), **CLOSE)
+    x = x * 4
+    want = torch.nn.functional.gelu(t(x), approximate="tanh")
+    np.testing.assert_allclose(ops.gelu(x), want.numpy(), **CLOSE)
+    assert (torch.nn.functional.gelu(t(x)) - want).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("rotary_dim", [16, 8])
 def test_rope_rotates_pairs_as_complex_numbers(rotary_dim: int) -> None:
     """A wrong sign, interleaved pairs, or the dimensions beyond rotary_dim touched."""

@@ -168,23 +168,75 @@ def rms_norm(tile, rows, x, x_stride, n, weight, eps, y, y_stride, panels):
     return 0
 
 
+def head_norm(tile, rows, x, x_stride, n_heads, d_head, weight, eps):
+    """Each head of x as rms_norm, by one weight [d_head]; in place. d_head % 16 == 0."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        for head in range(n_heads):
+            target = x + row * x_stride + 4 * head * d_head
+            total = splat(0.0)
+            for i in range(0, 4 * d_head, 64):
+                v = load_f32x16(target + i)
+                total = fma(v, v, total)
+            factor = splat(1.0 / (sum_lanes(total) / d_head + f32_of_bits(eps)) ** 0.5)
+            for i in range(0, 4 * d_head, 64):
+                store_f32x16(target + i, load_f32x16(target + i) * factor * load_f32x16(weight + i))
+    return 0
+
+
+@device
+def _centred(x, mean, factor, weight, bias):
+    return (load_f32x16(x) - mean) * factor * load_f32x16(weight) + load_f32x16(bias)
+
+
+def layer_norm(tile, rows, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias; y and panels (q8) as in rms_norm. n % 16 == 0."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        source = x + row * x_stride
+        total = splat(0.0)
+        for i in range(0, 4 * n, 64):
+            total = total + load_f32x16(source + i)
+        mean = splat(sum_lanes(total) / n)
+        total = splat(0.0)
+        for i in range(0, 4 * n, 64):
+            v = load_f32x16(source + i) - mean
+            total = fma(v, v, total)
+        factor = splat(1.0 / (sum_lanes(total) / n + f32_of_bits(eps)) ** 0.5)
+        if y != 0:
+            for i in range(0, 4 * n, 64):
+                store_f32x16(y + row * y_stride + i, _centred(source + i, mean, factor, weight + i, bias + i))
+        if panels != 0:
+            target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES)
+            for i in range(0, 4 * n, 128):
+                low = _centred(source + i, mean, factor, weight + i, bias + i)
+                high = _centred(source + i + 64, mean, factor, weight + i + 64, bias + i + 64)
+                quantize_block(low, high, target, row & 7)
+                target += Q8_BLOCK_BYTES
+    return 0
+
+
 @device
 def _gated(gate, up):
     a = load_f32x16(gate)
     return a / (splat(1.0) + exponential(splat(0.0) - a)) * load_f32x16(up)
 
 
-_SILU_COLUMNS = 512  # of one tile, so that a single token's activation is shared between threads
+_ACTIVATION_COLUMNS = 512  # of one tile, so that a single token's activation is shared between threads
 
 
 def silu_mul(tile, rows, gate, up, x_stride, n, y, y_stride, panels):
     """y = silu(gate) * up; y and panels (q8) may each be 0: not wanted. n % 16 == 0 (32 for panels)."""
     n_rows = load_i64(rows)
-    n_parts = (n + _SILU_COLUMNS - 1) // _SILU_COLUMNS
+    n_parts = (n + _ACTIVATION_COLUMNS - 1) // _ACTIVATION_COLUMNS
     if tile < 0:
         return row_tiles(n_rows) * n_parts
-    start = 4 * _SILU_COLUMNS * (tile % n_parts)
-    stop = min(start + 4 * _SILU_COLUMNS, 4 * n)
+    start = 4 * _ACTIVATION_COLUMNS * (tile % n_parts)
+    stop = min(start + 4 * _ACTIVATION_COLUMNS, 4 * n)
     tile = tile // n_parts
     for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
         g = gate + row * x_stride
@@ -196,6 +248,36 @@ def silu_mul(tile, rows, gate, up, x_stride, n, y, y_stride, panels):
             target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES) + start // 128 * Q8_BLOCK_BYTES
             for i in range(start, stop, 128):
                 quantize_block(_gated(g + i, u + i), _gated(g + i + 64, u + i + 64), target, row & 7)
+                target += Q8_BLOCK_BYTES
+    return 0
+
+
+@device
+def _gelu(x):
+    """x * sigmoid(2u) is x / 2 * (1 + tanh(u))."""
+    v = load_f32x16(x)
+    u = fma(v * v * v, splat(0.044715), v) * splat(-1.5957691216)  # -2 sqrt(2 / pi)
+    return v / (splat(1.0) + exponential(u))
+
+
+def gelu(tile, rows, x, x_stride, n, y, y_stride, panels):
+    """y = GELU of x, tanh form; y and panels (q8) may each be 0: not wanted. n % 16 == 0 (32 for panels)."""
+    n_rows = load_i64(rows)
+    n_parts = (n + _ACTIVATION_COLUMNS - 1) // _ACTIVATION_COLUMNS
+    if tile < 0:
+        return row_tiles(n_rows) * n_parts
+    start = 4 * _ACTIVATION_COLUMNS * (tile % n_parts)
+    stop = min(start + 4 * _ACTIVATION_COLUMNS, 4 * n)
+    tile = tile // n_parts
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        source = x + row * x_stride
+        if y != 0:
+            for i in range(start, stop, 64):
+                store_f32x16(y + row * y_stride + i, _gelu(source + i))
+        if panels != 0:
+            target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES) + start // 128 * Q8_BLOCK_BYTES
+            for i in range(start, stop, 128):
+                quantize_block(_gelu(source + i), _gelu(source + i + 64), target, row & 7)
                 target += Q8_BLOCK_BYTES
     return 0
 
@@ -274,5 +356,16 @@ def gather_rows(tile, rows, indices, x, x_stride, n, y, y_stride):
 
 KERNELS = {
     kernel.__name__: KernelSource(kernel.__name__, kernel)
-    for kernel in (panel_q8, panel_q8x2, panel_f32, rms_norm, silu_mul, rope_store, gather_rows)
+    for kernel in (
+        panel_q8,
+        panel_q8x2,
+        panel_f32,
+        rms_norm,
+        head_norm,
+        layer_norm,
+        silu_mul,
+        gelu,
+        rope_store,
+        gather_rows,
+    )
 }

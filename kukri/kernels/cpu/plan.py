@@ -82,6 +82,7 @@ class Op:
 
     kernel: str
     fields: dict[str, int | Ref]
+    weights: tuple[int, int] = (0, 0)  # address and bytes of what it streams from memory
 
 
 @dataclass(eq=False)
@@ -158,22 +159,31 @@ class Recorder:
 
     def rms_norm(self, x: Value, weight: FloatArray, eps: float) -> Value:
         """See Ops.rms_norm."""
-        self._require_multiple("the model width", x.width, 16)
-        y = self._value(x.rows, x.width)
-        op = self._emit(
-            "rms_norm",
+        return self._row_op("rms_norm", "the model width", x, weight=self._array(weight), eps=float_bits(eps))
+
+    def head_norm(self, x: Value, weight: FloatArray, eps: float) -> Value:
+        """See Ops.head_norm."""
+        self._require_multiple("the head size", len(weight), 16)
+        self._emit(
+            "head_norm",
             rows=self._count(x.rows),
             x=Ref(x.buffer, x.offset),
             x_stride=x.stride,
-            n=x.width,
+            n_heads=x.width // len(weight),
+            d_head=len(weight),
             weight=self._array(weight),
             eps=float_bits(eps),
-            y=Ref(y.buffer),
-            y_stride=y.stride,
-            panels=0,
         )
-        self._producers[y] = op
-        return y
+        return x
+
+    def layer_norm(self, x: Value, weight: FloatArray, bias: FloatArray, eps: float) -> Value:
+        """See Ops.layer_norm."""
+        arrays = {"weight": self._array(weight), "bias": self._array(bias)}
+        return self._row_op("layer_norm", "the model width", x, **arrays, eps=float_bits(eps))
+
+    def gelu(self, x: Value) -> Value:
+        """See Ops.gelu."""
+        return self._row_op("gelu", "the FFN width", x)
 
     def linear(
         self,
@@ -202,7 +212,7 @@ class Recorder:
             # logit rows are few and their product is bound by memory: two terms cost nothing there
             kind = "q8x2" if kind == "q8" and x.rows == "N" else kind
             panel = self._panel(x, kind)
-            self._emit(
+            op = self._emit(
                 f"linear_{packed.type_name}{'_x2' if kind == 'q8x2' else ''}",
                 rows=self._count(x.rows),
                 w=address_of(packed.tiles),
@@ -215,6 +225,7 @@ class Recorder:
                 residual=Ref(residual.buffer, residual.offset + 4 * column) if residual else 0,
                 residual_stride=residual.stride if residual else 0,
             )
+            op.weights = address_of(packed.tiles), packed.tiles.nbytes
             column += packed.n_rows
         return y
 
@@ -358,6 +369,7 @@ class Recorder:
             values = [_resolve(op.fields[name]) for name in kernel.parameters]
             records[start : start + len(values)] = values
             ops[i, 0], ops[i, 1] = kernel.address, address_of(records) + 8 * start
+            ops[i, 3], ops[i, 4] = op.weights
             start += len(values)
         return Plan(ops, self._segments, result, names, self._tables, memory, [records, *self._keep])
 
@@ -366,6 +378,23 @@ class Recorder:
         self._ops.append(op)
         self._touch(op)
         return op
+
+    def _row_op(self, kernel: str, what: str, x: Value, **fields: int) -> Value:
+        """Rows of x to rows of the same width, by a kernel that can write their q8 panels as well."""
+        self._require_multiple(what, x.width, 16)
+        y = self._value(x.rows, x.width)
+        self._producers[y] = self._emit(
+            kernel,
+            rows=self._count(x.rows),
+            x=Ref(x.buffer, x.offset),
+            x_stride=x.stride,
+            n=x.width,
+            y=Ref(y.buffer),
+            y_stride=y.stride,
+            panels=0,
+            **fields,
+        )
+        return y
 
     def _touch(self, op: Op) -> None:
         index = self._ops.index(op) if self._ops[-1] is not op else len(self._ops) - 1
