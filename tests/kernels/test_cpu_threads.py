@@ -47,7 +47,7 @@ def copy_chain(kernels, counts):
         for i in range(len(counts))
     ]
     ops = np.array(
-        [[kernel.address, address_of(np.frombuffer(r, np.int64)), 0, 0] for r in records], np.int64
+        [[kernel.address, address_of(np.frombuffer(r, np.int64)), 0, 0, 0] for r in records], np.int64
     )
     return ops, buffers, (indices, pointer, rows, records)
 

@@ -125,7 +125,7 @@ class ThreadPool:
         return self._workers.n_parked
 
     def run(self, ops_address: int, n_ops: int) -> None:
-        """Runs ops once: int64 [n_ops, 4] of kernel address, record address and room for the tile count."""
+        """Runs ops once: int64 [n_ops, OP_BYTES / 8] as drawn in state.py."""
         if self._enter is None:
             self._enter = self._workers.executor()
             self._workers.start(self.n_threads - 1)
@@ -160,7 +160,7 @@ class ThreadPool:
         """Runs one kernel over all its tiles."""
         kernel = self.kernels[name]
         record = pack_record(kernel, arguments)
-        op = np.array([kernel.address, ctypes.addressof(record), 0, 0], np.int64)
+        op = np.array([kernel.address, ctypes.addressof(record), 0, 0, 0], np.int64)
         self.run(address_of(op), 1)
 
     def close(self) -> None:

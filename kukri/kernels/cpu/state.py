@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DONE = 0  # finished tiles of the current op
-OPS = 64  # address of the plan's ops: (kernel address, record address, tiles of this step, -) each
+OPS = 64  # address of the plan's ops, OP_BYTES each
 N_OPS = 72
 N_ACTIVE = 80  # threads that may take tiles in this step
 STOP = 88  # not 0: workers return
@@ -12,7 +12,13 @@ WORDS = 128  # a ticket word per thread, see threads.py
 MAX_THREADS = 128
 STATE_BYTES = WORDS + 64 * MAX_THREADS
 
-OP_BYTES = 32
+# One op of a plan (int64 each)
+OP_KERNEL = 0
+OP_RECORD = 8
+OP_N_TILES = 16  # of this step
+OP_WEIGHTS = 24  # address of what the op streams from memory, or 0
+OP_WEIGHT_BYTES = 32
+OP_BYTES = 40
 IDLE = 0x7FFFFFFF
 BIAS = 1 << 20
 PAUSES_BEFORE_YIELD = 2000  # a twentieth of a millisecond or so

@@ -25,6 +25,7 @@ from kukri.kernels.cpu.simd import (
     device,
     load_i64,
     monotonic_ns,
+    prefetch,
     spin_pause,
     store_i64,
     yield_cpu,
@@ -37,6 +38,11 @@ from kukri.kernels.cpu.state import (
     N_OPS,
     N_STALLS,
     OP_BYTES,
+    OP_KERNEL,
+    OP_N_TILES,
+    OP_RECORD,
+    OP_WEIGHT_BYTES,
+    OP_WEIGHTS,
     OPS,
     PARK_NS,
     PAUSES_BEFORE_YIELD,
@@ -46,6 +52,9 @@ from kukri.kernels.cpu.state import (
 )
 
 _LOW = (1 << 32) - 1
+_OPS_AHEAD = 6
+_PREFETCH_BYTES = 512  # a look; no more, so that new tiles are seen soon
+_PREFETCHES = 128
 
 
 @device
@@ -62,9 +71,9 @@ def open_op(state, op):
     n_threads = load_i64(state + N_ACTIVE)
     while op < n_ops:
         entry = ops + op * OP_BYTES
-        n_tiles = call_kernel(load_i64(entry), load_i64(entry + 8), -1)
+        n_tiles = call_kernel(load_i64(entry + OP_KERNEL), load_i64(entry + OP_RECORD), -1)
         if n_tiles > 0:
-            store_i64(entry + 16, n_tiles)
+            store_i64(entry + OP_N_TILES, n_tiles)
             store_i64(state + DONE, 0)
             # range 0 last: until it is out the op cannot end, so no later op's words are overwritten
             for thread in range(n_threads - 1, -1, -1):
@@ -92,10 +101,24 @@ def take_tile(state, thread, n_threads):
             continue
         op = ticket >> 32
         entry = load_i64(state + OPS) + op * OP_BYTES
-        tile = range_start(load_i64(entry + 16), owner + 1, n_threads) - left
-        call_kernel(load_i64(entry), load_i64(entry + 8), tile)
+        tile = range_start(load_i64(entry + OP_N_TILES), owner + 1, n_threads) - left
+        call_kernel(load_i64(entry + OP_KERNEL), load_i64(entry + OP_RECORD), tile)
         return op
     return -1
+
+
+@device
+def upcoming_weights(state, thread, n_threads):
+    """Where this thread will begin to read in the next op that streams weights, or 0."""
+    op = (atomic_load(state + WORDS) >> 32) + 1
+    stop = min(op + _OPS_AHEAD, load_i64(state + N_OPS))
+    while op < stop:
+        entry = load_i64(state + OPS) + op * OP_BYTES
+        weights = load_i64(entry + OP_WEIGHTS)
+        if weights != 0:
+            return weights + load_i64(entry + OP_WEIGHT_BYTES) * thread // n_threads
+        op += 1
+    return 0
 
 
 def run_plan(tile, state):
@@ -108,6 +131,7 @@ def run_plan(tile, state):
     waits = 0  # looks in a row that found nothing to do, all between steps or all within one
     was_idle = False
     waiting_since = 0
+    ahead = 0
     while True:
         n_threads = load_i64(state + N_ACTIVE)
         op = take_tile(state, thread, n_threads) if thread < n_threads else -1
@@ -117,7 +141,7 @@ def run_plan(tile, state):
             waits = 0
             continue
         if n_done > 0:
-            n_tiles = load_i64(load_i64(state + OPS) + last_op * OP_BYTES + 16)
+            n_tiles = load_i64(load_i64(state + OPS) + last_op * OP_BYTES + OP_N_TILES)
             if atomic_add(state + DONE, n_done) + n_done == n_tiles:
                 open_op(state, last_op + 1)
             n_done = 0
@@ -128,6 +152,11 @@ def run_plan(tile, state):
         if is_idle != was_idle:
             was_idle = is_idle
             waits = 0
+        if waits == 0:
+            ahead = 0 if is_idle else upcoming_weights(state, thread, n_threads)
+        if ahead != 0 and waits < _PREFETCHES:
+            for line in range(0, _PREFETCH_BYTES, 64):  # a wait is time that memory would stand idle
+                prefetch(ahead + waits * _PREFETCH_BYTES + line)
         waits += 1
         if waits < PAUSES_BEFORE_YIELD:
             spin_pause()
