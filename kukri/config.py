@@ -9,6 +9,7 @@ from typing import Literal
 from kukri.errors import ConfigError
 
 ROPE_SCALINGS = ("linear", "dynamic", "yarn", "llama3", "longrope")
+MAX_ROPE_FACTOR = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,18 @@ class RopeScaling:
         if self.kind not in ROPE_SCALINGS:
             raise ConfigError(f"RoPE scaling {self.kind!r} is unknown: kukri runs {', '.join(ROPE_SCALINGS)}")
         divisors = (*self.factors, *self.short_factors, *self.long_factors)
-        if not all(0 < number < math.inf for number in (self.factor, *divisors)):
-            raise ConfigError(f"the factors of {self.kind} RoPE scaling must be finite and above 0")
+        if not all(0 < number <= MAX_ROPE_FACTOR for number in (self.factor, *divisors)):
+            raise ConfigError(
+                f"the factors of {self.kind} RoPE scaling must be above 0 and at most {MAX_ROPE_FACTOR}"
+            )
         if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
             raise ConfigError(f"the attention factor must be above 0, not {self.attention_factor}")
         if self.kind != "linear" and not self.factors and self.original_context < 1:
             raise ConfigError(f"{self.kind} RoPE scaling needs the context the model was trained on")
         if self.kind == "longrope" and not (self.short_factors and self.long_factors):
             raise ConfigError("longrope RoPE scaling needs short and long factors")
+        if self.kind == "longrope" and self.original_context < 2:
+            raise ConfigError("longrope RoPE scaling needs an original context above 1 token")
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
                 "llama3 RoPE scaling needs low_freq_factor below high_freq_factor, both above 0"
@@ -71,8 +76,12 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError unless a list of factors has one for each frequency."""
+        """Raises ConfigError unless the scaling fits theta and the number of frequencies."""
         s = self.scaling
+        if s and s.kind == "yarn" and self.theta <= 1:
+            raise ConfigError(f"yarn RoPE scaling needs a theta above 1, not {self.theta}")
+        if s and s.kind == "dynamic" and self.rotary_dim < 4:
+            raise ConfigError("dynamic RoPE scaling needs at least 4 rotary dimensions")
         for factors in (s.factors, s.short_factors, s.long_factors) if s else ():
             if factors and len(factors) != self.rotary_dim // 2:
                 raise ConfigError(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kukri.config import LayerConfig, ModelConfig, RopeConfig
-from kukri.errors import FormatError, UnsupportedError
+from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.gguf import GGUFFile, brief
 
 
@@ -17,14 +17,28 @@ class GGUFArchitecture:
     """What a GGUF file of an architecture does not say.
 
     `interleaved_rope`: the rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together.
+    `nope_interval`: where the file does not list them, every so many layers the last one is NoPE; 0: none is.
     """
 
-    interleaved_rope: bool
+    architecture: str  # kukri's name, which is transformers' model_type
+    interleaved_rope: bool = False
+    nope_interval: int = 0
+    epsilon_key: str = "attention.layer_norm_rms_epsilon"
 
 
 GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
-    "llama": GGUFArchitecture(interleaved_rope=True),
+    "llama": GGUFArchitecture("llama", interleaved_rope=True),  # Mistral's files say llama as well
+    "smollm3": GGUFArchitecture("smollm3", interleaved_rope=True, nope_interval=4),
+    "qwen2": GGUFArchitecture("qwen2"),
+    "qwen3": GGUFArchitecture("qwen3"),
+    "phi2": GGUFArchitecture("phi", epsilon_key="attention.layer_norm_epsilon"),
+    "phi3": GGUFArchitecture("phi3"),
 }
+
+# Tensors that are configuration: divisors of RoPE's frequencies.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+# kukri's own key, which its writer adds: the indices of the layers without RoPE.
+NOPE_KEY = "attention.nope_layers"
 
 # Larger claims are damage, and memory is reserved by these.
 MAX_CONTEXT = 1 << 24  # tokens
@@ -42,10 +56,20 @@ _READ = frozenset(
         "attention.key_length",
         "attention.value_length",
         "attention.layer_norm_rms_epsilon",
+        "attention.layer_norm_epsilon",
         "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        NOPE_KEY,
         "rope.dimension_count",
         "rope.freq_base",
         "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.finetuned",
     )
 )
 # Keys that change nothing, whatever they hold, and keys that change nothing while they hold this.
@@ -71,6 +95,7 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         raise UnsupportedError(
             f"{gguf.path}: architecture {brief(architecture)} is not supported: kukri runs {known}"
         )
+    fixed = GGUF_ARCHITECTURES[architecture]
     keys = _Keys(gguf, architecture)
     keys.refuse_unknown()
     n_vocab, d_model = _embedding_shape(gguf)
@@ -78,9 +103,10 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
     n_layers = keys.whole("block_count", most=len(gguf.tensors))
     n_heads = keys.whole("attention.head_count")
     d_head = _d_head(keys, d_model, n_heads)
-    layer = LayerConfig(window=keys.whole("attention.sliding_window", 0, least=0) or None)
+    max_context = keys.whole("context_length", most=MAX_CONTEXT)
+    rope = _rope(keys, d_head, max_context)
     return ModelConfig(
-        architecture=architecture,
+        architecture=fixed.architecture,
         n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
@@ -88,11 +114,11 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         d_head=d_head,
         d_ffn=keys.whole("feed_forward_length"),
         n_vocab=n_vocab,
-        norm_eps=keys.positive("attention.layer_norm_rms_epsilon", most=1.0),
-        max_context=keys.whole("context_length", most=MAX_CONTEXT),
+        norm_eps=keys.positive(fixed.epsilon_key, most=1.0),
+        max_context=_stretched(rope.scaling, max_context),
         tie_embeddings="output.weight" not in gguf.tensors,
-        rope=_rope(keys, d_head),
-        layers=(layer,) * n_layers,
+        rope=rope,
+        layers=_layers(keys, n_layers, fixed.nope_interval),
         name=_Keys(gguf, "general").text("name", gguf.path.stem),
     )
 
@@ -145,6 +171,23 @@ class _Keys:
             )
         return float(value)
 
+    def has(self, key: str) -> bool:
+        """True if the file has the key."""
+        return f"{self.prefix}.{key}" in self.gguf.metadata
+
+    def whole_list(self, key: str) -> list[int]:
+        """Whole numbers (or truths, as 0 and 1); empty where the list is."""
+        value = self.value(key)
+        if (
+            isinstance(value, np.ndarray)
+            and value.ndim == 1
+            and (value.dtype.kind in "iub" or not len(value))
+        ):
+            return [int(number) for number in value]
+        if isinstance(value, list) and all(isinstance(number, int) for number in value):
+            return [int(number) for number in value]
+        raise self.error(key, "must be a list of whole numbers")
+
     def expect(self, key: str, value: int, what: str) -> None:
         """Raises FormatError unless the key holds `value`, which is that of `what`."""
         if (found := self.whole(key)) != value:
@@ -152,15 +195,11 @@ class _Keys:
 
     def refuse_unknown(self) -> None:
         """Raises UnsupportedError for a key under the prefix that might change the model's arithmetic."""
-        scaled = self.text("rope.scaling.type", "") != "none"
         for full_key in self.gguf.metadata:
             key = full_key.removeprefix(f"{self.prefix}.")
             if key == full_key or key in _READ | _IGNORED:
                 continue
-            if key.startswith("rope.scaling."):
-                if scaled:
-                    raise self.unsupported(key, "scales RoPE, which kukri does not run yet")
-            elif key not in _NEUTRAL:
+            if key not in _NEUTRAL:
                 raise self.unsupported(key, "is unknown, and may change what the model computes")
             elif not np.array_equal(self.gguf.metadata[full_key], _NEUTRAL[key]):
                 raise self.unsupported(key, f"must be {_NEUTRAL[key]}: kukri runs nothing else")
@@ -200,11 +239,113 @@ def _n_kv_heads(keys: _Keys, n_heads: int) -> int:
     return n_kv_heads
 
 
-def _rope(keys: _Keys, d_head: int) -> RopeConfig:
-    scaling = keys.text("rope.scaling.type", "none")
-    if scaling != "none":
-        raise keys.unsupported("rope.scaling.type", f"is {brief(scaling)}: kukri does not scale RoPE yet")
+def _layers(keys: _Keys, n_layers: int, nope_interval: int) -> tuple[LayerConfig, ...]:
+    """Which layers rotate, and which see a window only."""
+    nope = {i for i in range(n_layers) if nope_interval and i % nope_interval == nope_interval - 1}
+    if keys.has(NOPE_KEY):
+        nope = set(keys.whole_list(NOPE_KEY))
+        if not nope <= set(range(n_layers)):
+            raise keys.error(NOPE_KEY, f"names layers outside 0 to {n_layers - 1}")
+    window = keys.whole("attention.sliding_window", 0, least=0) or None
+    windowed = _windowed(keys, n_layers)
+    return tuple(
+        LayerConfig(use_rope=i not in nope, window=window if windowed[i] else None) for i in range(n_layers)
+    )
+
+
+def _windowed(keys: _Keys, n_layers: int) -> list[bool]:
+    """Which layers the window is for: a truth for each, or n, where every n-th layer sees everything."""
+    key = "attention.sliding_window_pattern"
+    if not keys.has(key):
+        return [True] * n_layers
+    if type(keys.value(key)) is int:
+        n = keys.whole(key, least=0)
+        return [n == 0 or i % n < n - 1 for i in range(n_layers)]
+    pattern = keys.whole_list(key)
+    if len(pattern) != n_layers:
+        raise keys.error(key, f"has {len(pattern)} entries for {n_layers} layers")
+    return [bool(entry) for entry in pattern]
+
+
+def _rope(keys: _Keys, d_head: int, max_context: int) -> RopeConfig:
     rotary_dim = keys.whole("rope.dimension_count", d_head, most=d_head)
     if rotary_dim % 2:
         raise keys.error("rope.dimension_count", f"is {rotary_dim}, which is odd")
-    return RopeConfig(theta=keys.positive("rope.freq_base", 10000.0), rotary_dim=rotary_dim)
+    theta = keys.positive("rope.freq_base", 10000.0)
+    try:
+        return RopeConfig(theta, rotary_dim, _rope_scaling(keys, max_context))
+    except ConfigError as error:
+        raise FormatError(str(error), path=keys.gguf.path) from None
+
+
+def _stretched(scaling: RopeScaling | None, max_context: int) -> int:
+    """max_context, or where YaRN reaches further, that: some files give the context before it."""
+    if scaling is None or scaling.kind != "yarn":
+        return max_context
+    return max(max_context, min(int(scaling.original_context * scaling.factor), MAX_CONTEXT))
+
+
+def _rope_scaling(keys: _Keys, max_context: int) -> RopeScaling | None:
+    """The scaling that keys name, or that tensors with factors imply: converters then write no kind."""
+    implied = "none"
+    if ROPE_TENSORS[0] in keys.gguf.tensors:
+        implied = "llama3"
+    elif not keys.gguf.tensors.keys().isdisjoint(ROPE_TENSORS[1:]):
+        implied = "longrope"
+    elif keys.has("rope.scaling.factor"):
+        implied = "linear"  # llama.cpp's default
+    kind = keys.text("rope.scaling.type", implied)
+    if kind == "none" and implied in ("none", "linear"):
+        return None
+    if implied in ("llama3", "longrope"):
+        if kind not in (implied, "none"):
+            raise keys.unsupported("rope.scaling.type", f"is {brief(kind)} in a file with {implied} factors")
+        kind = implied
+    elif kind not in ("linear", "dynamic", "yarn"):
+        raise keys.unsupported(
+            "rope.scaling.type",
+            f"is {brief(kind)}: kukri runs none, linear, dynamic and yarn, and others by their factors",
+        )
+    if kind == "llama3":
+        return RopeScaling(kind, factors=_factors(keys, ROPE_TENSORS[0]))
+    original = keys.whole("rope.scaling.original_context_length", max_context, most=MAX_CONTEXT)
+    if kind == "longrope":
+        return RopeScaling(
+            kind,
+            max_context / original,
+            original,
+            attention_factor=_attention_factor(keys, None),
+            short_factors=_factors(keys, ROPE_TENSORS[1]),
+            long_factors=_factors(keys, ROPE_TENSORS[2]),
+        )
+    factor = keys.positive("rope.scaling.factor")
+    if kind == "linear":
+        return RopeScaling(kind, factor)
+    if kind == "dynamic":
+        return RopeScaling(kind, factor, original)
+    return RopeScaling(
+        kind,
+        factor,
+        original,
+        attention_factor=_attention_factor(keys, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0),
+        beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+    )
+
+
+def _attention_factor(keys: _Keys, own: float | None) -> float | None:
+    """None where the file says nothing. Files give it whole, or as a factor on the kind's `own`."""
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
+        if keys.has(key):
+            return keys.positive(key) * (1.0 if own is None else own)
+    return None
+
+
+def _factors(keys: _Keys, name: str) -> tuple[float, ...]:
+    """The divisors in a tensor."""
+    tensor = keys.gguf.tensors.get(name)
+    if tensor is None:
+        raise FormatError("is missing", path=keys.gguf.path, tensor=name)
+    if len(tensor.shape) != 1 or tensor.type.name != "F32" or tensor.shape[0] > MAX_HEAD:
+        raise FormatError("must be a list of F32 factors", path=keys.gguf.path, tensor=name)
+    return tuple(keys.gguf.array(name).tolist())

@@ -12,11 +12,22 @@ _OUTSIDE = {
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+# Names of single architectures for modules that GGUF names like others'.
+_OUTSIDE_ALSO = {"model.final_layernorm": "output_norm"}
+_INSIDE_ALSO = {
+    "self_attn.dense": "attn_output",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
 _INSIDE = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -33,11 +44,14 @@ _NAME = re.compile(
 
 def gguf_name(name: str) -> str:
     """`model.norm.weight` -> `output_norm.weight`. Raises UnsupportedError for a name it does not know."""
-    return _translate(name, "model.layers", "blk", _OUTSIDE, _INSIDE)
+    return _translate(name, "model.layers", "blk", _OUTSIDE | _OUTSIDE_ALSO, _INSIDE | _INSIDE_ALSO)
 
 
 def canonical_name(name: str) -> str:
-    """`output_norm.weight` -> `model.norm.weight`. Raises UnsupportedError for a name it does not know."""
+    """`output_norm.weight` -> `model.norm.weight`, as a llama calls it.
+
+    Raises UnsupportedError for a name it does not know.
+    """
     return _translate(name, "blk", "model.layers", _OUTSIDE_HF, _INSIDE_HF)
 
 

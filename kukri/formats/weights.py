@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
-from kukri.formats.config_gguf import GGUF_ARCHITECTURES
+from kukri.formats.config_gguf import GGUF_ARCHITECTURES, ROPE_TENSORS
 from kukri.formats.gguf import GGUFFile, GGUFTensor, brief
 from kukri.formats.names import gguf_name
 from kukri.kernels.types import FloatArray, Weight
@@ -37,17 +37,13 @@ class WeightSource(Protocol):
 class GGUFWeights:
     """The `WeightSource` of a GGUF file. Matrices are views of the mapped file, but for permuted ones.
 
-    Raises UnsupportedError for files with RoPE factors (`rope_freqs.weight`): without them the model would
-    run and be wrong.
+    RoPE's factors (`rope_freqs.weight` and others) belong to the configuration: `model_config` takes them.
     """
 
     def __init__(self, gguf: GGUFFile, config: ModelConfig) -> None:
-        self._gguf, self._config, self._taken = gguf, config, set[str]()
-        for name in gguf.tensors:
-            if name.startswith(("rope_freqs", "rope_factors")):
-                raise UnsupportedError(
-                    f"{gguf.path}: tensor {name!r} scales RoPE, which kukri does not run yet"
-                )
+        self._gguf, self._config = gguf, config
+        self._taken = set(ROPE_TENSORS) if config.rope.scaling is not None else set[str]()
+        self._interleaved = GGUF_ARCHITECTURES[str(gguf.metadata["general.architecture"])].interleaved_rope
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
@@ -95,7 +91,7 @@ class GGUFWeights:
 
     def _row_order(self, name: str, n_rows: int) -> npt.NDArray[Any] | None:
         """The rows of a q or k projection in half-split order, None where the file's order is right."""
-        if not GGUF_ARCHITECTURES[self._config.architecture].interleaved_rope:
+        if not self._interleaved:
             return None
         if (
             not name.removesuffix(".weight")

@@ -9,6 +9,9 @@ from kukri.errors import UnsupportedError
 from kukri.kernels.types import Ops, RopeTable, Tensor
 from kukri.models.layers import Parameter
 from kukri.models.llama import Llama
+from kukri.models.phi import Phi
+from kukri.models.phi3 import Phi3
+from kukri.models.qwen3 import Qwen3
 from kukri.models.taps import tap_names
 
 if TYPE_CHECKING:
@@ -41,6 +44,12 @@ class _Architecture(Protocol):
 
 ARCHITECTURES: dict[str, _Architecture] = {
     "llama": Llama,
+    "smollm3": Llama,  # NoPE layers are configuration
+    "mistral": Llama,  # so are windows
+    "qwen2": Llama,  # biases of q, k and v come with the checkpoint
+    "qwen3": Qwen3,
+    "phi": Phi,
+    "phi3": Phi3,
 }
 
 

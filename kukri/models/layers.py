@@ -38,11 +38,13 @@ class Parameter:
 class Linear:
     """y = x Wᵀ + b, for one matrix or for several side by side in one op (`names`, `n_outs`).
 
-    A bias is taken where the checkpoint has one; beside others that have one, a matrix without has zeros.
+    One name for several `n_outs` is a matrix that holds them all. A bias is taken where the checkpoint has
+    one; beside others that have one, a matrix without has zeros.
     """
 
     def __init__(self, source: WeightSource, names: Sequence[str], n_outs: Sequence[int], n_in: int) -> None:
         self.n_outs = tuple(n_outs)
+        n_outs = [sum(n_outs)] if len(names) == 1 else n_outs
         self.weights = tuple(source.matrix(f"{name}.weight", (n, n_in)) for name, n in zip(names, n_outs))
         biases = [_bias(source, name, n) for name, n in zip(names, n_outs)]
         self.bias: FloatArray | None = None
@@ -66,7 +68,7 @@ class Linear:
         return ops.linear(x, self.weights, self.bias, residual, tap)
 
     def parts(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:
-        """x [R, in] -> one [R, out] for each matrix."""
+        """x [R, in] -> one [R, out] for each of n_outs."""
         return ops.split(self(ops, x), self.n_outs)
 
 
@@ -98,8 +100,37 @@ class RMSNorm:
         return ops.rms_norm(x, self.weight, self.eps)
 
 
+class HeadNorm(RMSNorm):
+    """An RMSNorm of each head on its own: x [T, heads*size] -> the same shape."""
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """May write x in place."""
+        return ops.head_norm(x, self.weight, self.eps)
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(var + eps) * weight + bias."""
+
+    def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
+        self.weight, self.eps = source.vector(f"{name}.weight", size), eps
+        self.bias = source.vector(f"{name}.bias", size)
+        self.parameters = [
+            vector_parameter(f"{name}.weight", self.weight),
+            vector_parameter(f"{name}.bias", self.bias),
+        ]
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [R, size] -> the same shape."""
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
 class Attention:
-    """Grouped-query attention, with or without rotary positions, over the whole context or a window of it."""
+    """Grouped-query attention, with or without rotary positions, over the whole context or a window of it.
+
+    The checkpoint may hold q, k and v apart or as one `qkv_proj`.
+    """
+
+    out_name = "o_proj"
 
     def __init__(
         self, source: WeightSource, name: str, config: ModelConfig, layer: int, rope: RopeTable
@@ -110,9 +141,10 @@ class Attention:
         self.spec = AttentionSpec(
             layer, config.n_heads, config.n_kv_heads, config.d_head, config.d_head**-0.5, this.window
         )
-        names = [f"{name}.{part}_proj" for part in "qkv"]
+        parts = ["qkv"] if source.has(f"{name}.qkv_proj.weight") else ["q", "k", "v"]
+        names = [f"{name}.{part}_proj" for part in parts]
         self.qkv = Linear(source, names, (n_q, n_kv, n_kv), config.d_model)
-        self.out = Linear(source, [f"{name}.o_proj"], (config.d_model,), n_q)
+        self.out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
         self.parameters = self.qkv.parameters + self.out.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
@@ -121,6 +153,7 @@ class Attention:
         q = ops.tap("attn.hook_q", self.layer, q)
         k = ops.tap("attn.hook_k", self.layer, k)
         v = ops.tap("attn.hook_v", self.layer, v)
+        q, k = self.normalize(ops, q, k)
         if self.use_rope:
             q, k = ops.rope(q, k, self.rope, self.spec, batch)
             q = ops.tap("attn.hook_rot_q", self.layer, q)
@@ -128,13 +161,19 @@ class Attention:
         z = ops.tap("attn.hook_z", self.layer, ops.attention(q, k, v, self.spec, batch))
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
+    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k before their rotation, as they are; architectures with head norms say otherwise."""
+        return q, k
+
 
 class GatedMLP:
     """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020)."""
 
+    in_names: tuple[str, ...] = ("gate_proj", "up_proj")
+
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
-        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        names = [f"{name}.{part}" for part in self.in_names]
         self.gate_up = Linear(source, names, (config.d_ffn, config.d_ffn), config.d_model)
         self.down = Linear(source, [f"{name}.down_proj"], (config.d_model,), config.d_ffn)
         self.parameters = self.gate_up.parameters + self.down.parameters
@@ -145,6 +184,22 @@ class GatedMLP:
         gate = ops.tap("mlp.hook_pre", self.layer, gate)
         up = ops.tap("mlp.hook_pre_linear", self.layer, up)
         hidden = ops.tap("mlp.hook_post", self.layer, ops.silu_mul(gate, up))
+        return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
+
+
+class MLP:
+    """fc2(gelu(fc1(x)))."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        self.layer = layer
+        self.up = Linear(source, [f"{name}.fc1"], (config.d_ffn,), config.d_model)
+        self.down = Linear(source, [f"{name}.fc2"], (config.d_model,), config.d_ffn)
+        self.parameters = self.up.parameters + self.down.parameters
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + mlp(x), both [T, D]."""
+        hidden = ops.tap("mlp.hook_pre", self.layer, self.up(ops, x))
+        hidden = ops.tap("mlp.hook_post", self.layer, ops.gelu(hidden))
         return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
 
 

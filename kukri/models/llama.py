@@ -1,4 +1,4 @@
-"""Llama and everything built like it: SmolLM2, TinyLlama, Llama 2 and 3 (Touvron et al. 2023).
+"""Llama and all built like it: SmolLM2 and 3, TinyLlama, Llama 2 and 3, Mistral, Qwen2 (Touvron et al. 2023).
 
 A token's vector of D numbers, the residual stream, passes through L blocks. Each block reads the stream
 through a norm, and adds what attention found in earlier tokens, then what the MLP makes of it. The last
@@ -11,6 +11,7 @@ logits remain.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
 class Block:
     """One layer: attention and MLP, each behind its norm, each added to the residual stream."""
 
+    attention_type = Attention
+    mlp_type = GatedMLP
+
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int, rope: RopeTable) -> None:
         name = f"model.layers.{layer}"
         self.layer = layer
         self.attention_norm = RMSNorm(source, f"{name}.input_layernorm", config.d_model, config.norm_eps)
-        self.attention = Attention(source, f"{name}.self_attn", config, layer, rope)
+        self.attention = self.attention_type(source, f"{name}.self_attn", config, layer, rope)
         self.mlp_norm = RMSNorm(source, f"{name}.post_attention_layernorm", config.d_model, config.norm_eps)
-        self.mlp = GatedMLP(source, f"{name}.mlp", config, layer)
+        self.mlp = self.mlp_type(source, f"{name}.mlp", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -51,12 +55,16 @@ class Block:
 class Llama:
     """The whole model: `model(ops, batch)` runs one step. Attributes: config, rope (fill it before)."""
 
+    block_type: Callable[..., Any] = Block
+    norm_type: Callable[..., Any] = RMSNorm
+    norm_name = "model.norm"
+
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         self.config = config
         self.rope = rope_table(config.rope, config.max_context)
         self.embedding = Embedding(source, "model.embed_tokens", config.n_vocab, config.d_model)
-        self.blocks = [Block(source, config, layer, self.rope) for layer in range(config.n_layers)]
-        self.norm = RMSNorm(source, "model.norm", config.d_model, config.norm_eps)
+        self.blocks = [self.block_type(source, config, layer, self.rope) for layer in range(config.n_layers)]
+        self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
         self.head: Linear | None = None  # None: the embedding's own matrix
         if not config.tie_embeddings:
             self.head = Linear(source, ["lm_head"], (config.n_vocab,), config.d_model)
@@ -73,8 +81,10 @@ class Llama:
     def parameters(self) -> list[Parameter]:
         """Every tensor of the model, in order; tied embeddings once."""
         ends = self.norm.parameters + (self.head.parameters if self.head else [])
-        blocks = [parameter for block in self.blocks for parameter in block.parameters]
-        return self.embedding.parameters + blocks + ends
+        parameters: list[Parameter] = [*self.embedding.parameters]
+        for block in self.blocks:
+            parameters += block.parameters
+        return [*parameters, *ends]
 
     @property
     def n_parameters(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.config_gguf import model_config
 from kukri.formats.gguf import GGUFFile, write_gguf
@@ -42,7 +42,7 @@ def config_of(tmp_path: Path):
         keys = {k: v for k, v in {**KEYS, **(changes or {})}.items() if v is not None}
         shapes = {"token_embd.weight": (7, 48), "output_norm.weight": (48,)} if tensors is None else tensors
         path = tmp_path / "model.gguf"
-        write_gguf(path, keys, {n: (F32, np.zeros(s, np.float32), s) for n, s in shapes.items()})
+        write_gguf(path, keys, {n: (F32, np.ones(s, np.float32), s) for n, s in shapes.items()})
         return model_config(GGUFFile(path))
 
     return read
@@ -118,6 +118,122 @@ def test_keys_that_change_nothing_are_accepted(config_of):
 
 
 @pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({"factor": 4.0}, RopeScaling("linear", 4.0)),  # llama.cpp's default kind
+        ({"type": "linear", "factor": 2}, RopeScaling("linear", 2.0)),
+        ({"type": "none", "factor": 2.0}, None),
+        ({"original_context_length": 64}, None),  # Phi-3 mini 4k
+        ({"type": "dynamic", "factor": 2.0}, RopeScaling("dynamic", 2.0, 128)),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64},
+            RopeScaling("yarn", 4.0, 64),
+        ),
+        (
+            {
+                "type": "yarn",
+                "factor": 1.0,
+                "attn_factor": 0.5,
+                "yarn_beta_fast": 16.0,
+                "yarn_beta_slow": 2.0,
+            },
+            RopeScaling("yarn", 1.0, 128, attention_factor=0.5, beta_fast=16.0, beta_slow=2.0),
+        ),
+    ],
+)
+def test_rope_scaling(config_of, changes, want):
+    """A scaling dropped, taken for another kind, or with another default than llama.cpp's."""
+    assert config_of({f"llama.rope.scaling.{k}": v for k, v in changes.items()}).rope.scaling == want
+
+
+def test_yarn_reaches_beyond_the_files_context(config_of):
+    """A stretched model held to the context that it had before."""
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    assert config_of(yarn).max_context == 512
+    assert config_of({**yarn, "llama.rope.scaling.original_context_length": 16}).max_context == 128
+
+
+BASE = {"token_embd.weight": (7, 48), "output_norm.weight": (48,)}
+
+
+def test_rope_factors_are_tensors(config_of):
+    """Llama 3's or Phi-3's factors ignored: fluent text that drifts with the length of the context."""
+    ones = (1.0,) * 6
+    llama3 = config_of(tensors={**BASE, "rope_freqs.weight": (6,)})
+    assert llama3.rope.scaling == RopeScaling("llama3", factors=ones)
+    both = {"rope_factors_short.weight": (6,), "rope_factors_long.weight": (6,)}
+    longrope = config_of({"llama.rope.scaling.original_context_length": 32}, {**BASE, **both})
+    assert longrope.rope.scaling == RopeScaling("longrope", 4.0, 32, short_factors=ones, long_factors=ones)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "message"),
+    [
+        ({"type": "yarn"}, {}, "'llama.rope.scaling.factor' is missing"),
+        ({"type": "yarn", "factor": 0.0}, {}, "above 0"),
+        ({"type": "linear", "factor": 1e30}, {}, "at most 1048576"),
+        ({"type": "yarn", "factor": 2.0, "yarn_beta_slow": 64.0}, {}, "beta_slow"),
+        ({}, {"rope_freqs.weight": (5,)}, "5 RoPE factors for 6"),
+        ({}, {"rope_freqs.weight": (2, 3)}, "must be a list"),
+        ({}, {"rope_factors_long.weight": (6,)}, "rope_factors_short.weight': is missing"),
+    ],
+)
+def test_rope_scaling_without_sense(config_of, changes, tensors, message):
+    """NaN angles, or factors of another head size broadcast."""
+    with pytest.raises(FormatError, match=message):
+        config_of({f"llama.rope.scaling.{k}": v for k, v in changes.items()}, {**BASE, **tensors})
+
+
+def test_factors_and_another_kind_contradict(config_of):
+    """One of two scalings applied in silence."""
+    with pytest.raises(UnsupportedError, match="'yarn' in a file with llama3 factors"):
+        config_of({"llama.rope.scaling.type": "yarn"}, {**BASE, "rope_freqs.weight": (6,)})
+
+
+def renamed(architecture: str) -> dict[str, Any]:
+    """Changes that make KEYS those of another architecture."""
+    moved = {k.replace("llama.", f"{architecture}."): v for k, v in KEYS.items() if k.startswith("llama.")}
+    return {**dict.fromkeys(k for k in KEYS if k.startswith("llama.")), **moved} | {
+        "general.architecture": architecture
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "want"), [(None, [3]), ([0, 2], [0, 2]), ([], [])], ids=["no key", "listed", "none"]
+)
+def test_nope_layers(config_of, layers, want):
+    """SmolLM3 with RoPE on every layer, or on the wrong three quarters; our key not read."""
+    keys = {**renamed("smollm3"), "smollm3.block_count": 6, "smollm3.attention.nope_layers": layers}
+    shapes = {"token_embd.weight": (7, 48)} | {f"t{i}": (7,) for i in range(5)}
+    found = config_of(keys, shapes).layers
+    assert [i for i, layer in enumerate(found) if not layer.use_rope] == want
+    for wrong in ([6], [-1], 3, [1.5], "1"):
+        with pytest.raises(FormatError, match="nope_layers"):
+            config_of({**keys, "smollm3.attention.nope_layers": wrong}, shapes)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "want"),
+    [([True, False], [64, None]), ([0, 1], [None, 64]), (2, [64, None]), (1, [None, None]), (0, [64, 64])],
+)
+def test_windows_of_single_layers(config_of, pattern, want):
+    """A window on every layer of a model that has it on some."""
+    keys = {"llama.attention.sliding_window": 64, "llama.attention.sliding_window_pattern": pattern}
+    assert [layer.window for layer in config_of(keys).layers] == want
+    with pytest.raises(FormatError, match="3 entries for 2 layers"):
+        config_of({**keys, "llama.attention.sliding_window_pattern": [1, 0, 1]})
+
+
+def test_phi2_has_its_own_names(config_of):
+    """The epsilon of LayerNorm looked for under RMSNorm's key; GGUF's name for the architecture kept."""
+    keys = {**renamed("phi2"), "phi2.attention.layer_norm_rms_epsilon": None}
+    config = config_of({**keys, "phi2.attention.layer_norm_epsilon": 0.25})
+    assert (config.architecture, config.norm_eps) == ("phi", 0.25)
+    with pytest.raises(FormatError, match="layer_norm_epsilon' is missing"):
+        config_of(keys)
+
+
+@pytest.mark.parametrize(
     "key",
     [
         "block_count",
@@ -173,8 +289,9 @@ def test_nonsense_is_named(config_of, key, value, message):
     ("key", "value", "message"),
     [
         ("general.architecture", "clip", "'clip' is not supported: kukri runs llama"),
-        ("llama.rope.scaling.type", "yarn", "'yarn'"),
-        ("llama.rope.scaling.factor", 4.0, "scales RoPE"),
+        ("llama.rope.scaling.type", "ntk", "'ntk': kukri runs none, linear"),
+        ("llama.rope.scaling.type", "llama3", "'llama3'"),  # GGUF has it as a tensor
+        ("llama.rope.scaling.alpha", 1000.0, "unknown"),
         ("llama.rope.scale_linear", 2.0, "must be 1.0"),
         ("llama.expert_count", 8, "must be 0"),
         ("llama.attention.causal", False, "must be True"),

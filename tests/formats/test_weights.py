@@ -52,6 +52,7 @@ def write_model(
         if name != drop:
             type = QUANT_TYPES[TYPES[i % len(TYPES)] if len(shape) == 2 else "F32"]
             values = rng.standard_normal(shape).astype(np.float32)
+            values = np.abs(values) if name.startswith("rope") else values
             tensors[name] = (type, quantize(values.reshape(-1, shape[-1]), type), shape)
     metadata = {
         "general.architecture": "llama",
@@ -205,11 +206,11 @@ def test_tensors_nobody_took_are_listed(source_of):
         source_of().done()
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "rope_factors_long.weight"])
-def test_rope_factors_are_refused(source_of, name):
-    """Llama 3's frequency factors ignored: fluent text that drifts with the length of the context."""
-    with pytest.raises(UnsupportedError, match=f"{name}.*scales RoPE"):
-        source_of(extra={name: (8,)})
+def test_rope_factors_are_taken_by_the_configuration(source_of):
+    """A Llama 3 file refused for a tensor that no layer takes."""
+    source = source_of(extra={"rope_freqs.weight": (D_HEAD // 2,)})
+    take_all(source)
+    source.done()
 
 
 def test_types_that_do_not_run_are_named(tmp_path):
@@ -234,6 +235,26 @@ def test_names_agree_with_the_gguf_package():
         assert gguf_name(name) == stored_name
         assert table.get_name(name.removesuffix(".weight")) == stored_name.removesuffix(".weight")
     assert gguf_name("model.layers.12.self_attn.q_proj.bias") == "blk.12.attn_q.bias"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("QWEN3", "model.layers.3.self_attn.q_norm.weight"),
+        ("QWEN3", "model.layers.3.self_attn.k_norm.weight"),
+        ("PHI3", "model.layers.3.self_attn.qkv_proj.weight"),
+        ("PHI3", "model.layers.3.mlp.gate_up_proj.weight"),
+        ("PHI2", "model.layers.3.self_attn.dense.bias"),
+        ("PHI2", "model.layers.3.mlp.fc1.bias"),
+        ("PHI2", "model.layers.3.mlp.fc2.weight"),
+        ("PHI2", "model.final_layernorm.bias"),
+        ("PHI2", "lm_head.bias"),
+    ],
+)
+def test_names_of_other_architectures_agree_with_the_gguf_package(architecture, name):
+    """A module of one architecture mapped to a name that its converter does not write."""
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], 8)
+    assert gguf_name(name) == table.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Phi-1, 1.5 and 2 (Li et al. 2023): attention and MLP side by side behind one LayerNorm, with biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import Ops, RopeTable, Tensor
+from kukri.models.layers import MLP, Attention, LayerNorm, Parameter
+from kukri.models.llama import Llama
+
+if TYPE_CHECKING:
+    from kukri.formats.weights import WeightSource
+
+
+class PhiAttention(Attention):
+    """Attention whose output matrix has another name."""
+
+    out_name = "dense"
+
+
+class PhiBlock:
+    """One layer: attention and MLP read the same normed stream, and both are added to it."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int, rope: RopeTable) -> None:
+        name = f"model.layers.{layer}"
+        self.layer = layer
+        self.norm = LayerNorm(source, f"{name}.input_layernorm", config.d_model, config.norm_eps)
+        self.attention = PhiAttention(source, f"{name}.self_attn", config, layer, rope)
+        self.mlp = MLP(source, f"{name}.mlp", config, layer)
+
+    def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        x = ops.tap("hook_resid_pre", self.layer, x)
+        normed = ops.tap("ln1.hook_normalized", self.layer, self.norm(ops, x))
+        x = self.attention(ops, normed, x, batch)
+        return ops.tap("hook_resid_post", self.layer, self.mlp(ops, normed, x))
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every tensor of the layer."""
+        return self.norm.parameters + self.attention.parameters + self.mlp.parameters
+
+
+class Phi(Llama):
+    """The whole model."""
+
+    block_type = PhiBlock
+    norm_type = LayerNorm
+    norm_name = "model.final_layernorm"

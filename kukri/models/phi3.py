@@ -1,0 +1,28 @@
+"""Phi-3 and Phi-3.5, Phi-4-mini (Abdin et al. 2024): Llama with fused matrices.
+
+The checkpoint holds q, k and v in one matrix, and gate and up in another. How many of a head's dimensions
+rotate, longrope's factors and the window are configuration.
+"""
+
+from __future__ import annotations
+
+from kukri.models.layers import GatedMLP
+from kukri.models.llama import Block, Llama
+
+
+class Phi3MLP(GatedMLP):
+    """A gated MLP whose gate and up are one matrix, gate first."""
+
+    in_names = ("gate_up_proj",)
+
+
+class Phi3Block(Block):
+    """A layer with this MLP."""
+
+    mlp_type = Phi3MLP
+
+
+class Phi3(Llama):
+    """The whole model."""
+
+    block_type = Phi3Block

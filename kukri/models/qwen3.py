@@ -1,0 +1,41 @@
+"""Qwen3 (Yang et al. 2025): Llama with an RMSNorm on each query and key head before its rotation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import Ops, RopeTable, Tensor
+from kukri.models.layers import Attention, HeadNorm
+from kukri.models.llama import Block, Llama
+
+if TYPE_CHECKING:
+    from kukri.formats.weights import WeightSource
+
+
+class Qwen3Attention(Attention):
+    """Attention with a norm that all query heads share, and one for the key heads."""
+
+    def __init__(
+        self, source: WeightSource, name: str, config: ModelConfig, layer: int, rope: RopeTable
+    ) -> None:
+        super().__init__(source, name, config, layer, rope)
+        self.q_norm = HeadNorm(source, f"{name}.q_norm", config.d_head, config.norm_eps)
+        self.k_norm = HeadNorm(source, f"{name}.k_norm", config.d_head, config.norm_eps)
+        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
+
+    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, H*K] and k [T, G*K], normed head by head."""
+        return self.q_norm(ops, q), self.k_norm(ops, k)
+
+
+class Qwen3Block(Block):
+    """A layer with these heads."""
+
+    attention_type = Qwen3Attention
+
+
+class Qwen3(Llama):
+    """The whole model."""
+
+    block_type = Qwen3Block

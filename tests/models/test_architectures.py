@@ -1,0 +1,174 @@
+"""Every architecture against transformers on tiny random models, from a state dict and from a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_llama import TOLERANCE, residual_recorder
+from tiny_llama import Driver, TorchSource, hf_forward, random_ids
+from tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
+
+from kukri.errors import FormatError, UnusedTensorError
+from kukri.formats.config_gguf import model_config
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.weights import GGUFWeights
+from kukri.kernels import make_backend
+from kukri.kernels.types import Backend
+from kukri.models import ARCHITECTURES, Model, load_model
+
+IDS = random_ids(N_TOKENS, V)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Any:
+    made = make_backend(request.param)
+    yield made
+    close = getattr(made, "close", None)
+    if close is not None:
+        close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Backend:
+    return make_backend("reference")
+
+
+def loaded(name: str, form: str, tmp_path: Path, weight_type: str = "F32") -> tuple[Any, Model]:
+    """transformers' model and ours, the latter from transformers' tensors or through a GGUF file."""
+    hf, config, source = make(name, weight_type=weight_type)
+    if form == "state":
+        return hf, load_model(source, config)
+    file = GGUFFile(write(tmp_path / "tiny.gguf", name, config, source, weight_type))
+    read = model_config(file)
+    return hf, load_model(GGUFWeights(file, read), read)
+
+
+@pytest.mark.parametrize("form", ["state", "gguf"])
+@pytest.mark.parametrize("name", TINY)
+def test_logits_and_residuals_match_transformers(
+    name: str, form: str, tmp_path: Path, reference: Backend
+) -> None:
+    """Any mistake of an architecture: names, order of rows, norms, rotation, window, scaling."""
+    hf, model = loaded(name, form, tmp_path)
+    want_logits, want_residuals = hf_forward(hf, IDS)
+    hooks, residuals = residual_recorder(model.config.n_layers)
+    got_logits = Driver(model, reference, hooks).run(IDS, [N_TOKENS])
+    assert len(residuals) == len(want_residuals) == model.config.n_layers
+    for got, want in zip(residuals, want_residuals):
+        np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(got_logits, want_logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("weight_type", ["F32", "BF16"])
+@pytest.mark.parametrize("name", TINY)
+def test_greedy_ids_on_the_cpu_are_transformers_own(name: str, weight_type: str, tmp_path: Path) -> None:
+    """A CPU kernel or plan that fits Llama alone; a cache that loses the window or the rotation."""
+    hf, model = loaded(name, "gguf", tmp_path, weight_type)
+    ids = [*IDS]
+    for _ in range(8):
+        ids.append(int(hf_forward(hf, ids)[0][-1].argmax()))
+    backend = make_backend("cpu", 2)
+    try:
+        driver = Driver(model, backend, kv_dtype=np.float16)
+        got = [*IDS, int(driver.run(IDS, [13])[-1].argmax())]
+        while len(got) < len(ids):
+            got.append(int(driver.step(got[-1:])[-1].argmax()))
+    finally:
+        backend.close()  # type: ignore[attr-defined]
+    assert got == ids
+
+
+@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi"])
+def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
+    """An op that works on a row differently when others are beside it."""
+    _, config, source = make(name)
+    model = load_model(source, config)
+    whole = Driver(model, backend, kv_dtype=np.float16).run(IDS, [N_TOKENS])
+    for chunks in ([1], [7, 16, 3]):
+        np.testing.assert_array_equal(Driver(model, backend, kv_dtype=np.float16).run(IDS, chunks), whole)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_file_says_what_the_model_is(name: str, tmp_path: Path) -> None:
+    """A fact that the file holds and the configuration drops."""
+    _, config, source = make(name)
+    read = model_config(GGUFFile(write(tmp_path / "tiny.gguf", name, config, source)))
+    assert replace(read, norm_eps=1e-5) == as_read(name, config)  # kept in float32
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_parameter_is_listed_once(name: str) -> None:
+    """A bias or norm of one architecture missing from the listing."""
+    hf, config, source = make(name)
+    model = load_model(source, config)
+    assert model.n_parameters == sum(p.numel() for p in hf.parameters())
+    listed = {p.name: p.shape for p in model.parameters}
+    assert listed == {key: array.shape for key, array in source.arrays.items()}
+
+
+def test_longrope_takes_its_short_factors_below_the_original_context(reference: Backend) -> None:
+    """The long factors for every model that has them."""
+    hf, config, source = make("phi3")
+    model = load_model(source, replace(config, max_context=ORIGINAL))
+    ids = IDS[:ORIGINAL]
+    want, _ = hf_forward(hf, ids)  # transformers looks at the prompt's length
+    np.testing.assert_allclose(Driver(model, reference).run(ids, [ORIGINAL]), want, atol=TOLERANCE, rtol=0)
+    long = Driver(load_model(source, config), reference).run(ids, [ORIGINAL])
+    assert np.abs(long - want).max() > 100 * TOLERANCE
+
+
+def test_the_tiny_models_exercise_what_they_claim() -> None:
+    """A config whose special trait is not there, so that its parity would prove nothing."""
+    assert {name.split("-")[0] for name in TINY} == set(ARCHITECTURES)
+    configs = {name: make(name)[1] for name in TINY}
+    for name in ("smollm3", "smollm3-listed"):
+        assert {layer.use_rope for layer in configs[name].layers} == {True, False}
+    assert make("smollm3-listed")[0].config.no_rope_layers == [1, 0, 0, 1]
+    assert make("smollm3")[0].config.no_rope_layers == [1, 1, 1, 0]
+    windows = {name: {layer.window for layer in config.layers} for name, config in configs.items()}
+    assert windows["mistral"] == {5}
+    assert windows["qwen2"] == {None, 7}
+    assert windows["phi3"] == {9}
+    assert all(window < N_TOKENS for found in windows.values() for window in found if window is not None)
+    assert make("qwen2")[0].config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
+    assert {n: c.rope.rotary_dim for n, c in configs.items() if c.rope.rotary_dim != D_HEAD} == {
+        "phi3": 12,
+        "phi": 8,
+    }
+    kinds = {name: c.rope.scaling.kind for name, c in configs.items() if c.rope.scaling}
+    assert kinds == {"llama": "llama3", "smollm3": "yarn", "phi3": "longrope"}
+    assert ORIGINAL < N_TOKENS
+    assert all(c.n_heads > c.n_kv_heads for n, c in configs.items() if n != "phi")
+
+
+@pytest.mark.parametrize(
+    ("name", "has", "lacks"),
+    [
+        ("qwen2", "self_attn.q_proj.bias", "self_attn.o_proj.bias"),
+        ("qwen3", "self_attn.q_norm.weight", "self_attn.q_proj.bias"),
+        ("phi3", "mlp.gate_up_proj.weight", "self_attn.q_proj.weight"),
+        ("phi3", "self_attn.qkv_proj.weight", "mlp.gate_proj.weight"),
+        ("phi", "input_layernorm.bias", "post_attention_layernorm.weight"),
+        ("phi", "mlp.fc1.bias", "mlp.gate_proj.weight"),
+    ],
+)
+def test_the_tensors_are_those_of_the_architecture(name: str, has: str, lacks: str) -> None:
+    """A tiny model without the tensors that make its architecture special."""
+    source = make(name)[2]
+    assert source.has(f"model.layers.1.{has}")
+    assert not source.has(f"model.layers.1.{lacks}")
+
+
+def test_head_norms_belong_to_the_architecture() -> None:
+    """Head norms dropped because the file says llama, or ones invented where it says qwen3."""
+    _, config, source = make("qwen3")
+    with pytest.raises(UnusedTensorError, match="norm"):
+        load_model(source, replace(config, architecture="llama"))
+    without = {k: torch.from_numpy(a) for k, a in make("qwen2")[2].arrays.items()}
+    with pytest.raises(FormatError, match=r"q_norm"):
+        load_model(TorchSource(without), config)

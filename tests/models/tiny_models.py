@@ -1,0 +1,213 @@
+"""A tiny random model of each architecture: transformers', and the config and GGUF file of the same here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from tiny_gguf import _interleaved
+from tiny_llama import TorchSource
+
+from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.formats.gguf import write_gguf
+from kukri.quant.blocks import quantize
+from kukri.quant.types import QUANT_TYPES
+
+N_LAYERS, D, F, V, HEADS, KV_HEADS, D_HEAD, CONTEXT = 4, 64, 96, 80, 4, 2, 16, 256
+N_TOKENS = 40  # of a prompt: longer than every window and every original context
+ORIGINAL = 32
+FULL = LayerConfig()
+NOPE = LayerConfig(use_rope=False)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What differs between architectures: transformers' config, ours, and GGUF's keys and tensors."""
+
+    hf_type: str  # transformers.<hf_type>Config and ...ForCausalLM
+    gguf_arch: str
+    hf: Mapping[str, Any]
+    layers: Sequence[LayerConfig] = (FULL,) * N_LAYERS
+    rotary_dim: int = D_HEAD
+    scaling: RopeScaling | None = None
+    n_kv_heads: int = KV_HEADS
+    keys: Mapping[str, Any] | None = None
+    tensors: Mapping[str, Sequence[float]] | None = None
+    tied: bool = False
+    max_context: int = CONTEXT
+
+
+def _windows(*windows: int | None) -> tuple[LayerConfig, ...]:
+    return tuple(LayerConfig(window=window) for window in windows)
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+
+
+_YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL)
+_LLAMA3 = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=ORIGINAL,
+)
+_SHORT = (1.0, 1.125, 1.25, 1.625, 2.0, 2.5)
+_LONG = (1.0, 1.5, 2.5, 4.0, 6.0, 9.0)
+_PHI3_ROPE = _rope(
+    "longrope",
+    short_factor=list(_SHORT),
+    long_factor=list(_LONG),
+    original_max_position_embeddings=ORIGINAL,
+    partial_rotary_factor=0.75,
+)
+
+TINY: dict[str, Tiny] = {
+    "llama": Tiny(
+        "Llama", "llama", {"rope_parameters": _LLAMA3},
+        scaling=RopeScaling("llama3", 8.0, ORIGINAL),
+    ),
+    "smollm3": Tiny(
+        "SmolLM3", "smollm3", {"rope_parameters": _YARN}, layers=(FULL, FULL, FULL, NOPE), tied=True,
+        scaling=RopeScaling("yarn", 8.0, ORIGINAL),
+        keys={"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0,
+              "rope.scaling.original_context_length": ORIGINAL},
+    ),
+    "smollm3-listed": Tiny(
+        "SmolLM3", "smollm3", {"no_rope_layers": [1, 0, 0, 1]}, layers=(FULL, NOPE, NOPE, FULL), tied=True,
+        keys={"attention.nope_layers": [1, 2]},
+    ),
+    "mistral": Tiny(
+        "Mistral", "llama", {"sliding_window": 5}, layers=_windows(5, 5, 5, 5),
+        keys={"attention.sliding_window": 5},
+    ),
+    "qwen2": Tiny(
+        "Qwen2", "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+        layers=_windows(None, None, 7, 7), tied=True,
+        keys={"attention.sliding_window": 7, "attention.sliding_window_pattern": [0, 0, 1, 1]},
+    ),
+    "qwen3": Tiny("Qwen3", "qwen3", {}, tied=True),
+    "phi3": Tiny(
+        "Phi3", "phi3",
+        {"rope_parameters": _PHI3_ROPE, "sliding_window": 9, "original_max_position_embeddings": ORIGINAL},
+        layers=_windows(9, 9, 9, 9), rotary_dim=12,
+        scaling=RopeScaling("longrope", CONTEXT / ORIGINAL, ORIGINAL,
+                            short_factors=_SHORT, long_factors=_LONG),
+        keys={"attention.sliding_window": 9, "rope.scaling.original_context_length": ORIGINAL},
+        tensors={"rope_factors_short.weight": _SHORT, "rope_factors_long.weight": _LONG},
+    ),
+    "phi": Tiny(
+        "Phi", "phi2", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        rotary_dim=8, n_kv_heads=HEADS,
+    ),
+}  # fmt: skip
+
+
+def make(name: str, seed: int = 0, weight_type: str = "F32") -> tuple[Any, ModelConfig, TorchSource]:
+    """transformers' model, our config and the same weights, each matrix rounded to `weight_type`."""
+    tiny = TINY[name]
+    torch.manual_seed(seed)
+    common = {
+        "hidden_size": D, "intermediate_size": F, "num_attention_heads": HEADS, "head_dim": D_HEAD,
+        "num_key_value_heads": tiny.n_kv_heads, "num_hidden_layers": N_LAYERS, "vocab_size": V,
+        "max_position_embeddings": CONTEXT, "tie_word_embeddings": tiny.tied,
+        "initializer_range": 0.15,  # attention far from uniform; steeper, and float32 itself nears the tolerance
+        "pad_token_id": 0, "attn_implementation": "eager",
+        "rope_parameters": _rope("default"),
+    }  # fmt: skip
+    epsilon = "layer_norm_eps" if tiny.hf_type == "Phi" else "rms_norm_eps"
+    hf_config = getattr(transformers, f"{tiny.hf_type}Config")(**{**common, epsilon: 1e-5, **tiny.hf})
+    hf = getattr(transformers, f"{tiny.hf_type}ForCausalLM")(hf_config).eval()
+    kind = QUANT_TYPES[weight_type]
+    with torch.no_grad():
+        for key, parameter in hf.named_parameters():
+            if "norm" in key or "bias" in key:  # else all ones or zeros, and a mistake would not show
+                parameter.copy_((0.0 if "bias" in key else 1.0) + 0.3 * torch.randn_like(parameter))
+            elif kind.name == "BF16":
+                parameter.copy_(parameter.bfloat16().float())
+    config = ModelConfig(
+        architecture=name.split("-")[0],
+        n_layers=N_LAYERS,
+        d_model=D,
+        n_heads=HEADS,
+        n_kv_heads=tiny.n_kv_heads,
+        d_head=D_HEAD,
+        d_ffn=F,
+        n_vocab=V,
+        norm_eps=1e-5,
+        max_context=tiny.max_context,
+        tie_embeddings=tiny.tied,
+        rope=RopeConfig(10000.0, tiny.rotary_dim, tiny.scaling),
+        layers=tuple(tiny.layers),
+    )
+    state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
+    return hf, config, TorchSource(state)
+
+
+def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weight_type: str = "F32") -> Path:
+    """A GGUF file as llama.cpp's converter would write it: names by the `gguf` package, rows of q and k
+    in pairs for the llama family alone."""
+    tiny = TINY[name]
+    arch = gguf.MODEL_ARCH[tiny.gguf_arch.upper()]
+    names = gguf.get_tensor_name_map(arch, N_LAYERS)
+    tensors: dict[str, Any] = {}
+    for key, array in source.arrays.items():
+        if tiny.gguf_arch in ("llama", "smollm3") and ("q_proj" in key or "k_proj" in key):
+            array = _interleaved(array, D_HEAD)
+        kind = QUANT_TYPES["F32" if array.ndim == 1 else weight_type]
+        stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, key
+        tensors[stored] = (kind, quantize(np.atleast_2d(array), kind), array.shape)
+    for key, factors in {**(tiny.tensors or {}), **_rope_freqs(config)}.items():
+        values = np.array(factors, np.float32)
+        tensors[key] = (QUANT_TYPES["F32"], values, values.shape)
+    epsilon = "layer_norm_epsilon" if tiny.gguf_arch == "phi2" else "layer_norm_rms_epsilon"
+    keys = {
+        "block_count": N_LAYERS,
+        "context_length": CONTEXT,
+        "embedding_length": D,
+        "feed_forward_length": F,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": tiny.n_kv_heads,
+        f"attention.{epsilon}": 1e-5,
+        "rope.freq_base": 10000.0,
+        "rope.dimension_count": tiny.rotary_dim,
+        **(tiny.keys or {}),
+    }
+    metadata = {f"{tiny.gguf_arch}.{key}": value for key, value in keys.items()}
+    write_gguf(path, {"general.architecture": tiny.gguf_arch, "general.name": "tiny", **metadata}, tensors)
+    return path
+
+
+def _rope_freqs(config: ModelConfig) -> dict[str, Sequence[float]]:
+    """Llama 3's divisors, in float64 by the formula of llama.cpp's converter."""
+    scaling = config.rope.scaling
+    if scaling is None or scaling.kind != "llama3":
+        return {}
+    frequencies = 10000.0 ** -(np.arange(0, D_HEAD, 2) / D_HEAD)
+    lengths = 2 * np.pi / frequencies
+    low = scaling.original_context / scaling.low_freq_factor
+    high = scaling.original_context / scaling.high_freq_factor
+    smooth = (scaling.original_context / lengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    middle = 1 / ((1 - smooth) / scaling.factor + smooth)
+    return {"rope_freqs.weight": np.where(lengths < high, 1, np.where(lengths > low, scaling.factor, middle))}
+
+
+def as_read(name: str, config: ModelConfig) -> ModelConfig:
+    """What the GGUF file of a config says: Mistral is a llama there, and llama3's formula is a tensor."""
+    scaling = config.rope.scaling
+    if scaling is not None and scaling.kind == "llama3":
+        factors = tuple(np.array(_rope_freqs(config)["rope_freqs.weight"], np.float32).tolist())
+        scaling = RopeScaling("llama3", factors=factors)
+    architecture = "phi" if TINY[name].gguf_arch == "phi2" else TINY[name].gguf_arch
+    rope = replace(config.rope, scaling=scaling)
+    return replace(config, architecture=architecture, rope=rope, name="tiny")
