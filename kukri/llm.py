@@ -19,14 +19,12 @@ from kukri.config import EngineConfig, ModelConfig
 from kukri.engine import Engine, Request, RequestState, Timings
 from kukri.errors import ConfigError, FormatError, HookError, KukriError, RequestError
 from kukri.formats import hub
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.weights import GGUFWeights
+from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
 from kukri.kernels.types import FloatArray, Hook
 from kukri.models import Model, load_model, tap_names
 from kukri.sampling import SampledToken, SamplingParams
-from kukri.tokenizer import ChatTemplate, StopStrings, TextStream, Tokenizer
+from kukri.tokenizer import ChatTemplate, StopStrings, TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -64,10 +62,13 @@ class Chunk:
 class LLM:
     """A model loaded from a file, ready to generate. For one thread at a time.
 
-    `model` is a known name, the path of a .gguf file, or None for the default model; a known name is fetched
-    when it is not in the cache. `max_context` (tokens) limits prompt and answer together, None for the
-    model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in steps of
-    `max_step_tokens`. Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
+    `model` is a known name, the path of a .gguf file or of a directory with safetensors, or None for the
+    default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0" or "Q4_0", packs a
+    directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
+    for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
+    steps of `max_step_tokens`.
+
+    Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
     """
 
     def __init__(
@@ -78,21 +79,22 @@ class LLM:
         n_threads: int | None = None,
         backend: Literal["cpu", "reference"] = "cpu",
         max_step_tokens: int = 512,
+        quantize: str | None = None,
     ) -> None:
         self.engine_config = EngineConfig(
             backend=backend, max_context=max_context, n_threads=n_threads, max_step_tokens=max_step_tokens
         )
         self.path = hub.resolve(model)
-        with GGUFFile(self.path) as gguf:
-            self.config = model_config(gguf)
-            self.tokenizer = Tokenizer.from_gguf(gguf)
+        with open_checkpoint(self.path, quantize) as checkpoint:
+            self.config = checkpoint.config
+            self.tokenizer = load_tokenizer(checkpoint.tokenizer)
             if self.tokenizer.n_vocab != self.config.n_vocab:
                 raise FormatError(
                     f"{self.tokenizer.n_vocab} tokens for {self.config.n_vocab} rows of the embedding",
                     path=self.path,
                 )
             used = _within(self.config, max_context)
-            self.model: Model = load_model(GGUFWeights(gguf, used), used)
+            self.model: Model = load_model(checkpoint.weights(used), used)
         self._backend = make_backend(backend, n_threads)
         self._engine: Engine | None = Engine(
             self.model, self._backend, self.engine_config, eos_ids=self.tokenizer.eos_ids

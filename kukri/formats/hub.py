@@ -89,10 +89,14 @@ def resolve(model: str | os.PathLike[str] | None = None, *, progress: Progress |
         path = Path(text).expanduser()
         if path.is_file():
             return path
+        if text and (path / "config.json").is_file():
+            return path
         if text and path.is_dir():
             files = sorted(entry.name for entry in path.glob("*.gguf"))
             inside = f" (it holds {', '.join(files[:3])})" if files else ""
-            raise FormatError(f"is a directory: give the .gguf file itself{inside}", path=path)
+            raise FormatError(
+                f"is a directory without config.json: give the .gguf file itself{inside}", path=path
+            )
         if text and path.exists():
             raise FormatError("is not a regular file: give a .gguf file", path=path)
     except (OSError, RuntimeError) as error:  # a name too long, no permission, no home directory

@@ -1,7 +1,8 @@
 """Text to token ids and back, chat templates, and text that grows token by token."""
 
 from kukri.tokenizer.chat import ChatTemplate
+from kukri.tokenizer.hf_files import load_tokenizer
 from kukri.tokenizer.stream import StopStrings, TextStream
 from kukri.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "StopStrings", "TextStream", "Tokenizer"]
+__all__ = ["ChatTemplate", "StopStrings", "TextStream", "Tokenizer", "load_tokenizer"]

@@ -1,10 +1,10 @@
-"""`Tokenizer`: text to token ids and back, built on Hugging Face `tokenizers` from what a GGUF file says."""
+"""`Tokenizer`: text to token ids and back, built on Hugging Face `tokenizers` from what a model file says."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -34,10 +34,21 @@ class Tokenizer:
     Methods may be called from several threads.
     """
 
-    def __init__(self, vocabulary: Vocabulary, text: tokenizers.Tokenizer) -> None:
-        """Use `from_gguf` or `from_metadata`. `text` must never return a special id."""
-        self._vocabulary, self._text = vocabulary, text
-        self._marks = _special_finder(vocabulary)
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        text: tokenizers.Tokenizer,
+        *,
+        specials: Sequence[AddedToken] | None = None,
+        later_text: tokenizers.Tokenizer | None = None,
+    ) -> None:
+        """Use `load_tokenizer`, `from_gguf` or `from_metadata`. `text` must never return a special id.
+
+        `specials` are the special tokens where they take spaces beside them along; `later_text` stands in for
+        `text` behind a special token.
+        """
+        self._vocabulary, self._text, self._later_text = vocabulary, text, later_text or text
+        self._marks = _special_finder(vocabulary, specials)
         self._bytes: dict[SupportsIndex, bytes] = {}
         self.n_vocab = len(vocabulary.tokens)
         self.bos_id, self.eos_ids = vocabulary.bos_id, vocabulary.eos_ids
@@ -151,20 +162,26 @@ class Tokenizer:
         marks = self._marks.encode(text, add_special_tokens=False)
         start = 0
         for special_id, (begin, end) in zip(marks.ids, marks.offsets, strict=True):
-            ids += self._encode_text(text[start:begin].replace(mark, ""))
+            ids += self._encode_section(text, start, begin, mark)
             ids.append(special_id)
             start = end
-        return ids + self._encode_text(text[start:].replace(mark, ""))
+        return ids + self._encode_section(text, start, len(text), mark)
+
+    def _encode_section(self, text: str, start: int, stop: int, mark: str) -> list[int]:
+        section = text[start:stop].replace(mark, "")
+        tokenizer = self._later_text if start else self._text
+        return tokenizer.encode(section, add_special_tokens=False).ids
 
 
-def _special_finder(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+def _special_finder(vocabulary: Vocabulary, specials: Sequence[AddedToken] | None) -> tokenizers.Tokenizer:
     """A tokenizer that knows special tokens alone: it returns those in a text, leftmost and longest first.
 
     They are kept out of the one that sees plain text, so that nothing a user writes can become one.
     """
     texts = {vocabulary.tokens[i]: i for i in vocabulary.special_ids if vocabulary.tokens[i]}
     finder = tokenizers.Tokenizer(models.BPE(vocab=texts, merges=[]))
-    finder.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts])
+    plain = [AddedToken(text, normalized=False, special=True) for text in texts]
+    finder.add_special_tokens(plain if specials is None else list(specials))
     return finder
 
 

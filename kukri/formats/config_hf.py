@@ -1,0 +1,439 @@
+"""`ModelConfig` from a checkpoint's `config.json`, as transformers 4 and 5 write it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kukri.config import ROPE_SCALINGS, LayerConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.errors import ConfigError, FormatError, UnsupportedError
+from kukri.formats.config_gguf import MAX_CONTEXT, MAX_HEAD
+from kukri.formats.gguf import brief
+
+MAX_LAYERS = 1 << 12
+
+
+@dataclass(frozen=True)
+class HFArchitecture:
+    """What transformers assumes of a model_type (its configuration class) where config.json is silent.
+
+    `reads`: keys beyond the common ones; `ignores`: keys that files of this type carry and its class does not
+    read; `defaults`: values of absent keys, None for one that follows from others.
+    """
+
+    reads: frozenset[str] = frozenset()
+    ignores: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = "silu"
+    norm_eps_key: str = "rms_norm_eps"
+
+
+_WINDOWED = frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"])
+
+HF_ARCHITECTURES: dict[str, HFArchitecture] = {
+    "llama": HFArchitecture(
+        reads=frozenset(["attention_bias", "mlp_bias"]), defaults={"num_key_value_heads": None}
+    ),
+    "mistral": HFArchitecture(
+        reads=frozenset(["sliding_window"]),
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": HFArchitecture(
+        reads=_WINDOWED,
+        ignores=frozenset(["attention_bias"]),
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+    "qwen3": HFArchitecture(
+        reads=_WINDOWED | {"attention_bias"},
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "head_dim": 128,
+        },
+    ),
+    "smollm3": HFArchitecture(
+        reads=frozenset(
+            [
+                *("sliding_window", "use_sliding_window", "layer_types"),
+                *("no_rope_layers", "no_rope_layer_interval", "attention_bias", "mlp_bias"),
+            ]
+        ),
+        ignores=frozenset(["max_window_layers"]),
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+    ),
+    "phi3": HFArchitecture(
+        reads=frozenset(["sliding_window", "original_max_position_embeddings"]),
+        ignores=frozenset(["attention_bias"]),
+        defaults={
+            "num_key_value_heads": None,
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "phi": HFArchitecture(
+        reads=frozenset(["qk_layernorm"]),
+        defaults={"num_key_value_heads": None, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
+        activation="gelu_new",
+        norm_eps_key="layer_norm_eps",
+    ),
+}
+
+# Keys of every architecture that `hf_model_config` reads.
+_READ = frozenset(
+    [
+        *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+        *("hidden_act", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
+        "partial_rotary_factor",
+    ]
+)
+
+# Keys that change nothing about what a trained model computes; docs/formats.md says why.
+IGNORED_KEYS = frozenset(
+    [
+        # where the file comes from and which class wrote it
+        *("_name_or_path", "architectures", "auto_map", "transformers_version", "transformers.js_config"),
+        *("is_llama_config", "unsloth_fixed", "unsloth_version", "name_or_path", "_commit_hash"),
+        # training
+        *("initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
+        *("hidden_dropout", "gradient_checkpointing", "pretraining_tp", "finetuning_task"),
+        # how transformers runs it: kukri has its own ways
+        *("torch_dtype", "dtype", "use_cache", "_attn_implementation", "attn_implementation"),
+        *("_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict"),
+        *("torchscript", "use_return_dict", "chunk_size_feed_forward", "keys_to_ignore_at_inference"),
+        # tokens: generation_config.json and the tokenizer's files say more; eos_token_id is read with them
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("tokenizer_class", "prefix", "unk_token_id"),
+        # labels of a head, and defaults for tasks
+        *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+    ]
+)
+
+# Keys that change nothing while they hold this.
+_NEUTRAL: dict[str, Any] = {
+    "rope_interleaved": False,
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "use_bfloat16": False,
+    "quantization_config": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "use_mrope": False,
+}
+
+
+def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> ModelConfig:
+    """The configuration of the model that `config`, the contents of the config.json at `path`, describes.
+
+    Raises FormatError naming the key that is missing, of another type or nonsense, and UnsupportedError for a
+    model_type, or a feature of one, that kukri does not run: a key it does not know included.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in HF_ARCHITECTURES:
+        known = ", ".join(HF_ARCHITECTURES)
+        raise UnsupportedError(f"{path}: model_type {brief(model_type)} is not supported: kukri runs {known}")
+    architecture = HF_ARCHITECTURES[model_type]
+    keys = _Keys(config, path, architecture)
+    keys.refuse_unknown()
+    keys.expect("hidden_act", architecture.activation)
+    if model_type == "phi":
+        keys.expect("qk_layernorm", False)
+    n_layers = keys.whole("num_hidden_layers", most=MAX_LAYERS)
+    n_heads = keys.whole("num_attention_heads")
+    n_kv_heads = n_heads if keys.value("num_key_value_heads") is None else keys.whole("num_key_value_heads")
+    d_model = keys.whole("hidden_size")
+    max_context = keys.whole("max_position_embeddings", most=MAX_CONTEXT)
+    if n_heads % n_kv_heads:
+        raise keys.error("num_key_value_heads", f"is {n_kv_heads}, which does not divide {n_heads} heads")
+    d_head = _d_head(keys, d_model, n_heads)
+    return ModelConfig(
+        architecture=model_type,
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        d_head=d_head,
+        d_ffn=keys.whole("intermediate_size"),
+        n_vocab=keys.whole("vocab_size"),
+        norm_eps=keys.positive(architecture.norm_eps_key, 1e-6),
+        max_context=max_context,
+        tie_embeddings=keys.flag("tie_word_embeddings"),
+        rope=_rope(keys, model_type, d_head, max_context),
+        layers=_layers(keys, model_type, n_layers),
+        name=name or path.parent.name,
+    )
+
+
+class _Keys:
+    """Typed access to config.json, with the defaults of an architecture."""
+
+    def __init__(self, config: Mapping[str, Any], path: Path, architecture: HFArchitecture) -> None:
+        self.config, self.path, self.architecture = config, path, architecture
+
+    def error(self, key: str, message: str) -> FormatError:
+        """A FormatError about a key."""
+        return FormatError(f"key {brief(key)} {message}", path=self.path)
+
+    def unsupported(self, key: str, message: str) -> UnsupportedError:
+        """An UnsupportedError about a key."""
+        return UnsupportedError(f"{self.path}: key {brief(key)} {message}")
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """What the key holds, the architecture's default, or `default`."""
+        if key in self.config:
+            return self.config[key]
+        return self.architecture.defaults.get(key, default)
+
+    def whole(self, key: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
+        """A whole number between bounds, both included."""
+        value = self.value(key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        if type(value) is not int:
+            raise self.error(key, f"must be a whole number, not {brief(value)}")
+        if not least <= value <= most:
+            raise self.error(key, f"is {brief(value)}, not between {least} and {most}")
+        return int(value)
+
+    def positive(self, key: str, default: float) -> float:
+        """A finite number above 0."""
+        return self.as_positive(key, self.value(key, default))
+
+    def as_positive(self, key: str, value: Any) -> float:
+        """`value`, which `key` holds, as a finite number above 0."""
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self.error(key, f"must be a finite number above 0, not {brief(value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {brief(value)}")
+        return value
+
+    def numbers(self, key: str, kind: type, n: int) -> list[Any]:
+        """A list of at least `n` values of a type, cut to `n`."""
+        value = self.value(key)
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise self.error(key, f"must be a list of {kind.__name__}, not {brief(value)}")
+        if len(value) < n:
+            raise self.error(key, f"has {len(value)} entries for {n} layers")
+        return value[:n]
+
+    def expect(self, key: str, value: Any) -> None:
+        """Raises UnsupportedError if the key is there and holds anything but `value`."""
+        if self.value(key, value) != value:
+            raise self.unsupported(key, f"is {brief(self.config[key])}: kukri runs {value!r} alone")
+
+    def refuse_unknown(self) -> None:
+        """Raises UnsupportedError for a key that might change the model's arithmetic."""
+        if self.config.get("quantization_config") is not None:
+            raise self.unsupported(
+                "quantization_config",
+                "says that the weights are quantized: take the original checkpoint, or a GGUF file",
+            )
+        known = _READ | IGNORED_KEYS | self.architecture.reads | self.architecture.ignores
+        for key, value in self.config.items():
+            if key in known or key == self.architecture.norm_eps_key:
+                continue
+            if key not in _NEUTRAL:
+                raise self.unsupported(
+                    key,
+                    "is unknown and may change what the model computes: if not, take it out of the file",
+                )
+            if value != _NEUTRAL[key]:
+                raise self.unsupported(key, f"must be {_NEUTRAL[key]!r}: kukri runs nothing else")
+
+
+def _d_head(keys: _Keys, d_model: int, n_heads: int) -> int:
+    if keys.value("head_dim") is not None:
+        return keys.whole("head_dim", most=MAX_HEAD)
+    if d_model % n_heads or d_model // n_heads > MAX_HEAD:
+        raise keys.error("num_attention_heads", f"is {n_heads}, which does not fit the width {d_model}")
+    return d_model // n_heads
+
+
+def _layers(keys: _Keys, model_type: str, n_layers: int) -> tuple[LayerConfig, ...]:
+    """Which layers rotate and which see a window, by the rules of each configuration class."""
+    use_rope, windows = [True] * n_layers, _windows(keys, model_type, n_layers)
+    if model_type == "smollm3":
+        use_rope = _smollm3_rope(keys, n_layers)
+        if keys.value("layer_types") is None:  # then windows are for the layers without RoPE
+            windows = [None if rope else window for rope, window in zip(use_rope, windows)]
+    return tuple(LayerConfig(rope, window) for rope, window in zip(use_rope, windows))
+
+
+def _smollm3_rope(keys: _Keys, n_layers: int) -> list[bool]:
+    """Despite its name, a 1 in `no_rope_layers` means that the layer does use RoPE."""
+    if keys.value("no_rope_layers") is None:
+        interval = keys.whole("no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(n_layers)]
+    stated = keys.numbers("no_rope_layers", int, n_layers)
+    if not set(stated) <= {0, 1}:
+        raise keys.error("no_rope_layers", "must hold 0 and 1 alone")
+    return [use == 1 for use in stated]
+
+
+def _windows(keys: _Keys, model_type: str, n_layers: int) -> list[int | None]:
+    """Visible tokens of each layer, None for all."""
+    reads = keys.architecture.reads
+    if "sliding_window" not in reads or keys.value("sliding_window") is None:
+        return [None] * n_layers
+    if "use_sliding_window" in reads and not keys.flag("use_sliding_window"):
+        return [None] * n_layers
+    window = keys.whole("sliding_window")
+    if "layer_types" in reads and keys.value("layer_types") is not None:
+        types = keys.numbers("layer_types", str, n_layers)
+        if unknown := set(types) - {"full_attention", "sliding_attention"}:
+            raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs full and sliding")
+        return [window if kind == "sliding_attention" else None for kind in types]
+    if "max_window_layers" in reads:
+        first = keys.whole("max_window_layers", least=0)
+        return [window if layer >= first else None for layer in range(n_layers)]
+    return [window] * n_layers
+
+
+def _rope(keys: _Keys, model_type: str, d_head: int, max_context: int) -> RopeConfig:
+    """RoPE from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
+    where = "rope_parameters" if keys.value("rope_parameters") is not None else "rope_scaling"
+    stated = keys.value(where)
+    if stated is None:
+        stated = {}
+    if not isinstance(stated, dict):
+        raise keys.error(where, f"must be an object, not {brief(stated)}")
+    if any(isinstance(value, dict) for value in stated.values()):
+        raise keys.unsupported(where, "differs from layer to layer, which kukri does not run")
+    parameters = _Parameters(keys, where, stated)
+    theta = parameters.positive("rope_theta", keys.value("rope_theta", 10000.0))
+    share = parameters.positive("partial_rotary_factor", keys.value("partial_rotary_factor", 1.0))
+    rotary_dim = int(d_head * share)
+    if share > 1 or rotary_dim % 2 or rotary_dim == 0:
+        raise keys.error("partial_rotary_factor", f"of {share:g} leaves {rotary_dim} of {d_head} dimensions")
+    scaling = _scaling(parameters, model_type, max_context)
+    parameters.refuse_unknown()
+    try:
+        return RopeConfig(theta, rotary_dim, scaling)
+    except ConfigError as error:
+        raise keys.error(where, f"makes no sense: {error}") from None
+
+
+def _scaling(parameters: _Parameters, model_type: str, max_context: int) -> RopeScaling | None:
+    kind = parameters.take("rope_type", parameters.take("type", "default"))
+    if model_type == "phi3" and kind in ("su", "yarn"):  # older names of the same thing
+        kind = "longrope"
+    if kind == "default":
+        parameters.take("original_max_position_embeddings", None)
+        return None
+    if kind not in ROPE_SCALINGS:
+        known = ", ".join(("default", *ROPE_SCALINGS))
+        raise parameters.unsupported(f"has rope_type {brief(kind)}: kukri runs {known}")
+    try:
+        return _READERS[kind](parameters, max_context)
+    except ConfigError as error:
+        raise parameters.keys.error(parameters.where, f"makes no sense: {error}") from None
+
+
+class _Parameters:
+    """The RoPE parameters, each taken once."""
+
+    def __init__(self, keys: _Keys, where: str, stated: Mapping[str, Any]) -> None:
+        self.keys, self.where, self.left = keys, where, dict(stated)
+
+    def unsupported(self, message: str) -> UnsupportedError:
+        """An UnsupportedError about the object as a whole."""
+        return self.keys.unsupported(self.where, message)
+
+    def take(self, name: str, default: Any) -> Any:
+        """A parameter as it stands; null counts as absent."""
+        value = self.left.pop(name, None)
+        return default if value is None else value
+
+    def positive(self, name: str, default: Any) -> float:
+        """A finite number above 0."""
+        return self.keys.as_positive(f"{self.where}.{name}", self.take(name, default))
+
+    def optional(self, name: str) -> float | None:
+        """A finite number above 0, or None where the file has none."""
+        value = self.take(name, None)
+        return None if value is None else self.keys.as_positive(f"{self.where}.{name}", value)
+
+    def factors(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers above 0."""
+        value = self.take(name, None)
+        if not isinstance(value, list):
+            raise self.keys.error(f"{self.where}.{name}", f"must be a list of numbers, not {brief(value)}")
+        return tuple(self.keys.as_positive(f"{self.where}.{name}", number) for number in value)
+
+    def original_context(self, default: int) -> int:
+        """Tokens the model was trained on, wherever the file says so."""
+        inside = self.take("original_max_position_embeddings", default)
+        value = self.keys.value("original_max_position_embeddings", inside)
+        if type(value) is not int or not 1 <= value <= MAX_CONTEXT:
+            name = f"{self.where}.original_max_position_embeddings"
+            raise self.keys.error(name, f"must be a number of tokens, not {brief(value)}")
+        return value
+
+    def refuse_unknown(self) -> None:
+        """Raises UnsupportedError for a parameter that nothing read."""
+        if self.left:
+            raise self.unsupported(f"has the unknown parameter {brief(min(self.left))}")
+
+
+def _linear(parameters: _Parameters, max_context: int) -> RopeScaling:
+    parameters.take("original_max_position_embeddings", None)
+    return RopeScaling("linear", factor=parameters.positive("factor", None))
+
+
+def _dynamic(parameters: _Parameters, max_context: int) -> RopeScaling:
+    # transformers stretches from max_position_embeddings, whatever else the file says
+    parameters.take("original_max_position_embeddings", None)
+    return RopeScaling("dynamic", factor=parameters.positive("factor", None), original_context=max_context)
+
+
+def _yarn(parameters: _Parameters, max_context: int) -> RopeScaling:
+    original = parameters.original_context(max_context)
+    return RopeScaling(
+        "yarn",
+        factor=parameters.positive("factor", max_context / original),
+        original_context=original,
+        attention_factor=parameters.optional("attention_factor"),
+        beta_fast=parameters.positive("beta_fast", 32.0),
+        beta_slow=parameters.positive("beta_slow", 1.0),
+        truncate=bool(parameters.take("truncate", True)),
+        mscale=parameters.optional("mscale") or 0.0,
+        mscale_all_dim=parameters.optional("mscale_all_dim") or 0.0,
+    )
+
+
+def _llama3(parameters: _Parameters, max_context: int) -> RopeScaling:
+    return RopeScaling(
+        "llama3",
+        factor=parameters.positive("factor", None),
+        original_context=parameters.original_context(max_context),
+        low_freq_factor=parameters.positive("low_freq_factor", None),
+        high_freq_factor=parameters.positive("high_freq_factor", None),
+    )
+
+
+def _longrope(parameters: _Parameters, max_context: int) -> RopeScaling:
+    original = parameters.original_context(max_context)
+    return RopeScaling(
+        "longrope",
+        factor=parameters.positive("factor", max_context / original),
+        original_context=original,
+        attention_factor=parameters.optional("attention_factor"),
+        short_factors=parameters.factors("short_factor"),
+        long_factors=parameters.factors("long_factor"),
+    )
+
+
+_READERS = {"linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "llama3": _llama3, "longrope": _longrope}

@@ -1,0 +1,323 @@
+"""safetensors: one file, or shards that an index names, mapped and checked; and the weights they hold.
+
+A file is 8 bytes with the length of a JSON header, the header, and the tensors, row after row, without gaps
+(https://github.com/huggingface/safetensors, "Format"). The header is read here and not by the `safetensors`
+library, whose NumPy reader copies every tensor and knows no BF16.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError
+from kukri.formats.gguf import brief
+from kukri.kernels.types import ByteArray, FloatArray, Weight
+from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.types import QUANT_TYPES, QuantType
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the `safetensors` library
+_MAX_DIMENSIONS = 8
+_MAX_LISTED = 8
+
+# bytes of a number in each type of the format; those that run are below
+_DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+_RUNS = ("F32", "F16", "BF16")
+
+# Tensors that old checkpoints carry and that follow from the configuration: frequencies and causal masks.
+_IGNORABLE = re.compile(
+    r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|self_attn\.(?:bias|masked_bias))"
+)
+
+PACKED_TYPES = ("Q8_0", "Q4_0")  # what weights can be packed to while they are loaded
+
+
+@dataclass(frozen=True)
+class SafeTensor:
+    """One tensor: where it lies in its file. `offset` is in bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+class SafetensorsFile:
+    """A .safetensors file, mapped and checked: its tensors fill it without gap or overlap.
+
+    Attributes: path, tensors (name -> SafeTensor, in file order). Raises FormatError for a file that is
+    broken or cannot be read. The file must not shrink while it is in use.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._bytes = _map_file(self.path)
+        entries, start = _read_header(self._bytes, self.path)
+        self.tensors = _read_tensors(entries, start, len(self._bytes), self.path)
+
+    def data(self, tensor: SafeTensor) -> ByteArray:
+        """A tensor as stored: uint8 [n_bytes], a read-only view of the mapped file."""
+        return self._bytes[tensor.offset : tensor.offset + tensor.n_bytes]
+
+
+class SafetensorsWeights:
+    """The `WeightSource` of a directory's safetensors files. Matrices are views of the mapped files.
+
+    `quantize_to` packs every matrix whose rows are whole blocks to that type instead, a copy in memory;
+    other matrices and all vectors stay as they are. Raises FormatError for what is broken or absent, and
+    ConfigError for a type that weights cannot be packed to.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], config: ModelConfig, quantize_to: str | None = None
+    ) -> None:
+        self.path, self._config = Path(directory), config
+        self._target = None if quantize_to is None else packed_type(quantize_to)
+        self._files = open_files(self.path)
+        self._taken: set[str] = set()
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
+        data, kind = self._take(name, shape)
+        rows = data.reshape(shape[0], -1)
+        if self._target is None or shape[1] % self._target.block_size:
+            return Weight(rows, kind, shape, name)
+        return Weight(_packed(rows, kind, self._target), self._target, shape, name)
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
+        data, kind = self._take(name, (size,))
+        return dequantize(data.reshape(1, -1), kind).reshape(size)
+
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has the tensor; does not take it."""
+        return name in self._files
+
+    def done(self) -> None:
+        """Raises UnusedTensorError listing the tensors that nobody took and that mean something."""
+        unused = [name for name in self._files if name not in self._taken and not self._ignorable(name)]
+        if unused:
+            listed = ", ".join(map(brief, unused[:_MAX_LISTED]))
+            more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
+            raise UnusedTensorError(
+                f"holds tensors that no layer of {self._config.architecture} takes: {listed}{more}; "
+                "check model_type in config.json, or save the checkpoint without them",
+                path=self.path,
+            )
+
+    def _ignorable(self, name: str) -> bool:
+        # transformers ties the head to the embedding and drops the copy that some checkpoints hold
+        tied = self._config.tie_embeddings and name == "lm_head.weight"
+        return tied or _IGNORABLE.fullmatch(name) is not None
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> tuple[ByteArray, QuantType]:
+        file = self._files.get(name)
+        if file is None:
+            raise FormatError("is missing", path=self.path, tensor=name)
+        tensor = file.tensors[name]
+        if tensor.shape != shape:
+            message = f"has shape {tensor.shape} where the configuration asks for {shape}"
+            raise FormatError(message, path=file.path, offset=tensor.offset, tensor=name)
+        if tensor.dtype not in _RUNS:
+            raise UnsupportedError(
+                f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(_RUNS)}"
+            )
+        self._taken.add(name)
+        data = file.data(tensor)
+        if tensor.offset % _DTYPE_BYTES[tensor.dtype]:
+            data = data.copy()  # numbers must not straddle their own boundaries
+        return data, QUANT_TYPES[tensor.dtype]
+
+
+def packed_type(name: str) -> QuantType:
+    """The weight type of a name. Raises ConfigError for one that weights cannot be packed to."""
+    if name not in PACKED_TYPES:
+        raise ConfigError(
+            f"weights cannot be packed to {name!r} while loading: use {' or '.join(PACKED_TYPES)}"
+        )
+    return QUANT_TYPES[name]
+
+
+def open_files(directory: Path) -> dict[str, SafetensorsFile]:
+    """The file of each tensor in a directory: of `model.safetensors`, or of the shards that the index names.
+
+    Raises FormatError when neither is there, a shard is absent, or index and shards contradict each other.
+    """
+    single, index = directory / SINGLE_NAME, directory / INDEX_NAME
+    if single.exists():
+        file = SafetensorsFile(single)
+        return dict.fromkeys(file.tensors, file)
+    if index.exists():
+        return _open_shards(directory, index)
+    pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt*"))
+    way_out = ": kukri does not read pickles; save the model as safetensors" if pickled else ""
+    raise FormatError(f"holds neither {SINGLE_NAME} nor {INDEX_NAME}{way_out}", path=directory)
+
+
+def read_json(path: Path, *, max_bytes: int = 100_000_000) -> dict[str, Any]:
+    """The object in a JSON file. Raises FormatError for anything else, duplicate keys included."""
+    try:
+        if path.stat().st_size > max_bytes:
+            raise FormatError(f"is larger than {max_bytes} bytes", path=path)
+        return parse_json(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise FormatError("there is no such file", path=path) from None
+    except OSError as error:
+        raise FormatError(f"cannot be read: {error.strerror}", path=path) from None
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    """The object in JSON text. Raises FormatError for anything else, duplicate keys included."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            keys = [key for key, _ in pairs]
+            again = next(key for i, key in enumerate(keys) if key in keys[:i])
+            raise FormatError(f"the key {brief(again)} appears twice", path=path)
+        return made
+
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"is not JSON: {' '.join(str(error).split())[:100]}", path=path) from None
+    if not isinstance(value, dict):
+        raise FormatError(f"must hold a JSON object, not {type(value).__name__}", path=path)
+    return value
+
+
+def _map_file(path: Path) -> ByteArray:
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise FormatError("is not a regular file", path=path)
+            if status.st_size < 8:
+                raise FormatError(f"is cut short: {status.st_size} bytes are no safetensors file", path=path)
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except FileNotFoundError:
+        raise FormatError("there is no such file", path=path) from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"cannot be read: {getattr(error, 'strerror', error)}", path=path) from None
+
+
+def _read_header(data: ByteArray, path: Path) -> tuple[dict[str, Any], int]:
+    """The header's entries, and where the tensors begin in the file."""
+    n_bytes = int.from_bytes(data[:8].tobytes(), "little")
+    if n_bytes > MAX_HEADER_BYTES:
+        raise FormatError(f"claims a header of {n_bytes} bytes: not a safetensors file", path=path, offset=0)
+    if 8 + n_bytes > len(data):
+        message = f"is cut short: a header of {n_bytes} bytes does not fit into {len(data)}"
+        raise FormatError(message, path=path, offset=0)
+    text = data[8 : 8 + n_bytes].tobytes()
+    if not text.startswith(b"{"):
+        raise FormatError("the header does not begin with '{'", path=path, offset=8)
+    return parse_json(text, path), 8 + n_bytes
+
+
+def _read_tensors(entries: dict[str, Any], start: int, file_bytes: int, path: Path) -> dict[str, SafeTensor]:
+    entries = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+    tensors = [_tensor(name, entry, start, path) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.n_bytes))
+    end = start
+    for tensor in tensors:
+        if tensor.offset != end:
+            problem = "overlaps the tensor before it" if tensor.offset < end else "leaves a gap before it"
+            raise FormatError(problem, path=path, offset=tensor.offset, tensor=tensor.name)
+        end += tensor.n_bytes
+        if end > file_bytes:
+            message = f"is cut short: the tensor ends at byte {end} of {file_bytes}"
+            raise FormatError(message, path=path, offset=tensor.offset, tensor=tensor.name)
+    if end != file_bytes:
+        raise FormatError(f"has {file_bytes - end} bytes that belong to no tensor", path=path, offset=end)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _tensor(name: str, entry: Any, start: int, path: Path) -> SafeTensor:
+    def error(message: str) -> FormatError:
+        return FormatError(message, path=path, tensor=name if len(name) <= 200 else name[:200] + "...")
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise error("must be described by dtype, shape and data_offsets alone")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+        raise error(f"is of unknown type {brief(dtype)}")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise error(f"has shape {brief(shape)}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise error(f"has data_offsets {brief(offsets)}")
+    n_bytes = prod(shape) * _DTYPE_BYTES[dtype]
+    if offsets[1] - offsets[0] != n_bytes:
+        raise error(f"takes {offsets[1] - offsets[0]} bytes where {dtype} {shape} takes {n_bytes}")
+    return SafeTensor(name, dtype, tuple(shape), start + offsets[0], n_bytes)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
+
+
+def _open_shards(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise FormatError("must have a weight_map from tensors to files", path=index)
+    shards = {name: _open_shard(directory, index, name) for name in _unique_texts(shard_of.values(), index)}
+    for tensor, name in shard_of.items():
+        if tensor not in shards[name].tensors:
+            raise FormatError(
+                f"the index places it in {name}, which does not hold it", path=index, tensor=tensor
+            )
+    for name, shard in shards.items():
+        for tensor in shard.tensors:
+            if shard_of.get(tensor) != name:
+                raise FormatError(f"is not in {INDEX_NAME}, or elsewhere", path=shard.path, tensor=tensor)
+    return {tensor: shards[name] for tensor, name in shard_of.items()}
+
+
+def _unique_texts(values: Iterable[Any], index: Path) -> list[str]:
+    names: dict[str, None] = {}
+    for value in values:
+        if not isinstance(value, str):
+            raise FormatError(f"names {brief(value)} as a file", path=index)
+        names[value] = None
+    return list(names)
+
+
+def _open_shard(directory: Path, index: Path, name: str) -> SafetensorsFile:
+    # a name from a download must not lead out of its directory
+    if not re.fullmatch(r"[^/\\:\x00]+\.safetensors", name):
+        raise FormatError(
+            f"names {brief(name)}: a shard is a .safetensors file in the same directory", path=index
+        )
+    if not (directory / name).exists():
+        raise FormatError(f"names the shard {brief(name)}, which is absent: fetch it again", path=index)
+    return SafetensorsFile(directory / name)
+
+
+def _packed(rows: ByteArray, kind: QuantType, target: QuantType) -> ByteArray:
+    """The rows in another type, some rows at a time so that little lies in memory as floats."""
+    n_columns = rows.shape[1] // kind.block_bytes * kind.block_size
+    packed = np.empty((len(rows), target.row_bytes(n_columns)), np.uint8)
+    step = max(1, (1 << 22) // n_columns)
+    for first in range(0, len(rows), step):
+        packed[first : first + step] = quantize(dequantize(rows[first : first + step], kind), target)
+    return packed

@@ -1,0 +1,240 @@
+"""`Tokenizer` from tokenizer.json and its companions, as transformers saves them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from kukri.errors import FormatError, UnsupportedError
+from kukri.formats.checkpoint import TokenizerFiles
+from kukri.formats.gguf import GGUFFile, brief
+from kukri.tokenizer.tokenizer import Tokenizer
+from kukri.tokenizer.vocabulary import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocabulary
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_FLAGS = ("single_word", "lstrip", "rstrip")
+
+
+def load_tokenizer(source: GGUFFile | TokenizerFiles) -> Tokenizer:
+    """The tokenizer of an open checkpoint.
+
+    Raises FormatError when its files are broken and UnsupportedError for kinds that kukri does not read.
+    """
+    return Tokenizer.from_gguf(source) if isinstance(source, GGUFFile) else _from_files(source)
+
+
+def _from_files(files: TokenizerFiles) -> Tokenizer:
+    parts = _Parts(files)
+    text = parts.build()
+    tokenizer = Tokenizer(
+        parts.vocabulary,
+        text,
+        specials=[parts.added_token(token) for token in parts.special_texts],
+        later_text=parts.build_later(text),
+    )
+    tokenizer.drops_leading_space = parts.drops_leading_space
+    tokenizer.add_bos, tokenizer.add_eos = parts.adds(text)
+    tokenizer.chat_template = files.chat_template
+    return tokenizer
+
+
+class _Parts:
+    """tokenizer.json taken apart: a vocabulary, and a tokenizer of text that knows no special token.
+
+    Added tokens take their ids from the model's vocabulary, so all but special ones are put there; nothing
+    that a user writes can become one that is not there.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self.files = files
+        self.model = self._object("model")
+        if self.model.get("type", "BPE") != "BPE":
+            raise UnsupportedError(
+                f"{files.path}: the tokenizer's model is {brief(self.model.get('type'))}; kukri reads BPE"
+            )
+        self.id_of = self._ids()
+        self.added = self._added_tokens()
+        self.id_of |= {token: entry["id"] for token, entry in self.added.items()}
+        self.named = {name: self._named_token(name) for name in _NAMED_TOKENS}
+        decoders = _flat(files.tokenizer.get("decoder"), "decoders")
+        self.kind = "gpt2" if any(part.get("type") == "ByteLevel" for part in decoders) else "llama"
+        if self.kind == "llama" and not decoders:
+            raise UnsupportedError(f"{files.path}: the tokenizer has no decoder that kukri knows")
+        self.drops_leading_space = any(map(_drops_space, decoders))
+        specials = {token for token, entry in self.added.items() if entry.get("special") is True}
+        specials |= {token for token in self.named.values() if token is not None}
+        self.tokens = self._tokens()
+        # an ordinary word may end a text too, and must stay a word
+        specials |= {self.tokens[i] for i in files.eos_ids if self.tokens[i] in self.added}
+        self.special_texts = sorted(specials, key=self.id_of.__getitem__)
+        self.vocabulary = self._vocabulary()
+
+    def build(self) -> tokenizers.Tokenizer:
+        """The tokenizer of plain text."""
+        hidden = set(self.special_texts) - {self.model.get("unk_token")}
+        vocabulary = {token: i for token, i in self.id_of.items() if token not in hidden}
+        plain = [entry for token, entry in self.added.items() if token not in self.special_texts]
+        merges = [
+            pair for pair in map(self._merge, self.model.get("merges") or []) if _fits(pair, vocabulary)
+        ]
+        contents = {
+            **self.files.tokenizer,
+            "truncation": None,
+            "padding": None,
+            "added_tokens": plain,
+            "model": {**self.model, "vocab": vocabulary, "merges": merges},
+        }
+        try:
+            return tokenizers.Tokenizer.from_str(json.dumps(contents, ensure_ascii=False))
+        except Exception as error:  # `tokenizers` raises no narrower one
+            raise self._error(f"is no tokenizer: {' '.join(str(error).split())[:200]}") from None
+
+    def build_later(self, text: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
+        """The tokenizer of text after a special token, where that is another: no space is put before it."""
+        words = self.files.tokenizer.get("pre_tokenizer")
+        first = [p for p in _flat(words, "pretokenizers") if p.get("prepend_scheme") == "first"]
+        if not first:
+            return None
+        model = {"type": "BPE", "vocab": {}, "merges": []}
+        steps = {"version": "1.0", "model": model, "pre_tokenizer": _never_prepending(words)}
+        later = tokenizers.Tokenizer(text.model)  # shares the vocabulary
+        later.pre_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(steps)).pre_tokenizer
+        if text.normalizer is not None:
+            later.normalizer = text.normalizer
+        later.add_tokens([self.added_token(token) for token in self.added if token not in self.special_texts])
+        return later
+
+    def adds(self, text: tokenizers.Tokenizer) -> tuple[bool, bool]:
+        """Whether the post-processor puts BOS and EOS around a text.
+
+        As in transformers 5, it overrules `add_bos_token` in tokenizer_config.json.
+        """
+        bos, eos = self.vocabulary.bos_id, self.vocabulary.eos_id
+        around = text.encode("a", add_special_tokens=True)
+        inside = [i for i, special in enumerate(around.special_tokens_mask) if not special]
+        first, last = (inside[0], inside[-1] + 1) if inside else (len(around.ids), len(around.ids))
+        before, after = around.ids[:first], around.ids[last:]
+        if before not in ([], [bos]) or after not in ([], [eos]):
+            raise UnsupportedError(
+                f"{self.files.path}: the post-processor adds {before}, {after}: kukri adds BOS and EOS alone"
+            )
+        return bool(before), bool(after)
+
+    def added_token(self, token: str) -> AddedToken:
+        """An added token with its flags; special ones are looked for in the text as it stands."""
+        entry, special = self.added.get(token, {}), token in self.special_texts
+        flags = {name: entry.get(name) is True for name in _FLAGS}
+        normalized = entry.get("normalized") is True and not special
+        return AddedToken(token, normalized=normalized, special=special, **flags)
+
+    def _error(self, message: str) -> FormatError:
+        return FormatError(message, path=self.files.path)
+
+    def _object(self, key: str) -> dict[str, Any]:
+        value = self.files.tokenizer.get(key)
+        if not isinstance(value, dict):
+            raise self._error(f"key {key!r} must be an object")
+        return value
+
+    def _ids(self) -> dict[str, int]:
+        ids = self.model.get("vocab")
+        if not isinstance(ids, dict) or not ids:
+            raise self._error("the model has no vocabulary")
+        for token, i in ids.items():
+            self._check_id(token, i)
+        return dict(ids)
+
+    def _check_id(self, token: str, i: Any) -> None:
+        if type(i) is not int or not 0 <= i < self.files.n_vocab:
+            raise self._error(f"token {brief(token)} has id {brief(i)}; the model has {self.files.n_vocab}")
+
+    def _added_tokens(self) -> dict[str, dict[str, Any]]:
+        added: dict[str, dict[str, Any]] = {}
+        for entry in self.files.tokenizer.get("added_tokens") or []:
+            if (
+                not isinstance(entry, dict)
+                or not isinstance(entry.get("content"), str)
+                or not entry["content"]
+            ):
+                raise self._error(f"has an added token without content: {brief(entry)}")
+            self._check_id(entry["content"], entry.get("id"))
+            added[entry["content"]] = entry
+        return added
+
+    def _named_token(self, name: str) -> str | None:
+        stated = self.files.settings.get(name)
+        text = stated.get("content") if isinstance(stated, dict) else stated
+        if text is None or text == "":
+            return None
+        if not isinstance(text, str) or text not in self.id_of:
+            message = f"{name} is {brief(text)}, which tokenizer.json does not hold"
+            raise FormatError(message, path=self.files.path.with_name("tokenizer_config.json"))
+        return text
+
+    def _tokens(self) -> list[str]:
+        """Texts by id, "" where there is none."""
+        tokens = [""] * self.files.n_vocab
+        for token, i in self.id_of.items():
+            if tokens[i]:
+                raise self._error(f"tokens {brief(tokens[i])} and {brief(token)} both have id {i}")
+            tokens[i] = token
+        return tokens
+
+    def _vocabulary(self) -> Vocabulary:
+        types = [NORMAL if token else UNUSED for token in self.tokens]
+        for entry in self.added.values():
+            types[entry["id"]] = USER_DEFINED
+        if self.kind == "llama" and self.model.get("byte_fallback") is True:
+            for byte in range(256):
+                if (i := self.id_of.get(f"<0x{byte:02X}>")) is not None:
+                    types[i] = BYTE
+        for token in self.special_texts:
+            types[self.id_of[token]] = CONTROL
+        ids = {name: None if token is None else self.id_of[token] for name, token in self.named.items()}
+        ends = {*self.files.eos_ids, *([] if ids["eos_token"] is None else [ids["eos_token"]])}
+        return Vocabulary(
+            kind=self.kind,
+            tokens=self.tokens,
+            id_of={token: i for token, i in self.id_of.items() if token},
+            types=types,
+            bos_id=ids["bos_token"],
+            eos_id=ids["eos_token"],
+            unk_id=ids["unk_token"],
+            eos_ids=frozenset(ends),
+            special_ids=frozenset(self.id_of[token] for token in self.special_texts),
+        )
+
+    def _merge(self, stated: Any) -> tuple[str, str]:
+        pair = stated.split(" ") if isinstance(stated, str) else stated
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise self._error(f"has the merge {brief(stated)}, which is not two tokens")
+        return pair[0], pair[1]
+
+
+def _fits(pair: tuple[str, str], vocabulary: dict[str, int]) -> bool:
+    return pair[0] in vocabulary and pair[1] in vocabulary and "".join(pair) in vocabulary
+
+
+def _flat(part: Any, inside: str) -> list[dict[str, Any]]:
+    """The steps of a decoder or pre-tokenizer, whether it is one or a sequence."""
+    if not isinstance(part, dict):
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for step in part.get(inside) or [] if isinstance(step, dict)]
+
+
+def _drops_space(decoder: dict[str, Any]) -> bool:
+    if decoder.get("type") == "Metaspace":
+        return bool(decoder.get("prepend_scheme", "always") != "never")
+    return [decoder.get(key) for key in ("type", "content", "start")] == ["Strip", " ", 1]
+
+
+def _never_prepending(part: Any) -> Any:
+    if isinstance(part, dict):
+        made = {key: _never_prepending(value) for key, value in part.items()}
+        return {**made, "prepend_scheme": "never"} if made.get("prepend_scheme") == "first" else made
+    return [_never_prepending(step) for step in part] if isinstance(part, list) else part

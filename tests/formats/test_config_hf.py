@@ -1,0 +1,203 @@
+"""config.json: what transformers reads from it, kukri reads too, and what it would guess at is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers as tr
+
+from kukri.errors import FormatError, UnsupportedError
+from kukri.formats.config_hf import HF_ARCHITECTURES, hf_model_config
+
+PATH = Path("dir/config.json")
+CLASSES = {
+    "llama": tr.LlamaConfig,
+    "mistral": tr.MistralConfig,
+    "qwen2": tr.Qwen2Config,
+    "qwen3": tr.Qwen3Config,
+    "smollm3": tr.SmolLM3Config,
+    "phi3": tr.Phi3Config,
+    "phi": tr.PhiConfig,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+}
+MINIMAL = {"model_type": "llama", **TINY}
+
+
+def read(**keys):
+    return hf_model_config(
+        {key: value for key, value in {**MINIMAL, **keys}.items() if value != "absent"}, PATH
+    )
+
+
+def test_every_architecture_is_compared():
+    """Catches an architecture without a test here."""
+    assert set(CLASSES) == set(HF_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("full", [True, False], ids=["all keys", "only what differs"])
+def test_transformers_own_files_are_read(kind, full):
+    """Catches a key of transformers' that is taken for unknown, and a default that is another there."""
+    config = CLASSES[kind](**TINY, pad_token_id=0, eos_token_id=1, bos_token_id=1)
+    stated = config.to_dict() if full else {"model_type": kind, **TINY}
+    ours = hf_model_config(stated, PATH)
+    heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert (ours.architecture, ours.n_layers, ours.d_model, ours.d_ffn) == (kind, 8, 64, 96)
+    assert (ours.n_heads, ours.n_kv_heads, ours.d_head, ours.n_vocab) == (4, 2, heads, 300)
+    assert ours.norm_eps == (config.layer_norm_eps if kind == "phi" else config.rms_norm_eps)
+    assert ours.tie_embeddings == config.tie_word_embeddings
+    assert ours.rope.theta == config.rope_parameters["rope_theta"]
+    assert ours.rope.rotary_dim == int(heads * config.rope_parameters.get("partial_rotary_factor", 1))
+    assert ours.rope.scaling is None
+    assert ours.name == "dir"
+
+
+@pytest.mark.parametrize("interval", [2, 4, 5])
+def test_smollm3_layers_without_rope(interval):
+    """Catches the inverted name: a 1 in no_rope_layers means that the layer does rotate."""
+    config = tr.SmolLM3Config(**TINY, no_rope_layer_interval=interval)
+    want = [bool(use) for use in config.no_rope_layers]
+    assert want.count(False) == 8 // interval
+    by_interval = read(model_type="smollm3", no_rope_layer_interval=interval)
+    by_list = read(model_type="smollm3", no_rope_layers=config.no_rope_layers)
+    assert [layer.use_rope for layer in by_interval.layers] == want
+    assert [layer.use_rope for layer in by_list.layers] == want
+
+
+def smollm3_windows(**keys):
+    return [layer.window for layer in read(model_type="smollm3", **keys).layers]
+
+
+def test_windows_are_those_of_each_class():
+    """Catches a window on the wrong layers, or one that a switch has turned off."""
+    qwen = {"sliding_window": 16, "max_window_layers": 5}
+    for kind in ("qwen2", "qwen3"):
+        config = CLASSES[kind](**TINY, **qwen, use_sliding_window=True)
+        want = [16 if t == "sliding_attention" else None for t in config.layer_types]
+        assert want == [None] * 5 + [16] * 3
+        on = read(model_type=kind, **qwen, use_sliding_window=True)
+        assert [layer.window for layer in on.layers] == want
+        stated = read(model_type=kind, **qwen, use_sliding_window=True, layer_types=config.layer_types[::-1])
+        assert [layer.window for layer in stated.layers] == want[::-1]
+        off = read(model_type=kind, **qwen, use_sliding_window=False)
+        assert [layer.window for layer in off.layers] == [None] * 8
+    assert {layer.window for layer in read(model_type="mistral", sliding_window=16).layers} == {16}
+    assert {layer.window for layer in read(model_type="mistral", sliding_window=None).layers} == {None}
+    assert {layer.window for layer in read(model_type="phi3", sliding_window=16).layers} == {16}
+    config = tr.SmolLM3Config(**TINY, use_sliding_window=True, sliding_window=16)
+    want = [16 if t == "sliding_attention" else None for t in config.layer_types]
+    assert smollm3_windows(use_sliding_window=True, sliding_window=16) == want
+    assert want.count(16) == 2
+
+
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "more", "facts"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, {}, {"kind": "linear", "factor": 2.0}),
+        ({"rope_type": "dynamic", "factor": 2.0}, {}, {"kind": "dynamic", "original_context": 256}),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16},
+            {},
+            {"kind": "yarn", "factor": 4.0, "original_context": 64, "beta_fast": 16.0, "beta_slow": 1.0},
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 32},
+            {},
+            {"kind": "llama3", "factor": 8.0, "original_context": 32, "high_freq_factor": 4.0},
+        ),
+        (
+            {"rope_type": "longrope", **LONG},
+            {"model_type": "phi3", "original_max_position_embeddings": 64},
+            {"kind": "longrope", "factor": 4.0, "original_context": 64, "long_factors": (2.0,) * 8},
+        ),
+        (
+            {"rope_type": "su", **LONG},
+            {"model_type": "phi3", "original_max_position_embeddings": 64},
+            {"kind": "longrope"},
+        ),
+    ],
+    ids=lambda value: value.get("kind", "") if isinstance(value, dict) else "",
+)
+def test_rope_scaling_of_both_generations(parameters, more, facts):
+    """Catches a scaling that is dropped, or one of the two ways to write it misread."""
+    five = read(**more, rope_parameters={"rope_theta": 5e5, **parameters}).rope
+    old = {("type" if key == "rope_type" else key): value for key, value in parameters.items()}
+    four = read(**more, rope_theta=5e5, rope_scaling=old).rope
+    assert four == five
+    assert four.theta == 5e5
+    assert {name: getattr(four.scaling, name) for name in facts} == facts
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"model_type": "gpt9"}, UnsupportedError, "model_type 'gpt9' is not supported: kukri runs llama"),
+        ({"model_type": ["llama"]}, UnsupportedError, "is not supported"),
+        ({"model_type": "absent"}, UnsupportedError, "model_type None"),
+        ({"logit_softcap": 3}, UnsupportedError, "'logit_softcap' is unknown .* take it out of the file"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedError, "weights are quantized"),
+        ({"rope_interleaved": True}, UnsupportedError, "'rope_interleaved' must be False"),
+        ({"sliding_window": 5}, UnsupportedError, "'sliding_window' must be None"),
+        ({"hidden_act": "relu"}, UnsupportedError, "'hidden_act' is 'relu': kukri runs 'silu' alone"),
+        ({"hidden_size": "absent"}, FormatError, "'hidden_size' is missing"),
+        ({"hidden_size": "64"}, FormatError, "'hidden_size' must be a whole number"),
+        ({"hidden_size": True}, FormatError, "'hidden_size' must be a whole number"),
+        ({"hidden_size": 66}, FormatError, "does not fit the width 66"),
+        ({"num_hidden_layers": 10**9}, FormatError, "'num_hidden_layers' is 1000000000, not between"),
+        ({"num_key_value_heads": 3}, FormatError, "does not divide 4 heads"),
+        ({"rms_norm_eps": 0}, FormatError, "'rms_norm_eps' must be a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, FormatError, "'rms_norm_eps' must be a finite number"),
+        ({"tie_word_embeddings": 1}, FormatError, "must be true or false"),
+        ({"rope_scaling": "yarn"}, FormatError, "must be an object"),
+        ({"rope_scaling": {"type": "ntk9"}}, UnsupportedError, "rope_type 'ntk9': kukri runs default"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "x": 1}}, UnsupportedError, "parameter 'x'"),
+        ({"rope_scaling": {"type": "linear"}}, FormatError, r"'rope_scaling\.factor' must be"),
+        ({"rope_scaling": {"full_attention": {}}}, UnsupportedError, "differs from layer to layer"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+            FormatError,
+            "1 RoPE factors for 8",
+        ),
+        ({"partial_rotary_factor": 1.5}, FormatError, "'partial_rotary_factor'"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, FormatError, "2 entries for 8 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [2] * 8}, FormatError, "0 and 1 alone"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 8},
+            UnsupportedError,
+            "'chunked_attention': kukri runs full and sliding",
+        ),
+        ({"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True}, UnsupportedError, "is True"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_makes_no_sense_is_one_clear_line(keys, error, message):
+    """Catches a model that runs and is wrong, and a traceback for a file that is."""
+    with pytest.raises(error, match=message) as caught:
+        read(**keys)
+    assert "dir/config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_that_change_nothing_are_ignored_by_name():
+    """Catches real files refused for the bookkeeping in them."""
+    config = read(
+        torch_dtype="bfloat16",
+        rope_interleaved=False,
+        is_llama_config=True,
+        pretraining_tp=1,
+        **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+    )
+    assert config == read()

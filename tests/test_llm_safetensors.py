@@ -1,0 +1,231 @@
+"""`LLM(directory)`: what transformers saved gives transformers' answer, for each architecture that runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tr
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from kukri import LLM, SamplingParams
+from kukri.config import PAGE_TOKENS
+from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError
+from kukri.formats.checkpoint import open_checkpoint
+from kukri.kernels import make_backend
+from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
+from kukri.models import ARCHITECTURES, load_model
+from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.types import QUANT_TYPES
+
+N_VOCAB = 272  # 12 rows more than there are tokens, as Qwen pads
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": N_VOCAB,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # large enough that attention is far from uniform
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+    "bos_token_id": 256,
+    "eos_token_id": 259,
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}
+# kind of checkpoint -> class of the configuration and what it is given
+CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (tr.LlamaConfig, {"tie_word_embeddings": False}),
+    "llama-tied-llama3": (tr.LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama-biases": (tr.LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "smollm3": (tr.SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "qwen2": (tr.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen3": (tr.Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "mistral": (tr.MistralConfig, {"sliding_window": 9}),
+    "phi3": (tr.Phi3Config, {"partial_rotary_factor": 0.5}),
+    "phi": (tr.PhiConfig, {"partial_rotary_factor": 0.5}),
+}
+RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = "The capital of France is Paris."
+
+
+def byte_tokenizer() -> tr.PreTrainedTokenizerFast:
+    """A token for each byte, and BOS before a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    made.post_processor = TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 256)])
+    return tr.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+def make(directory: Path, kind: str, dtype: torch.dtype = torch.float32, **save: Any) -> tuple[Path, Any]:
+    """A directory as transformers saves it, and its model in float32."""
+    config_class, facts = CHECKPOINTS[kind]
+    torch.manual_seed(3)
+    model = tr.AutoModelForCausalLM.from_config(
+        config_class(**{**TINY, **facts}), attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # else all ones or zeros, and a mistake would not show
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.to(dtype).eval().save_pretrained(directory, **save)
+    byte_tokenizer().save_pretrained(directory)
+    return directory, model.float()
+
+
+def theirs(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float().numpy()
+
+
+def greedy(model: Any, ids: list[int]) -> list[int]:
+    for _ in range(GREEDY.max_tokens or 0):
+        ids = [*ids, int(theirs(model, ids)[-1].argmax())]
+    return ids[-(GREEDY.max_tokens or 0) :]
+
+
+def exact_logits(directory: Path, ids: list[int]) -> np.ndarray:
+    """Logits [T, V] on the reference backend with a float32 cache, which LLM does not have."""
+    with open_checkpoint(directory) as checkpoint:
+        model = load_model(checkpoint.weights(checkpoint.config), checkpoint.config)
+    n, config = len(ids), model.config
+    n_pages = -(-n // PAGE_TOKENS)
+    cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, np.float32)
+    program = make_backend("reference").compile(model, cache, StepLimits(n, 1, n, n_pages), {})
+    model.rope.ensure(n)
+    steps = np.arange(n, dtype=np.int32)
+    ends = np.array([0, n], np.int32)
+    table = np.arange(n_pages, dtype=np.int32)[None]
+    return program(ForwardBatch(np.array(ids, np.int32), steps, steps, ends, ends[1:], table, steps))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("llama"), "llama")[0]
+
+
+@pytest.fixture
+def broken(llama: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(llama, tmp_path / "broken"))
+
+
+@pytest.mark.parametrize("kind", RUN)
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """A tensor under another name, a key of config.json misread, rows in another order."""
+    directory, model = make(tmp_path, kind)
+    ids = np.random.default_rng(0).integers(0, N_VOCAB, 50).tolist()
+    want = theirs(model, ids)
+    # two orders of float32 sums through 4 layers; values are of size 1 to 30
+    np.testing.assert_allclose(
+        exact_logits(directory, ids), want, atol=1e-4 * max(1.0, np.abs(want).max() / 7)
+    )
+
+
+@pytest.mark.parametrize("kind", RUN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_greedy_ids_on_the_cpu(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A model that drifts from transformers' answer, in the types that checkpoints are saved in."""
+    directory, model = make(tmp_path, kind, dtype)
+    with LLM(directory) as llm:
+        want_ids = tr.PreTrainedTokenizerFast.from_pretrained(directory).encode(PROMPT)
+        result = llm.generate(PROMPT, GREEDY)
+        assert {p.type for p in llm.model.parameters if len(p.shape) == 2} == {
+            "F32" if dtype is torch.float32 else "BF16"
+        }
+    assert result.prompt_token_ids == want_ids
+    assert result.token_ids == greedy(model, want_ids)
+
+
+def test_shards_give_the_same(llama: Path, tmp_path: Path) -> None:
+    """A sharded checkpoint that is another model."""
+    directory, _ = make(tmp_path, "llama", max_shard_size="100KB")
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    ids = list(range(30))
+    np.testing.assert_array_equal(exact_logits(directory, ids), exact_logits(llama, ids))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_quantize_packs_while_loading(llama: Path, kind: str) -> None:
+    """A type other than asked for, or weights packed wrongly: rounding alone may differ."""
+    ids = list(range(40))
+    with open_checkpoint(llama, kind) as checkpoint:
+        packed = checkpoint.weights(checkpoint.config).matrix("model.layers.0.mlp.up_proj.weight", (96, 64))
+    with open_checkpoint(llama) as checkpoint:
+        plain = checkpoint.weights(checkpoint.config).matrix("model.layers.0.mlp.up_proj.weight", (96, 64))
+    rows = dequantize(plain.data, plain.type)
+    np.testing.assert_array_equal(packed.data, quantize(rows, QUANT_TYPES[kind]))
+    with LLM(llama, quantize=kind, backend="reference") as llm:
+        assert {p.type for p in llm.model.parameters if len(p.shape) == 2} == {kind}
+        reference = llm.logits(ids)
+    with LLM(llama, quantize=kind) as llm:
+        got = llm.logits(ids)
+    assert np.corrcoef(got.ravel(), reference.ravel())[0, 1] > 0.99
+
+
+def test_quantize_says_what_cannot_be(llama: Path, smollm2_path: Path) -> None:
+    """A promise of Q4_K, or of packing a packed file, that is silently not kept."""
+    with pytest.raises(ConfigError, match="cannot be packed to 'Q4_K' while loading: use Q8_0 or Q4_0"):
+        LLM(llama, quantize="Q4_K")
+    with pytest.raises(ConfigError, match="is packed already"):
+        LLM(smollm2_path, quantize="Q8_0")
+
+
+def test_the_edge_of_text(llama: Path) -> None:
+    """BOS lost, a generation that ends elsewhere than transformers', a row without a token that crashes."""
+    with LLM(llama, backend="reference") as llm:
+        assert llm.tokenizer.eos_ids == {257, 259}
+        assert llm.tokenizer.encode("a", add_special=True)[0] == 256
+        assert llm.tokenizer.decode([N_VOCAB - 1]) == ""
+        assert llm.config.name == llama.name
+
+
+def edit_config(directory: Path, **keys: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"hidden_size": 68}, FormatError, r"'model\.embed_tokens\.weight'.*has shape \(272, 64\) where"),
+        ({"num_hidden_layers": 5}, FormatError, r"'model\.layers\.4\.input_layernorm\.weight'.*is missing"),
+        ({"num_hidden_layers": 3}, UnusedTensorError, r"no layer of llama takes: 'model\.layers\.3"),
+        ({"model_type": "gpt9"}, UnsupportedError, "model_type 'gpt9'"),
+        ({"vocab_size": 100}, FormatError, "tokenizer|eos_token_id"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_config_that_does_not_fit(broken: Path, keys: Any, error: type[Exception], message: str) -> None:
+    """A traceback from NumPy, or a model that runs with weights left out."""
+    edit_config(broken, **keys)
+    with pytest.raises(error, match=message) as caught:
+        LLM(broken)
+    assert "\n" not in str(caught.value)
+
+
+def test_cut_and_absent_files(broken: Path) -> None:
+    """A half-downloaded checkpoint that starts."""
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(FormatError, match=r"model\.safetensors.*is cut short"):
+        LLM(broken)
+    weights.unlink()
+    with pytest.raises(FormatError, match=r"holds neither model\.safetensors nor"):
+        LLM(broken)
+    (broken / "config.json").unlink()
+    with pytest.raises(FormatError, match=r"is a directory"):
+        LLM(broken)
