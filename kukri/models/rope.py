@@ -13,20 +13,42 @@ exceeds the original context, its short factors otherwise. A smaller max_context
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import RopeConfig, RopeScaling
+from kukri.config import MAX_ROPE_FACTOR, ModelConfig, RopeConfig, RopeScaling
+from kukri.errors import ConfigError
+from kukri.formats.config_gguf import MAX_CONTEXT
 from kukri.kernels.types import FloatArray, RopeTable
 
 _ONE = np.float32(1)
+USER_SCALINGS = ("linear", "dynamic", "yarn")  # a kind and a factor say it all
 
 
 def rope_table(rope: RopeConfig, max_context: int) -> RopeTable:
     """The angles of positions below max_context, times the attention factor; filled when asked for."""
     frequencies = inverse_frequencies(rope, max_context)
     return RopeTable(frequencies.astype(np.float64), max_context, attention_factor(rope.scaling))
+
+
+def with_scaling(config: ModelConfig, kind: str, factor: float) -> ModelConfig:
+    """The configuration of a model whose context a user stretches `factor` times: linear, dynamic or yarn.
+
+    Replaces a scaling of the checkpoint's own, and counts from the context before that one where it is known.
+    Raises ConfigError on other kinds, whose parameters only a checkpoint has, and on a factor below 1.
+    """
+    if kind not in USER_SCALINGS:
+        raise ConfigError(f"RoPE scaling {kind!r} cannot be set: choose {', '.join(USER_SCALINGS)}")
+    if not 1 <= factor <= MAX_ROPE_FACTOR:
+        raise ConfigError(f"the RoPE scaling factor must be from 1 to {MAX_ROPE_FACTOR}, not {factor}")
+    own = config.rope.scaling
+    original = own.original_context if own and own.original_context else config.max_context
+    if original * factor > MAX_CONTEXT:
+        raise ConfigError(f"{original} tokens times {factor:g} is more than {MAX_CONTEXT} tokens of context")
+    rope = replace(config.rope, scaling=RopeScaling(kind, factor, 0 if kind == "linear" else original))
+    return replace(config, rope=rope, max_context=int(original * factor))
 
 
 def inverse_frequencies(rope: RopeConfig, max_context: int) -> FloatArray:

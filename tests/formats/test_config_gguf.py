@@ -164,6 +164,8 @@ def test_rope_factors_are_tensors(config_of):
     both = {"rope_factors_short.weight": (6,), "rope_factors_long.weight": (6,)}
     longrope = config_of({"llama.rope.scaling.original_context_length": 32}, {**BASE, **both})
     assert longrope.rope.scaling == RopeScaling("longrope", 4.0, 32, short_factors=ones, long_factors=ones)
+    keys = {"llama.rope.scaling.original_context_length": 32, "llama.rope.scaling.attn_factor": 1.5}
+    assert config_of(keys, {**BASE, **both}).rope.scaling.attention_factor == 1.5
 
 
 @pytest.mark.parametrize(

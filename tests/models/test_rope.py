@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_llama import make_pair
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kukri.config import RopeConfig, RopeScaling
 from kukri.errors import ConfigError
-from kukri.models.rope import attention_factor, inverse_frequencies, rope_table
+from kukri.models.rope import attention_factor, inverse_frequencies, rope_table, with_scaling
 
 HALF = 32
 SHORT = tuple(1 + 0.01 * i for i in range(HALF))
@@ -148,3 +149,22 @@ def test_factors_must_be_one_for_each_frequency() -> None:
     """Factors of another head size, broadcast or cut."""
     with pytest.raises(ConfigError, match="2 RoPE factors for 32 rotary frequencies"):
         RopeConfig(10000.0, 2 * HALF, RopeScaling("llama3", factors=(1.0, 2.0)))
+
+
+def test_a_user_may_stretch_a_model() -> None:
+    """A factor on top of the checkpoint's own stretch, a context that stays, or a kind without parameters."""
+    config = make_pair(d_head=64, max_context=256)[1]
+    yarn = with_scaling(config, "yarn", 4.0)
+    assert yarn.max_context == 1024
+    assert yarn.rope == RopeConfig(10000.0, 64, RopeScaling("yarn", 4.0, 256))
+    assert with_scaling(yarn, "dynamic", 2.0).rope.scaling == RopeScaling("dynamic", 2.0, 256)
+    assert with_scaling(yarn, "dynamic", 2.0).max_context == 512
+    assert with_scaling(config, "linear", 2.0).rope.scaling == RopeScaling("linear", 2.0)
+    for kind in ("longrope", "llama3", "ntk", ""):
+        with pytest.raises(ConfigError, match="choose linear, dynamic, yarn"):
+            with_scaling(config, kind, 2.0)
+    for factor in (0.5, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="from 1 to"):
+            with_scaling(config, "yarn", factor)
+    with pytest.raises(ConfigError, match="256 tokens times 100000"):
+        with_scaling(config, "yarn", 1e5)
