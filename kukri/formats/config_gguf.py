@@ -286,26 +286,9 @@ def _stretched(scaling: RopeScaling | None, max_context: int) -> int:
 
 
 def _rope_scaling(keys: _Keys, max_context: int) -> RopeScaling | None:
-    """The scaling that keys name, or that tensors with factors imply: converters then write no kind."""
-    implied = "none"
-    if ROPE_TENSORS[0] in keys.gguf.tensors:
-        implied = "llama3"
-    elif not keys.gguf.tensors.keys().isdisjoint(ROPE_TENSORS[1:]):
-        implied = "longrope"
-    elif keys.has("rope.scaling.factor"):
-        implied = "linear"  # llama.cpp's default
-    kind = keys.text("rope.scaling.type", implied)
-    if kind == "none" and implied in ("none", "linear"):
+    kind = _scaling_kind(keys)
+    if kind == "none":
         return None
-    if implied in ("llama3", "longrope"):
-        if kind not in (implied, "none"):
-            raise keys.unsupported("rope.scaling.type", f"is {brief(kind)} in a file with {implied} factors")
-        kind = implied
-    elif kind not in ("linear", "dynamic", "yarn"):
-        raise keys.unsupported(
-            "rope.scaling.type",
-            f"is {brief(kind)}: kukri runs none, linear, dynamic and yarn, and others by their factors",
-        )
     if kind == "llama3":
         return RopeScaling(kind, factors=_factors(keys, ROPE_TENSORS[0]))
     original = keys.whole("rope.scaling.original_context_length", max_context, most=MAX_CONTEXT)
@@ -314,7 +297,7 @@ def _rope_scaling(keys: _Keys, max_context: int) -> RopeScaling | None:
             kind,
             max_context / original,
             original,
-            attention_factor=_attention_factor(keys, None),
+            attention_factor=_attention_factor(keys, 1.0),
             short_factors=_factors(keys, ROPE_TENSORS[1]),
             long_factors=_factors(keys, ROPE_TENSORS[2]),
         )
@@ -327,17 +310,38 @@ def _rope_scaling(keys: _Keys, max_context: int) -> RopeScaling | None:
         kind,
         factor,
         original,
-        attention_factor=_attention_factor(keys, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0),
+        attention_factor=_attention_factor(keys, 0.1 * math.log(max(factor, 1.0)) + 1),
         beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
     )
 
 
-def _attention_factor(keys: _Keys, own: float | None) -> float | None:
-    """None where the file says nothing. Files give it whole, or as a factor on the kind's `own`."""
+def _scaling_kind(keys: _Keys) -> str:
+    """What the file names, or what tensors with factors imply: converters then write no kind."""
+    tensors = keys.gguf.tensors.keys()
+    by_tensors = "llama3" if ROPE_TENSORS[0] in tensors else ""
+    by_tensors = by_tensors or ("longrope" if tensors & set(ROPE_TENSORS[1:]) else "")
+    default = "linear" if keys.has("rope.scaling.factor") else "none"  # llama.cpp's
+    kind = keys.text("rope.scaling.type", by_tensors or default)
+    if by_tensors:
+        if kind not in (by_tensors, "none"):
+            raise keys.unsupported(
+                "rope.scaling.type", f"is {brief(kind)} in a file with {by_tensors} factors"
+            )
+        return by_tensors
+    if kind not in ("none", "linear", "dynamic", "yarn"):
+        raise keys.unsupported(
+            "rope.scaling.type",
+            f"is {brief(kind)}: kukri runs none, linear, dynamic and yarn, and others by their factors",
+        )
+    return kind
+
+
+def _attention_factor(keys: _Keys, base: float) -> float | None:
+    """The file's attention factor, which multiplies `base`; None where it says nothing."""
     for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
         if keys.has(key):
-            return keys.positive(key) * (1.0 if own is None else own)
+            return keys.positive(key) * base
     return None
 
 
