@@ -217,3 +217,20 @@ def test_head_norms_belong_to_the_architecture() -> None:
     without = {k: torch.from_numpy(a) for k, a in make("qwen2")[2].arrays.items()}
     with pytest.raises(FormatError, match=r"q_norm"):
         load_model(TorchSource(without), config)
+
+
+def test_phi_files_may_hold_q_k_and_v_as_one_matrix(tmp_path: Path, reference: Backend) -> None:
+    """Older Phi-2 files refused, or a fused bias cut in other places than its matrix."""
+    _, config, source = make("phi")
+    want = Driver(load_model(source, config), reference).run(IDS, [N_TOKENS])
+    fused = dict(source.arrays)
+    for layer in range(config.n_layers):
+        for kind in ("weight", "bias"):
+            name = f"model.layers.{layer}.self_attn.{{}}_proj.{kind}"
+            fused[name.format("qkv")] = np.concatenate([fused.pop(name.format(part)) for part in "qkv"])
+    together = TorchSource({name: torch.from_numpy(array) for name, array in fused.items()})
+    file = GGUFFile(write(tmp_path / "tiny.gguf", "phi", config, together))
+    assert "blk.0.attn_qkv.bias" in file.tensors
+    read = model_config(file)
+    got = Driver(load_model(GGUFWeights(file, read), read), reference).run(IDS, [N_TOKENS])
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
