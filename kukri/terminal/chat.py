@@ -36,11 +36,13 @@ def talk(
     sampling: dict[str, Any],
     n_threads: int | None,
     max_context: int | None,
+    quantize: str | None,
 ) -> None:
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit."""
     params = sampling_params(sampling)
     allow_any_text()
-    with LLM(model, n_threads=n_threads, max_context=max_context) as llm, _line_editing():
+    options: dict[str, Any] = {"n_threads": n_threads, "max_context": max_context, "quantize": quantize}
+    with LLM(model, **options) as llm, _line_editing():
         chat = Chat(llm, params, system)
         if sys.stdin.isatty():
             print(llm.path.stem)

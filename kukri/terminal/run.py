@@ -24,6 +24,7 @@ def answer_prompt(
     sampling: dict[str, Any],
     n_threads: int | None,
     max_context: int | None,
+    quantize: str | None,
     as_json: bool,
     with_stats: bool,
 ) -> None:
@@ -37,7 +38,7 @@ def answer_prompt(
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
     request: Any = text if raw else conversation(system, text)
-    with LLM(model, n_threads=n_threads, max_context=max_context) as llm:
+    with LLM(model, n_threads=n_threads, max_context=max_context, quantize=quantize) as llm:
         if as_json:
             result = llm.generate(request, params) if raw else llm.chat(request, params)
             print(json.dumps(_as_dict(llm, text, result), ensure_ascii=False))

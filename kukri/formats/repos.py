@@ -1,0 +1,232 @@
+"""Repositories on the Hugging Face hub: their names, which of their files make a model, and fetching those.
+
+`huggingface_hub` does the fetching, so its cache and its settings (HF_ENDPOINT, HF_TOKEN, HF_HOME,
+HF_HUB_OFFLINE) hold. It is imported when a repository is asked for, and not before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kukri.errors import DownloadError, UnsupportedError
+
+# Well-known models under short names, each the repository of its authors.
+SHORT_NAMES: dict[str, str] = {
+    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "phi-2": "microsoft/phi-2",
+    "phi-3.5-mini": "microsoft/Phi-3.5-mini-instruct",
+    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
+}
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
+_NAME = re.compile(
+    rf"(?P<prefix>hf:(?://)?|https://(?:huggingface\.co|hf\.co)/)?(?P<repo>{_PART}/{_PART})/?"
+    rf"(?:@(?P<revision>[\w./-]+))?(?::(?P<choice>[\w./-]+))?"
+)
+_TEXT_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja"),
+)
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_SPLIT = re.compile(r"-(\d{5})-of-\d{5}(?=\.gguf$)")
+_MAX_LISTED = 12
+
+
+@dataclass(frozen=True)
+class RepoName:
+    """A repository `org/name`, at a branch, tag or commit; `choice` is a weight type or a file of it."""
+
+    repo: str
+    revision: str = "main"
+    choice: str | None = None
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return f"{self.repo}{revision}" + (f":{self.choice}" if self.choice else "")
+
+
+def parse_name(text: str) -> RepoName | None:
+    """The repository that a text names: a short name, `org/repo`, `org/repo:Q4_K_M`, `hf:…`; or None."""
+    match = _NAME.fullmatch(SHORT_NAMES.get(text, text))
+    if match is None:
+        return None
+    # without a prefix, what ends like a file is a file that is not there
+    if match["prefix"] is None and match["choice"] is None and text.endswith((".gguf", ".safetensors")):
+        return None
+    return RepoName(match["repo"], match["revision"] or "main", match["choice"])
+
+
+def fetch(name: RepoName) -> Path:
+    """The .gguf file, or the directory with safetensors, of a repository; what is not cached is downloaded.
+
+    The hub is asked what the repository holds; when it cannot be reached, what the cache holds is used.
+    Raises UnsupportedError when the files leave no choice or several, DownloadError when they cannot be had.
+    """
+    files, commit = _list_files(name)
+    chosen = choose(name, files)
+    paths = [_download(name, file, commit) for file in chosen]
+    return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
+
+
+def choose(name: RepoName, files: Iterable[str]) -> list[str]:
+    """The files to fetch, the first of them the one to open or config.json. Raises UnsupportedError."""
+    files = sorted(files)
+    if name.choice is None and "config.json" in files:
+        weights = ["model.safetensors"] if "model.safetensors" in files else _sharded(files)
+        if weights:
+            return [*(file for file in _TEXT_FILES if file in files), *weights]
+    models = _gguf_models(files)
+    if not models:
+        raise UnsupportedError(
+            f"{name.repo} holds no .gguf file and no model.safetensors that kukri could run"
+        )
+    fitting = [first for first in models if name.choice is None or _fits(first, name.choice)]
+    if len(fitting) == 1:
+        return models[fitting[0]]
+    problem = "holds several models" if fitting else f"has no {name.choice}"
+    raise UnsupportedError(f"{name} {problem}: choose one of {_choices(name, fitting or list(models))}")
+
+
+def _sharded(files: list[str]) -> list[str]:
+    index = "model.safetensors.index.json"
+    return [index, *filter(_SHARD.fullmatch, files)] if index in files else []
+
+
+def _gguf_models(files: list[str]) -> dict[str, list[str]]:
+    """First file -> all files of each GGUF model; projectors for images are no models."""
+    models: dict[str, list[str]] = {}
+    for file in files:
+        if file.endswith(".gguf") and "mmproj" not in file.lower():
+            models.setdefault(_SPLIT.sub("-00001-of-00000", file), []).append(file)
+    return {parts[0]: parts for parts in models.values()}
+
+
+def _fits(file: str, choice: str) -> bool:
+    """True if the choice is the file's name, or stands in it between separators: Q4_K is not in Q4_K_M."""
+    if choice.endswith(".gguf"):
+        return choice in (file, file.rpartition("/")[2])
+    return re.search(rf"(?:^|[-./]){re.escape(choice)}(?=[-./])", file, re.IGNORECASE) is not None
+
+
+def _choices(name: RepoName, files: list[str]) -> str:
+    """What may stand after the colon: the weight type where it tells the files apart, else the file."""
+    kinds = [_kind(file) for file in files]
+    shown = [
+        kind if kind and kinds.count(kind) == 1 else file.rpartition("/")[2]
+        for kind, file in zip(kinds, files, strict=True)
+    ]
+    more = f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
+    return ", ".join(f"{name.repo}:{choice}" for choice in shown[:_MAX_LISTED]) + more
+
+
+def _kind(file: str) -> str | None:
+    found = re.findall(r"(?<=[-./])(?:I?Q\d\w*|B?F16|F32)(?=[-./])", file, re.IGNORECASE)
+    return found[-1] if found else None
+
+
+def _list_files(name: RepoName) -> tuple[list[str], str]:
+    """Every file of the repository, and the commit; from the cache where the hub cannot be reached."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        info = HfApi().model_info(name.repo, revision=name.revision)
+    except Exception as error:  # huggingface_hub lets those of its HTTP library through
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 503
+        if status < 500:
+            raise _explained(name, error) from None
+        commit = _cached_commit(name)
+        if commit is None:
+            raise _explained(name, error) from None
+        folder = _cache_folder(name) / "snapshots" / commit
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()], commit
+    files = [sibling.rfilename for sibling in info.siblings or []]
+    return [file for file in files if ".." not in file.split("/")], info.sha or name.revision
+
+
+def _cache_folder(name: RepoName) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
+
+
+def _cached_commit(name: RepoName) -> str | None:
+    """The commit that the cache last saw the revision at, if it holds that."""
+    folder = _cache_folder(name)
+    try:
+        commit = (folder / "refs" / name.revision).read_text().strip()
+    except OSError:
+        commit = name.revision
+    is_commit = re.fullmatch(r"[0-9a-f]{40}", commit) is not None
+    return commit if is_commit and (folder / "snapshots" / commit).is_dir() else None
+
+
+def _download(name: RepoName, file: str, commit: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    cached = _cache_folder(name) / "snapshots" / commit / file
+    if cached.is_file():
+        return cached
+    try:
+        path = Path(hf_hub_download(name.repo, file, revision=commit))
+    except Exception as error:  # huggingface_hub lets those of its HTTP library through
+        raise _explained(name, error) from None
+    _remember(name, commit)
+    return path
+
+
+def _remember(name: RepoName, commit: str) -> None:
+    """Notes the branch's commit in the cache, as `huggingface_hub` does, to be found without the hub."""
+    if name.revision != commit and re.fullmatch(r"[\w.-]+", name.revision):
+        ref = _cache_folder(name) / "refs" / name.revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(commit)
+
+
+def _explained(name: RepoName, error: Exception) -> DownloadError:
+    """The one line that says what to do."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub, reason = constants.ENDPOINT, " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, GatedRepoError):
+        return DownloadError(
+            f"{name.repo} is gated: accept its terms at {hub}/{name.repo}, then run `hf auth login` "
+            "or set HF_TOKEN"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return DownloadError(
+            f"there is no file and no repository {name.repo} at {hub}, or it is private: check the name, "
+            "or run `hf auth login` or set HF_TOKEN"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return DownloadError(f"{name.repo} has no revision {name.revision!r}")
+    if isinstance(error, EntryNotFoundError):
+        return DownloadError(f"{name.repo} is incomplete at {hub}: {reason}")
+    if isinstance(error, HfHubHTTPError):
+        return DownloadError(f"{hub} refused to give {name.repo} ({reason}): try again later")
+    offline = os.environ.get("HF_HUB_OFFLINE")
+    way_out = "unset HF_HUB_OFFLINE" if offline else "check the network and HF_ENDPOINT"
+    return DownloadError(
+        f"cannot fetch {name.repo} from {hub} and it is not in the cache ({reason}): {way_out}, "
+        "or give the path of a model"
+    )

@@ -1,0 +1,274 @@
+"""Names of repositories, and fetching them from a small hub on the loopback interface."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from kukri.errors import FormatError, UnsupportedError
+from kukri.formats import hub
+from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_test"
+
+
+@dataclass
+class Hub:
+    """What the server holds, by repository and file, and what it was asked."""
+
+    repos: dict[str, dict[str, bytes]]
+    gated: set[str] = field(default_factory=set)
+    requests: list[str] = field(default_factory=list)
+    status: int | None = None  # every answer, when set
+    url: str = ""
+    home: str = ""
+
+    @property
+    def n_downloads(self) -> int:
+        return sum(request.startswith("GET") and "/resolve/" in request for request in self.requests)
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: Hub
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.hub.requests.append(f"{self.command} {self.path}")
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        is_api = parts[:2] == ["api", "models"]
+        repo = "/".join(parts[2:4] if is_api else parts[:2])
+        if self.hub.status is not None:
+            self.answer(self.hub.status, b"{}")
+        elif repo not in self.hub.repos:
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif repo in self.hub.gated and self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif is_api:
+            revision = parts[5] if len(parts) > 5 else "main"
+            if revision not in ("main", COMMIT):
+                self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                return
+            siblings = [{"rfilename": name} for name in self.hub.repos[repo]]
+            self.answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
+        else:
+            data = self.hub.repos[repo].get("/".join(parts[4:]))
+            if data is None:
+                self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+                return
+            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
+            self.answer(200, data, headers)
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+DIRECTORY = {
+    "README.md": b"x" * 1000,
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "consolidated.safetensors": b"the same again",
+    "pytorch_model.bin": b"pickle",
+}
+SHARDED = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors.index.json": b"{}",
+    "model-00001-of-00002.safetensors": b"one",
+    "model-00002-of-00002.safetensors": b"two",
+    "original/model-00001-of-00001.safetensors": b"other",
+}
+GGUF = {
+    "README.md": b"x",
+    "Tiny-1B-Q4_K_M.gguf": b"GGUF q4km",
+    "Tiny-1B-Q4_K_S.gguf": b"GGUF q4ks",
+    "Tiny-1B-Q8_0.gguf": b"GGUF q8",
+    "mmproj-Tiny-F16.gguf": b"GGUF projector",
+}
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """The hub; `resolve` below points huggingface_hub at it alone."""
+    made = Hub(
+        {"org/dir": DIRECTORY, "org/shards": SHARDED, "org/tiny-GGUF": GGUF, "org/gated": dict(DIRECTORY)}
+    )
+    made.gated.add("org/gated")
+    made.home = str(tmp_path / "hf")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": made}))
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield made
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def resolve(fake: Hub, model: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`hub.resolve` in a process of its own, since huggingface_hub reads its settings once."""
+    code = (
+        "import sys; from kukri.errors import KukriError; from kukri.formats import hub\n"
+        "try: print(hub.resolve(sys.argv[1]))\n"
+        "except KukriError as error: print(type(error).__name__, error)"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    settings = {"HF_ENDPOINT": fake.url, "HF_HOME": fake.home, "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
+    command = [sys.executable, "-c", code, model]
+    return subprocess.run(command, env={**kept, **settings}, capture_output=True, text=True, check=True)
+
+
+def resolved(fake: Hub, model: str, **environment: str) -> Path:
+    done = resolve(fake, model, **environment)
+    assert Path(done.stdout.strip()).exists(), done.stdout + done.stderr
+    return Path(done.stdout.strip())
+
+
+def refused(fake: Hub, model: str, **environment: str) -> str:
+    done = resolve(fake, model, **environment)
+    assert done.stdout.count("\n") == 1, done.stdout
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("org/repo", RepoName("org/repo")),
+        ("hf:org/repo", RepoName("org/repo")),
+        ("hf://org/repo", RepoName("org/repo")),
+        ("https://huggingface.co/org/repo/", RepoName("org/repo")),
+        ("org/re.po-1:Q4_K_M", RepoName("org/re.po-1", choice="Q4_K_M")),
+        ("org/repo@v1.0:a/b.gguf", RepoName("org/repo", "v1.0", "a/b.gguf")),
+        ("org/repo:x.gguf", RepoName("org/repo", choice="x.gguf")),
+        ("hf:org/m.gguf", RepoName("org/m.gguf")),
+        ("nowhere/m.gguf", None),
+        ("smollm2-135m", None),
+        ("./org/repo", None),
+        ("../repo", None),
+        ("org/..", None),
+        ("/org/repo", None),
+        ("a/b/c", None),
+        ("org/repo:", None),
+        ("", None),
+    ],
+)
+def test_names_are_read(text, want):
+    """Catches a path taken for a repository, or the other way round."""
+    assert parse_name(text) == want
+
+
+def test_short_names_are_repositories():
+    """Catches a typing error in the table, and a name that hides one of our own."""
+    for name, repo in SHORT_NAMES.items():
+        assert parse_name(name) == RepoName(repo)
+        assert name not in hub.MODELS
+        assert name == name.lower()
+
+
+def test_the_right_files_are_chosen():
+    """Catches weights fetched twice, Q4_K taken for Q4_K_M, a projector or a part taken for a model."""
+    assert choose(RepoName("o/r"), DIRECTORY) == ["config.json", "tokenizer.json", "model.safetensors"]
+    assert choose(RepoName("o/r"), SHARDED)[2:] == [
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    for choice in ("Q4_K_M", "q4_k_m", "Tiny-1B-Q4_K_M.gguf"):
+        assert choose(RepoName("o/r", choice=choice), GGUF) == ["Tiny-1B-Q4_K_M.gguf"]
+    with pytest.raises(
+        UnsupportedError, match="o/r:Q4_K has no Q4_K: choose one of o/r:Q4_K_M, o/r:Q4_K_S, o/r:Q8_0"
+    ):
+        choose(RepoName("o/r", choice="Q4_K"), GGUF)
+    with pytest.raises(UnsupportedError, match="o/r holds several models: choose one of o/r:Q4_K_M, "):
+        choose(RepoName("o/r"), GGUF)
+    two = ["a-Q8_0.gguf", "b-Q8_0.gguf"]
+    with pytest.raises(
+        UnsupportedError, match=r"several models: choose one of o/r:a-Q8_0\.gguf, o/r:b-Q8_0\.gguf"
+    ):
+        choose(RepoName("o/r", choice="Q8_0"), two)
+    parts = ["m-Q8_0-00002-of-00002.gguf", "m-Q8_0-00001-of-00002.gguf"]
+    assert choose(RepoName("o/r"), parts) == parts[::-1]
+    with pytest.raises(UnsupportedError, match=r"no \.gguf file and no model\.safetensors"):
+        choose(RepoName("o/r"), ["README.md", "config.json", "pytorch_model.bin"])
+
+
+def test_a_directory_is_fetched_once_and_read_without_the_hub(fake):
+    """Catches files fetched that nobody reads, or again; and a cached model that needs a network."""
+    path = resolved(fake, "org/dir")
+    assert sorted(os.listdir(path)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (path / "model.safetensors").read_bytes() == b"weights"
+    assert fake.n_downloads == 3
+    assert resolved(fake, "hf:org/dir") == path
+    assert fake.n_downloads == 3
+    asked = len(fake.requests)
+    assert resolved(fake, "org/dir", HF_HUB_OFFLINE="1") == path
+    assert len(fake.requests) == asked
+    assert resolved(fake, "org/dir", HF_ENDPOINT="http://127.0.0.1:9") == path
+    fake.status = 500
+    assert resolved(fake, "org/dir") == path
+
+
+def test_shards_come_with_their_index(fake):
+    """Catches a sharded checkpoint of one shard."""
+    path = resolved(fake, "org/shards@main")
+    assert sorted(os.listdir(path)) == sorted(name for name in SHARDED if "/" not in name)
+
+
+def test_one_file_of_a_gguf_repository(fake):
+    """Catches all types fetched for one, or a bar drawn into a pipe."""
+    done = resolve(fake, "org/tiny-GGUF:q8_0")
+    assert Path(done.stdout.strip()).read_bytes() == b"GGUF q8"
+    assert fake.n_downloads == 1
+    assert "choose one of org/tiny-GGUF:Q4_K_M, org/tiny-GGUF:Q4_K_S, org/tiny-GGUF:Q8_0" in refused(
+        fake, "org/tiny-GGUF"
+    )
+
+
+def test_the_token_reaches_the_hub(fake):
+    """Catches a gated model that cannot be had with a token, or a word about it without one."""
+    message = refused(fake, "org/gated")
+    assert message.startswith(f"DownloadError org/gated is gated: accept its terms at {fake.url}/org/gated")
+    assert (resolved(fake, "org/gated", HF_TOKEN=TOKEN) / "config.json").is_file()
+
+
+def test_what_is_not_there_is_one_clear_line(fake):
+    """Catches a traceback of huggingface_hub's, or minutes of retries."""
+    assert f"no file and no repository org/nothing at {fake.url}" in refused(fake, "org/nothing")
+    assert "org/dir has no revision 'v9'" in refused(fake, "org/dir@v9")
+    del fake.repos["org/shards"]["tokenizer.json"]
+    offline = refused(fake, "org/dir", HF_HUB_OFFLINE="1")
+    assert "not in the cache" in offline
+    assert "unset HF_HUB_OFFLINE" in offline
+    down = refused(fake, "org/dir", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "cannot fetch org/dir from http://127.0.0.1:9 and it is not in the cache" in down
+    assert "check the network and HF_ENDPOINT" in down
+    fake.status = 500
+    assert "try again later" in refused(fake, "org/dir")
+
+
+def test_an_unknown_name_lists_repositories_too():
+    """Catches a short name that nobody can find."""
+    with pytest.raises(UnsupportedError, match=r"did you mean 'smollm3-3b'.*tinyllama.*or give org/repo"):
+        hub.resolve("smolm3-3b")
+    with pytest.raises(FormatError, match="no such file"):
+        hub.resolve(Path("org/repo"))
