@@ -45,11 +45,22 @@ LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0},
     **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
+    **{"short_factor": [1.0] * 8, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0]},
+}
 # kind of checkpoint -> class of the configuration and what it is given
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (tr.LlamaConfig, {"tie_word_embeddings": False}),
     "llama-tied-llama3": (tr.LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     "llama-biases": (tr.LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "llama-yarn": (tr.LlamaConfig, {"rope_parameters": YARN}),
+    "phi3-longrope": (
+        tr.Phi3Config,
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 9},
+    ),
+    "smollm3-yarn": (tr.SmolLM3Config, {"rope_parameters": YARN}),
     "smollm3": (tr.SmolLM3Config, {"no_rope_layer_interval": 2}),
     "qwen2": (tr.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "qwen3": (tr.Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
@@ -59,6 +70,8 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+# LLM's cache is float16, which moves these logits by up to 0.014 (measured, the same on both backends)
+TIE = 0.03
 PROMPT = "The capital of France is Paris."
 
 
@@ -91,12 +104,6 @@ def make(directory: Path, kind: str, dtype: torch.dtype = torch.float32, **save:
 def theirs(model: Any, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].float().numpy()
-
-
-def greedy(model: Any, ids: list[int]) -> list[int]:
-    for _ in range(GREEDY.max_tokens or 0):
-        ids = [*ids, int(theirs(model, ids)[-1].argmax())]
-    return ids[-(GREEDY.max_tokens or 0) :]
 
 
 def exact_logits(directory: Path, ids: list[int]) -> np.ndarray:
@@ -149,7 +156,10 @@ def test_greedy_ids_on_the_cpu(kind: str, dtype: torch.dtype, tmp_path: Path) ->
             "F32" if dtype is torch.float32 else "BF16"
         }
     assert result.prompt_token_ids == want_ids
-    assert result.token_ids == greedy(model, want_ids)
+    logits = theirs(model, want_ids + result.token_ids)[len(want_ids) - 1 : -1]
+    chosen = logits[np.arange(len(logits)), result.token_ids]
+    assert (logits.max(axis=1) - chosen).max() < TIE
+    assert (logits.argmax(axis=1) == result.token_ids).sum() >= len(logits) - 1
 
 
 def test_shards_give_the_same(llama: Path, tmp_path: Path) -> None:
