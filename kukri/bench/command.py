@@ -11,10 +11,13 @@ from kukri.errors import ConfigError, KukriError
 from kukri.formats import hub
 
 
-def parser(program: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every program has: the model, threads and --json."""
+def parser(program: str, description: str, *, with_model: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options that programs have: the model (mostly), threads and --json."""
     options = argparse.ArgumentParser(prog=f"python -m kukri.bench.{program}", description=description)
-    options.add_argument("-m", "--model", help="a known name or the path of a .gguf file (the default model)")
+    if with_model:
+        options.add_argument(
+            "-m", "--model", help="a known name or the path of a .gguf file (the default model)"
+        )
     options.add_argument("-t", "--threads", type=positive, help="threads (the cores this process may use)")
     options.add_argument("--json", action="store_true", help="print only the JSON object")
     return options

@@ -491,9 +491,13 @@ def high_nibbles(builder: Any, a: Any) -> Any:
 
 @_operation(U8x64, U8x64, types.int64, types.int64, types.int64)
 def byte_bits(builder: Any, a: Any, right: Any, mask: Any, left: Any) -> Any:
-    """((a >> right) & mask) << left in each byte."""
-    right, mask, left = (_splat(builder, builder.trunc(v, _I8), 64) for v in (right, mask, left))
-    return builder.shl(builder.and_(builder.lshr(a, right), mask), left)
+    """((a >> right) & mask) << left in each byte; the result must fit into the byte."""
+    # 16 bits at a time, for which CPUs have shifts: the mask drops what came from the neighbour
+    shorts = ir.VectorType(_I16, 32)
+    right, left = (_splat(builder, builder.trunc(v, _I16), 32) for v in (right, left))
+    shifted = builder.bitcast(builder.lshr(builder.bitcast(a, shorts), right), U8x64.llvm)
+    kept = builder.and_(shifted, _splat(builder, builder.trunc(mask, _I8), 64))
+    return builder.bitcast(builder.shl(builder.bitcast(kept, shorts), left), U8x64.llvm)
 
 
 @_operation(U8x64, U8x64, U8x64)
