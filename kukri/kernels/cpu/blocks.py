@@ -20,6 +20,7 @@ from kukri.kernels.cpu.simd import (
     device,
     either,
     either_word,
+    fetch_ahead,
     high_nibbles,
     load_bf16x16,
     load_f16x16,
@@ -49,22 +50,29 @@ _GROUP = 4 * TOKENS  # bytes from one group of 4 inputs to the next in a q8 pane
 _LAST_SUMS = Q8_NEGATIVE_SUMS + 4 * TOKENS
 _SIGNED_SHIFT = signed_dot_shift()
 _iq4_values = look_up([int(value) for value in IQ4_VALUES])
+# Fetching a few lines at a time, as they are used: all of a block of 256 at once would fill the CPU's queue
+_ahead_1, _ahead_3, _ahead_4, _ahead_5, _ahead_6, _ahead_7, _ahead_9 = (
+    fetch_ahead(n) for n in (1, 3, 4, 5, 6, 7, 9)
+)
 
 # --- float weights ---
 
 
 @device
 def _f32(out, w, x):
+    _ahead_1(out, w)
     return tile_fma(out, load_f32x16(w), x, 4)
 
 
 @device
 def _f16(out, w, x):
+    _ahead_1(out, w)
     return tile_fma(out, load_f16x16(w), x, 4)
 
 
 @device
 def _bf16(out, w, x):
+    _ahead_1(out, w)
     return tile_fma(out, load_bf16x16(w), x, 4)
 
 
@@ -102,12 +110,14 @@ def _dot_five_bits(acc, w, x):
 
 @device
 def _q4_0(out, w, x):
+    _ahead_5(out, w)
     acc = _dot_nibbles(_offset_start(out, x, 3), w, x)
     return tile_fold(out, acc, load_f16x16(w + 256), x + Q8_SCALES)
 
 
 @device
 def _q4_1(out, w, x):
+    _ahead_5(out, w)
     acc = _dot_nibbles(tile_zeros_like(out), w, x)
     out = tile_fold(out, acc, load_f16x16(w + 256), x + Q8_SCALES)
     return tile_fma(out, load_f16x16(w + 288), x + Q8_SCALED_SUMS, 4)
@@ -115,12 +125,14 @@ def _q4_1(out, w, x):
 
 @device
 def _q5_0(out, w, x):
+    _ahead_6(out, w)
     acc = _dot_five_bits(_offset_start(out, x, 4), w, x)
     return tile_fold(out, acc, load_f16x16(w + 320), x + Q8_SCALES)
 
 
 @device
 def _q5_1(out, w, x):
+    _ahead_6(out, w)
     acc = _dot_five_bits(tile_zeros_like(out), w, x)
     out = tile_fold(out, acc, load_f16x16(w + 320), x + Q8_SCALES)
     return tile_fma(out, load_f16x16(w + 352), x + Q8_SCALED_SUMS, 4)
@@ -128,6 +140,7 @@ def _q5_1(out, w, x):
 
 @device
 def _q8_0(out, w, x):
+    _ahead_9(out, w)
     acc = _offset_start(out, x, _SIGNED_SHIFT)
     for j in range(8):
         acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x + j * _GROUP, 4)
@@ -147,6 +160,7 @@ def _dot_iq4(out, w, x):
 
 @device
 def _iq4_nl(out, w, x):
+    _ahead_5(out, w)
     return tile_fold(out, _dot_iq4(out, w, x), load_f16x16(w + 256), x + Q8_SCALES)
 
 
@@ -160,6 +174,7 @@ def _iq4_xs(out, w, x):
     d = load_f16x16(w + 2112)
     high_bits = load_u16x16(w + 2144)
     for g in range(8):
+        _ahead_5(out, w + 320 * g)
         scale = either_word(word_bits(low_bits, 4 * g, 15, 0), word_bits(high_bits, 2 * g, 3, 4))
         acc = _dot_iq4(out, w + 64 + 256 * g, x)
         out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x + Q8_SCALES)
@@ -187,16 +202,13 @@ def _fold_with_min(out, acc, d, scales, dmin, mins, g, x):
 
 
 @device
-def _q4_k_pair(out, w, x, g, d, scales, dmin, mins):
-    """Groups g and g + 1, whose nibbles share 8 words at w."""
-    low = tile_zeros_like(out)
-    high = tile_zeros_like(out)
+def _q4_k_group(out, w, x, g, d, scales, dmin, mins):
+    """Group g: nibbles of the 8 words that it shares with its neighbour."""
+    acc = tile_zeros_like(out)
     for j in range(8):
-        packed = load_u8x64(w + 64 * j)
-        low = tile_dot4(low, low_nibbles(packed), x + j * _GROUP, 4)
-        high = tile_dot4(high, high_nibbles(packed), x + Q8_BLOCK_BYTES + j * _GROUP, 4)
-    out = _fold_with_min(out, low, d, scales, dmin, mins, g, x)
-    return _fold_with_min(out, high, d, scales, dmin, mins, g + 1, x + Q8_BLOCK_BYTES)
+        packed = load_u8x64(w + 256 * (g & 6) + 64 * j)
+        acc = tile_dot4(acc, byte_bits(packed, 4 * (g & 1), 15, 0), x + j * _GROUP, 4)
+    return _fold_with_min(out, acc, d, scales, dmin, mins, g, x)
 
 
 @device
@@ -206,32 +218,26 @@ def _q4_k(out, w, x):
     dmin = splat(0.0) - load_f16x16(w + 2272)
     scales = _low_scales(w, 0)
     mins = _low_scales(w, 1)
-    for g in range(0, 4, 2):
-        out = _q4_k_pair(out, w + 192 + 256 * g, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+    for g in range(4):
+        _ahead_5(out, w + 320 * g)
+        out = _q4_k_group(out, w + 192, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
     scales = _high_scales(w, 0)
     mins = _high_scales(w, 1)
-    for g in range(4, 8, 2):
-        out = _q4_k_pair(out, w + 192 + 256 * g, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+    for g in range(4, 8):
+        _ahead_5(out, w + 320 * g)
+        out = _q4_k_group(out, w + 192, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
     return out
 
 
 @device
-def _q5_k_pair(out, w, bits, x, g, d, scales, dmin, mins):
-    """Groups g and g + 1: nibbles at w, fifth bits at bit g and g + 1 of the 8 words at `bits`."""
-    low = tile_zeros_like(out)
-    high = tile_zeros_like(out)
+def _q5_k_group(out, w, x, g, d, scales, dmin, mins):
+    """Group g: nibbles as in Q4_K, and bit g of the 8 words before them."""
+    acc = tile_zeros_like(out)
     for j in range(8):
-        packed = load_u8x64(w + 64 * j)
-        fifth = load_u8x64(bits + 64 * j)
-        low = tile_dot4(low, either(low_nibbles(packed), byte_bits(fifth, g, 1, 4)), x + j * _GROUP, 4)
-        high = tile_dot4(
-            high,
-            either(high_nibbles(packed), byte_bits(fifth, g + 1, 1, 4)),
-            x + Q8_BLOCK_BYTES + j * _GROUP,
-            4,
-        )
-    out = _fold_with_min(out, low, d, scales, dmin, mins, g, x)
-    return _fold_with_min(out, high, d, scales, dmin, mins, g + 1, x + Q8_BLOCK_BYTES)
+        four = byte_bits(load_u8x64(w + 512 + 256 * (g & 6) + 64 * j), 4 * (g & 1), 15, 0)
+        fifth = byte_bits(load_u8x64(w + 64 * j), g, 1, 4)
+        acc = tile_dot4(acc, either(four, fifth), x + j * _GROUP, 4)
+    return _fold_with_min(out, acc, d, scales, dmin, mins, g, x)
 
 
 @device
@@ -239,15 +245,16 @@ def _q5_k(out, w, x):
     # words 0 to 2: scales and mins, 3 to 10: fifth bits, 11 to 42: nibbles, then d and dmin
     d = load_f16x16(w + 2752)
     dmin = splat(0.0) - load_f16x16(w + 2784)
-    bits = w + 192
     scales = _low_scales(w, 0)
     mins = _low_scales(w, 1)
-    for g in range(0, 4, 2):
-        out = _q5_k_pair(out, w + 704 + 256 * g, bits, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+    for g in range(4):
+        _ahead_6(out, w + 384 * g)
+        out = _q5_k_group(out, w + 192, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
     scales = _high_scales(w, 0)
     mins = _high_scales(w, 1)
-    for g in range(4, 8, 2):
-        out = _q5_k_pair(out, w + 704 + 256 * g, bits, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+    for g in range(4, 8):
+        _ahead_6(out, w + 384 * g)
+        out = _q5_k_group(out, w + 192, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
     return out
 
 
@@ -270,6 +277,7 @@ def _q6_k(out, w, x):
     d = load_f16x16(w + 3328)
     for half in range(2):
         for g in range(4):
+            _ahead_7(out, w + 448 * (4 * half + g))
             low = w + 1024 * half + 512 * (g & 1)
             high = w + 2048 + 512 * half
             first = tile_offset_start(out, x + Q8_NEGATIVE_SUMS, 5)
@@ -306,6 +314,7 @@ def _q3_k(out, w, x):
     d = load_f16x16(w + 1728)
     for half in range(2):
         for g in range(4):
+            _ahead_4(out, w + 256 * (4 * half + g))
             low = w + 512 + 512 * half
             first = tile_offset_start(out, x + Q8_NEGATIVE_SUMS, 2)
             last = tile_offset_start(out, x + _LAST_SUMS, 2)
@@ -333,6 +342,7 @@ def _q2_k(out, w, x):
     dmin = load_f16x16(w + 1312)
     for half in range(2):
         for g in range(4):
+            _ahead_3(out, w + 192 * (4 * half + g))
             low = w + 256 + 512 * half
             both = load_i32x16(w + 128 * half + 64 * (g >> 1))
             scales = word_bits(both, 0, 0x0F0F0F0F, 0)

@@ -15,11 +15,9 @@ from typing import Any
 from kukri.kernels.cpu.blocks import BLOCK_FUNCTIONS
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.layouts import LAYOUTS, ROWS, TOKENS, panel_bytes
-from kukri.kernels.cpu.simd import device, load_i64, prefetch, tile_add, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.simd import device, load_i64, tile_add, tile_store, tile_zeros_f32
 
 _CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
-_FEW_TOKENS = 4  # up to here weights are waited for, and fetched this far ahead of their use
-_AHEAD_BYTES = 4096
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
 _ROW_TILES_PER_CLAIM = 4
 
@@ -37,9 +35,6 @@ def _make_linear(weight_type: str, two_terms: bool) -> KernelSource:
             out = tile_zeros_f32(n)
             term_step = n_blocks * x_step  # from a block's first term to its second
             for _ in range(n_blocks):
-                if n <= _FEW_TOKENS:
-                    for line in range(0, w_step, 64):
-                        prefetch(w + _AHEAD_BYTES + line)
                 out = block(out, w, x)
                 if two_terms:
                     out = block(out, w, x + term_step)

@@ -221,13 +221,17 @@ def f32_of_bits(builder: Any, bits: Any) -> Any:
     return builder.fptrunc(builder.bitcast(bits, ir.DoubleType()), _F32)
 
 
-@_operation(types.void, types.int64)
-def prefetch(builder: Any, address: Any) -> None:
-    """Asks for a cache line that will be read soon."""
+def _prefetch(builder: Any, address: Any) -> None:
     pointer = _pointer(builder, address, _I8)
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+
+
+@_operation(types.void, types.int64)
+def prefetch(builder: Any, address: Any) -> None:
+    """Asks for a cache line that will be read soon."""
+    _prefetch(builder, address)
 
 
 @intrinsic(prefer_literal=True)
@@ -684,6 +688,23 @@ def _dot4_signed(builder: Any, acc: Any, w: Any, s: Any) -> Any:
 
 
 # --- tiles --------------------------------------------------------------------------------------------
+
+
+_FEW_TOKENS = 4  # with more, a tile of weights is used often enough not to be waited for
+_AHEAD_BYTES = 4096
+
+
+def fetch_ahead(n_lines: int) -> Any:
+    """An operation: asks for `n_lines` cache lines some way after an address, if `tile` is of few tokens."""
+
+    @_tile_operation(lambda tile: types.void, types.int64)
+    def fetch_lines_ahead(builder: Any, n: int, tile: Any, address: Any) -> None:
+        """Prefetches the weights that are multiplied soon."""
+        if n <= _FEW_TOKENS:
+            for line in range(n_lines):
+                _prefetch(builder, _at(builder, address, _AHEAD_BYTES + 64 * line))
+
+    return fetch_lines_ahead
 
 
 def _zeros(vec: Vec) -> Any:
