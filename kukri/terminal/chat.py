@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from kukri.llm import LLM, Result
 from kukri.sampling import SamplingParams
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
-from kukri.terminal.run import sampling_params
+from kukri.terminal.run import opening, sampling_params
 
 PROMPT, CONTINUED = "> ", ". "
 BLOCK = '"""'
@@ -43,7 +43,7 @@ def talk(
     allow_any_text()
     options: dict[str, Any] = {"n_threads": n_threads, "max_context": max_context, "quantize": quantize}
     with LLM(model, **options) as llm, _line_editing():
-        chat = Chat(llm, params, system)
+        chat = Chat(llm, params, opening(llm, system))
         if sys.stdin.isatty():
             print(llm.path.stem)
             print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
@@ -55,13 +55,11 @@ def talk(
 class Chat:
     """A conversation and what may be done with it. `messages` holds the system message, if any, first."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str = "") -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, messages: Sequence[Message] = ()) -> None:
         self.llm, self.params = llm, params
-        self.messages: list[Message] = []
+        self.messages: list[Message] = list(messages)
         self.last: Result | None = None
         self.own_file: Path | None = None  # saved or loaded before, so that /save may overwrite it
-        if system:
-            self.set_system(system)
 
     def take(self, text: str) -> bool:
         """Acts on what the person typed. False to leave."""

@@ -37,8 +37,8 @@ def answer_prompt(
     text = _full_prompt(prompt)
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
-    request: Any = text if raw else conversation(system, text)
     with LLM(model, n_threads=n_threads, max_context=max_context, quantize=quantize) as llm:
+        request: Any = text if raw else [*opening(llm, system), {"role": "user", "content": text}]
         if as_json:
             result = llm.generate(request, params) if raw else llm.chat(request, params)
             print(json.dumps(_as_dict(llm, text, result), ensure_ascii=False))
@@ -53,10 +53,19 @@ def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
 
 
-def conversation(system: str, text: str) -> list[dict[str, str]]:
-    """The messages of a first question. Without a system message the model's template may put in its own."""
-    messages = [{"role": "user", "content": text}]
-    return [{"role": "system", "content": system}, *messages] if system else messages
+def opening(llm: LLM, system: str) -> list[dict[str, str]]:
+    """The system message that a conversation begins with, if any.
+
+    DEFAULT_SYSTEM is left out where the model's template takes no system message; without one, a template may
+    put in its own.
+    """
+    messages = [{"role": "system", "content": system}] if system else []
+    if system == DEFAULT_SYSTEM:
+        try:
+            llm.chat_template.render([*messages, {"role": "user", "content": "?"}])
+        except RequestError:
+            return []
+    return messages
 
 
 def _stream(llm: LLM, request: Any, params: SamplingParams) -> Result:

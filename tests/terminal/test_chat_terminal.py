@@ -46,7 +46,8 @@ class FakeLLM:
 
 
 def make_chat(*pieces: str, system: str = "", **options) -> Chat:
-    return Chat(FakeLLM(*(pieces or ("Hello.",)), **options), SamplingParams(), system)
+    messages = [{"role": "system", "content": system}] if system else []
+    return Chat(FakeLLM(*(pieces or ("Hello.",)), **options), SamplingParams(), messages)
 
 
 def typed(monkeypatch, text: str) -> None:
