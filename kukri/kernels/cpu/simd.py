@@ -324,12 +324,6 @@ def store_f32x16(builder: Any, address: Any, value: Any) -> None:
     builder.store(value, _pointer(builder, address, F32x16.llvm), align=1)
 
 
-@_operation(types.void, types.int64, I32x16)
-def store_i32x16(builder: Any, address: Any, value: Any) -> None:
-    """Stores 16 int32."""
-    builder.store(value, _pointer(builder, address, I32x16.llvm), align=1)
-
-
 @_operation(types.void, types.int64, F32x16)
 def store_f16x16(builder: Any, address: Any, value: Any) -> None:
     """Stores 16 values rounded to float16; the caller keeps them in its range."""
@@ -707,21 +701,14 @@ def fetch_ahead(n_lines: int) -> Any:
     return fetch_lines_ahead
 
 
-def _zeros(vec: Vec) -> Any:
-    @intrinsic(prefer_literal=True)
-    def zeros(context: Any, n: Any) -> Any:
-        """A tile of `n` (a literal) zero vectors."""
+@intrinsic(prefer_literal=True)
+def tile_zeros_f32(context: Any, n: Any) -> Any:
+    """A tile of `n` (a literal) zero vectors."""
 
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return ir.Constant(ir.ArrayType(vec.llvm, n.literal_value), None)
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return ir.Constant(ir.ArrayType(F32x16.llvm, n.literal_value), None)
 
-        return Tile(vec, n.literal_value)(n), generate
-
-    return zeros
-
-
-tile_zeros_f32 = _zeros(F32x16)
-tile_zeros_i32 = _zeros(I32x16)
+    return Tile(F32x16, n.literal_value)(n), generate
 
 
 def _same(tile: Tile) -> Tile:
