@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import FormatError, UnsupportedError
+from kukri.formats.gguf_split import part_name, part_paths
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES_BY_ID, QuantType
 
@@ -91,31 +92,40 @@ def brief(value: object) -> str:
 
 
 class GGUFFile:
-    """A GGUF file, mapped and checked: nothing it points to lies outside, and no bytes belong to two tensors.
+    """A GGUF model, mapped and checked: nothing it points to lies outside, no bytes belong to two tensors.
 
-    Attributes: path, version, metadata (see `Metadata`), tensors (name -> GGUFTensor, in file order),
-    alignment (bytes). Raises FormatError for files that are broken or cannot be read, UnsupportedError
-    for versions, byte orders and split files that kukri does not read. The file must not shrink while open.
+    A model in several files is opened by the path of any of them: its keys are those of the first part, its
+    tensors those of all parts.
+
+    Attributes: path (of the first part), files (of all), version, metadata (see `Metadata`), tensors
+    (name -> GGUFTensor, in file order), alignment (bytes). Raises FormatError for files that are broken,
+    cannot be read or are not parts of one model, UnsupportedError for versions and byte orders that kukri
+    does not read. The files must not shrink while open.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._bytes: ByteArray | None = _map_file(self.path)
-        cursor = _Cursor(self._bytes, self.path)
-        self.version, n_tensors, n_keys = _read_header(cursor)
-        self.metadata = Metadata(cursor, n_keys)
-        self.alignment = _alignment(self.metadata, self.path)
-        _refuse_split(self.metadata, self.path)
-        self.tensors = _read_tensors(cursor, n_tensors, self.alignment)
+        self._parts = _open_parts(_Part(Path(path)))
+        first = self._parts[0]
+        self.path, self.files = first.path, tuple(part.path for part in self._parts)
+        self.version, self.metadata, self.alignment = first.version, first.metadata, first.alignment
+        self.tensors: dict[str, GGUFTensor] = {}
+        self._part_of: dict[str, _Part] = {}
+        for part in self._parts:
+            self.tensors |= part.tensors
+            self._part_of |= dict.fromkeys(part.tensors, part)
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor; the first where none does."""
+        return self._part_of[name].path if name in self._part_of else self.path
 
     def data(self, name: str) -> ByteArray:
         """A tensor as stored: uint8 [rows, row_bytes], a read-only view of the mapped file."""
         if name not in self.tensors:
             raise FormatError("the file has no such tensor", path=self.path, tensor=name)
-        if self._bytes is None:
-            raise FormatError("the file has been closed", path=self.path, tensor=name)
-        tensor = self.tensors[name]
-        stored = self._bytes[tensor.offset : tensor.offset + tensor.n_bytes]
+        part, tensor = self._part_of[name], self.tensors[name]
+        if part.bytes is None:
+            raise FormatError("the file has been closed", path=part.path, tensor=name)
+        stored = part.bytes[tensor.offset : tensor.offset + tensor.n_bytes]
         return stored.reshape(-1, tensor.type.row_bytes(tensor.shape[-1]))
 
     def array(self, name: str) -> npt.NDArray[np.float32]:
@@ -125,8 +135,9 @@ class GGUFFile:
 
     def close(self) -> None:
         """Lets go of the mapping, which the system releases once the last view of it is gone."""
-        self._bytes = None
-        self.metadata.close()
+        for part in self._parts:
+            part.bytes = None
+            part.metadata.close()
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -135,6 +146,27 @@ class GGUFFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Part:
+    """One file, mapped: all of a model, or one part of a split one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes: ByteArray | None = _map_file(path)
+        cursor = _Cursor(self.bytes, path)
+        self.version, n_tensors, n_keys = _read_header(cursor)
+        self.metadata = Metadata(cursor, n_keys)
+        self.alignment = _alignment(self.metadata, path)
+        self.tensors = _read_tensors(cursor, n_tensors, self.alignment)
+
+    def whole(self, key: str) -> int:
+        """A count of the file's own, from 0 up."""
+        value = self.metadata.get(key)
+        if type(value) is not int or value < 0:
+            found = "missing" if value is None else f"{brief(value)}, not a whole number"
+            raise FormatError(f"key {key!r} is {found}", path=self.path)
+        return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -435,15 +467,57 @@ def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
     return alignment
 
 
-def _refuse_split(metadata: Metadata, path: Path) -> None:
-    n_files = metadata.get("split.count", 1)
-    if type(n_files) is not int:
-        raise FormatError(f"key 'split.count' is {brief(n_files)}, not a whole number", path=path)
-    if n_files > 1:
-        raise UnsupportedError(
-            f"{path}: one of {n_files} parts of a split model, which kukri does not read yet;"
-            " merge them into one file (llama-gguf-split --merge)"
+def _open_parts(part: _Part) -> list[_Part]:
+    """All parts of the model that one belongs to, in order: the part alone unless it says otherwise."""
+    n_parts = part.whole("split.count") if "split.count" in part.metadata else 1
+    if n_parts <= 1:
+        return [part]
+    paths = part_paths(part.path, n_parts)
+    if paths is None:
+        name = part_name("name", part.whole("split.no") + 1, n_parts)
+        raise FormatError(
+            f"is one of {n_parts} parts of a split model: it must be called like {name}, beside the others",
+            path=part.path,
         )
+    for path in paths:
+        if not path.exists():
+            raise FormatError(f"is missing: the model is split into {n_parts} files", path=path)
+    parts = [part if path == part.path else _Part(path) for path in paths]
+    _check_parts(parts)
+    return parts
+
+
+def _check_parts(parts: Sequence[_Part]) -> None:
+    """Raises FormatError unless the parts make one model."""
+    first, holders = parts[0], dict[str, _Part]()
+    n_tensors = first.whole("split.tensors.count")
+    for number, part in enumerate(parts):
+        for key, value in (
+            ("split.count", len(parts)), ("split.no", number), ("split.tensors.count", n_tensors)
+        ):  # fmt: skip
+            if part.whole(key) != value:
+                message = (
+                    f"key {key!r} is {part.whole(key)} where part {number + 1} of this model has {value}"
+                )
+                raise FormatError(message, path=part.path)
+        for key in part.metadata:
+            if key in first.metadata and not key.startswith("split.") and not _same(first, part, key):
+                raise FormatError(
+                    f"is of another model than {first.path.name}: they differ in {brief(key)}", path=part.path
+                )
+        for name in part.tensors:
+            if name in holders:
+                raise FormatError(f"is in {holders[name].path.name} too", path=part.path, tensor=name)
+            holders[name] = part
+    if len(holders) != n_tensors:
+        raise FormatError(
+            f"key 'split.tensors.count' is {n_tensors}, but the {len(parts)} parts hold {len(holders)}",
+            path=first.path,
+        )
+
+
+def _same(first: _Part, part: _Part, key: str) -> bool:
+    return part is first or bool(np.array_equal(first.metadata[key], part.metadata[key]))  # type: ignore[arg-type]
 
 
 def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, GGUFTensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kukri.errors import DownloadError, UnsupportedError
+from kukri.formats.gguf_split import part_name, part_of
 
 # Well-known models under short names, each the repository of its authors.
 SHORT_NAMES: dict[str, str] = {
@@ -41,7 +42,6 @@ _TEXT_FILES = (
     *("special_tokens_map.json", "chat_template.jinja"),
 )
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_SPLIT = re.compile(r"-(\d{5})-of-\d{5}(?=\.gguf$)")
 _MAX_LISTED = 12
 
 
@@ -93,11 +93,27 @@ def choose(name: RepoName, files: Iterable[str]) -> list[str]:
         raise UnsupportedError(
             f"{name.repo} holds no .gguf file and no model.safetensors that kukri could run"
         )
-    fitting = [first for first in models if name.choice is None or _fits(first, name.choice)]
+    fitting = [
+        first
+        for first, parts in models.items()
+        if name.choice is None or any(_fits(part, name.choice) for part in parts)
+    ]
     if len(fitting) == 1:
-        return models[fitting[0]]
+        return _complete(name, models[fitting[0]])
     problem = "holds several models" if fitting else f"has no {name.choice}"
     raise UnsupportedError(f"{name} {problem}: choose one of {_choices(name, fitting or list(models))}")
+
+
+def _complete(name: RepoName, files: list[str]) -> list[str]:
+    """The files of a model, all of them there. Raises UnsupportedError where parts of a split one are not."""
+    split = part_of(files[0])
+    if split is not None:
+        stem, _, count = split
+        wanted = (part_name(stem, number, count) for number in range(1, count + 1))
+        absent = next((file for file in wanted if file not in files), None)
+        if absent is not None:
+            raise UnsupportedError(f"{name} is incomplete: its part {absent} is missing")
+    return files
 
 
 def _sharded(files: list[str]) -> list[str]:
@@ -110,8 +126,9 @@ def _gguf_models(files: list[str]) -> dict[str, list[str]]:
     models: dict[str, list[str]] = {}
     for file in files:
         if file.endswith(".gguf") and "mmproj" not in file.lower():
-            models.setdefault(_SPLIT.sub("-00001-of-00000", file), []).append(file)
-    return {parts[0]: parts for parts in models.values()}
+            split = part_of(file)
+            models.setdefault(part_name(split[0], 1, split[2]) if split else file, []).append(file)
+    return models
 
 
 def _fits(file: str, choice: str) -> bool:

@@ -80,10 +80,11 @@ class GGUFWeights:
             raise FormatError("is missing", path=self._gguf.path, tensor=stored_name)
         if tensor.shape != shape:
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
-            raise FormatError(message, path=self._gguf.path, offset=tensor.offset, tensor=stored_name)
+            path = self._gguf.file_of(stored_name)
+            raise FormatError(message, path=path, offset=tensor.offset, tensor=stored_name)
         if tensor.type.name not in BLOCKS:
             raise UnsupportedError(
-                f"{self._gguf.path}: tensor {stored_name!r} is of type {tensor.type.name};"
+                f"{self._gguf.file_of(stored_name)}: tensor {stored_name!r} is of type {tensor.type.name};"
                 f" kukri runs {', '.join(BLOCKS)}"
             )
         self._taken.add(stored_name)

@@ -412,11 +412,10 @@ def test_broken_files_are_named(save, name):
         (build(version=1), "version 1; kukri reads versions 2 and 3"),
         (build(version=4), "version 4"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-        (build([key("split.count", 2, struct.pack("<H", 3))]), "3 parts of a split model"),
     ],
 )
 def test_valid_files_of_other_kinds_are_unsupported(save, data, message):
-    """A split or byte-swapped file reported as damaged, which sends its owner to download it again."""
+    """A byte-swapped file reported as damaged, which sends its owner to download it again."""
     with pytest.raises(UnsupportedError, match=message):
         GGUFFile(save(data))
 

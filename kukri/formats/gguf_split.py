@@ -1,0 +1,27 @@
+"""Names of the parts of a split GGUF model: `name-00001-of-00003.gguf`, as llama-gguf-split makes them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def part_of(file: str) -> tuple[str, int, int] | None:
+    """(the name before the numbers, the part's own from 1 up, how many there are), from a part's name."""
+    match = _PART.fullmatch(file)
+    return None if match is None else (match["stem"], int(match["number"]), int(match["count"]))
+
+
+def part_name(stem: str, number: int, count: int) -> str:
+    """`m`, 1, 3 -> `m-00001-of-00003.gguf`."""
+    return f"{stem}-{number:05}-of-{count:05}.gguf"
+
+
+def part_paths(path: Path, count: int) -> list[Path] | None:
+    """Where all `count` parts lie when one of them is at `path`; None if that is no name of such a part."""
+    named = part_of(path.name)
+    if named is None or named[2] != count:
+        return None
+    return [path.with_name(part_name(named[0], number, count)) for number in range(1, count + 1)]
