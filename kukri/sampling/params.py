@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, cast
@@ -13,6 +13,17 @@ from kukri.errors import RequestError
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_LOGPROBS = 1000
 MAX_BIAS = 100.0
+MAX_CHOICES = 128  # answers to one prompt
+MAX_PHRASES = 1000  # of bad_words, and of dry_sequence_breakers
+MAX_PHRASE_TOKENS = 64
+
+# The stages of sampling, in their default order: that of llama.cpp's chain.
+SAMPLERS = (
+    "penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature",
+)  # fmt: skip
+
+# processor(token ids so far: int32 [n], a row of logits: float32 [V]) edits the row, or returns another.
+LogitsProcessor = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +36,44 @@ class SamplingParams:
     """
 
     temperature: float = 1.0  # 0 is greedy
+    dynatemp_range: float = 0.0  # the temperature goes this far down and up with the entropy; 0: off
+    dynatemp_exponent: float = 1.0  # of the entropy's share of its largest value
     top_k: int = 0  # tokens kept; 0: all
     top_p: float = 1.0  # probability kept; 1: all
     min_p: float = 0.0  # least probability, as a share of the most likely token's; 0: off
+    typical_p: float = 1.0  # probability kept, of tokens about as surprising as expected; 1: all
+    top_n_sigma: float = 0.0  # standard deviations kept below the largest logit; 0 or less: off
+    xtc_probability: float = 0.0  # how often the most likely choices are left out; 0: never
+    xtc_threshold: float = 0.1  # the probability that makes a token one of them; above 0.5: off
+    mirostat: int = 0  # 1 or 2: its version, in the place of the filters above
+    mirostat_tau: float = 5.0  # the surprise it aims at, in bits
+    mirostat_eta: float = 0.1  # how fast it corrects itself
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens seen so far
     presence_penalty: float = 0.0  # taken from the logits of generated tokens
     frequency_penalty: float = 0.0  # taken from them once for each time they were generated
+    repeat_last_n: int = -1  # tokens that these three look back on; -1: all
+    dry_multiplier: float = 0.0  # penalty for going on with a repetition; 0: off
+    dry_base: float = 1.75  # it grows by this factor with each token repeated
+    dry_allowed_length: int = 2  # a repetition of so many tokens is the first to be penalized
+    dry_penalty_last_n: int = -1  # tokens it looks back on; -1: all
+    # texts or token ids that end a repetition; a text stands for all tokens that contain it
+    dry_sequence_breakers: Sequence[str | Sequence[int]] = ("\n", ":", '"', "*")
+    samplers: Sequence[str] = SAMPLERS  # the order of the stages; those left out are off
     # token id -> what its logit gains; not hashed, so that params are hashable
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    bad_words: Sequence[str | Sequence[int]] = ()  # texts, or sequences of token ids, that may not come
+    logits_processors: Sequence[LogitsProcessor] = ()  # functions that edit the logits, before all else
     seed: int | None = None  # None: other tokens each time
     max_tokens: int | None = 256  # generated at most; None: until the context is full
     min_tokens: int = 0  # generated before an end-of-text or stop id may come
     stop: str | Sequence[str | int] | None = ()  # generation ends before this text
     stop_token_ids: Sequence[int] = ()  # generation ends at these ids
     ignore_eos: bool = False  # goes on after an end-of-text token
-    logprobs: int | None = (
-        None  # most likely tokens reported beside the chosen one; None: no log-probabilities
-    )
+    # most likely tokens reported beside the chosen one; None: no log-probabilities
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for each token of the prompt
+    n: int = 1  # answers
+    best_of: int | None = None  # answers generated, of which the n most likely are given; None: n
 
     def __post_init__(self) -> None:
         """Raises RequestError, whose `param` is the field, on a value of the wrong type or range."""
@@ -51,7 +83,24 @@ class SamplingParams:
         self._number("repetition_penalty", 0.01, 100.0)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
+        self._number("dynatemp_range", 0.0, math.inf)
+        self._number("dynatemp_exponent", 0.0, math.inf)
+        self._number("typical_p", 0.0, 1.0)
+        self._number("top_n_sigma", -1.0, math.inf)
+        self._number("xtc_probability", 0.0, 1.0)
+        self._number("xtc_threshold", 0.0, 1.0)
+        self._number("mirostat_tau", 0.0, 100.0)
+        self._number("mirostat_eta", 0.0, 1.0)
+        self._number("dry_multiplier", 0.0, 1e6)
+        self._number("dry_base", 1.0, 1e6)
+        self._integer("mirostat", 0, 2)
+        self._integer("repeat_last_n", -1)
+        self._integer("dry_allowed_length", 1)
+        self._integer("dry_penalty_last_n", -1)
         self._integer("top_k", 0)
+        self._integer("n", 1, MAX_CHOICES)
+        self._integer("best_of", self.n, MAX_CHOICES, optional=True)
+        self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("min_tokens", 0)
         self._integer("seed", SEED_MIN, SEED_MAX, optional=True)
         self._integer("max_tokens", 1, optional=True)
@@ -65,6 +114,11 @@ class SamplingParams:
         texts, ids = _checked_stop(self.stop, self.stop_token_ids)
         self._set("stop", texts)
         self._set("stop_token_ids", ids)
+        for name in ("bad_words", "dry_sequence_breakers"):
+            self._set(name, _checked_phrases(name, getattr(self, name)))
+        self._set("logits_processors", _checked_processors(self.logits_processors))
+        self._set("samplers", _checked_samplers(self.samplers))
+        self._check_stages()
 
     @property
     def is_greedy(self) -> bool:
@@ -72,9 +126,42 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def n_generated_answers(self) -> int:
+        """Answers to generate: best_of, or n."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def active_stages(self) -> tuple[str, ...]:
+        """The stages that change something, in order."""
+        is_on = self._stages_on()
+        return tuple(name for name in self.samplers if is_on[name])
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """The strings of `stop`, always a tuple."""
         return cast("tuple[str, ...]", self.stop)
+
+    def _stages_on(self) -> dict[str, bool]:
+        has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
+        return {
+            "penalties": (has_penalty or self.frequency_penalty != 0.0) and self.repeat_last_n != 0,
+            "dry": self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0,
+            "top_n_sigma": self.top_n_sigma > 0.0,
+            "top_k": self.top_k > 0,
+            "typical_p": self.typical_p < 1.0,
+            "top_p": self.top_p < 1.0,
+            "min_p": self.min_p > 0.0,
+            "xtc": self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5,
+            "temperature": self.temperature != 1.0 or self.dynatemp_range > 0.0,
+        }
+
+    def _check_stages(self) -> None:
+        """Raises RequestError where a parameter that is set would have no effect."""
+        for stage, is_on in self._stages_on().items():
+            if is_on and stage not in self.samplers and not (stage == "temperature" and self.is_greedy):
+                raise _wrong("samplers", f"a list that names {stage}, which is set", list(self.samplers))
+            if is_on and self.mirostat and stage not in ("penalties", "dry", "temperature"):
+                raise _wrong("mirostat", f"0 where {stage} is set, whose place it takes", self.mirostat)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -140,3 +227,44 @@ def _checked_stop(stop: Any, stop_token_ids: Any) -> tuple[tuple[str, ...], tupl
     texts = tuple(dict.fromkeys(entry for entry in entries if isinstance(entry, str)))
     from_stop = [int(entry) for entry in entries if not isinstance(entry, str)]
     return texts, tuple(dict.fromkeys([*map(int, ids), *from_stop]))
+
+
+def _checked_phrases(name: str, phrases: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Texts and sequences of token ids, without repeats."""
+    allowed = (
+        f"at most {MAX_PHRASES} non-empty strings or sequences of 1 to {MAX_PHRASE_TOKENS} token ids "
+        "(integers, at least 0)"
+    )
+    phrases = () if phrases is None else phrases
+    if isinstance(phrases, str | bytes) or not isinstance(phrases, Sequence) or len(phrases) > MAX_PHRASES:
+        raise _wrong(name, allowed, phrases)
+    checked: list[str | tuple[int, ...]] = []
+    for phrase in phrases:
+        if isinstance(phrase, str) and phrase:
+            checked.append(phrase)
+        elif (
+            isinstance(phrase, Sequence)
+            and not isinstance(phrase, str | bytes)
+            and 1 <= len(phrase) <= MAX_PHRASE_TOKENS
+            and all(_is_integer(i) and i >= 0 for i in phrase)
+        ):
+            checked.append(tuple(int(i) for i in phrase))
+        else:
+            raise _wrong(name, allowed, phrase)
+    return tuple(dict.fromkeys(checked))
+
+
+def _checked_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
+    if not isinstance(processors, Sequence) or not all(callable(p) for p in processors):
+        raise _wrong("logits_processors", "a sequence of functions", processors)
+    return tuple(processors)
+
+
+def _checked_samplers(samplers: Any) -> tuple[str, ...]:
+    allowed = f"a sequence of different names out of {', '.join(SAMPLERS)}"
+    if isinstance(samplers, str) or not isinstance(samplers, Sequence):
+        raise _wrong("samplers", allowed, samplers)
+    for name in samplers:
+        if name not in SAMPLERS or list(samplers).count(name) > 1:
+            raise _wrong("samplers", allowed, name)
+    return tuple(samplers)

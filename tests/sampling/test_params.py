@@ -25,6 +25,27 @@ WRONG = [
     *[("max_tokens", v) for v in (0, -1, 16.0, True, "16", NAN)],
     *[("seed", v) for v in (1.0, True, "7", 2**64, -(2**63) - 1)],
     *[("logprobs", v) for v in (-1, True, 1001, 1.0, "5")],
+    *[("dynatemp_range", v) for v in (-0.1, NAN, True, None)],
+    *[("dynatemp_exponent", v) for v in (-0.1, INF, "1")],
+    *[("typical_p", v) for v in (-0.01, 1.01, NAN, True, None)],
+    *[("top_n_sigma", v) for v in (-1.5, NAN, INF, None)],
+    *[("xtc_probability", v) for v in (-0.1, 1.1, NAN, True)],
+    *[("xtc_threshold", v) for v in (-0.1, 1.1, None)],
+    *[("mirostat", v) for v in (-1, 3, 1.0, True, None)],
+    *[("mirostat_tau", v) for v in (-1, 101, NAN)],
+    *[("mirostat_eta", v) for v in (-0.1, 1.1, None)],
+    *[("repeat_last_n", v) for v in (-2, 1.5, None)],
+    *[("dry_multiplier", v) for v in (-1, NAN, INF, None)],
+    *[("dry_base", v) for v in (0.9, NAN, None)],
+    *[("dry_allowed_length", v) for v in (0, 1.5, None)],
+    *[("dry_penalty_last_n", v) for v in (-2, None)],
+    *[("dry_sequence_breakers", v) for v in ("ab", [""], [[]], [[-1]], [1], 5, [b"x"], [[1.0]])],
+    *[("bad_words", v) for v in ("ab", [""], [[]], [[-1]], [1], 5, [b"x"], ["a"] * 1001, [[1] * 65])],
+    *[("logits_processors", v) for v in (None, 5, [None], [1], print)],
+    *[("samplers", v) for v in ("top_k", ["top_q"], ["top_k", "top_k"], [1], None, [[]])],
+    *[("n", v) for v in (0, -1, 129, 1.0, True, None)],
+    *[("best_of", v) for v in (0, 129, 1.0, True)],
+    *[("prompt_logprobs", v) for v in (-1, True, 1001, 1.0)],
     *[("ignore_eos", v) for v in (1, 0, None, "yes")],
     *[
         ("logit_bias", v)
@@ -80,6 +101,45 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
     with pytest.raises(RequestError, match="at most max_tokens, 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
+
+
+def test_best_of_is_at_least_n() -> None:
+    """Would catch a request for more answers than are generated."""
+    with pytest.raises(RequestError, match="best_of must be an integer from 3 to"):
+        SamplingParams(n=3, best_of=2)
+    assert SamplingParams(n=3).n_generated_answers == 3
+    assert SamplingParams(n=3, best_of=5).n_generated_answers == 5
+
+
+def test_a_parameter_without_effect_is_refused() -> None:
+    """Would catch a filter that is set and ignored: left out of `samplers`, or replaced by mirostat."""
+    with pytest.raises(RequestError, match="samplers must be a list that names top_k") as caught:
+        SamplingParams(top_k=5, samplers=["temperature"])
+    assert caught.value.param == "samplers"
+    with pytest.raises(RequestError, match="mirostat must be 0 where min_p is set"):
+        SamplingParams(min_p=0.1, mirostat=2)
+    SamplingParams(mirostat=1, temperature=0.5, dry_multiplier=1.0, presence_penalty=1.0)
+    SamplingParams(samplers=[], temperature=0)
+
+
+def test_stages_that_change_nothing_are_left_out() -> None:
+    """Would catch a default that costs each step a pass over the logits."""
+    assert SamplingParams().active_stages == ()
+    params = SamplingParams(
+        samplers=["temperature", "xtc", "top_k"], top_k=1, temperature=2, xtc_probability=1
+    )
+    assert params.active_stages == ("temperature", "xtc", "top_k")
+    off = {"repeat_last_n": 0, "dry_penalty_last_n": 0, "xtc_threshold": 0.6, "top_n_sigma": -1}
+    params = SamplingParams(repetition_penalty=2, dry_multiplier=1, xtc_probability=1, **off)  # type: ignore[arg-type]
+    assert params.active_stages == ()
+
+
+def test_phrases_are_stored_as_tuples() -> None:
+    """Would catch a list that its caller changes later, and params that are not hashable."""
+    params = SamplingParams(bad_words=["a", [1, 2], [1, 2]], dry_sequence_breakers=None)  # type: ignore[arg-type]
+    assert params.bad_words == ("a", (1, 2))
+    assert params.dry_sequence_breakers == ()
+    hash(params)
 
 
 def test_stop_is_sorted_into_strings_and_ids() -> None:
