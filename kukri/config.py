@@ -158,15 +158,18 @@ class EngineConfig:
     max_context: int | None = None  # tokens of the longest request; None: the model's own limit
     max_requests: int = 1  # requests that hold pages at a time
     max_step_tokens: int = 512  # prompt chunk and step size
+    max_prompt_tokens: int = 64  # of a step in which others generate: what bounds how late their tokens are
+    kv_bytes: int | None = None  # of the KV pool; None: room for max_requests of max_context tokens
+    caches_prefixes: bool = True  # keys and values of past requests are used again where the tokens are equal
     n_threads: int | None = None  # None: the cores this process may use
     kv_type: Literal["f16"] = field(default="f16")
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
-        for name in ("max_requests", "max_step_tokens"):
+        for name in ("max_requests", "max_step_tokens", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_context", "n_threads"):
+        for name in ("max_context", "n_threads", "kv_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")

@@ -165,12 +165,12 @@ class LLM:
                 raise HookError(f"the model has no hook {name!r}{_close_matches(name, self.hook_names)}")
             if not callable(hook):
                 raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
-        runner, listening = self.engine.runner, dict(hooks)
-        runner.add_hooks(listening)
+        engine, listening = self.engine, dict(hooks)
+        engine.add_hooks(listening)
         try:
             yield
         finally:
-            runner.remove_hooks(listening)
+            engine.remove_hooks(listening)
 
     @cached_property
     def hook_names(self) -> tuple[str, ...]:
@@ -256,7 +256,7 @@ class LLM:
     def _step(self, answer: _Answer) -> None:
         """Runs one step for all that is under way. Raises the error that ended `answer`, if one did."""
         engine = self.engine
-        for request, token in engine.step():
+        for request, token, _ in engine.step():
             owner = self._answers.get(request.id)
             if owner is not None and token is not None:
                 stop = owner.push(token.id)

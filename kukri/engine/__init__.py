@@ -1,7 +1,17 @@
 """The engine: requests in, tokens out, through a scheduler, a paged KV cache and a compiled model."""
 
 from kukri.engine.engine import Engine
+from kukri.engine.loop import EngineLoop, EngineStatus
 from kukri.engine.request import Request, RequestState, Timings
 from kukri.engine.scheduler import ScheduledChunk, StepOutput
 
-__all__ = ["Engine", "Request", "RequestState", "ScheduledChunk", "StepOutput", "Timings"]
+__all__ = [
+    "Engine",
+    "EngineLoop",
+    "EngineStatus",
+    "Request",
+    "RequestState",
+    "ScheduledChunk",
+    "StepOutput",
+    "Timings",
+]

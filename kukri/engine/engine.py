@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import count
 from time import perf_counter
 
 import numpy as np
@@ -15,18 +17,19 @@ from kukri.engine.request import Request, RequestState
 from kukri.engine.runner import Runner
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
-from kukri.kernels.types import Backend, FloatArray, IntArray, StepLimits
+from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, StepLimits
 from kukri.models import Model
-from kukri.sampling import RequestSampler, SampledToken, SamplingParams
+from kukri.sampling import RequestSampler, SampledToken, SamplingParams, token_logprobs
+from kukri.sampling.params import SEED_MAX
 
 _ROWS_PER_STEP = 64  # of `Engine.logits`; a row of logits is large, and all of them are made room for
 
 
 class Engine:
-    """Runs requests on a model. Not for several threads at a time.
+    """Runs requests on a model. Not for several threads at a time, but for `make_requests`.
 
     `eos_ids` end a request unless it ignores them. The KV pool has room for `max_requests` requests of
-    `max_context` tokens, or `n_pages` pages; its memory is taken as it is used.
+    `max_context` tokens, for `kv_bytes`, or for `n_pages` pages; its memory is taken as it is used.
     """
 
     def __init__(
@@ -42,9 +45,9 @@ class Engine:
         self.max_context = _max_context(config, model)
         self.eos_ids = frozenset(eos_ids)
         max_pages = pages_for(self.max_context)
-        n_pages = config.max_requests * max_pages if n_pages is None else n_pages
+        n_pages = _n_pages(config, model, max_pages) if n_pages is None else n_pages
         self._rows_per_step = min(_ROWS_PER_STEP, config.max_step_tokens)
-        max_rows = max(config.max_requests, self._rows_per_step)
+        max_rows = config.max_requests + self._rows_per_step
         limits = StepLimits(config.max_step_tokens, config.max_requests, max_rows, max_pages)
         try:
             self.runner = Runner(model, backend, n_pages, limits)
@@ -52,10 +55,17 @@ class Engine:
             n_gib = n_pages * PAGE_TOKENS * model.config.kv_bytes_per_token / 2**30
             raise ConfigError(f"no memory for a KV cache of {n_gib:.1f} GiB: lower max_context") from None
         self.pool = PagePool(n_pages)
-        self.scheduler = Scheduler(self.pool, config.max_requests, config.max_step_tokens)
+        self.scheduler = Scheduler(
+            self.pool,
+            config.max_requests,
+            config.max_step_tokens,
+            config.max_prompt_tokens,
+            max_rows,
+            caches_prefixes=config.caches_prefixes,
+        )
         self._builder = BatchBuilder(limits)
         self._row_ops = backend.row_ops
-        self._n_requests = 0
+        self._ids = count(1)
 
     @property
     def has_work(self) -> bool:
@@ -63,18 +73,43 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def make_request(self, prompt_ids: npt.ArrayLike, params: SamplingParams | None = None) -> Request:
-        """A request, checked and not yet queued: see `add_request`.
+        """The one request for one answer: see `make_requests`."""
+        (request,) = self.make_requests(prompt_ids, replace(params or SamplingParams(), n=1, best_of=None))
+        return request
 
-        Raises RequestError on an empty prompt or ids outside the vocabulary, ContextLengthError on a prompt
-        longer than the context.
+    def make_requests(
+        self, prompt_ids: npt.ArrayLike, params: SamplingParams, *, priority: int = 0, client: str = ""
+    ) -> list[Request]:
+        """The requests for `best_of` or `n` answers, checked and not yet queued: see `add_request`.
+
+        They share the prompt's pages and differ by their seed, which counts up from the one given. Lower
+        `priority` goes first; the queue is fair among clients. Safe to call from any thread. Raises
+        RequestError on an empty prompt or ids outside the vocabulary, ContextLengthError on a prompt longer
+        than the context.
         """
-        params = params or SamplingParams()
         prompt = self._checked_prompt(prompt_ids)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
-        sampler = RequestSampler(params, prompt, self.model.config.n_vocab, eos_ids, self._row_ops)
-        self._n_requests += 1
         stop_ids = eos_ids.union(params.stop_token_ids)
-        return Request(self._n_requests, prompt, params, sampler, stop_ids, self.max_context)
+        n_answers = params.best_of or params.n
+        if n_answers > params.n and params.logprobs is None:
+            params = replace(params, logprobs=0)  # what the best are chosen by
+        requests: list[Request] = []
+        for i in range(n_answers):
+            own = params if i == 0 or params.seed is None else replace(params, seed=_seed(params.seed + i))
+            requests.append(
+                Request(
+                    next(self._ids),
+                    prompt,
+                    own,
+                    RequestSampler(own, prompt, self.model.config.n_vocab, eos_ids, self._row_ops),
+                    stop_ids,
+                    self.max_context,
+                    priority=priority,
+                    client=client,
+                    leader=requests[0] if requests else None,
+                )
+            )
+        return requests
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises CapacityError where it could never get all its pages."""
@@ -93,6 +128,8 @@ class Engine:
         for chunk in chunks:
             chunk.request.started_s = chunk.request.started_s or started_s
         try:
+            for source, target in self.scheduler.copies:
+                self.runner.copy_page(source, target)
             logits = self.runner.run(self._builder.build(chunks))
             results = self._sample(chunks, logits)
         except BaseException as error:
@@ -131,6 +168,16 @@ class Engine:
             self.pool.free(pages)
         return result
 
+    def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
+        """Makes each hook listen on its full name. What a hook saw or edited is no cached prefix."""
+        self.runner.add_hooks(hooks)
+        self._forget_prefixes()
+
+    def remove_hooks(self, hooks: Mapping[str, Hook]) -> None:
+        """Takes back what `add_hooks` did with the same argument."""
+        self.runner.remove_hooks(hooks)
+        self._forget_prefixes()
+
     def check_integrity(self) -> None:
         """Asserts that requests and pages agree: nothing lost, nothing held twice."""
         self.scheduler.check_integrity()
@@ -138,19 +185,52 @@ class Engine:
     def _sample(self, chunks: list[ScheduledChunk], logits: FloatArray) -> list[SampledToken | KukriError]:
         """A token for each row of logits, or the error that ends its request."""
         results: list[SampledToken | KukriError] = []
-        for request, _, _, n_logits in chunks:
-            if n_logits:
+        row = 0
+        for chunk in chunks:
+            row += chunk.n_logits
+            request = chunk.request
+            if request.params.prompt_logprobs is not None:
+                self._score_prompt(chunk, logits[row - chunk.n_logits : row])
+            if chunk.gives_token:
                 try:
-                    results.append(request.sampler(logits[len(results)]))
+                    results.append(
+                        request.sampler(logits[row - 1]) if request.error is None else request.error
+                    )
                 except KukriError as error:
-                    self.runner.clear_pages(request.pages)
+                    self._clear_pages(request)
                     results.append(error)
         return results
 
+    def _score_prompt(self, chunk: ScheduledChunk, logits: FloatArray) -> None:
+        """Keeps the log-probabilities of the prompt's tokens that the rows of a chunk are about."""
+        request = chunk.request
+        n_top = request.params.prompt_logprobs
+        assert n_top is not None
+        for i, row in enumerate(logits, chunk.start + 1):  # the row of token i - 1
+            if i < request.n_prompt and i == len(request.prompt_logprobs) + 1:
+                try:
+                    token = token_logprobs(int(request.tokens[i]), row, n_top, self._row_ops)
+                except KukriError as error:  # the request fails when it would get its token
+                    request.error = error
+                    return
+                request.prompt_logprobs.append(token)
+
     def _end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        if reason in ("abort", "error"):  # it may have stored NaN and not got to the logits that show it
-            self.runner.clear_pages(request.pages)
+        if reason in ("abort", "error"):
+            self._clear_pages(request)
         self.scheduler.finish(request, reason, stop_reason)
+
+    def _clear_pages(self, request: Request) -> None:
+        """Zeroes the pages that only this request would have read: it may have stored NaN in them."""
+        pages = request.pages
+        self.runner.clear_pages([page for page in pages if self.pool.is_writable(page)])
+
+    def _forget_prefixes(self) -> None:
+        """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""
+        self.pool.forget()
+        for request in self.scheduler.running:
+            request.n_cached_pages, request.is_cacheable = 0, False
+        self.scheduler.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
 
     def _checked_prompt(self, prompt_ids: npt.ArrayLike) -> IntArray:
         try:
@@ -171,6 +251,20 @@ class Engine:
         if len(ids) > self.max_context:
             raise ContextLengthError(len(ids), self.max_context)
         return ids.astype(np.int32)
+
+
+def _n_pages(config: EngineConfig, model: Model, max_pages: int) -> int:
+    if config.kv_bytes is None:
+        return config.max_requests * max_pages
+    page_bytes = model.config.kv_bytes_per_token * PAGE_TOKENS
+    if config.kv_bytes < page_bytes:
+        raise ConfigError(f"a KV pool of {config.kv_bytes} bytes holds no page of {page_bytes}: give it more")
+    return config.kv_bytes // page_bytes
+
+
+def _seed(seed: int) -> int:
+    """A seed within the range of 64 bits."""
+    return seed if seed <= SEED_MAX else seed - 2**64
 
 
 def _max_context(config: EngineConfig, model: Model) -> int:

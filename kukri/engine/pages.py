@@ -1,12 +1,22 @@
-"""The pool of KV pages: who may write where."""
+"""The pool of KV pages: who may write where, and which pages hold a prefix that others may read.
+
+A full page can be *cached*: found again by its tokens and all those before it. Its key is the identity of the
+page before it and its own 16 tokens, compared as they are, so no two contexts are ever taken for one another.
+A cached page that nobody holds keeps its contents until the space is wanted, the longest unused first.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import count
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import CapacityError
+from kukri.kernels.types import IntArray
+
+_Key = tuple[int, bytes]  # (identity of the page before, the page's tokens)
+ROOT = 0  # the identity before the first page
 
 
 def pages_for(n_tokens: int) -> int:
@@ -15,43 +25,107 @@ def pages_for(n_tokens: int) -> int:
 
 
 class PagePool:
-    """Pages 0 to n_pages - 1, each free or held by as many owners as its reference count says."""
+    """Pages 0 to n_pages - 1: each free, held by as many owners as its reference count says, or idle.
+
+    An idle page is cached and held by nobody.
+    """
 
     def __init__(self, n_pages: int) -> None:
         self.n_pages = n_pages
         # taken from the end: the page freed last is the warmest, and untouched pages cost no memory
         self._free = list(range(n_pages - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._n_owners = [0] * n_pages
+        self._page_of: dict[_Key, int] = {}
+        self._key_of: dict[int, _Key] = {}
+        self._identity: dict[int, int] = {}  # of a cached page; never used twice
+        self._identities = count(ROOT + 1)
 
     @property
     def n_free(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._free)
+        """Pages that can be had: nobody holds them."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def n_cached(self) -> int:
+        """Pages that may be found by their tokens."""
+        return len(self._key_of)
 
     def allocate(self, n: int) -> list[int]:
-        """Takes n pages for one owner. Raises CapacityError, taking none, where fewer are free."""
-        if n > len(self._free):
-            raise CapacityError(
-                f"{n} KV pages wanted, {len(self._free)} of {self.n_pages} free: try again later"
-            )
-        pages = [self._free.pop() for _ in range(n)]
+        """Takes n pages for one owner. Raises CapacityError, taking none, where fewer can be had."""
+        if n > self.n_free:
+            raise CapacityError(f"{n} KV pages wanted, {self.n_free} of {self.n_pages} free: try again later")
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(n)]
         for page in pages:
             self._n_owners[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds an owner to pages that are held."""
+        """Adds an owner to pages that are held or idle."""
         for page in pages:
-            assert self._n_owners[page] > 0, f"page {page} is free and cannot be shared"
+            assert self._n_owners[page] > 0 or page in self._idle, f"page {page} is free and cannot be shared"
+            self._idle.pop(page, None)
             self._n_owners[page] += 1
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Removes an owner from each page; a page without owners is free again."""
-        for page in pages:
+    def free(self, pages: Sequence[int]) -> None:
+        """Removes an owner from each page, the last first: a prefix outlives what came after it."""
+        for page in reversed(pages):
             assert self._n_owners[page] > 0, f"page {page} is freed twice"
             self._n_owners[page] -= 1
             if self._n_owners[page] == 0:
-                self._free.append(page)
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def is_writable(self, page: int) -> bool:
+        """Whether a page's one owner is the only one who will ever read it."""
+        return self._n_owners[page] == 1 and page not in self._key_of
+
+    def is_idle(self, page: int) -> bool:
+        """Whether a page is cached and held by nobody."""
+        return page in self._idle
+
+    def identity(self, page: int) -> int:
+        """What the page after a cached page is found by."""
+        return self._identity[page]
+
+    def find(self, tokens: IntArray) -> list[int]:
+        """The cached pages of the longest known prefix of `tokens`, whole pages only. Takes none."""
+        pages: list[int] = []
+        identity = ROOT
+        for start in range(0, len(tokens) - PAGE_TOKENS + 1, PAGE_TOKENS):
+            page = self._page_of.get((identity, tokens[start : start + PAGE_TOKENS].tobytes()))
+            if page is None:
+                break
+            pages.append(page)
+            identity = self._identity[page]
+        return pages
+
+    def cache(self, page: int, identity_before: int, tokens: IntArray) -> int:
+        """Lets a full page be found by its tokens and by the page before; gives the page to hold from now on.
+
+        That is `page`, or the one cached for the same tokens already: contents are equal to the bit, so the
+        caller's page is freed and its place taken by the other.
+        """
+        key = identity_before, tokens.tobytes()
+        known = self._page_of.get(key)
+        if known is not None:
+            if known != page:
+                self.share([known])
+                self.free([page])
+            return known
+        self._page_of[key], self._key_of[page] = page, key
+        self._identity[page] = next(self._identities)
+        return page
+
+    def forget(self) -> None:
+        """Forgets every cached prefix, whose pages are then as any other."""
+        self._free += reversed(self._idle)
+        self._idle.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+        self._identity.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
         """Asserts that `owners`, the pages of each, are all there are: nothing lost, nothing held twice."""
@@ -60,4 +134,16 @@ class PagePool:
             assert n_owners == held[page], f"page {page} counts {n_owners} owners and has {held[page]}"
         free = set(self._free)
         assert len(free) == len(self._free), "a page is on the free list twice"
-        assert free == {p for p, n in enumerate(self._n_owners) if n == 0}, "the free list is wrong"
+        assert free.isdisjoint(self._idle), "a page is free and idle"
+        assert free.union(self._idle) == {p for p, n in enumerate(self._n_owners) if n == 0}, (
+            "the free list is wrong"
+        )
+        assert self._idle.keys() <= self._key_of.keys(), "an idle page cannot be found"
+        assert self._key_of.keys() == self._identity.keys(), "a cached page has no identity"
+        assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages disagree"
+
+    def _evict(self) -> int:
+        """The page unused for longest, forgotten."""
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)], self._identity[page]
+        return page

@@ -49,9 +49,10 @@ class Request:
     """A prompt, how to go on from it, and what came of it. Tokens and pages belong to the scheduler."""
 
     __slots__ = (
-        "arrived_s", "error", "finish_reason", "first_token_s", "id", "last_token_s", "max_tokens",
-        "n_cached", "n_pages", "n_prompt", "n_tokens", "page_row", "params", "sampled", "sampler",
-        "started_s", "state", "stop_ids", "stop_reason", "tokens",
+        "arrived_s", "client", "cumulative_logprob", "error", "finish_reason", "first_token_s", "id",
+        "is_cacheable", "last_token_s", "leader", "max_tokens", "n_cached", "n_cached_pages", "n_pages",
+        "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "page_row", "params", "priority",
+        "prompt_logprobs", "sampled", "sampler", "started_s", "state", "stop_ids", "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -62,8 +63,14 @@ class Request:
         sampler: RequestSampler,
         stop_ids: frozenset[int],
         max_context: int,
+        *,
+        priority: int = 0,
+        client: str = "",
+        leader: Request | None = None,
     ) -> None:
         self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
+        self.priority, self.client = priority, client
+        self.leader = leader  # the first of several answers to one prompt, whose pages it may share
         self.n_prompt = self.n_tokens = len(prompt_ids)
         n_new = max_context if params.max_tokens is None else params.max_tokens
         # the most tokens it may come to; a prompt that fills the context still gets one
@@ -73,6 +80,12 @@ class Request:
         self.n_cached = 0  # tokens whose keys and values are in the cache
         self.page_row = np.zeros(pages_for(max_context), np.int32)  # its row of the page table
         self.n_pages = 0
+        self.n_cached_pages = 0  # of those, the first that may be found by their tokens
+        self.is_cacheable = True  # False where hooks may have changed what its pages hold
+        self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
+        self.n_preemptions = 0
+        self.cumulative_logprob = 0.0
+        self.prompt_logprobs: list[SampledToken] = []  # of the prompt's second token on, where asked for
         self.sampled: list[SampledToken] = []
         self.state = RequestState.NEW
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"

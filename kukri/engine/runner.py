@@ -43,6 +43,11 @@ class Runner:
                 del self.hooks[name]
         self._program = None if self.hooks else self._plain
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies what a page holds, for a request that is about to write where others read."""
+        self.cache.keys[:, target] = self.cache.keys[:, source]
+        self.cache.values[:, target] = self.cache.values[:, source]
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages that may hold NaN: whoever gets them next must not meet it."""
         self.cache.keys[:, pages] = 0

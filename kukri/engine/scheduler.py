@@ -1,16 +1,20 @@
 """Which tokens of which requests the next step computes.
 
-First come, first served. Every running request gets its next token, or the next chunk of its prompt, within
-a budget of tokens a step; what is left admits waiting requests. Where pages run out, the request that came
-last gives its own back and computes them again later: that changes no token, as no result depends on chunks.
+Every running request gets its next token, or the next chunk of its prompt, within a budget of tokens a step;
+what is left admits waiting requests (queue.py says who is first). A prompt that runs beside decodes has a
+budget of its own, so that long prompts do not make the others' tokens late. Where pages run out, the request
+last in turn gives its own back and computes them again later: that changes no token, as no result depends on
+chunks. A request begins after the longest prefix whose pages are cached, which changes none either.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from typing import NamedTuple
 
-from kukri.engine.pages import PagePool, pages_for
+from kukri.config import PAGE_TOKENS
+from kukri.engine.pages import ROOT, PagePool, pages_for
+from kukri.engine.queue import WaitingQueue
 from kukri.engine.request import Request, RequestState
 from kukri.errors import CapacityError, KukriError
 from kukri.sampling import SampledToken
@@ -24,138 +28,252 @@ class ScheduledChunk(NamedTuple):
     n_tokens: int
     n_logits: int
 
+    @property
+    def gives_token(self) -> bool:
+        """Whether the request's next token follows from the last row of logits."""
+        return self.n_logits > 0 and self.start + self.n_tokens == self.request.n_tokens
+
 
 class StepOutput(NamedTuple):
-    """What a step did for a request: a token, or None where the request failed (`request.error`)."""
+    """What a step did for a request: a token, or None where it ended without one.
+
+    `finish_reason` is None while the request goes on: it may be "stop", "length", "abort" or "error"
+    (`request.stop_reason` and `request.error` then say more).
+    """
 
     request: Request
     token: SampledToken | None
+    finish_reason: str | None
 
 
 class Scheduler:
-    """The queue, the running requests in order of arrival, and their pages."""
+    """The queue, the running requests in order of their turn, and their pages.
 
-    def __init__(self, pool: PagePool, max_requests: int, max_step_tokens: int) -> None:
+    `max_step_tokens` bounds a step; `max_prompt_tokens` what prompts get of it beside requests that generate,
+    `max_logit_rows` the rows of logits. With `caches_prefixes` the pages of requests outlive them.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_requests: int,
+        max_step_tokens: int,
+        max_prompt_tokens: int | None = None,
+        max_logit_rows: int | None = None,
+        *,
+        caches_prefixes: bool = True,
+    ) -> None:
         self.pool, self.max_requests, self.max_step_tokens = pool, max_requests, max_step_tokens
-        self.waiting: deque[Request] = deque()
+        self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
+        self.max_logit_rows = max_logit_rows or max_step_tokens
+        self.caches_prefixes = caches_prefixes
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
+        self.copies: list[tuple[int, int]] = []  # (from, to): pages to copy before the step, in this order
         self.n_preemptions = 0
+        self.n_prefix_hit = 0  # tokens that were found and not computed
+        self.n_computed = 0  # tokens that were
 
     def add(self, request: Request) -> None:
         """Queues a new request. Raises CapacityError where it could outgrow the whole pool."""
+        self.check_fits(request)
+        request.state = RequestState.WAITING
+        self.waiting.arrive(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises CapacityError where a request could outgrow the whole pool."""
         n_pages = pages_for(request.max_cached)
         if n_pages > self.pool.n_pages:
             raise CapacityError(
                 f"a request of up to {request.max_cached} tokens needs {n_pages} KV pages and there are "
                 f"{self.pool.n_pages}: shorten it or lower max_tokens"
             )
-        request.state = RequestState.WAITING
-        self.waiting.append(request)
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step, with pages to write to; empty only when nothing waits or runs."""
+        """The chunks of the next step, with pages to write to; empty only when nothing waits or runs.
+
+        `copies` then lists the pages to copy before the step.
+        """
+        self.copies = []
+        self._give_way()
         chunks: list[ScheduledChunk] = []
-        budget, n_preemptions = self.max_step_tokens, self.n_preemptions
+        budget = _Budget(self)
+        n_preemptions = self.n_preemptions
         i = 0
-        while i < len(self.running) and budget:  # preemption shortens the list from its end
-            chunk = self._chunk(self.running[i], budget)
-            if chunk is not None:
-                chunks.append(chunk)
-                budget -= chunk.n_tokens
+        while i < len(self.running) and budget.n_tokens:  # preemption shortens the list from its end
+            self._schedule(self.running[i], budget, chunks)
             i += 1
         if self.n_preemptions == n_preemptions:  # who just lost its pages must not take them back at once
-            while self.waiting and budget and self._admit(self.waiting[0]):
-                chunk = self._chunk(self.running[-1], budget)
-                assert chunk is not None, "an admitted request finds its pages"
-                chunks.append(chunk)
-                budget -= chunk.n_tokens
+            while budget.n_tokens and budget.n_prompt_tokens:
+                request = self.waiting.first(_may_run)
+                if request is None or not self._admit(request):
+                    break
+                self._schedule(request, budget, chunks)
         return chunks
 
     def postprocess(
         self, chunks: list[ScheduledChunk], results: list[SampledToken | KukriError], now_s: float
     ) -> list[StepOutput]:
-        """Books a finished step: `results` has a token, or why there is none, for each chunk with logits.
+        """Books a finished step: `results` has a token, or why there is none, for each chunk that gives one.
 
         Ends the requests that are done, whose pages are free at once.
         """
         outputs: list[StepOutput] = []
-        for request, start, n_tokens, n_logits in chunks:
-            request.n_cached = start + n_tokens
-            if not n_logits:
+        for chunk in chunks:
+            request = chunk.request
+            request.n_cached = chunk.start + chunk.n_tokens
+            self.n_computed += chunk.n_tokens
+            self.waiting.count_served(request, chunk.n_tokens)
+            if not chunk.gives_token:
                 continue
             result = results[len(outputs)]
             if isinstance(result, KukriError):
                 request.error = result
                 self.finish(request, "error")
-                outputs.append(StepOutput(request, None))
+                outputs.append(StepOutput(request, None, "error"))
             else:
+                self._cache_pages(request)
                 self._append(request, result, now_s)
-                outputs.append(StepOutput(request, result))
+                outputs.append(StepOutput(request, result, request.finish_reason))
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request that waits or runs, and frees its pages."""
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
-        elif request.state is RequestState.WAITING:
-            self.waiting.remove(request)
+        if request.state is not RequestState.NEW:
+            self.waiting.leave(request)
         self._release(request)
         request.state, request.finish_reason, request.stop_reason = RequestState.FINISHED, reason, stop_reason
 
     def check_integrity(self) -> None:
         """Asserts that queue, running requests and pages agree with one another."""
         assert len(self.running) <= self.max_requests, "more requests run than may"
-        self.pool.check_integrity(request.pages for request in self.running)
+        assert self.running == sorted(self.running, key=_turn), "requests run out of turn"
+        self.pool.check_integrity([request.pages for request in self.running])
         for request in self.waiting:
             assert request.state is RequestState.WAITING, f"request {request.id} waits and is {request.state}"
             assert request.n_pages == request.n_cached == 0, f"request {request.id} waits and holds pages"
         for request in self.running:
             assert request.state is RequestState.RUNNING, f"request {request.id} runs and is {request.state}"
+            assert request not in self.waiting, f"request {request.id} runs and waits"
             assert request.n_cached <= request.n_tokens <= request.max_tokens, (
                 f"request {request.id} ran over"
             )
             assert request.n_pages == pages_for(request.n_cached), (
                 f"request {request.id} holds too many pages"
             )
+            assert request.n_cached_pages <= request.n_cached // PAGE_TOKENS, "a page is cached and not full"
             assert not request.page_row[request.n_pages :].any(), f"request {request.id} lists pages it lost"
 
-    def _chunk(self, request: Request, budget: int) -> ScheduledChunk | None:
-        """The request's next tokens, at most `budget`; None where it had to give its pages up itself."""
+    def _give_way(self) -> None:
+        """Preempts requests that run, for one of a better priority that waits and finds no room."""
+        urgent = self.waiting.first(_may_run)
+        while (
+            urgent is not None
+            and self.running
+            and urgent.priority < self.running[-1].priority
+            and self._room(urgent) is None
+        ):
+            self._preempt(self.running[-1])
+
+    def _schedule(self, request: Request, budget: _Budget, chunks: list[ScheduledChunk]) -> None:
+        """Adds the request's next tokens to `chunks`, as many as the budget has."""
         start = request.n_cached
-        n_tokens = min(request.n_tokens - start, budget)
-        n_new = pages_for(start + n_tokens) - request.n_pages
+        n_tokens, n_logits = budget.take(request)
+        if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens):
+            return
+        chunks.append(ScheduledChunk(request, start, n_tokens, n_logits))
+        budget.spend(request, n_tokens, n_logits)
+
+    def _make_writable(self, request: Request, start: int, stop: int) -> bool:
+        """Gets pages to write tokens `start` to `stop` - 1 to; False where it had to give up its own."""
+        first = start // PAGE_TOKENS  # a page that others read too is copied before the first write
+        copies = start % PAGE_TOKENS != 0 and not self.pool.is_writable(int(request.page_row[first]))
+        n_new = pages_for(stop) - request.n_pages
+        while self.pool.n_free < n_new + copies:
+            last = self.running[-1]
+            self._preempt(last)
+            if last is request:
+                return False
+        if copies:
+            old, (new,) = int(request.page_row[first]), self.pool.allocate(1)
+            self.copies.append((old, new))
+            request.page_row[first] = new
+            self.pool.free([old])
         if n_new:
-            while self.pool.n_free < n_new:
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                if youngest is request:
-                    return None
-            stop = request.n_pages + n_new
-            request.page_row[request.n_pages : stop] = self.pool.allocate(n_new)
-            request.n_pages = stop
-        return ScheduledChunk(request, start, n_tokens, int(start + n_tokens == request.n_tokens))
+            n_pages = request.n_pages + n_new
+            request.page_row[request.n_pages : n_pages] = self.pool.allocate(n_new)
+            request.n_pages = n_pages
+        return True
+
+    def _room(self, request: Request) -> list[int] | None:
+        """The cached pages a waiting request can begin with; None where the rest of it finds no room."""
+        if len(self.running) >= self.max_requests:
+            return None
+        known = self._known_pages(request)
+        n_new = pages_for(request.n_tokens) - len(known)
+        n_left = self.pool.n_free - sum(self.pool.is_idle(page) for page in known)
+        return known if n_new <= n_left else None
 
     def _admit(self, request: Request) -> bool:
-        """Moves the first waiting request to the running, if all its tokens so far find pages."""
-        if len(self.running) >= self.max_requests or pages_for(request.n_tokens) > self.pool.n_free:
+        """Moves a waiting request to the running, with the pages it can share, if it has room."""
+        pages = self._room(request)
+        if pages is None:
             return False
-        self.waiting.popleft()
-        self.running.append(request)
+        n_known = len(pages) * PAGE_TOKENS
+        leader = request.leader
+        if leader is not None and leader.n_cached >= request.n_prompt and not request.n_generated:
+            n_known = request.n_prompt - 1  # its last token is computed anew, for logits
+            pages = leader.pages[: pages_for(n_known)]
+        self.pool.share(pages)
+        request.page_row[: len(pages)] = pages
+        request.n_pages, request.n_cached = len(pages), n_known
+        request.n_cached_pages = 0  # counted when its next token shows that all is well
+        if not request.n_generated and not request.n_preemptions:
+            request.n_prefix_hit = n_known
+        self.n_prefix_hit += n_known
+        self.waiting.remove(request)
+        insort(self.running, request, key=_turn)
         request.state = RequestState.RUNNING
         return True
 
+    def _known_pages(self, request: Request) -> list[int]:
+        """Cached pages with the request's tokens, the last of which is always left to compute."""
+        if not self._uses_cache(request) or request.params.prompt_logprobs is not None:
+            return []
+        return self.pool.find(request.tokens[: request.n_tokens - 1])
+
+    def _uses_cache(self, request: Request) -> bool:
+        return self.caches_prefixes and request.is_cacheable
+
+    def _cache_pages(self, request: Request) -> None:
+        """Lets others find the request's full pages: its logits were numbers, so all that is in them is."""
+        n_full = request.n_cached // PAGE_TOKENS
+        if n_full == request.n_cached_pages or not self._uses_cache(request):
+            return
+        first = request.n_cached_pages
+        identity = self.pool.identity(int(request.page_row[first - 1])) if first else ROOT
+        for i in range(first, n_full):
+            tokens = request.tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS]
+            page = self.pool.cache(int(request.page_row[i]), identity, tokens)
+            request.page_row[i] = page
+            identity = self.pool.identity(page)
+        request.n_cached_pages = n_full
+
     def _preempt(self, request: Request) -> None:
-        """Sends a running request back to the head of the queue, without its pages."""
+        """Sends a running request back to the queue, without its pages."""
         self.running.remove(request)
         self._release(request)
-        self.waiting.appendleft(request)
         request.state = RequestState.WAITING
+        request.n_preemptions += 1
+        self.waiting.put(request)
         self.n_preemptions += 1
 
     def _release(self, request: Request) -> None:
         self.pool.free(request.pages)
         request.page_row[: request.n_pages] = 0
-        request.n_pages = request.n_cached = 0
+        request.n_pages = request.n_cached = request.n_cached_pages = 0
 
     def _append(self, request: Request, token: SampledToken, now_s: float) -> None:
         if not request.n_generated:
@@ -163,10 +281,55 @@ class Scheduler:
         request.last_token_s = now_s
         request.tokens[request.n_tokens] = token.id
         request.n_tokens += 1
-        if request.params.logprobs is not None:
+        if token.logprob is not None:
             request.sampled.append(token)
+            request.cumulative_logprob += token.logprob
         if token.id in request.stop_ids:
             named = token.id in request.params.stop_token_ids
             self.finish(request, "stop", token.id if named else None)
         elif request.n_tokens >= request.max_tokens:
             self.finish(request, "length")
+
+
+class _Budget:
+    """What is left of a step: tokens, tokens of prompts, and rows of logits."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
+        if any(_generates(request) for request in scheduler.running):
+            self.n_prompt_tokens = scheduler.max_prompt_tokens
+        self.n_rows = scheduler.max_logit_rows - scheduler.max_requests  # beyond the one that each may want
+
+    def take(self, request: Request) -> tuple[int, int]:
+        """(tokens, logit rows) that the request may have."""
+        n_left = request.n_tokens - request.n_cached
+        if _generates(request):
+            return min(n_left, self.n_tokens), 1
+        n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens)
+        if request.params.prompt_logprobs is not None and request.n_cached < request.n_prompt:
+            n_tokens = min(n_tokens, self.n_rows)
+            return n_tokens, n_tokens
+        return n_tokens, int(n_tokens == n_left)
+
+    def spend(self, request: Request, n_tokens: int, n_logits: int) -> None:
+        """Takes off what a request got."""
+        self.n_tokens -= n_tokens
+        if not _generates(request):
+            self.n_prompt_tokens -= n_tokens
+            self.n_rows -= max(n_logits - 1, 0)
+
+
+def _generates(request: Request) -> bool:
+    """Whether just its newest token is left to compute."""
+    return request.n_cached == request.n_tokens - 1 and request.n_generated > 0
+
+
+def _may_run(request: Request) -> bool:
+    """False while the request whose prompt it shares has not read that prompt."""
+    leader = request.leader
+    return leader is None or leader.state is RequestState.FINISHED or leader.n_generated > 0
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """The order in which running requests get pages; the last loses its own first."""
+    return request.priority, request.id

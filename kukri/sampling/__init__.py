@@ -17,6 +17,6 @@ lowest id. Log-probabilities are those of the raw logits, before step 1, as vLLM
 """
 
 from kukri.sampling.params import SamplingParams
-from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError
+from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError, token_logprobs
 
-__all__ = ["RequestSampler", "SampledToken", "SamplingError", "SamplingParams"]
+__all__ = ["RequestSampler", "SampledToken", "SamplingError", "SamplingParams", "token_logprobs"]

@@ -321,7 +321,7 @@ class RequestSampler:
             self._seen.add(token_id)
         if self.params.logprobs is None:
             return SampledToken(token_id)
-        return _with_logprobs(token_id, logits, self.params.logprobs, self._row_ops)
+        return token_logprobs(token_id, logits, self.params.logprobs, self._row_ops)
 
     def _edited(self, logits: FloatArray, allow_end: bool) -> FloatArray:
         """The logits with bias, penalties and forbidden tokens: a copy, or `logits` where there is none."""
@@ -357,7 +357,7 @@ def _check_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
             )
 
 
-def _with_logprobs(token_id: int, logits: FloatArray, n_top: int, row_ops: RowOps) -> SampledToken:
+def token_logprobs(token_id: int, logits: FloatArray, n_top: int, row_ops: RowOps) -> SampledToken:
     """The token with its own log-probability and those of the `n_top` most likely."""
     peak, sums = row_ops.max_and_sum_exp(logits, 1.0)
     log_total = _checked_peak(peak) + math.log(float(sums.sum(dtype=np.float64)))

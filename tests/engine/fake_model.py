@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,7 @@ class FakeBackend:
         self.n_compiled = 0
         self.row_ops = ReferenceRowOps()
         self.error: BaseException | None = None  # raised by the next step
+        self.is_writable: Callable[[int], bool] = lambda page: True
 
     def compile(self, program: FakeModel, cache: PagedKV, limits: StepLimits, hooks: dict) -> FakeProgram:
         self.n_compiled += 1
@@ -93,6 +95,7 @@ class FakeProgram:
             raise error
         self._check(batch)
         pages, offsets = np.divmod(batch.slots, PAGE_TOKENS)
+        assert all(map(self.backend.is_writable, set(pages.tolist()))), "a write to a page that others read"
         self.cache.keys[0, pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
         logits = np.zeros((batch.n_logit_rows, N_VOCAB), np.float32)
         for i, row in enumerate(batch.logit_rows):
@@ -140,8 +143,10 @@ def make_engine(
     max_requests: int = 1,
     max_step_tokens: int = 32,
     n_pages: int | None = None,
+    **options: Any,
 ) -> tuple[Engine, FakeBackend]:
     backend = FakeBackend()
-    config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens)
-    engine = Engine(FakeModel(max_context), backend, config, eos_ids=[EOS], n_pages=n_pages)
+    config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens, **options)
+    engine = Engine(FakeModel(max_context), backend, config, eos_ids=[EOS], n_pages=n_pages)  # type: ignore[arg-type]
+    backend.is_writable = engine.pool.is_writable
     return engine, backend

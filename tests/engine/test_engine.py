@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,24 +88,44 @@ def test_requests_share_steps() -> None:
     n_pages=st.integers(6, 14),
     events=st.lists(
         st.one_of(
-            st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 30), st.booleans()),
+            st.tuples(
+                st.just("add"),
+                st.integers(0, 50),  # tokens of a prompt that others begin with too
+                st.integers(1, 30),  # tokens of its own
+                st.integers(1, 30),  # to generate
+                st.booleans(),  # whether it ignores the end of text
+                st.integers(1, 3),  # answers
+                st.integers(0, 2),  # priority
+                st.sampled_from(["", "a", "b"]),  # client
+            ),
             st.tuples(st.just("abort"), st.integers(0, 9)),
             st.tuples(st.just("step"), st.integers(1, 12)),
+            st.tuples(st.just("forget")),
         ),
         max_size=40,
     ),
+    caches_prefixes=st.booleans(),
 )
 def test_any_order_of_events_gives_every_request_its_tokens(
-    max_requests: int, max_step_tokens: int, n_pages: int, events: list
+    max_requests: int, max_step_tokens: int, n_pages: int, events: list, caches_prefixes: bool
 ) -> None:
     """Pages lost or held twice, tokens crossed between requests, a preempted request that answers otherwise,
-    a request that never ends: under arrivals, aborts and too few pages for all."""
-    engine, _ = make_engine(96, max_requests, max_step_tokens, n_pages)
+    a prefix taken for another, a page written that others read, a request that never ends: under arrivals,
+    aborts, shared prompts, priorities and too few pages for all."""
+    engine, _ = make_engine(
+        96, max_requests, max_step_tokens, n_pages, max_prompt_tokens=9, caches_prefixes=caches_prefixes
+    )
     live: list[tuple[Request, list[int], SamplingParams]] = []
     for i, event in enumerate(events):
         if event[0] == "add":
-            prompt, params = prompt_of(event[1], i), greedy(event[2], ignore_eos=event[3])
-            live.append((add(engine, prompt, params), prompt, params))
+            _, n_shared, n_own, n_generate, ignores_eos, n, priority, client = event
+            prompt, params = prompt_of(50)[:n_shared] + prompt_of(n_own, i), greedy(n_generate)
+            params = replace(params, ignore_eos=ignores_eos, n=n)
+            for request in engine.make_requests(prompt, params, priority=priority, client=client):
+                engine.add_request(request)
+                live.append((request, prompt, params))
+        elif event[0] == "forget":
+            engine.add_hooks({})
         elif event[0] == "abort" and event[1] < len(live):
             engine.abort(live[event[1]][0])
         elif event[0] == "step":

@@ -1,0 +1,209 @@
+"""The engine's own thread: requests come in from any thread, tokens go out once per step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+
+from kukri.engine.engine import Engine
+from kukri.engine.request import Request, RequestState
+from kukri.engine.scheduler import StepOutput
+from kukri.errors import CapacityError, KukriError
+
+logger = logging.getLogger("kukri.engine")
+
+Deliver = Callable[[list[StepOutput]], None]
+_STALL_S = 30.0  # a step that takes longer counts as stuck
+_IDLE_S = 1.0  # without work, before the engine looks itself over
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """The engine at one moment, and its counts since the start. Pages and tokens, not bytes."""
+
+    n_running: int
+    n_waiting: int
+    n_pages: int
+    n_pages_held: int  # by running requests
+    n_pages_cached: int  # that hold a known prefix, held or not
+    n_preemptions: int
+    n_prefix_hit: int  # prompt tokens found in the cache
+    n_computed: int  # tokens computed
+    n_generated: int  # tokens given out
+    n_steps: int
+    busy_s: float  # wall time of all steps
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own.
+
+    `deliver` is called on that thread, once after each step, with what became of the requests; it must be
+    quick and must not raise. At most `max_waiting` requests wait for their first step. The engine belongs to
+    the thread from `start` on: only `make_requests` may be called from elsewhere.
+    """
+
+    def __init__(self, engine: Engine, deliver: Deliver, *, max_waiting: int = 256) -> None:
+        self.engine, self.max_waiting = engine, max_waiting
+        self._deliver = deliver
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()  # run between steps, in order
+        self._live: dict[int, Request] = {}  # submitted and not ended; changed under _wake
+        self._is_draining = self._is_stopping = False
+        self._busy_since: float | None = None
+        self._n_steps = self._n_generated = 0
+        self._busy_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="kukri-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests, all or none.
+
+        Raises CapacityError where too many wait already, where one could never fit, or while draining.
+        """
+        for request in requests:
+            self.engine.scheduler.check_fits(request)
+        with self._wake:
+            if self._is_draining or self._is_stopping:
+                raise CapacityError("the server is shutting down: try another, or later")
+            n_waiting = len(self._live) - len(self.engine.scheduler.running)
+            if n_waiting + len(requests) > self.max_waiting:
+                raise CapacityError(f"{n_waiting} requests are waiting already: try again later")
+            for request in requests:
+                self._live[request.id] = request
+            self._commands.append(lambda: self._add(requests))
+            self._wake.notify()
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a request before the next step, as where its text met a stop string. Nothing is delivered."""
+        with self._wake:
+            self._live.pop(request.id, None)
+            self._commands.append(lambda: self.engine.finish(request, reason, stop_reason))
+            self._wake.notify()
+
+    def abort(self, request: Request) -> None:
+        """Ends a request nobody waits for, before the next step; its pages are free then."""
+        self.finish(request, "abort")
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for those there are; False where some were left at the end."""
+        with self._wake:
+            self._is_draining = True
+            return self._wake.wait_for(lambda: not self._live, timeout_s)
+
+    def stop(self) -> None:
+        """Aborts what is left, delivering that, and ends the thread."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the thread lives and its step, if it is in one, has not been going on for long."""
+        since = self._busy_since
+        return self._thread.is_alive() and (since is None or monotonic() - since < _STALL_S)
+
+    def status(self) -> EngineStatus:
+        """Counts, read without waiting for the step under way."""
+        engine = self.engine
+        scheduler, pool = engine.scheduler, engine.pool
+        n_running = len(scheduler.running)
+        return EngineStatus(
+            n_running=n_running,
+            n_waiting=max(len(self._live) - n_running, 0),
+            n_pages=pool.n_pages,
+            n_pages_held=pool.n_pages - pool.n_free,
+            n_pages_cached=pool.n_cached,
+            n_preemptions=scheduler.n_preemptions,
+            n_prefix_hit=scheduler.n_prefix_hit,
+            n_computed=scheduler.n_computed,
+            n_generated=self._n_generated,
+            n_steps=self._n_steps,
+            busy_s=self._busy_s,
+        )
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.state is RequestState.NEW:  # else it was ended before it got here
+                self.engine.add_request(request)
+
+    def _run(self) -> None:
+        try:
+            while self._next_commands():
+                if self.engine.has_work:
+                    self._step()
+            for request in list(self._live.values()):
+                self.engine.abort(request)
+            self._deliver_ended()
+        except BaseException:
+            logger.critical("the engine stopped", exc_info=True)
+            self._fail_all()
+            raise
+
+    def _next_commands(self) -> bool:
+        """Runs the commands there are, once there is something to do; False when it is time to stop."""
+        with self._wake:
+            if not self.engine.has_work and not self._wake.wait_for(self._has_news, _IDLE_S):
+                self.engine.check_integrity()
+                self._wake.wait_for(self._has_news)
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command()
+        return not self._is_stopping
+
+    def _has_news(self) -> bool:
+        return bool(self._commands) or self._is_stopping
+
+    def _step(self) -> None:
+        started_s = perf_counter()
+        self._busy_since = monotonic()
+        try:
+            outputs = self.engine.step()
+        except Exception as error:  # it failed the requests of the step, which are told below
+            level = logging.WARNING if isinstance(error, KukriError) else logging.ERROR
+            logger.log(level, "a step failed: %s", error, exc_info=not isinstance(error, KukriError))
+            self._deliver_ended()
+            return
+        finally:
+            self._busy_since = None
+            self._busy_s += perf_counter() - started_s
+        self._n_steps += 1
+        self._n_generated += len(outputs)
+        outputs = [output for output in outputs if output.request.id in self._live]  # else ended meanwhile
+        self._forget([output.request for output in outputs if output.finish_reason is not None])
+        if outputs:
+            self._deliver(outputs)
+
+    def _deliver_ended(self) -> None:
+        """Tells the requests that ended without a token."""
+        ended = [request for request in self._live.values() if request.state is RequestState.FINISHED]
+        self._forget(ended)
+        if ended:
+            self._deliver([StepOutput(request, None, request.finish_reason) for request in ended])
+
+    def _fail_all(self) -> None:
+        """Tells every request that the engine is gone, and refuses more."""
+        with self._wake:
+            self._is_stopping = True
+            left = list(self._live.values())
+        for request in left:
+            request.error = request.error or KukriError("the engine stopped: see the log")
+        self._forget(left)
+        self._deliver([StepOutput(request, None, "error") for request in left])
+
+    def _forget(self, requests: list[Request]) -> None:
+        if requests:
+            with self._wake:
+                for request in requests:
+                    self._live.pop(request.id, None)
+                if not self._live:
+                    self._wake.notify_all()

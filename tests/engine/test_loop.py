@@ -1,0 +1,190 @@
+"""The engine's thread: what is submitted from others comes back, ended requests and failures included."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fake_model import POISON, FakeBackend, expected_output, make_engine
+from test_engine import greedy, prompt_of
+
+from kukri.engine import Engine, EngineLoop, Request, StepOutput
+from kukri.errors import CapacityError, HookError
+from kukri.sampling import SamplingParams
+
+
+class Inbox:
+    """What the loop delivered, by request."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, list[StepOutput]] = {}
+        self.changed = threading.Condition()
+
+    def __call__(self, outputs: list[StepOutput]) -> None:
+        with self.changed:
+            for output in outputs:
+                self.outputs.setdefault(output.request.id, []).append(output)
+            self.changed.notify_all()
+
+    def tokens(self, request: Request) -> list[int]:
+        return [o.token.id for o in self.outputs.get(request.id, []) if o.token is not None]
+
+    def reason(self, request: Request) -> str | None:
+        outputs = self.outputs.get(request.id)
+        return outputs[-1].finish_reason if outputs else None
+
+    def wait(self, *requests: Request) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: all(self.reason(r) for r in requests), 20)
+
+
+@contextmanager
+def running_loop(
+    max_waiting: int = 100, **options: int
+) -> Iterator[tuple[EngineLoop, Engine, FakeBackend, Inbox]]:
+    engine, backend = make_engine(**{"max_context": 128, "max_requests": 3, **options})
+    inbox = Inbox()
+    loop = EngineLoop(engine, inbox, max_waiting=max_waiting)
+    loop.start()
+    try:
+        yield loop, engine, backend, inbox
+    finally:
+        loop.stop()
+        engine.check_integrity()
+        assert engine.pool.n_free == engine.pool.n_pages
+
+
+def submit(loop: EngineLoop, prompt: list[int], params: SamplingParams) -> Request:
+    (request,) = loop.engine.make_requests(prompt, params)
+    loop.submit([request])
+    return request
+
+
+def test_requests_of_many_threads_get_their_tokens() -> None:
+    """A token delivered to another request, twice or not at all."""
+    with running_loop() as (loop, _, _, inbox):
+        wrong: list[int] = []
+
+        def client(seed: int) -> None:
+            for i in range(5):
+                prompt = prompt_of(10 + seed, seed + 100 * i)
+                request = submit(loop, prompt, greedy(20))
+                inbox.wait(request)
+                if inbox.tokens(request) != expected_output(prompt, 20):
+                    wrong.append(seed)
+
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        status = loop.status()
+        assert (status.n_running, status.n_waiting, status.n_generated) == (0, 0, 8 * 5 * 20)
+        assert loop.is_stepping
+
+
+def test_a_finished_or_aborted_request_hears_no_more() -> None:
+    """Tokens after a stop string was met, or pages kept by a client that is gone."""
+    with running_loop(max_context=4096) as (loop, engine, _, inbox):
+        request = submit(loop, prompt_of(10), greedy(None))
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: len(inbox.tokens(request)) > 3, 20)
+        loop.abort(request)
+        other = submit(loop, prompt_of(5), greedy(3))
+        inbox.wait(other)
+        n = len(inbox.tokens(request))
+        again = submit(loop, prompt_of(6), greedy(3))
+        inbox.wait(again)
+        assert len(inbox.tokens(request)) == n < 4000
+        assert inbox.reason(request) is None
+        assert request.finish_reason == "abort"
+        time.sleep(0.05)
+        assert engine.pool.n_free == engine.pool.n_pages
+
+
+def test_a_request_ended_before_it_was_queued_never_runs() -> None:
+    """An abort that overtakes the request and leaves it running for nobody."""
+    with running_loop() as (loop, _, _, inbox):
+        (request,) = loop.engine.make_requests(prompt_of(5), greedy(5))
+        loop.abort(request)
+        loop.submit([request])
+        inbox.wait(submit(loop, prompt_of(5), greedy(5)))
+        assert inbox.tokens(request) == []
+
+
+def test_failures_end_their_requests_and_not_the_thread() -> None:
+    """An engine that dies of one request, or a client that waits for ever."""
+    with running_loop() as (loop, _, backend, inbox):
+        bad = submit(loop, [*prompt_of(5), POISON], greedy(5))
+        inbox.wait(bad)
+        assert inbox.reason(bad) == "error"
+        assert "nan" in str(bad.error).lower()
+        for error in (HookError("a hook raised"), ValueError("deep inside")):
+            backend.error = error
+            failed = submit(loop, prompt_of(5), greedy(5))
+            inbox.wait(failed)
+            assert inbox.reason(failed) == "error"
+        good = submit(loop, prompt_of(5), greedy(5))
+        inbox.wait(good)
+        assert inbox.tokens(good) == expected_output(prompt_of(5), 5)
+
+
+def test_a_full_queue_refuses() -> None:
+    """A queue without an end, or half of a group of answers accepted."""
+    with running_loop(max_waiting=4, max_requests=1, max_context=4096) as (loop, engine, _, inbox):
+        first = submit(loop, prompt_of(5), greedy(None))
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: inbox.tokens(first), 20)
+        with pytest.raises(CapacityError, match="waiting"):
+            loop.submit(engine.make_requests(prompt_of(5), SamplingParams(n=5)))
+        waiting = engine.make_requests(prompt_of(5), greedy(3, n=4))
+        loop.submit(waiting)
+        with pytest.raises(CapacityError, match="4 requests are waiting"):
+            submit(loop, prompt_of(5), greedy(3))
+        loop.abort(first)
+        inbox.wait(*waiting)
+        assert all(inbox.tokens(r) == expected_output(prompt_of(5), 3) for r in waiting)
+    with running_loop(n_pages=3) as (loop, _, _, _), pytest.raises(CapacityError, match="KV pages"):
+        submit(loop, prompt_of(60), greedy(3))
+
+
+def test_draining_ends_what_runs_and_refuses_the_rest() -> None:
+    """Answers cut off when the server stops, or new ones that keep it from stopping."""
+    with running_loop() as (loop, _, _, inbox):
+        requests = [submit(loop, prompt_of(5, seed), greedy(50)) for seed in range(6)]
+        assert loop.drain(20)
+        with pytest.raises(CapacityError, match="shutting down"):
+            submit(loop, prompt_of(5), greedy(3))
+        for seed, request in enumerate(requests):
+            assert inbox.tokens(request) == expected_output(prompt_of(5, seed), 50)
+
+
+def test_stopping_tells_those_that_are_left() -> None:
+    """A client that waits for an engine that is gone."""
+    with running_loop(max_context=4096) as (loop, _, _, inbox):
+        request = submit(loop, prompt_of(5), greedy(None))
+        assert not loop.drain(0.01) or request.n_generated
+        loop.stop()
+        assert inbox.reason(request) in ("abort", "length")
+        assert not loop.is_stepping
+
+
+def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that looks healthy and answers nobody."""
+    engine, _ = make_engine(max_context=128)
+    inbox = Inbox()
+    loop = EngineLoop(engine, inbox)
+    monkeypatch.setattr(engine, "add_request", lambda request: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    loop.start()
+    request = submit(loop, prompt_of(5), greedy(5))
+    inbox.wait(request)
+    assert inbox.reason(request) == "error"
+    loop._thread.join(5)
+    assert not loop.is_stepping
+    with pytest.raises(CapacityError):
+        submit(loop, prompt_of(5), greedy(5))

@@ -1,0 +1,215 @@
+"""What requests share: prefixes of the past, and one prompt among several answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_model import POISON, expected_output, make_engine
+from test_engine import add, finish, greedy, prompt_of
+
+from kukri.engine import Engine, Request
+from kukri.sampling import SamplingParams
+
+
+def add_all(engine: Engine, prompt: list[int], params: SamplingParams, **options: object) -> list[Request]:
+    requests = engine.make_requests(prompt, params, **options)  # type: ignore[arg-type]
+    for request in requests:
+        engine.add_request(request)
+    return requests
+
+
+def test_a_known_prefix_is_not_computed_again() -> None:
+    """A prompt read anew at every turn of a conversation, or a prefix that ends at the wrong token."""
+    engine, backend = make_engine(max_context=256, max_step_tokens=100)
+    system = prompt_of(70)
+    first = add(engine, system + prompt_of(10, 1), greedy(20))
+    finish(engine)
+    backend.batches.clear()
+    second = add(engine, system + prompt_of(10, 2), greedy(5))
+    finish(engine)
+    assert (first.n_prefix_hit, second.n_prefix_hit) == (0, 64)
+    assert backend.batches[0][0] == 80 - 64
+    assert second.output_ids == expected_output(system + prompt_of(10, 2), 5)
+    turn = [*system, *prompt_of(10, 1), *first.output_ids, *prompt_of(3, 3)]
+    third = add(engine, turn, greedy(5))
+    finish(engine)
+    assert third.n_prefix_hit == 96  # generated tokens too: 80 + 19 of them were stored
+    assert third.output_ids == expected_output(turn, 5)
+
+
+def test_a_prompt_that_is_known_whole_computes_its_last_token() -> None:
+    """A step without a token to compute, and no logits to sample from."""
+    engine, backend = make_engine(max_context=128)
+    prompt = prompt_of(64)
+    for n_hit in (0, 48, 48):
+        request = add(engine, prompt, greedy(4))
+        finish(engine)
+        assert request.n_prefix_hit == n_hit
+        assert request.output_ids == expected_output(prompt, 4)
+    assert all(n > 0 for n, _, _ in backend.batches)
+
+
+def test_the_longest_unused_prefix_is_given_up_first() -> None:
+    """A prefix in use overwritten, or the newest dropped for the oldest."""
+    engine, _ = make_engine(max_context=64, n_pages=8)
+    prompts = [prompt_of(40, seed) for seed in range(4)]  # 3 pages each
+    for i in (0, 1, 0):
+        add(engine, prompts[i], greedy(2))
+        finish(engine)
+    add(engine, prompts[2], greedy(2))  # takes free pages first, then those of prompt 1
+    finish(engine)
+    add(engine, prompts[3], greedy(20))
+    finish(engine)
+    hits = {}
+    for i in (0, 1):
+        request = add(engine, prompts[i], greedy(1))
+        finish(engine)
+        hits[i] = request.n_prefix_hit
+    assert hits[0] > hits[1]
+
+
+def test_equal_prompts_at_a_time_end_in_one_copy() -> None:
+    """Pages with equal contents kept twice."""
+    engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=200)
+    prompt = prompt_of(50)
+    a, b = (add(engine, prompt, greedy(30)) for _ in range(2))
+    engine.step()
+    engine.check_integrity()
+    assert a.pages[:3] == b.pages[:3]
+    assert a.pages[3] != b.pages[3]
+    finish(engine)
+    assert a.output_ids == b.output_ids == expected_output(prompt, 30)
+
+
+@pytest.mark.parametrize("n_prompt", [1, 2, 16, 17, 31, 32, 40])
+@pytest.mark.parametrize("max_requests", [1, 2, 5])
+@pytest.mark.parametrize("caches_prefixes", [True, False])
+def test_answers_to_one_prompt_are_those_of_requests_alone(
+    n_prompt: int, max_requests: int, caches_prefixes: bool
+) -> None:
+    """Answers that write into each other's page, share a seed, or read the prompt n times."""
+    engine, _ = make_engine(
+        max_context=96, max_requests=max_requests, caches_prefixes=caches_prefixes, max_step_tokens=64
+    )
+    prompt = prompt_of(n_prompt)
+    params = SamplingParams(
+        temperature=1.0, seed=5, n=4, max_tokens=30, ignore_eos=True, logit_bias={POISON: -100}
+    )
+    answers = add_all(engine, prompt, params)
+    finish(engine)
+    n_computed = engine.scheduler.n_computed
+    outputs = [request.output_ids for request in answers]
+    assert len({tuple(o) for o in outputs}) > 1
+    for i, output in enumerate(outputs):
+        alone, _ = make_engine(max_context=96)
+        request = add(alone, prompt, replace(params, n=1, seed=5 + i))
+        finish(alone)
+        assert request.output_ids == output
+    if max_requests == 5:
+        assert n_computed == n_prompt + 3 + 4 * 29  # the prompt once, its last token for each
+
+
+def test_hooks_see_every_token_and_leave_no_prefix_behind() -> None:
+    """A hook that misses the tokens of a cached prefix, or whose edits reach requests that come later."""
+    engine, _ = make_engine(max_context=128, max_step_tokens=100)
+    prompt = prompt_of(60)
+    add(engine, prompt, greedy(3))
+    finish(engine)
+    hooks = {"hook_embed": lambda name, x: None}
+    engine.add_hooks(hooks)
+    under = add(engine, prompt, greedy(3))
+    finish(engine)
+    engine.remove_hooks(hooks)
+    after = add(engine, prompt, greedy(3))
+    finish(engine)
+    again = add(engine, prompt, greedy(3))
+    finish(engine)
+    assert [under.n_prefix_hit, after.n_prefix_hit, again.n_prefix_hit] == [0, 0, 48]
+
+
+def test_a_request_under_way_when_a_hook_came_shares_nothing() -> None:
+    """Half of a prefix computed under a hook that is gone, found by a later request."""
+    engine, _ = make_engine(max_context=128)
+    prompt = prompt_of(60)
+    request = add(engine, prompt, greedy(30))
+    engine.step()
+    hooks = {"hook_embed": lambda name, x: None}
+    engine.add_hooks(hooks)
+    engine.step()
+    engine.remove_hooks(hooks)
+    finish(engine)
+    assert request.output_ids == expected_output(prompt, 30)
+    assert engine.pool.n_cached == 0
+
+
+def test_logprobs_of_the_prompt() -> None:
+    """Rows booked for the wrong token, a chunk's edge lost, or a prefix hit that leaves rows out."""
+    engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=30)
+    prompt = prompt_of(50)
+    rows = engine.logits(prompt)
+    want = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+    for _ in range(2):
+        other = add(engine, prompt_of(20, 9), greedy(8))
+        request = add(engine, prompt, greedy(5, prompt_logprobs=2))
+        finish(engine)
+        assert request.output_ids == expected_output(prompt, 5)
+        assert other.output_ids == expected_output(prompt_of(20, 9), 8)
+        assert [token.id for token in request.prompt_logprobs] == prompt[1:]
+        got = [token.logprob for token in request.prompt_logprobs]
+        assert got == pytest.approx([want[i, t] for i, t in enumerate(prompt[1:])], abs=1e-5)
+        assert all(len(token.top_logprobs or ()) == 2 for token in request.prompt_logprobs)
+
+
+def test_the_best_of_several_answers_has_its_logprob() -> None:
+    """Sums over the tokens of another answer, or none where no log-probabilities were asked for."""
+    engine, _ = make_engine(max_context=96, max_requests=4)
+    params = SamplingParams(n=1, best_of=3, seed=1, max_tokens=10, ignore_eos=True, logit_bias={POISON: -100})
+    answers = add_all(engine, prompt_of(20), params)
+    finish(engine)
+    assert len(answers) == 3
+    for request in answers:
+        assert len(request.sampled) == 10
+        assert request.cumulative_logprob == pytest.approx(sum(t.logprob or 0.0 for t in request.sampled))
+
+
+def test_better_priorities_go_first_and_take_the_place_of_others() -> None:
+    """An urgent request that waits for those that are not, or a preempted one that answers otherwise."""
+    engine, _ = make_engine(max_context=96, max_requests=2)
+    slow = [add_all(engine, prompt_of(20, seed), greedy(40), priority=5)[0] for seed in (1, 2)]
+    for _ in range(5):
+        engine.step()
+    (urgent,) = add_all(engine, prompt_of(20, 3), greedy(5), priority=1)
+    while urgent.state.value != "finished":
+        engine.step()
+        engine.check_integrity()
+    assert all(request.n_generated < 40 for request in slow)
+    assert slow[1].n_preemptions == 1
+    finish(engine)
+    for seed, request in zip((1, 2), slow):
+        assert request.output_ids == expected_output(prompt_of(20, seed), 40)
+
+
+def test_a_client_with_many_requests_does_not_starve_another() -> None:
+    """A queue that is served in order of arrival alone."""
+    engine, _ = make_engine(max_context=64)
+    flood = [add_all(engine, prompt_of(20, i), greedy(10), client="flood")[0] for i in range(20)]
+    for _ in range(3):
+        engine.step()
+    (other,) = add_all(engine, prompt_of(20, 99), greedy(10), client="other")
+    finish(engine)
+    assert sum(request.last_token_s < other.first_token_s for request in flood) <= 2
+
+
+def test_prompts_beside_decodes_have_a_budget_of_their_own() -> None:
+    """Tokens that come late because a long prompt fills every step."""
+    engine, backend = make_engine(max_context=512, max_requests=3, max_step_tokens=256, max_prompt_tokens=24)
+    talking = add(engine, prompt_of(10), greedy(60))
+    engine.step()
+    reading = add(engine, prompt_of(200, 1), greedy(3))
+    finish(engine)
+    beside = [t for t, _, _ in backend.batches if t > 2]
+    assert max(beside[1:]) == 25
+    assert talking.output_ids == expected_output(prompt_of(10), 60)
+    assert reading.output_ids == expected_output(prompt_of(200, 1), 3)
