@@ -26,7 +26,7 @@ app = typer.Typer(
 MODEL_HELP = "A known name, org/repo[:type] of the Hugging Face hub, a .gguf file or a safetensors directory."
 Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
 Quantize = Annotated[str | None, typer.Option(help="Pack safetensors to Q8_0 or Q4_0 while loading.")]
-ModelArgument = Annotated[str | None, typer.Argument(help="A known name or the path of a .gguf file.")]
+ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 System = Annotated[
     str, typer.Option("--system", "-s", help="A system message; '' leaves it to the model's template.")
 ]
@@ -183,6 +183,7 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", "-p", help="Tokens to read.")] = 512,
     generate_tokens: Annotated[int, typer.Option("--generate-tokens", "-g", help="Tokens to write.")] = 128,
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Times that each is measured.")] = 5,
+    quantize: Quantize = None,
     json: Json = False,
 ) -> None:
     """Measure reading and writing speed, and how much of the machine's bandwidth that is."""
@@ -191,6 +192,7 @@ def bench(
     run_bench(
         model,
         n_threads=threads,
+        quantize=quantize,
         n_prompt=prompt_tokens,
         n_generate=generate_tokens,
         repetitions=repetitions,
@@ -201,13 +203,15 @@ def bench(
 @app.command()
 def inspect(
     model: ModelArgument = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Show the modules, as PyTorch prints them.")] = False,
+    params: Annotated[bool, typer.Option("--params", help="Show the parameters of each layer.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     json: Json = False,
 ) -> None:
-    """Show what is in a model file: configuration, parameters by layer, bytes by type."""
+    """Show what is in a model: configuration, modules, parameters by layer, bytes by type."""
     from kukri.terminal.inspect import show_model
 
-    show_model(model, with_tensors=tensors, as_json=json)
+    show_model(model, with_tree=tree, with_parameters=params, with_tensors=tensors, as_json=json)
 
 
 @app.command()

@@ -248,9 +248,9 @@ def test_inspect_counts_the_parameters(smollm2_path):
         "Q8_0": 30_081_024,
         "F32": 140_544,
     }
-    assert [row["layer"] for row in report["layers"]] == ["token_embd", *map(str, range(30)), "output_norm"]
+    assert [row["layer"] for row in report["layers"]] == ["embed_tokens", *map(str, range(30)), "norm"]
     for row in report["layers"]:
-        kinds = ("embedding", "attention", "mlp", "norm", "other")
+        kinds = ("embedding", "attention", "mlp", "norm", "head", "other")
         assert sum(row[kind] for kind in kinds) == row["n_parameters"]
     assert report["kv_bytes_per_token"] == 23_040
     assert report["config"]["n_layers"] == 30

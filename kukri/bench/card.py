@@ -15,12 +15,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from math import prod
 from pathlib import Path
 
-from kukri.config import ModelConfig
-from kukri.errors import KukriError
-from kukri.formats.gguf import GGUFFile
+from kukri.errors import KukriError, UnsupportedError
+from kukri.formats.headers import read_headers
+from kukri.formats.safetensors import packed_type
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool, usable_cores
@@ -84,26 +83,35 @@ def machine_card(n_threads: int) -> MachineCard:
     )
 
 
-def model_card(path: str | os.PathLike[str], config: ModelConfig) -> ModelCard:
-    """The facts of a model file."""
-    with GGUFFile(path) as file:
-        tensors = list(file.tensors.values())
+def model_card(path: Path, quantize: str | None = None) -> ModelCard:
+    """The facts of a model, from its headers; `quantize` is the type its matrices are packed to when loaded.
+
+    Raises UnsupportedError for a model that kukri cannot run.
+    """
+    headers = read_headers(path)
+    if headers.config is None:
+        raise headers.problem or UnsupportedError(f"{path}: not a model that kukri runs")
+    config, target = headers.config, None if quantize is None else packed_type(quantize)
     sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        sizes[tensor.type.name] += tensor.n_bytes
+    loaded: dict[str, int] = {}
+    for tensor in headers.tensors:
+        kind, loaded[tensor.name] = tensor.type, tensor.n_bytes
+        if target is not None and len(tensor.shape) == 2 and tensor.shape[1] % target.block_size == 0:
+            kind, loaded[tensor.name] = target.name, tensor.shape[0] * target.row_bytes(tensor.shape[1])
+        sizes[kind] += loaded[tensor.name]
     # without a matrix of its own the head reads all of the embedding, else one row of it is read
-    has_head = any(tensor.name == "output.weight" for tensor in tensors)
-    unread = next((t.n_bytes for t in tensors if has_head and t.name == "token_embd.weight"), 0)
+    has_head = loaded.keys() & {"output.weight", "lm_head.weight"}
+    unread = sum(loaded.get(name, 0) for name in ("token_embd.weight", "model.embed_tokens.weight"))
     return ModelCard(
         path=str(path),
         name=config.name,
         architecture=config.architecture,
-        n_parameters=sum(prod(tensor.shape) for tensor in tensors),
+        n_parameters=headers.n_parameters,
         n_layers=config.n_layers,
         max_context=config.max_context,
-        file_bytes=Path(path).stat().st_size,
+        file_bytes=headers.file_bytes,
         bytes_by_type=dict(sizes.most_common()),
-        bytes_per_token=sum(sizes.values()) - unread,
+        bytes_per_token=sum(sizes.values()) - (unread if has_head else 0),
         kv_bytes_per_token=config.kv_bytes_per_token,
     )
 

@@ -27,8 +27,6 @@ from kukri.bench.card import (
 )
 from kukri.errors import ConfigError
 from kukri.formats import hub
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
 from kukri.kernels.cpu.pool import usable_cores
 from kukri.kernels.types import FloatArray, ForwardBatch
 
@@ -43,10 +41,16 @@ class Kukri:
 
     name = "kukri"
 
-    def __init__(self, path: str | os.PathLike[str], n_threads: int | None, context_tokens: int) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        n_threads: int | None,
+        context_tokens: int,
+        quantize: str | None = None,
+    ) -> None:
         from kukri import LLM
 
-        self.llm = LLM(os.fspath(path), n_threads=n_threads, max_context=context_tokens)
+        self.llm = LLM(os.fspath(path), n_threads=n_threads, max_context=context_tokens, quantize=quantize)
         self._random = np.random.default_rng(0)
 
     def prefill_s(self, n_tokens: int) -> float:
@@ -109,6 +113,7 @@ class BenchReport:
     machine: MachineCard
     model: ModelCard
     n_threads: int
+    quantize: str | None  # what a directory's matrices were packed to
     n_prompt: int
     n_generate: int
     load_s: float  # compiling kernels included, where they were not in the cache
@@ -125,6 +130,7 @@ def run_bench(
     model: str | None,
     *,
     n_threads: int | None = None,
+    quantize: str | None = None,
     n_prompt: int = 512,
     n_generate: int = 128,
     repetitions: int = 5,
@@ -143,24 +149,31 @@ def run_bench(
         raise ConfigError(f"n_threads must be at least 1, not {n_threads}")
     console = Console(quiet=json_only, highlight=False)
     path = hub.resolve(model)
+    if quantize is not None and not path.is_dir():
+        raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
     threads = n_threads or usable_cores()
-    with GGUFFile(path) as file:
-        card = model_card(path, model_config(file))
+    card = model_card(path, quantize)
     with _spinner(console, "measuring memory bandwidth"):
         machine = machine_card(threads)
     _print_cards(console, machine, card)
-    report = _measure(console, machine, card, n_prompt, n_generate, repetitions)
+    report = _measure(console, machine, card, quantize, n_prompt, n_generate, repetitions)
     _print_results(console, report)
     print(json.dumps(asdict(report)))
 
 
 def _measure(
-    console: Console, machine: MachineCard, model: ModelCard, n_prompt: int, n_generate: int, repetitions: int
+    console: Console,
+    machine: MachineCard,
+    model: ModelCard,
+    quantize: str | None,
+    n_prompt: int,
+    n_generate: int,
+    repetitions: int,
 ) -> BenchReport:
     context = max(n_prompt, FIRST_TOKEN_PROMPT, n_generate + 1)
     started = time.perf_counter()
     with _spinner(console, "loading the model; the first time, its kernels are compiled"):
-        kukri = Kukri(model.path, machine.n_threads, context)
+        kukri = Kukri(model.path, machine.n_threads, context, quantize)
     load_s = time.perf_counter() - started
     with _spinner(console, f"measuring pp{n_prompt}, tg{n_generate} and the first token") as say:
         prefill = _repeated(lambda: n_prompt / kukri.prefill_s(n_prompt), repetitions, say, f"pp{n_prompt}")
@@ -175,6 +188,7 @@ def _measure(
         machine=machine,
         model=model,
         n_threads=machine.n_threads,
+        quantize=quantize,
         n_prompt=n_prompt,
         n_generate=n_generate,
         load_s=load_s,

@@ -63,13 +63,18 @@ def open_checkpoint(path: Path, quantize: str | None = None) -> Iterator[Checkpo
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
     stated = read_json(directory / "config.json")
-    config = hf_model_config(stated, directory / "config.json", _name_of(directory))
+    config = directory_config(directory, stated)
     return Checkpoint(
         directory,
         config,
         _tokenizer_files(directory, stated, config.n_vocab),
         lambda used: SafetensorsWeights(directory, used, quantize),
     )
+
+
+def directory_config(directory: Path, stated: dict[str, Any]) -> ModelConfig:
+    """The configuration that `stated`, the contents of a directory's config.json, describes."""
+    return hf_model_config(stated, directory / "config.json", _name_of(directory))
 
 
 def _name_of(directory: Path) -> str:

@@ -35,7 +35,7 @@ _MAX_DIMENSIONS = 8
 _MAX_LISTED = 8
 
 # bytes of a number in each type of the format; those that run are below
-_DTYPE_BYTES = {
+DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
@@ -115,7 +115,11 @@ class SafetensorsWeights:
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors that nobody took and that mean something."""
-        unused = [name for name in self._files if name not in self._taken and not self._ignorable(name)]
+        unused = [
+            name
+            for name in self._files
+            if name not in self._taken and not follows_from_config(name, self._config.tie_embeddings)
+        ]
         if unused:
             listed = ", ".join(map(brief, unused[:_MAX_LISTED]))
             more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
@@ -124,11 +128,6 @@ class SafetensorsWeights:
                 "check model_type in config.json, or save the checkpoint without them",
                 path=self.path,
             )
-
-    def _ignorable(self, name: str) -> bool:
-        # transformers ties the head to the embedding and drops the copy that some checkpoints hold
-        tied = self._config.tie_embeddings and name == "lm_head.weight"
-        return tied or _IGNORABLE.fullmatch(name) is not None
 
     def _take(self, name: str, shape: tuple[int, ...]) -> tuple[ByteArray, QuantType]:
         file = self._files.get(name)
@@ -144,9 +143,15 @@ class SafetensorsWeights:
             )
         self._taken.add(name)
         data = file.data(tensor)
-        if tensor.offset % _DTYPE_BYTES[tensor.dtype]:
+        if tensor.offset % DTYPE_BYTES[tensor.dtype]:
             data = data.copy()  # numbers must not straddle their own boundaries
         return data, QUANT_TYPES[tensor.dtype]
+
+
+def follows_from_config(name: str, tied: bool) -> bool:
+    """True for a tensor that is no parameter; `tied` if the head is the embedding."""
+    # transformers ties the head to the embedding and drops the copy that some checkpoints hold
+    return (tied and name == "lm_head.weight") or _IGNORABLE.fullmatch(name) is not None
 
 
 def packed_type(name: str) -> QuantType:
@@ -260,13 +265,13 @@ def _tensor(name: str, entry: Any, start: int, path: Path) -> SafeTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise error("must be described by dtype, shape and data_offsets alone")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise error(f"is of unknown type {brief(dtype)}")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise error(f"has shape {brief(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise error(f"has data_offsets {brief(offsets)}")
-    n_bytes = prod(shape) * _DTYPE_BYTES[dtype]
+    n_bytes = prod(shape) * DTYPE_BYTES[dtype]
     if offsets[1] - offsets[0] != n_bytes:
         raise error(f"takes {offsets[1] - offsets[0]} bytes where {dtype} {shape} takes {n_bytes}")
     return SafeTensor(name, dtype, tuple(shape), start + offsets[0], n_bytes)

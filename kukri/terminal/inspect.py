@@ -1,148 +1,303 @@
-"""`kukri inspect`: what is in a model file. Reads its headers alone, so it takes files of any size."""
+"""`kukri inspect`: what is in a model's files. Reads their headers alone, so it takes files of any size."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from math import prod
-from pathlib import Path
 from typing import Any
 
-from kukri.errors import UnsupportedError
+from kukri.config import ModelConfig, RopeScaling
+from kukri.errors import KukriError, UnsupportedError
 from kukri.formats import hub
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile, GGUFTensor
-from kukri.terminal.output import n_bytes_text
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.headers import GGUFNames, Headers, StoredTensor, read_headers
+from kukri.formats.names import canonical_name
+from kukri.models import load_model
+from kukri.models.rope import attention_factor
+from kukri.terminal.module_tree import Module, class_names, module_tree, tree_lines
+from kukri.terminal.output import n_bytes_text, printable
 from kukri.terminal.tables import print_facts, print_table
 
-KINDS = ("embedding", "attention", "mlp", "norm", "other")
+KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")
+_LAYER = re.compile(r"(?:model\.|transformer\.)?layers\.(\d+)\.(.+)|blk\.(\d+)\.(.+)")
+_SCALING_FIELDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_context"),
+    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor", "factors"),
+    "longrope": ("factor", "original_context", "short_factors", "long_factors"),
+}
 
 
-def show_model(model: str | None, *, with_tensors: bool, as_json: bool) -> None:
-    """Prints the report on a model file, as tables or as one JSON object."""
-    report = model_report(hub.resolve(model), with_tensors=with_tensors)
+def show_model(
+    model: str | None, *, with_tree: bool, with_parameters: bool, with_tensors: bool, as_json: bool
+) -> None:
+    """Prints the report on a model, as text or as one JSON object.
+
+    The tree and the table of parameters come alone where asked for, and with all the rest where not.
+    """
+    headers = read_headers(hub.resolve(model))
+    names, problem = _names_of(headers)
+    root = _tree_of(headers, names)
+    report = _report(headers, names, problem, root, with_tensors=with_tensors)
     if as_json:
         print(json.dumps(report, ensure_ascii=False))
         return
-    _print_report(report)
+    chosen = with_tree or with_parameters
+    if not chosen:
+        _print_facts(report)
+    if with_tree or not chosen:
+        print(*[] if chosen else ["\nmodules"], *map(printable, tree_lines("", root)), sep="\n")
+    if with_parameters or not chosen:
+        _print_parameters(report)
+    if not chosen:
+        _print_types(report)
+    if with_tensors:
+        _print_tensors(report)
 
 
-def model_report(path: Path, *, with_tensors: bool = False) -> dict[str, Any]:
-    """Everything `kukri inspect` shows, ready for JSON. Raises FormatError for a broken file.
+def _names_of(headers: Headers) -> tuple[dict[str, str], KukriError | None]:
+    """Hugging Face's name of each tensor, where there is one, and why the model cannot run."""
+    if headers.form == "safetensors":
+        return {tensor.name: tensor.name for tensor in headers.tensors}, headers.problem
+    names, problem = {tensor.name: _guessed(tensor.name) for tensor in headers.tensors}, headers.problem
+    if headers.config is None:
+        return names, problem
+    with GGUFFile(headers.path) as gguf:
+        source = GGUFNames(gguf, headers.config)
+        try:
+            load_model(source, headers.config)
+        except KukriError as error:  # a tensor is missing, or of another shape: show what there is
+            return names | source.names, error
+    return names | source.names, problem
+
+
+def _guessed(name: str) -> str:
+    try:
+        return canonical_name(name)
+    except UnsupportedError:
+        return name
+
+
+def _tree_of(headers: Headers, names: Mapping[str, str]) -> Module:
+    config, stated = headers.config, headers.stated.get("architectures")
+    architecture = config.architecture if config else _architecture(headers)
+    root, prefix = class_names(
+        architecture, [s for s in stated if isinstance(s, str)] if isinstance(stated, list) else []
+    )
+    tensors = {names[tensor.name]: tensor for tensor in headers.tensors}
+    tied = config is not None and config.tie_embeddings and root.endswith("ForCausalLM")
+    return module_tree(tensors, root, prefix, config.norm_eps if config else None, tied)
+
+
+def _architecture(headers: Headers) -> str:
+    key = "model_type" if headers.form == "safetensors" else "general.architecture"
+    return str(headers.stated.get(key, "-"))
+
+
+def _report(
+    headers: Headers,
+    names: Mapping[str, str],
+    problem: KukriError | None,
+    root: Module,
+    *,
+    with_tensors: bool,
+) -> dict[str, Any]:
+    """Everything `kukri inspect` shows, ready for JSON.
 
     `config` is None for a model that kukri cannot run; `unsupported` then says why.
     """
-    with GGUFFile(path) as file:
-        tensors = list(file.tensors.values())
-        report: dict[str, Any] = {
-            "path": str(path),
-            "file_bytes": path.stat().st_size,
-            "gguf_version": file.version,
-            "n_metadata_keys": len(file.metadata),
-            "n_tensors": len(tensors),
-            "n_parameters": sum(prod(tensor.shape) for tensor in tensors),
-            **_config_report(file),
-            "types": _by_type(tensors),
-            "layers": _by_layer(tensors),
-            "metadata": {key: _shown(file, key) for key in file.metadata},
-        }
+    report: dict[str, Any] = {
+        "path": str(headers.path),
+        "format": headers.form,
+        "files": [file.name for file in headers.files],
+        "file_bytes": headers.file_bytes,
+        "n_metadata_keys": len(headers.stated),
+        "n_tensors": len(headers.tensors),
+        "n_parameters": headers.n_parameters,
+        "buffers": [tensor.name for tensor in headers.buffers],
+        "architecture": _architecture(headers),
+        "unsupported": None if problem is None else str(problem),
+        **_config_report(headers.config),
+        "types": _by_type(headers.tensors),
+        "layers": _by_layer(headers.tensors, names),
+        "modules": root.as_dict(),
+        "metadata": headers.stated,
+    }
     if with_tensors:
         report["tensors"] = [
             {
                 "name": tensor.name,
-                "type": tensor.type.name,
+                "type": tensor.type,
                 "shape": list(tensor.shape),
+                "file": tensor.file,
                 "offset": tensor.offset,
                 "n_bytes": tensor.n_bytes,
             }
-            for tensor in tensors
+            for tensor in headers.tensors
         ]
     return report
 
 
-def _config_report(file: GGUFFile) -> dict[str, Any]:
-    try:
-        config = model_config(file)
-    except UnsupportedError as error:
-        return {"config": None, "unsupported": str(error), "kv_bytes_per_token": None}
-    facts = asdict(config)
-    facts["layers"] = [asdict(layer) for layer in config.layers]
-    return {"config": facts, "unsupported": None, "kv_bytes_per_token": config.kv_bytes_per_token}
+def _config_report(config: ModelConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {"config": None, "kv_bytes_per_token": None}
+    scaling = config.rope.scaling
+    return {
+        "config": asdict(config),
+        "rope_layers": "".join("R" if layer.use_rope else "N" for layer in config.layers),
+        "window_layers": "".join("." if layer.window is None else "w" for layer in config.layers),
+        "rope_scaling": None if scaling is None else _scaling_report(scaling),
+        "kv_bytes_per_token": config.kv_bytes_per_token,
+        "kv_bytes_full_context": config.kv_bytes_per_token * config.max_context,
+        "kv_bytes_per_token_mha": config.kv_bytes_per_token * config.n_heads // config.n_kv_heads,
+        "gqa_saves": 1 - config.n_kv_heads / config.n_heads,
+    }
 
 
-def _by_type(tensors: Iterable[GGUFTensor]) -> list[dict[str, Any]]:
+def _scaling_report(scaling: RopeScaling) -> dict[str, Any]:
+    """The parameters that a kind of scaling reads, and the attention factor that follows."""
+    given = {name: getattr(scaling, name) for name in _SCALING_FIELDS[scaling.kind]}
+    if scaling.factors:  # they say it all
+        given = {"factors": scaling.factors}
+    return {"kind": scaling.kind, **given, "attention_factor": attention_factor(scaling)}
+
+
+def _by_type(tensors: Iterable[StoredTensor]) -> list[dict[str, Any]]:
     """A row for each weight type, the largest first."""
     rows: dict[str, dict[str, Any]] = {}
     for tensor in tensors:
         row = rows.setdefault(
-            tensor.type.name,
+            tensor.type,
             {
-                "type": tensor.type.name,
-                "bits_per_weight": tensor.type.bits_per_weight,
+                "type": tensor.type,
+                "bits_per_weight": tensor.bits_per_weight,
                 "n_tensors": 0,
                 "n_parameters": 0,
                 "n_bytes": 0,
             },
         )
         row["n_tensors"] += 1
-        row["n_parameters"] += prod(tensor.shape)
+        row["n_parameters"] += tensor.n_parameters
         row["n_bytes"] += tensor.n_bytes
-    return sorted(rows.values(), key=lambda row: -row["n_bytes"])
+    return sorted(rows.values(), key=lambda row: -int(row["n_bytes"]))
 
 
-def _by_layer(tensors: Iterable[GGUFTensor]) -> list[dict[str, Any]]:
-    """A row for each layer and for each tensor outside the layers: parameters by kind, and bytes."""
+def _by_layer(tensors: Iterable[StoredTensor], names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A row for each layer and for each module outside the layers: parameters by kind, and bytes."""
     rows: dict[str, dict[str, Any]] = {}
     for tensor in tensors:
-        layer, kind = place_of(tensor.name)
+        layer, kind = place_of(names[tensor.name])
         row = rows.setdefault(
             layer, {"layer": layer, **dict.fromkeys(KINDS, 0), "n_parameters": 0, "n_bytes": 0}
         )
-        row[kind] += prod(tensor.shape)
-        row["n_parameters"] += prod(tensor.shape)
+        row[kind] += tensor.n_parameters
+        row["n_parameters"] += tensor.n_parameters
         row["n_bytes"] += tensor.n_bytes
     return sorted(rows.values(), key=lambda row: _order(row["layer"]))
 
 
-def place_of(tensor_name: str) -> tuple[str, str]:
-    """(layer, kind) of a tensor: `blk.3.attn_q.weight` -> ("3", "attention")."""
-    parts = tensor_name.split(".")
-    in_layer = parts[0] == "blk" and len(parts) > 2 and parts[1].isdecimal()
-    layer, name = (str(int(parts[1])), parts[2]) if in_layer else (parts[0], parts[0])
-    if "norm" in name:
+def place_of(name: str) -> tuple[str, str]:
+    """(layer, kind) of a tensor: `model.layers.3.self_attn.q_proj.weight` -> ("3", "attention")."""
+    match = _LAYER.fullmatch(name)
+    if match is not None:
+        layer, inside = str(int(match[1] or match[3])), match[2] or match[4]
+    else:
+        module = name.removesuffix(".weight").removesuffix(".bias")
+        layer = inside = module.rpartition(".")[2]
+    if "norm" in inside:
         return layer, "norm"
-    for prefix, kind in (
-        ("attn", "attention"),
-        ("ffn", "mlp"),
-        ("token_embd", "embedding"),
-        ("output", "embedding"),
+    for part, kind in (
+        *(("self_attn", "attention"), ("attn", "attention"), ("mlp", "mlp"), ("ffn", "mlp")),
+        *(("embed", "embedding"), ("token_embd", "embedding")),
+        *((head, "head") for head in ("lm_head", "output", "qa_outputs", "score", "classifier")),
     ):
-        if name.startswith(prefix):
+        if inside.startswith(part):
             return layer, kind
     return layer, "other"
 
 
 def _order(layer: str) -> tuple[int, int, str]:
-    """Embedding first, then the layers by number, then the rest."""
-    if layer == "token_embd":
-        return 0, 0, layer
-    return (1, int(layer), "") if layer.isdecimal() else (2, 0, layer)
+    """Embedding first, then the layers by number, then the rest, heads last."""
+    if layer.isdecimal():
+        return 1, int(layer), ""
+    place = 0 if "emb" in layer else 2 if "norm" in layer else 3
+    return place, 0, layer
 
 
-def _shown(file: GGUFFile, key: str) -> Any:
-    """A metadata value; of an array just how long it is."""
-    n_items = file.metadata.n_items(key)
-    return file.metadata[key] if n_items is None else f"array of {n_items}"
+def _print_facts(report: dict[str, Any]) -> None:
+    files = f", {len(report['files'])} files" if len(report["files"]) > 1 else ""
+    size = n_bytes_text(report["file_bytes"])
+    facts = [
+        ("file", f"{report['path']} ({size}{files}, {report['format']})"),
+        ("name", _name(report)),
+        ("architecture", report["architecture"]),
+        ("parameters", f"{report['n_parameters']:,} in {report['n_tensors']} tensors"),
+    ]
+    if report["buffers"]:
+        shown = ", ".join(report["buffers"][:3]) + (", …" if len(report["buffers"]) > 3 else "")
+        facts.append(("not counted", f"{shown}: these follow from the configuration"))
+    if report["unsupported"] is not None:
+        facts.append(("not runnable", report["unsupported"]))
+    if report["config"] is not None:
+        facts += _config_facts(report)
+    print_facts(facts)
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _name(report: dict[str, Any]) -> str:
+    return str((report["config"] or {}).get("name") or report["metadata"].get("general.name", "-"))
+
+
+def _config_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     config = report["config"]
-    print_facts(_headline_facts(report))
-    if config is None:
-        print_facts([("not runnable", report["unsupported"])])
-    else:
-        print_facts(_config_facts(config, report["kv_bytes_per_token"]))
+    rope, max_context = config["rope"], config["max_context"]
+    tied = ", embedding tied to the head" if config["tie_embeddings"] else ""
+    windows = sorted({layer["window"] for layer in config["layers"]} - {None})
+    sees = f"w sees {', '.join(f'{window:,}' for window in windows)} tokens, " if windows else ""
+    per_token, full = report["kv_bytes_per_token"], report["kv_bytes_full_context"]
+    return [
+        ("layers", f"{config['n_layers']} of width {config['d_model']}, MLP {config['d_ffn']}"),
+        (
+            "attention",
+            f"{config['n_heads']} heads of {config['d_head']}, {config['n_kv_heads']} for keys and values",
+        ),
+        ("norm", f"epsilon {config['norm_eps']:g}"),
+        ("rope", f"theta {rope['theta']:g}, {rope['rotary_dim']} of {config['d_head']} dimensions of a head"),
+        ("rope scaling", _scaling_text(report["rope_scaling"])),
+        ("rope layers", f"{_grouped(report['rope_layers'])}   R rotates, N does not (NoPE)"),
+        ("windows", f"{_grouped(report['window_layers'])}   {sees}. sees the whole context"),
+        ("vocabulary", f"{config['n_vocab']:,} tokens{tied}"),
+        ("context", f"{max_context:,} tokens"),
+        ("KV cache", f"{per_token:,} bytes per token, {n_bytes_text(full)} when full"),
+        (
+            "GQA saves",
+            f"{report['gqa_saves']:.0%} of the {report['kv_bytes_per_token_mha']:,} bytes per token"
+            f" with {config['n_heads']} heads for keys and values",
+        ),
+    ]
+
+
+def _grouped(pattern: str) -> str:
+    """A symbol for each layer, in tens."""
+    return " ".join(pattern[start : start + 10] for start in range(0, len(pattern), 10))
+
+
+def _scaling_text(scaling: dict[str, Any] | None) -> str:
+    if scaling is None:
+        return "none"
+    shown = []
+    for name, value in scaling.items():
+        if isinstance(value, tuple):
+            if value:
+                shown.append(f"{len(value)} {name.replace('_', ' ')} from {min(value):g} to {max(value):g}")
+        elif name != "kind":
+            shown.append(f"{name.replace('_', ' ')} {value:g}" if value is not True else name)
+    return f"{scaling['kind']}: {', '.join(shown)}"
+
+
+def _print_parameters(report: dict[str, Any]) -> None:
     kinds = [kind for kind in KINDS if any(row[kind] for row in report["layers"])]
     rows = [
         [
@@ -157,6 +312,9 @@ def _print_report(report: dict[str, Any]) -> None:
     sums = [_count(sum(row[kind] for row in report["layers"])) for kind in kinds]
     rows.append(["total", *sums, _count(report["n_parameters"]), f"{n_bytes:,}"])
     print_table("parameters", ["layer", *kinds, "all", "bytes"], rows)
+
+
+def _print_types(report: dict[str, Any]) -> None:
     types = [
         [
             row["type"],
@@ -168,45 +326,14 @@ def _print_report(report: dict[str, Any]) -> None:
         for row in report["types"]
     ]
     print_table("weight types", ["type", "bits", "tensors", "parameters", "bytes"], types)
-    if "tensors" in report:
-        listed = [
-            [tensor["name"], tensor["type"], " x ".join(map(str, tensor["shape"])), f"{tensor['n_bytes']:,}"]
-            for tensor in report["tensors"]
-        ]
-        print_table("tensors", ["name", "type", "shape", "bytes"], listed)
 
 
-def _headline_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
-    metadata = report["metadata"]
-    return [
-        (
-            "file",
-            f"{report['path']} ({n_bytes_text(report['file_bytes'])}, GGUF version {report['gguf_version']})",
-        ),
-        ("name", str(metadata.get("general.name", "-"))),
-        ("architecture", str(metadata.get("general.architecture", "-"))),
-        ("parameters", f"{report['n_parameters']:,} in {report['n_tensors']} tensors"),
+def _print_tensors(report: dict[str, Any]) -> None:
+    listed = [
+        [tensor["name"], tensor["type"], " x ".join(map(str, tensor["shape"])), f"{tensor['n_bytes']:,}"]
+        for tensor in report["tensors"]
     ]
-
-
-def _config_facts(config: dict[str, Any], kv_bytes_per_token: int) -> list[tuple[str, str]]:
-    rope, max_context = config["rope"], config["max_context"]
-    attention = f"{config['n_heads']} heads of {config['d_head']}, {config['n_kv_heads']} for keys and values"
-    if windows := {layer["window"] for layer in config["layers"]} - {None}:
-        attention += f", window {', '.join(map(str, sorted(windows)))} tokens"
-    rotary = f"theta {rope['theta']:g}, {rope['rotary_dim']} dimensions"
-    if n_nope := sum(not layer["use_rope"] for layer in config["layers"]):
-        rotary += f", {n_nope} layers without"
-    tied = ", embedding tied to the head" if config["tie_embeddings"] else ""
-    full = n_bytes_text(kv_bytes_per_token * max_context)
-    return [
-        ("layers", f"{config['n_layers']} of width {config['d_model']}, MLP {config['d_ffn']}"),
-        ("attention", attention),
-        ("rope", rotary),
-        ("vocabulary", f"{config['n_vocab']:,} tokens{tied}"),
-        ("context", f"{max_context:,} tokens"),
-        ("KV cache", f"{kv_bytes_per_token:,} bytes per token, {full} when full"),
-    ]
+    print_table("tensors", ["name", "type", "shape", "bytes"], listed)
 
 
 def _count(number: int) -> str:

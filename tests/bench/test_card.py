@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 from kukri.bench import card
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
 
 
 def test_model_card_of_the_default_model(smollm2_path: Path) -> None:
     """Would catch tied embeddings counted twice, or a ceiling from the wrong number of bytes."""
-    with GGUFFile(smollm2_path) as file:
-        facts = card.model_card(smollm2_path, model_config(file))
+    facts = card.model_card(smollm2_path)
     assert facts.n_parameters == 134_515_008
     assert facts.file_bytes == 98_362_432
     assert facts.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2

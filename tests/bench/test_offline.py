@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_llm_safetensors import make
 
+from kukri import LLM
 from kukri.bench import card, offline
 from kukri.errors import ConfigError
 
@@ -49,3 +51,33 @@ def test_counts_below_one_are_refused(name: str) -> None:
     """Would catch a division by zero after the model has been loaded."""
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, not 0"):
         offline.run_bench(None, **{name: 0})
+
+
+@pytest.mark.parametrize("quantize", [None, "Q8_0"])
+def test_a_safetensors_directory(quantize: str | None, tmp_path: Path, capsys: Any) -> None:
+    """Would catch a bench of GGUF files alone, and a ceiling from weights other than those that are read."""
+    directory, _ = make(tmp_path, "llama-biases")
+    offline.run_bench(
+        str(directory),
+        n_threads=1,
+        quantize=quantize,
+        n_prompt=2,
+        n_generate=2,
+        repetitions=1,
+        json_only=True,
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert report["quantize"] == quantize
+    with LLM(directory, quantize=quantize) as llm:
+        loaded = llm.model.parameters
+    assert report["model"]["n_parameters"] == sum(p.n_parameters for p in loaded)
+    assert report["model"]["bytes_by_type"].keys() == {p.type for p in loaded}
+    embedding = next(p.n_bytes for p in loaded if "embed_tokens" in p.name)
+    assert report["model"]["bytes_per_token"] == sum(p.n_bytes for p in loaded) - embedding
+    assert report["decode_tokens_per_s"]["mean"] > 0
+
+
+def test_a_packed_file_is_not_packed_again(smollm2_path: Path) -> None:
+    """Would catch --quantize accepted and ignored."""
+    with pytest.raises(ConfigError, match="is packed already"):
+        offline.run_bench(str(smollm2_path), quantize="Q8_0")

@@ -1,0 +1,147 @@
+"""What the headers of a model's files say, without its weights: quick and small on files of any size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.errors import UnsupportedError
+from kukri.formats.checkpoint import directory_config
+from kukri.formats.config_gguf import ROPE_TENSORS, model_config
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.safetensors import DTYPE_BYTES, follows_from_config, open_files, read_json
+from kukri.formats.weights import GGUFWeights
+from kukri.kernels.types import FloatArray, Weight
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file holds it, under the file's name; `offset` is in bytes from that file's start."""
+
+    name: str
+    type: str
+    bits_per_weight: float
+    shape: tuple[int, ...]
+    n_bytes: int
+    file: str
+    offset: int
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in the tensor."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Headers:
+    """A model without its weights.
+
+    `tensors` are its parameters; `buffers` what files hold beside them: RoPE's factors and frequencies,
+    masks, the copy of a tied head. `config` is None for a model that kukri cannot run, `problem` then says
+    why. `stated` is a GGUF file's metadata, arrays as their lengths, or the contents of config.json.
+    """
+
+    path: Path
+    form: str
+    files: tuple[Path, ...]
+    tensors: tuple[StoredTensor, ...]
+    buffers: tuple[StoredTensor, ...]
+    config: ModelConfig | None
+    problem: UnsupportedError | None
+    stated: dict[str, Any]
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in the model; tied embeddings count once."""
+        return sum(tensor.n_parameters for tensor in self.tensors)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files with weights."""
+        return sum(file.stat().st_size for file in self.files)
+
+
+def read_headers(path: Path) -> Headers:
+    """The headers of a GGUF model or of a safetensors directory. Raises FormatError for a broken one."""
+    return _of_directory(path) if path.is_dir() else _of_gguf(path)
+
+
+def _of_gguf(path: Path) -> Headers:
+    with GGUFFile(path) as gguf:
+        tensors: list[StoredTensor] = []
+        buffers: list[StoredTensor] = []
+        for tensor in gguf.tensors.values():
+            kind, file = tensor.type, gguf.file_of(tensor.name).name
+            stored = StoredTensor(
+                tensor.name,
+                kind.name,
+                kind.bits_per_weight,
+                tensor.shape,
+                tensor.n_bytes,
+                file,
+                tensor.offset,
+            )
+            (buffers if tensor.name in ROPE_TENSORS else tensors).append(stored)
+        config, problem = None, None
+        try:
+            config = model_config(gguf)
+        except UnsupportedError as error:
+            problem = error
+        stated = {key: _value(gguf, key) for key in gguf.metadata}
+        form = f"GGUF version {gguf.version}"
+        return Headers(path, form, gguf.files, tuple(tensors), tuple(buffers), config, problem, stated)
+
+
+def _value(gguf: GGUFFile, key: str) -> Any:
+    """A metadata value; of an array just how long it is."""
+    n_items = gguf.metadata.n_items(key)
+    return gguf.metadata[key] if n_items is None else f"array of {n_items}"
+
+
+def _of_directory(path: Path) -> Headers:
+    stated, config, problem = read_json(path / "config.json"), None, None
+    try:
+        config = directory_config(path, stated)
+    except UnsupportedError as error:
+        problem = error
+    tied = config is not None and config.tie_embeddings
+    files = open_files(path)
+    tensors: list[StoredTensor] = []
+    buffers: list[StoredTensor] = []
+    for name, file in files.items():
+        tensor = file.tensors[name]
+        bits = 8.0 * DTYPE_BYTES[tensor.dtype]
+        stored = StoredTensor(
+            name, tensor.dtype, bits, tensor.shape, tensor.n_bytes, file.path.name, tensor.offset
+        )
+        (buffers if follows_from_config(name, tied) else tensors).append(stored)
+    used = tuple(sorted({file.path for file in files.values()}))
+    return Headers(path, "safetensors", used, tuple(tensors), tuple(buffers), config, problem, stated)
+
+
+class GGUFNames(GGUFWeights):
+    """A `WeightSource` without weights, from which a model is made to learn its tensors' Hugging Face names.
+
+    Attributes: names (name in the file -> Hugging Face's). Its arrays are zeros that take no memory.
+    """
+
+    def __init__(self, gguf: GGUFFile, config: ModelConfig) -> None:
+        super().__init__(gguf, config)
+        self.names: dict[str, str] = {}
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix of the file's type and shape, all zeros."""
+        tensor = self._take(name, shape)
+        self.names[tensor.name] = name
+        rows = np.broadcast_to(np.uint8(0), (shape[0], tensor.type.row_bytes(shape[1])))
+        return Weight(rows, tensor.type, shape, name)
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """Zeros, float32 [size]."""
+        self.names[self._take(name, (size,)).name] = name
+        return np.broadcast_to(np.float32(0), (size,))

@@ -1,0 +1,153 @@
+"""A model's modules as PyTorch prints them: `(q_proj): Linear(in_features=576, …)`, equal layers folded.
+
+The tree is made of the tensors' Hugging Face names, so it shows modules that hold weights and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kukri.formats.headers import StoredTensor
+
+# The order in which transformers' classes define their modules; others come after, as the file has them.
+_ORDER = (
+    *("model", "transformer", "embed_tokens", "layers", "self_attn", "mlp", "norm", "final_layernorm"),
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense", "q_norm", "k_norm"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj"),
+    *("input_layernorm", "post_attention_layernorm", "lm_head", "qa_outputs", "score", "classifier"),
+)
+_MAX_DEPTH = 32  # of any sane model's modules
+# Modules of which transformers' class name is the architecture's and this
+_CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", "mlp": "MLP"}
+
+
+@dataclass
+class Module:
+    """One module. `kind` is its class; `facts` are what its print has in parentheses."""
+
+    kind: str
+    facts: str = ""
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)  # weight, bias
+    children: dict[str, Module] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, every layer on its own."""
+        tensors = {
+            name: {"type": tensor.type, "shape": list(tensor.shape), "n_parameters": tensor.n_parameters}
+            for name, tensor in self.tensors.items()
+        }
+        children = {name: child.as_dict() for name, child in self.children.items()}
+        return {"class": self.kind, "facts": self.facts, "tensors": tensors, "modules": children}
+
+
+def module_tree(
+    tensors: Mapping[str, StoredTensor], root: str, prefix: str, norm_eps: float | None, tied: bool
+) -> Module:
+    """The tree of tensors by Hugging Face name.
+
+    `root` is the class of the whole, `prefix` what its parts' classes begin with; `tied` adds the head that
+    is the embedding.
+    """
+    top = Module(root)
+    for name, tensor in tensors.items():
+        *path, last = name.split(".") if name.count(".") < _MAX_DEPTH else [name]
+        module = top
+        for part in path:
+            module = module.children.setdefault(part, Module(""))
+        module.tensors[last] = tensor
+    if tied:
+        embedding = next((n for n in tensors if n.endswith("embed_tokens.weight")), None)
+        if embedding is not None:
+            weight = tensors[embedding]
+            facts = f"in_features={weight.shape[-1]}, out_features={weight.shape[0]}, bias=False"
+            top.children["lm_head"] = Module(
+                "Linear", f"{facts}, tied to {embedding.removesuffix('.weight')}"
+            )
+    for name, child in top.children.items():
+        _describe(child, name, prefix, norm_eps)
+    _sort(top)
+    return top
+
+
+def tree_lines(name: str, module: Module, indent: str = "") -> list[str]:
+    """The lines of a module, with consecutive equal children as one."""
+    head = f"{indent}({name}): {module.kind}(" if name else f"{module.kind}("
+    if not module.children:
+        return [f"{head}{module.facts})"]
+    lines = [head]
+    for label, child in _folded(module.children):
+        lines += tree_lines(label, child, indent + "  ")
+    return [*lines, f"{indent})"]
+
+
+def _folded(children: Mapping[str, Module]) -> list[tuple[str, Module]]:
+    """Children, consecutive equal ones as (`0-29`, a module of kind `30 x …`)."""
+    runs: list[list[str]] = []
+    printed: list[str] = []
+    for name, child in children.items():
+        text = "\n".join(tree_lines("", child))
+        if runs and name.isdecimal() and printed[-1] == text:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+            printed.append(text)
+    folded = []
+    for run in runs:
+        child = children[run[0]]
+        if len(run) > 1:
+            child = Module(f"{len(run)} x {child.kind}", child.facts, child.tensors, child.children)
+        folded.append((run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}", child))
+    return folded
+
+
+def _describe(module: Module, name: str, prefix: str, norm_eps: float | None) -> None:
+    for child_name, child in module.children.items():
+        _describe(child, child_name, prefix, norm_eps)
+    if module.kind:
+        return
+    if module.children:
+        numbered = all(child.isdecimal() for child in module.children)
+        module.kind = "ModuleList" if numbered else prefix + _CLASSES.get(name, "DecoderLayer")
+        return
+    module.kind, module.facts = _leaf(name, module.tensors, prefix, norm_eps)
+
+
+def _leaf(
+    name: str, tensors: Mapping[str, StoredTensor], prefix: str, norm_eps: float | None
+) -> tuple[str, str]:
+    """Class and facts of a module with tensors of its own."""
+    weight = tensors.get("weight")
+    if weight is None or len(weight.shape) > 2 or not tensors.keys() <= {"weight", "bias"}:
+        shown = (f"{key}={'x'.join(map(str, t.shape))}, {t.type}" for key, t in tensors.items())
+        return "Module", ", ".join(shown)
+    has_bias = "bias" in tensors
+    if len(weight.shape) == 2:
+        n_out, n_in = weight.shape
+        if "embed" in name:
+            return "Embedding", f"{n_out}, {n_in}, {weight.type}"
+        return "Linear", f"in_features={n_in}, out_features={n_out}, bias={has_bias}, {weight.type}"
+    eps = "" if norm_eps is None else f", eps={norm_eps:g}"
+    if has_bias:
+        return "LayerNorm", f"{weight.shape}{eps}, elementwise_affine=True, bias=True, {weight.type}"
+    return f"{prefix}RMSNorm", f"{weight.shape}{eps}, {weight.type}"
+
+
+def _sort(module: Module) -> None:
+    def place(name: str) -> tuple[int, int]:
+        if name.isdecimal():
+            return 0, int(name)
+        return (1, _ORDER.index(name)) if name in _ORDER else (2, 0)
+
+    module.children = {name: module.children[name] for name in sorted(module.children, key=place)}
+    for child in module.children.values():
+        _sort(child)
+
+
+def class_names(architecture: str, stated: Sequence[str]) -> tuple[str, str]:
+    """Class of the whole and prefix of its parts' classes, by config.json's `architectures` or a guess."""
+    if stated and "For" in stated[0]:
+        return stated[0], stated[0].rpartition("For")[0]
+    prefix = {"smollm3": "SmolLM3"}.get(architecture, architecture.capitalize())
+    return f"{prefix}ForCausalLM", prefix

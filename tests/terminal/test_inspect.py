@@ -1,0 +1,265 @@
+"""`kukri inspect` on tiny models of every architecture, against what transformers says of the same model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tr
+from tiny_models import TINY, make, write
+from typer.testing import CliRunner
+
+from kukri.cli import app
+from kukri.formats.gguf import write_gguf
+from kukri.quant.types import QUANT_TYPES
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "vocab_size": 80,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def inspect(path: Path, *options: str) -> str:
+    done = CliRunner().invoke(app, ["inspect", str(path), *options])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def report_on(path: Path) -> dict[str, Any]:
+    return json.loads(inspect(path, "--json"))
+
+
+def printed_by_torch(model: torch.nn.Module) -> list[str]:
+    """PyTorch's print without the modules that hold no weights."""
+    keep = []
+    for line in str(model).splitlines():
+        if not re.search(r"\((rotary_emb|act_fn|activation_fn|act|.*dropout)\): ", line):
+            keep.append(line.replace(", padding_idx=0", ""))  # which no inference uses
+    return keep
+
+
+def untyped(text: str) -> list[str]:
+    """kukri's tree without weight types and what else PyTorch does not print."""
+    lines = [re.sub(r", (?:F32|BF16|F16|Q8_0|tied to [\w.]+)\)$", ")", line) for line in text.splitlines()]
+    return [line for line in lines if line]
+
+
+def saved(directory: Path, model: Any, **save: Any) -> Path:
+    model.save_pretrained(directory, **save)
+    return directory
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_tree_is_pytorchs(name: str, tmp_path: Path) -> None:
+    """A module of another name, class, shape or bias; a layer folded that differs; a count off by a bias."""
+    hf, config, source = make(name)
+    n_parameters = sum(parameter.numel() for parameter in hf.parameters())
+    file = write(tmp_path / "tiny.gguf", name, config, source)
+    directory = saved(tmp_path / "hf", hf)
+    for path in (file, directory):
+        want = printed_by_torch(hf)
+        if path == file and TINY[name].gguf_arch == "llama":
+            want = [line.replace("Mistral", "Llama") for line in want]  # as the file says
+        got = untyped(inspect(path, "--tree"))
+        assert sorted(got) == sorted(want)
+        if name != "phi3":  # whose class lists o_proj before qkv_proj
+            assert got == want
+        report = report_on(path)
+        assert report["unsupported"] is None
+        assert report["n_parameters"] == n_parameters
+        for rows in (report["layers"], report["types"]):
+            assert sum(row["n_parameters"] for row in rows) == n_parameters
+        assert sum(row["other"] for row in report["layers"]) == 0
+        assert report["config"]["architecture"] in (config.architecture, "llama")
+
+
+def test_layers_that_differ_are_not_folded(tmp_path: Path) -> None:
+    """Mixed weight types, as in every Q4_K_M file, shown as if all layers were like the first."""
+    _, config, source = make("qwen3")
+    path = write(tmp_path / "tiny.gguf", "qwen3", config, source, "Q8_0")
+    assert "(0-3): 4 x Qwen3DecoderLayer(" in inspect(path, "--tree")
+    from kukri.formats.gguf import GGUFFile
+
+    with GGUFFile(path) as gguf:
+        tensors: dict[str, Any] = {
+            t.name: (t.type, gguf.data(t.name), t.shape) for t in gguf.tensors.values()
+        }
+        f32 = gguf.array("blk.2.ffn_down.weight")
+        tensors["blk.2.ffn_down.weight"] = (QUANT_TYPES["F32"], f32, f32.shape)
+        write_gguf(tmp_path / "mixed.gguf", dict(gguf.metadata), tensors)
+    text = inspect(tmp_path / "mixed.gguf", "--tree")
+    assert re.findall(r"\(([\d-]+)\): ((?:\d x )?)Qwen3DecoderLayer", text) == [
+        ("0-1", "2 x "),
+        ("2", ""),
+        ("3", ""),
+    ]
+    assert text.count("out_features=64, bias=False, F32)") == 1
+
+
+def test_counts_of_a_question_answering_head(tmp_path: Path) -> None:
+    """A head left out, counted as an embedding, or beside a tied head that is not there."""
+    model = tr.LlamaForQuestionAnswering(tr.LlamaConfig(**SIZES))
+    path = saved(tmp_path, model)
+    report = report_on(path)
+    assert report["n_parameters"] == sum(p.numel() for p in model.parameters())
+    assert {row["layer"]: row["head"] for row in report["layers"]}["qa_outputs"] == 2 * 64 + 2
+    text = inspect(path, "--tree")
+    assert untyped(text) == printed_by_torch(model)
+
+
+def test_a_135m_model_with_a_head_has_134_516_162(tmp_path: Path) -> None:
+    """The number that transformers gives for SmolLM2-135M with a question-answering head."""
+    with torch.device("meta"):
+        sizes = {**SIZES, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+        sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+        model = tr.LlamaForQuestionAnswering(tr.LlamaConfig(**sizes))
+    write_sparse(tmp_path, model)
+    assert "134,516,162 in 274 tensors" in inspect(tmp_path)
+
+
+def write_sparse(directory: Path, model: Any, n_shards: int = 1) -> None:
+    """A checkpoint of a model's true size whose weights are holes in the files."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(model.config.to_dict()))
+    named = [(name, p) for name, p in model.named_parameters()]
+    index: dict[str, str] = {}
+    for shard in range(n_shards):
+        name = f"model-{shard + 1:05}-of-{n_shards:05}.safetensors" if n_shards > 1 else "model.safetensors"
+        header: dict[str, Any] = {}
+        end = 0
+        for key, p in named[shard::n_shards]:
+            header[key] = {
+                "dtype": "BF16",
+                "shape": list(p.shape),
+                "data_offsets": [end, end + 2 * p.numel()],
+            }
+            index[key], end = name, end + 2 * p.numel()
+        text = json.dumps(header).encode()
+        with (directory / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+    if n_shards > 1:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def test_gigabytes_are_not_read(tmp_path: Path) -> None:
+    """Weights read for the sake of their names: SmolLM3-3B's true size in three shards, 6 GB."""
+    with torch.device("meta"):
+        sizes = {**SIZES, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
+        sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256}
+        yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}
+        sizes |= {"max_position_embeddings": 65536, "rope_parameters": {**yarn, "rope_theta": 5e6}}
+        model = tr.SmolLM3ForCausalLM(tr.SmolLM3Config(**sizes))
+    write_sparse(tmp_path, model, n_shards=3)
+    program = (
+        "from kukri.cli import app; from kukri.bench.card import peak_rss_bytes\n"
+        f"app(['inspect', {str(tmp_path)!r}], standalone_mode=False)\n"
+        "print(peak_rss_bytes())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 200e6
+    text = done.stdout
+    n_parameters = sum(p.numel() for p in model.parameters())
+    assert f"{n_parameters:,} in 326 tensors" in text
+    assert "6.2 GB, 3 files, safetensors" in text
+    assert "RRRNRRRNRR RNRRRNRRRN RRRNRRRNRR RNRRRN" in text
+    assert "yarn: factor 2, original context 65536, beta fast 32, beta slow 1, truncate" in text
+    assert "attention factor 1.06931" in text
+    assert "73,728 bytes per token, 4.8 GB when full" in text
+    assert "75% of the 294,912 bytes per token" in text
+    report = report_on(tmp_path)
+    assert report["gqa_saves"] == 0.75
+    assert report["kv_bytes_full_context"] == 73_728 * 65_536
+    assert report["rope_scaling"]["kind"] == "yarn"
+    assert report["files"] == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    layer = report["modules"]["modules"]["model"]["modules"]["layers"]["modules"]["35"]
+    q = layer["modules"]["self_attn"]["modules"]["q_proj"]
+    assert q["tensors"] == {"weight": {"type": "BF16", "shape": [2048, 2048], "n_parameters": 2048**2}}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("smollm3-listed", ["RNNR   R rotates", "....   . sees the whole"]),
+        ("qwen2", ["..ww   w sees 7 tokens, . sees the whole context", "scaling  none"]),
+        ("phi3", ["longrope: factor 8, original context 32, 6 short factors from 1 to 2.5, 6 long factors"]),
+        ("llama", ["llama3: ", "not counted   rope_freqs.weight"]),
+        ("phi", ["8 of 16 dimensions of a head", "0% of the"]),
+    ],
+)
+def test_patterns_and_scaling_are_drawn(name: str, words: list[str], tmp_path: Path) -> None:
+    """A layer's rotation or window that the report turns around or hides."""
+    _, config, source = make(name)
+    text = inspect(write(tmp_path / "tiny.gguf", name, config, source))
+    for word in words:
+        assert word in text
+
+
+def test_a_tied_copy_of_the_head_counts_once(tmp_path: Path) -> None:
+    """A checkpoint that stores the tied head too, reported larger than its model."""
+    from safetensors.torch import load_file, save_file
+
+    model = tr.Qwen2ForCausalLM(tr.Qwen2Config(**{**SIZES, "tie_word_embeddings": True}))
+    path = saved(tmp_path, model) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, path)
+    report = report_on(tmp_path)
+    assert report["n_parameters"] == sum(p.numel() for p in model.parameters())
+    assert len(report["buffers"]) == 2
+
+
+def test_only_what_was_asked_for(tmp_path: Path) -> None:
+    """--tree that prints everything, or nothing where there is no flag."""
+    _, config, source = make("qwen3")
+    path = write(tmp_path / "tiny.gguf", "qwen3", config, source)
+    tree, table = inspect(path, "--tree"), inspect(path, "--params")
+    assert tree.startswith("Qwen3ForCausalLM(")
+    assert "parameters" not in tree
+    assert "parameters" in table
+    assert "Linear(" not in table
+    whole = inspect(path)
+    assert tree in whole
+    assert table in whole
+    assert "weight types" in whole
+    assert "KV cache" in whole
+
+
+def test_a_split_model_and_a_broken_one(tmp_path: Path) -> None:
+    """A part shown as the model; a missing tensor that hides all others, or that is not mentioned."""
+    _, config, source = make("qwen3")
+    path = write(tmp_path / "tiny.gguf", "qwen3", config, source)
+    del source.arrays["model.layers.1.mlp.up_proj.weight"]
+    broken = write(tmp_path / "broken.gguf", "qwen3", config, source)
+    report = report_on(broken)
+    assert "blk.1.ffn_up.weight" in report["unsupported"]
+    assert report["n_parameters"] == report_on(path)["n_parameters"] - 96 * 64
+    assert re.search(r"not runnable .*'blk\.1\.ffn_up\.weight': is missing", inspect(broken))
+
+
+def test_hostile_names_do_no_harm(tmp_path: Path) -> None:
+    """A tree as deep as a name has dots, and escape sequences that reach the terminal."""
+    tensor = (QUANT_TYPES["F32"], np.zeros((2, 3), np.float32), (2, 3))
+    names = ["." * 250, "a\x1b[31m.weight", "layers.9.b.weight", "weight", "a.b", "a.b.c", ".weight"]
+    path = tmp_path / "hostile.gguf"
+    write_gguf(path, {"general.architecture": "x"}, dict.fromkeys(names, tensor))
+    text = inspect(path, "--tensors")
+    assert "\x1b" not in text
+    assert "\\x1b" in text
+    assert report_on(path)["n_parameters"] == 6 * len(names)
