@@ -25,7 +25,7 @@ app = typer.Typer(
 
 MODEL_HELP = "A known name, org/repo[:type] of the Hugging Face hub, a .gguf file or a safetensors directory."
 Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
-Quantize = Annotated[str | None, typer.Option(help="Pack safetensors to Q8_0 or Q4_0 while loading.")]
+Quantize = Annotated[str | None, typer.Option(help="Pack safetensors while loading: Q8_0, Q4_K, …")]
 ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 System = Annotated[
     str, typer.Option("--system", "-s", help="A system message; '' leaves it to the model's template.")

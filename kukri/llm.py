@@ -63,7 +63,7 @@ class LLM:
     """A model loaded from a file, ready to generate. For one thread at a time.
 
     `model` is a known name, the path of a .gguf file or of a directory with safetensors, or None for the
-    default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0" or "Q4_0", packs a
+    default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0", "Q4_K" …, packs a
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
     for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
     steps of `max_step_tokens`.

@@ -170,7 +170,7 @@ def test_shards_give_the_same(llama: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(exact_logits(directory, ids), exact_logits(llama, ids))
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "IQ4_NL"])
 def test_quantize_packs_while_loading(llama: Path, kind: str) -> None:
     """A type other than asked for, or weights packed wrongly: rounding alone may differ."""
     ids = list(range(40))
@@ -188,20 +188,52 @@ def test_quantize_packs_while_loading(llama: Path, kind: str) -> None:
     assert np.corrcoef(got.ravel(), reference.ravel())[0, 1] > 0.99
 
 
+def test_quantize_takes_the_type_that_fits_the_rows(llama: Path, tmp_path: Path) -> None:
+    """K-quants refused, or blocks that run over the ends of rows, where rows are no multiple of 256."""
+    with LLM(llama, quantize="Q4_K", backend="reference") as llm:
+        assert {p.type for p in llm.model.parameters if len(p.shape) == 2} == {"Q5_0"}
+    torch.manual_seed(3)
+    wide = tr.LlamaConfig(**{**TINY, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 1})
+    tr.AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    ids = list(range(40))
+    with LLM(tmp_path, quantize="Q4_K", backend="reference") as llm:
+        want = llm.logits(ids)
+    with LLM(tmp_path, quantize="Q4_K") as llm:
+        types = {p.name.split(".")[-2]: p.type for p in llm.model.parameters if len(p.shape) == 2}
+        got = llm.logits(ids)
+    assert types["down_proj"] == "Q5_0"
+    assert {kind for name, kind in types.items() if name != "down_proj"} == {"Q4_K"}
+    assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.99
+
+
+def test_nan_weights_are_not_packed(llama: Path, tmp_path: Path) -> None:
+    """A diverged checkpoint that becomes finite nonsense once packed."""
+    model = tr.AutoModelForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(FormatError, match=r"'model.layers.1.mlp.up_proj.weight'.*NaN or infinite.*Q8_0"):
+        LLM(tmp_path, quantize="Q8_0")
+
+
 def test_quantize_says_what_cannot_be(llama: Path, smollm2_path: Path) -> None:
-    """A promise of Q4_K, or of packing a packed file, that is silently not kept."""
-    with pytest.raises(ConfigError, match="cannot be packed to 'Q4_K' while loading: use Q8_0 or Q4_0"):
-        LLM(llama, quantize="Q4_K")
+    """A promise of a type that is none, or of packing a packed file, that is silently not kept."""
+    with pytest.raises(
+        ConfigError, match=r"cannot be packed to 'Q4_X' while loading: use one of Q4_0, .*Q4_K"
+    ):
+        LLM(llama, quantize="Q4_X")
     with pytest.raises(ConfigError, match="is packed already"):
         LLM(smollm2_path, quantize="Q8_0")
 
 
 def test_quantize_on_the_command_line(llama: Path) -> None:
-    """A flag that is read and not handed on: with Q4_K it must be refused, with Q8_0 say something."""
+    """A flag that is read and not handed on: with Q4_X it must be refused, with Q8_0 say something."""
     command = [sys.executable, "-m", "kukri", "run", "--raw", "Hi", "-n", "2", "-m", str(llama), "--quantize"]
-    bad = subprocess.run([*command, "Q4_K"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    bad = subprocess.run([*command, "Q4_X"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert bad.returncode == 2
-    assert "cannot be packed to 'Q4_K' while loading: use Q8_0 or Q4_0" in bad.stderr
+    assert "cannot be packed to 'Q4_X' while loading: use one of Q4_0" in bad.stderr
     good = subprocess.run(
         [*command, "Q8_0", "--json"], capture_output=True, stdin=subprocess.DEVNULL, check=True
     )

@@ -24,8 +24,8 @@ from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.gguf import brief
 from kukri.kernels.types import ByteArray, FloatArray, Weight
-from kukri.quant.blocks import dequantize, quantize
-from kukri.quant.types import QUANT_TYPES, QuantType
+from kukri.quant.blocks import BLOCKS, dequantize, requantize
+from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -48,7 +48,7 @@ _IGNORABLE = re.compile(
     r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|self_attn\.(?:bias|masked_bias))"
 )
 
-PACKED_TYPES = ("Q8_0", "Q4_0")  # what weights can be packed to while they are loaded
+PACKED_TYPES = tuple(name for name in BLOCKS if QUANT_TYPES[name].block_size > 1)  # while loading
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,10 @@ class SafetensorsFile:
 class SafetensorsWeights:
     """The `WeightSource` of a directory's safetensors files. Matrices are views of the mapped files.
 
-    `quantize_to` packs every matrix whose rows are whole blocks to that type instead, a copy in memory;
-    other matrices and all vectors stay as they are. Raises FormatError for what is broken or absent, and
-    ConfigError for a type that weights cannot be packed to.
+    `quantize_to` packs every matrix to that type instead, a copy in memory, or to the type that stands in for
+    it where rows are no whole blocks of 256; rows of no whole blocks at all and vectors stay as they are.
+    Raises FormatError for what is broken or absent, and ConfigError for a type that weights cannot be packed
+    to.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class SafetensorsWeights:
         """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
         data, kind = self._take(name, shape)
         rows = data.reshape(shape[0], -1)
-        if self._target is None or shape[1] % self._target.block_size:
+        target = self._target and fitting_type(self._target, shape[1])
+        if target is None:
             return Weight(rows, kind, shape, name)
-        return Weight(_packed(rows, kind, self._target), self._target, shape, name)
+        return Weight(requantize(rows, kind, target, tensor=name), target, shape, name)
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
@@ -158,7 +160,7 @@ def packed_type(name: str) -> QuantType:
     """The weight type of a name. Raises ConfigError for one that weights cannot be packed to."""
     if name not in PACKED_TYPES:
         raise ConfigError(
-            f"weights cannot be packed to {name!r} while loading: use {' or '.join(PACKED_TYPES)}"
+            f"weights cannot be packed to {name!r} while loading: use one of {', '.join(PACKED_TYPES)}"
         )
     return QUANT_TYPES[name]
 
@@ -316,13 +318,3 @@ def _open_shard(directory: Path, index: Path, name: str) -> SafetensorsFile:
     if not (directory / name).exists():
         raise FormatError(f"names the shard {brief(name)}, which is absent: fetch it again", path=index)
     return SafetensorsFile(directory / name)
-
-
-def _packed(rows: ByteArray, kind: QuantType, target: QuantType) -> ByteArray:
-    """The rows in another type, some rows at a time so that little lies in memory as floats."""
-    n_columns = rows.shape[1] // kind.block_bytes * kind.block_size
-    packed = np.empty((len(rows), target.row_bytes(n_columns)), np.uint8)
-    step = max(1, (1 << 22) // n_columns)
-    for first in range(0, len(rows), step):
-        packed[first : first + step] = quantize(dequantize(rows[first : first + step], kind), target)
-    return packed

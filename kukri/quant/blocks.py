@@ -1,24 +1,28 @@
-"""Blocks of weights to float32 and back, one class per type, vectorised over blocks.
+"""Blocks of weights to float32, one class per type, vectorised over blocks; and rows of one type to another.
 
-Bit-exact with GGML's reference quantizers (ggml-quants.c, as mirrored by the `gguf` package), whose
-arithmetic is float32 throughout. `d` is a block's float16 scale, `m` its float16 minimum, `q` a quant.
-Types of 256 weights divide them into groups g, each with a whole scale s and, with a minimum, a whole t.
+Bit-exact with GGML's reference (ggml-quants.c, as mirrored by the `gguf` package), whose arithmetic is
+float32 throughout. `kukri.quant.encode` has the way back.
+
+`d` is a block's float16 scale, `m` its float16 minimum, `q` a quant. Types of 256 weights divide them into
+groups g, each with a whole scale s and, with a minimum, a whole t.
 
 In the diagrams `|` parts fields and the number after a field is its bytes. What shares a byte is added up
 with its place: `q0 + 16 q16` keeps q0 in the low bits. Where the top bits h of a quant lie apart, q is the
 rest of it. Numbers of several bytes are little-endian.
 
-Weights beyond a type's range become infinite, as in GGML. Types without `quantize_blocks` are only read.
+Weights beyond a type's range become infinite, as in GGML.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import ShapeError, UnsupportedError
+from kukri.errors import FormatError, ShapeError, UnsupportedError
 from kukri.quant.types import QUANT_TYPES, QuantType
 
 ByteArray = npt.NDArray[np.uint8]
@@ -38,13 +42,8 @@ class BlockFormat:
         raise NotImplementedError
 
     def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, block_size] -> uint8 [n, block_bytes]. Only where `quantizes`."""
+        """float32 [n, 1] -> uint8 [n, block_bytes]. For floats alone: `kukri.quant.encode` has the others."""
         raise NotImplementedError
-
-    @property
-    def quantizes(self) -> bool:
-        """True if weights can be written in this type, not only read."""
-        return type(self).quantize_blocks is not BlockFormat.quantize_blocks
 
 
 class F32(BlockFormat):
@@ -109,13 +108,6 @@ class Q4_0(BlockFormat):
         quants *= _half(blocks, 0)
         return quants
 
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 32] -> uint8 [n, 18]. The weight of largest size becomes q = 0."""
-        largest = np.take_along_axis(weights, np.abs(weights).argmax(axis=1, keepdims=True), axis=1)
-        scale = largest / np.float32(-8)
-        quants = weights * _inverse(scale) + np.float32(8.5)
-        return np.hstack([_half_bytes(scale), _pack_nibbles(_whole(quants, 15))])
-
 
 class Q4_1(BlockFormat):
     """32 weights d * q + m, q of 4 bits.
@@ -129,13 +121,6 @@ class Q4_1(BlockFormat):
         quants *= _half(blocks, 0)
         quants += _half(blocks, 2)
         return quants
-
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 32] -> uint8 [n, 20]. The smallest weight becomes q = 0, the largest q = 15."""
-        minimum = weights.min(axis=1, keepdims=True)
-        scale = (weights.max(axis=1, keepdims=True) - minimum) / np.float32(15)
-        quants = (weights - minimum) * _inverse(scale) + np.float32(0.5)
-        return np.hstack([_half_bytes(scale), _half_bytes(minimum), _pack_nibbles(_whole(quants, 15))])
 
 
 class Q5_0(BlockFormat):
@@ -151,13 +136,6 @@ class Q5_0(BlockFormat):
         quants *= _half(blocks, 0)
         return quants
 
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 32] -> uint8 [n, 22]. The weight of largest size becomes q = 0."""
-        largest = np.take_along_axis(weights, np.abs(weights).argmax(axis=1, keepdims=True), axis=1)
-        scale = largest / np.float32(-16)
-        quants = _whole(weights * _inverse(scale) + np.float32(16.5), 31)
-        return np.hstack([_half_bytes(scale), _pack_top_bits(quants), _pack_nibbles(quants & np.uint8(15))])
-
 
 class Q5_1(BlockFormat):
     """32 weights d * q + m, q of 5 bits, the top one in h.
@@ -172,14 +150,6 @@ class Q5_1(BlockFormat):
         quants += _half(blocks, 2)
         return quants
 
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 32] -> uint8 [n, 24]. The smallest weight becomes q = 0, the largest q = 31."""
-        minimum = weights.min(axis=1, keepdims=True)
-        scale = (weights.max(axis=1, keepdims=True) - minimum) / np.float32(31)
-        quants = _whole((weights - minimum) * _inverse(scale) + np.float32(0.5), 31)
-        halves = [_half_bytes(scale), _half_bytes(minimum)]
-        return np.hstack([*halves, _pack_top_bits(quants), _pack_nibbles(quants & np.uint8(15))])
-
 
 class Q8_0(BlockFormat):
     """32 weights d * q, q of 8 bits, signed.
@@ -192,14 +162,6 @@ class Q8_0(BlockFormat):
         quants = blocks[:, 2:].view(np.int8).astype(np.float32)
         quants *= _half(blocks, 0)
         return quants
-
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 32] -> uint8 [n, 34]. Ties round away from zero."""
-        scale = np.abs(weights).max(axis=1, keepdims=True) / np.float32(127)
-        quants = weights * _inverse(scale)
-        whole = np.trunc(quants)
-        whole += np.trunc(2 * (quants - whole))
-        return np.hstack([_half_bytes(scale), whole.astype(np.int8).view(np.uint8)])
 
 
 class Q2_K(BlockFormat):
@@ -325,6 +287,8 @@ _FORMATS: tuple[type[BlockFormat], ...] = (
 )  # fmt: skip
 # the types that run, by name: every reader of files and the reference backend go by this table
 BLOCKS: dict[str, BlockFormat] = {form.__name__: form(form.__name__) for form in _FORMATS}
+# the types that weights can be converted to; Q8_K is for activations, and no file has it
+WRITTEN = (*BLOCKS, "Q8_K")
 
 
 def block_format(type: QuantType) -> BlockFormat:
@@ -355,27 +319,88 @@ def dequantize(data: npt.ArrayLike, type: QuantType) -> FloatArray:
     return weights
 
 
-def quantize(weights: npt.ArrayLike, type: QuantType) -> ByteArray:
-    """The blocks of float32 [rows, columns] -> uint8 [rows, row_bytes].
+def quantize(
+    weights: npt.ArrayLike, type: QuantType, importance: npt.NDArray[np.float32] | None = None
+) -> ByteArray:
+    """The blocks of float32 [rows, columns] -> uint8 [rows, row_bytes]; see `requantize`."""
+    rows = np.ascontiguousarray(weights, np.float32)
+    if rows.ndim != 2:
+        raise ShapeError(f"shape {rows.shape} is not rows of weights")
+    return requantize(rows.view(np.uint8), QUANT_TYPES["F32"], type, importance)
 
-    A view of `weights` for F32. Raises UnsupportedError for types that are only read, ShapeError when a row
-    is no whole number of blocks.
+
+def requantize(
+    data: ByteArray,
+    source: QuantType,
+    target: QuantType,
+    importance: npt.NDArray[np.float32] | None = None,
+    *,
+    tensor: str | None = None,
+) -> ByteArray:
+    """Rows of blocks of one type as rows of another: uint8 [rows, row_bytes], a view where nothing changes.
+
+    Runs on all cores, and holds few of the weights as floats at a time. `importance`, float32 [columns],
+    says how much an error in each column counts, to types of 256 weights and IQ4_NL. Raises
+    UnsupportedError for types without a quantizer, ShapeError when a row is no whole number of blocks, and
+    FormatError, which names `tensor`, for weights that are NaN or infinite where blocks cannot hold them.
     """
-    rows, form = np.ascontiguousarray(weights, np.float32), block_format(type)
-    if not form.quantizes:
-        written = ", ".join(name for name, other in BLOCKS.items() if other.quantizes)
-        raise UnsupportedError(f"kukri does not quantize to {type.name} yet: use one of {written}")
-    if rows.ndim != 2 or rows.shape[1] % type.block_size:
-        raise ShapeError(f"shape {rows.shape} is not rows of {type.block_size}-weight {type.name} blocks")
-    if type.name == "F32":
-        return form.quantize_blocks(rows)
-    data = np.empty((rows.shape[0], type.row_bytes(rows.shape[1])), np.uint8)
-    into = data.reshape(-1, type.block_bytes)
-    blocks = rows.reshape(-1, type.block_size)
-    with np.errstate(all="ignore"):
-        for part in _chunks(len(blocks), type):
-            into[part] = form.quantize_blocks(blocks[part])
-    return data
+    if source == target:
+        return data
+    writes = _writer(target)
+    n_columns = data.shape[1] // source.block_bytes * source.block_size
+    if n_columns % target.block_size:
+        raise ShapeError(
+            f"rows of {n_columns} weights are not rows of {target.block_size}-weight {target.name} blocks"
+        )
+    if importance is None:
+        importance = np.zeros(0, np.float32)
+    elif importance.shape != (n_columns,):
+        raise ShapeError(f"importance of shape {importance.shape} for {n_columns} columns")
+    into = np.empty((len(data), target.row_bytes(n_columns)), np.uint8)
+    step = max(1, _CHUNK_WEIGHTS // n_columns)
+    parts = [slice(start, start + step) for start in range(0, len(data), step)]
+
+    def convert(part: slice) -> None:
+        weights = dequantize(data[part], source)
+        if target.block_size > 1 and not np.isfinite(weights).all():
+            raise FormatError(
+                f"holds weights that are NaN or infinite, which {target.name} cannot", tensor=tensor
+            )
+        # compiled for arrays that may be written; a view of a mapped file is none
+        writes(weights if weights.flags.writeable else weights.copy(), importance, into[part])
+
+    _on_all_cores(convert, parts)
+    return into
+
+
+def _on_all_cores(work: Callable[[slice], None], parts: list[slice]) -> None:
+    """Calls `work` with each part. What it raises, and Ctrl-C, ends the rest."""
+    if len(parts) == 1:
+        return work(parts[0])
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pool = ThreadPoolExecutor(n_cores)
+    try:
+        for _ in pool.map(work, parts):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _writer(type: QuantType) -> Callable[[FloatArray, FloatArray, ByteArray], None]:
+    """A function that fills its third argument with the blocks of the first."""
+    if type.name not in WRITTEN:
+        raise UnsupportedError(f"kukri does not quantize to {type.name}: use one of {', '.join(WRITTEN)}")
+    if type.block_size > 1:
+        from kukri.quant.encode import ENCODERS  # imports Numba
+
+        return ENCODERS[type.name]
+    form = BLOCKS[type.name]
+
+    def write(weights: FloatArray, importance: FloatArray, into: ByteArray) -> None:
+        with np.errstate(all="ignore"):
+            into[:] = form.quantize_blocks(weights.reshape(-1, 1)).reshape(into.shape)
+
+    return write
 
 
 def _chunks(n_blocks: int, type: QuantType) -> Iterator[slice]:
@@ -386,18 +411,6 @@ def _chunks(n_blocks: int, type: QuantType) -> Iterator[slice]:
 def _half(blocks: ByteArray, at: int) -> FloatArray:
     """The float16 at byte `at` of each block -> float32 [n, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
-
-
-def _half_bytes(values: FloatArray) -> ByteArray:
-    """float32 [n, 1] -> float16 as uint8 [n, 2]."""
-    return values.astype(np.float16).view(np.uint8)
-
-
-def _inverse(scale: FloatArray) -> FloatArray:
-    """1 / scale, and 0 where the scale is 0 or so small that its inverse overflows (undefined in GGML)."""
-    inverse = np.float32(1) / scale
-    overflows = np.isinf(inverse)
-    return np.where(overflows, np.float32(0), inverse)
 
 
 def _bit_fields(packed: ByteArray, n_bits: int, run: int) -> ByteArray:
@@ -426,19 +439,3 @@ def _scale_and_shift(quants: FloatArray, blocks: ByteArray) -> FloatArray:
     groups *= (_half(blocks, 0) * scales)[..., None]
     groups -= (_half(blocks, 2) * minimums)[..., None]
     return quants
-
-
-def _whole(quants: FloatArray, most: int) -> ByteArray:
-    """float32 from 0 -> uint8: truncated, clipped to `most`."""
-    return np.minimum(quants.astype(np.uint8), np.uint8(most))
-
-
-def _pack_nibbles(quants: ByteArray) -> ByteArray:
-    """uint8 [n, 32] up to 15 -> uint8 [n, 16]: the first half in the low nibbles."""
-    packed: ByteArray = quants[:, :16] | quants[:, 16:] << np.uint8(4)
-    return packed
-
-
-def _pack_top_bits(quants: ByteArray) -> ByteArray:
-    """The fifth bits of uint8 [n, 32] -> uint8 [n, 4], the first weight's lowest."""
-    return np.packbits(quants >> 4, axis=1, bitorder="little")

@@ -61,3 +61,22 @@ _TABLE = (
 
 QUANT_TYPES: dict[str, QuantType] = {t.name: t for t in _TABLE}
 QUANT_TYPES_BY_ID: dict[int, QuantType] = {t.ggml_id: t for t in _TABLE}
+
+# what stands in for a type of 256 weights where rows are no multiple of 256 (llama.cpp, src/llama-quant.cpp)
+_STAND_INS = {
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+    "IQ4_XS": "IQ4_NL",
+}
+
+
+def fitting_type(type: QuantType, n_columns: int) -> QuantType | None:
+    """The type, or the one that stands in for it, of which a row is whole blocks; None if there is none."""
+    stand_in = _STAND_INS.get(type.name, type.name)
+    for fitting in (type, QUANT_TYPES[stand_in]):
+        if n_columns % fitting.block_size == 0:
+            return fitting
+    return None
