@@ -26,6 +26,10 @@ app = typer.Typer(
 MODEL_HELP = "A known name, org/repo[:type] of the Hugging Face hub, a .gguf file or a safetensors directory."
 Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
 Quantize = Annotated[str | None, typer.Option(help="Pack safetensors while loading: Q8_0, Q4_K, …")]
+RopeScaling = Annotated[
+    str | None, typer.Option(help="Stretch the context: linear, dynamic or yarn, with --rope-factor.")
+]
+RopeFactor = Annotated[float | None, typer.Option(help="How many times as long the context becomes.")]
 ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 System = Annotated[
     str, typer.Option("--system", "-s", help="A system message; '' leaves it to the model's template.")
@@ -88,6 +92,8 @@ def run(
     threads: Threads = None,
     max_context: MaxContext = None,
     quantize: Quantize = None,
+    rope_scaling: RopeScaling = None,
+    rope_factor: RopeFactor = None,
     json: Json = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print counts and speeds to stderr.")] = False,
 ) -> None:
@@ -115,6 +121,8 @@ def run(
         n_threads=threads,
         max_context=max_context,
         quantize=quantize,
+        rope_scaling=rope_scaling,
+        rope_factor=rope_factor,
         as_json=json,
         with_stats=stats,
     )
@@ -138,6 +146,8 @@ def chat(
     threads: Threads = None,
     max_context: MaxContext = None,
     quantize: Quantize = None,
+    rope_scaling: RopeScaling = None,
+    rope_factor: RopeFactor = None,
 ) -> None:
     """Talk with a model in the terminal; /help lists what else it takes."""
     from kukri.terminal.chat import talk
@@ -159,6 +169,8 @@ def chat(
         n_threads=threads,
         max_context=max_context,
         quantize=quantize,
+        rope_scaling=rope_scaling,
+        rope_factor=rope_factor,
     )
 
 
@@ -184,6 +196,8 @@ def bench(
     generate_tokens: Annotated[int, typer.Option("--generate-tokens", "-g", help="Tokens to write.")] = 128,
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Times that each is measured.")] = 5,
     quantize: Quantize = None,
+    rope_scaling: RopeScaling = None,
+    rope_factor: RopeFactor = None,
     json: Json = False,
 ) -> None:
     """Measure reading and writing speed, and how much of the machine's bandwidth that is."""
@@ -193,6 +207,8 @@ def bench(
         model,
         n_threads=threads,
         quantize=quantize,
+        rope_scaling=rope_scaling,
+        rope_factor=rope_factor,
         n_prompt=prompt_tokens,
         n_generate=generate_tokens,
         repetitions=repetitions,

@@ -23,6 +23,7 @@ from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
 from kukri.kernels.types import FloatArray, Hook
 from kukri.models import Model, load_model, tap_names
+from kukri.models.rope import with_scaling
 from kukri.sampling import SampledToken, SamplingParams
 from kukri.tokenizer import ChatTemplate, StopStrings, TextStream, Tokenizer, load_tokenizer
 
@@ -66,7 +67,8 @@ class LLM:
     default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0", "Q4_K" …, packs a
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
     for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
-    steps of `max_step_tokens`.
+    steps of `max_step_tokens`. `rope_scaling`, "linear", "dynamic" or "yarn", stretches the model's context
+    `rope_factor` times.
 
     Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
     """
@@ -80,13 +82,15 @@ class LLM:
         backend: Literal["cpu", "reference"] = "cpu",
         max_step_tokens: int = 512,
         quantize: str | None = None,
+        rope_scaling: str | None = None,
+        rope_factor: float | None = None,
     ) -> None:
         self.engine_config = EngineConfig(
             backend=backend, max_context=max_context, n_threads=n_threads, max_step_tokens=max_step_tokens
         )
         self.path = hub.resolve(model)
         with open_checkpoint(self.path, quantize) as checkpoint:
-            self.config = checkpoint.config
+            self.config = _stretched(checkpoint.config, rope_scaling, rope_factor)
             self.tokenizer = load_tokenizer(checkpoint.tokenizer)
             if self.tokenizer.n_vocab != self.config.n_vocab:
                 raise FormatError(
@@ -320,6 +324,15 @@ class _Answer:
 def load(model: str | os.PathLike[str] | None = None, **options: Any) -> LLM:
     """An LLM, as `LLM(model, **options)` makes it."""
     return LLM(model, **options)
+
+
+def _stretched(config: ModelConfig, kind: str | None, factor: float | None) -> ModelConfig:
+    """The configuration with RoPE scaled as a user asks."""
+    if kind is None and factor is None:
+        return config
+    if kind is None or factor is None:
+        raise ConfigError("rope_scaling and rope_factor belong together: give both, or neither")
+    return with_scaling(config, kind, factor)
 
 
 def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,7 +37,10 @@ FIRST_TOKEN_PROMPT = 128  # tokens of the prompt that first-token latency is mea
 
 
 class Kukri:
-    """A loaded model that is timed on random token ids, with room for `context_tokens`. Attributes: llm."""
+    """A loaded model that is timed on random token ids, with room for `context_tokens`. Attributes: llm.
+
+    `options` are LLM's.
+    """
 
     name = "kukri"
 
@@ -46,11 +49,11 @@ class Kukri:
         path: str | os.PathLike[str],
         n_threads: int | None,
         context_tokens: int,
-        quantize: str | None = None,
+        **options: Any,
     ) -> None:
         from kukri import LLM
 
-        self.llm = LLM(os.fspath(path), n_threads=n_threads, max_context=context_tokens, quantize=quantize)
+        self.llm = LLM(os.fspath(path), n_threads=n_threads, max_context=context_tokens, **options)
         self._random = np.random.default_rng(0)
 
     def prefill_s(self, n_tokens: int) -> float:
@@ -114,6 +117,8 @@ class BenchReport:
     model: ModelCard
     n_threads: int
     quantize: str | None  # what a directory's matrices were packed to
+    rope_scaling: str | None  # as the user asked
+    rope_factor: float | None
     n_prompt: int
     n_generate: int
     load_s: float  # compiling kernels included, where they were not in the cache
@@ -131,6 +136,8 @@ def run_bench(
     *,
     n_threads: int | None = None,
     quantize: str | None = None,
+    rope_scaling: str | None = None,
+    rope_factor: float | None = None,
     n_prompt: int = 512,
     n_generate: int = 128,
     repetitions: int = 5,
@@ -156,7 +163,8 @@ def run_bench(
     with _spinner(console, "measuring memory bandwidth"):
         machine = machine_card(threads)
     _print_cards(console, machine, card)
-    report = _measure(console, machine, card, quantize, n_prompt, n_generate, repetitions)
+    options = {"quantize": quantize, "rope_scaling": rope_scaling, "rope_factor": rope_factor}
+    report = _measure(console, machine, card, options, n_prompt, n_generate, repetitions)
     _print_results(console, report)
     print(json.dumps(asdict(report)))
 
@@ -165,7 +173,7 @@ def _measure(
     console: Console,
     machine: MachineCard,
     model: ModelCard,
-    quantize: str | None,
+    options: dict[str, Any],
     n_prompt: int,
     n_generate: int,
     repetitions: int,
@@ -173,7 +181,7 @@ def _measure(
     context = max(n_prompt, FIRST_TOKEN_PROMPT, n_generate + 1)
     started = time.perf_counter()
     with _spinner(console, "loading the model; the first time, its kernels are compiled"):
-        kukri = Kukri(model.path, machine.n_threads, context, quantize)
+        kukri = Kukri(model.path, machine.n_threads, context, **options)
     load_s = time.perf_counter() - started
     with _spinner(console, f"measuring pp{n_prompt}, tg{n_generate} and the first token") as say:
         prefill = _repeated(lambda: n_prompt / kukri.prefill_s(n_prompt), repetitions, say, f"pp{n_prompt}")
@@ -188,7 +196,7 @@ def _measure(
         machine=machine,
         model=model,
         n_threads=machine.n_threads,
-        quantize=quantize,
+        **options,
         n_prompt=n_prompt,
         n_generate=n_generate,
         load_s=load_s,

@@ -37,11 +37,19 @@ def talk(
     n_threads: int | None,
     max_context: int | None,
     quantize: str | None,
+    rope_scaling: str | None,
+    rope_factor: float | None,
 ) -> None:
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit."""
     params = sampling_params(sampling)
     allow_any_text()
-    options: dict[str, Any] = {"n_threads": n_threads, "max_context": max_context, "quantize": quantize}
+    options: dict[str, Any] = {
+        "n_threads": n_threads,
+        "max_context": max_context,
+        "quantize": quantize,
+        "rope_scaling": rope_scaling,
+        "rope_factor": rope_factor,
+    }
     with LLM(model, **options) as llm, _line_editing():
         chat = Chat(llm, params, opening(llm, system))
         if sys.stdin.isatty():

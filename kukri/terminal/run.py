@@ -25,6 +25,8 @@ def answer_prompt(
     n_threads: int | None,
     max_context: int | None,
     quantize: str | None,
+    rope_scaling: str | None,
+    rope_factor: float | None,
     as_json: bool,
     with_stats: bool,
 ) -> None:
@@ -37,7 +39,14 @@ def answer_prompt(
     text = _full_prompt(prompt)
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
-    with LLM(model, n_threads=n_threads, max_context=max_context, quantize=quantize) as llm:
+    with LLM(
+        model,
+        n_threads=n_threads,
+        max_context=max_context,
+        quantize=quantize,
+        rope_scaling=rope_scaling,
+        rope_factor=rope_factor,
+    ) as llm:
         request: Any = text if raw else [*opening(llm, system), {"role": "user", "content": text}]
         if as_json:
             result = llm.generate(request, params) if raw else llm.chat(request, params)
