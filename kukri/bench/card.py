@@ -23,6 +23,7 @@ from kukri.formats.safetensors import packed_type
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool, usable_cores
+from kukri.quant.types import fitting_type
 
 # LLVM's names of the CPU features that kernels care about
 _FEATURES = (
@@ -96,8 +97,9 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
     loaded: dict[str, int] = {}
     for tensor in headers.tensors:
         kind, loaded[tensor.name] = tensor.type, tensor.n_bytes
-        if target is not None and len(tensor.shape) == 2 and tensor.shape[1] % target.block_size == 0:
-            kind, loaded[tensor.name] = target.name, tensor.shape[0] * target.row_bytes(tensor.shape[1])
+        packed = target and len(tensor.shape) == 2 and fitting_type(target, tensor.shape[1])
+        if packed:
+            kind, loaded[tensor.name] = packed.name, tensor.shape[0] * packed.row_bytes(tensor.shape[1])
         sizes[kind] += loaded[tensor.name]
     # without a matrix of its own the head reads all of the embedding, else one row of it is read
     has_head = loaded.keys() & {"output.weight", "lm_head.weight"}

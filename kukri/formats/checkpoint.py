@@ -11,7 +11,7 @@ from typing import Any
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError
 from kukri.formats.config_gguf import model_config
-from kukri.formats.config_hf import hf_model_config
+from kukri.formats.config_hf import check_biases, hf_model_config
 from kukri.formats.gguf import GGUFFile, brief
 from kukri.formats.safetensors import SafetensorsWeights, packed_type, read_json
 from kukri.formats.weights import GGUFWeights, WeightSource
@@ -68,8 +68,16 @@ def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
         directory,
         config,
         _tokenizer_files(directory, stated, config.n_vocab),
-        lambda used: SafetensorsWeights(directory, used, quantize),
+        lambda used: _weights(directory, stated, used, quantize),
     )
+
+
+def _weights(
+    directory: Path, stated: dict[str, Any], config: ModelConfig, quantize: str | None
+) -> SafetensorsWeights:
+    source = SafetensorsWeights(directory, config, quantize)
+    check_biases(stated, source.names, directory)
+    return source
 
 
 def directory_config(directory: Path, stated: dict[str, Any]) -> ModelConfig:

@@ -24,14 +24,17 @@ class GGUFArchitecture:
     interleaved_rope: bool = False
     nope_interval: int = 0
     epsilon_key: str = "attention.layer_norm_rms_epsilon"
+    biases: frozenset[str] = frozenset()  # matrices of a layer that never are without
 
+
+_PHI_BIASES = frozenset(["attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_up", "ffn_down"])
 
 GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture("llama", interleaved_rope=True),  # Mistral's files say llama as well
     "smollm3": GGUFArchitecture("smollm3", interleaved_rope=True, nope_interval=4),
-    "qwen2": GGUFArchitecture("qwen2"),
+    "qwen2": GGUFArchitecture("qwen2", biases=frozenset(["attn_q", "attn_k", "attn_v"])),
     "qwen3": GGUFArchitecture("qwen3"),
-    "phi2": GGUFArchitecture("phi", epsilon_key="attention.layer_norm_epsilon"),
+    "phi2": GGUFArchitecture("phi", epsilon_key="attention.layer_norm_epsilon", biases=_PHI_BIASES),
     "phi3": GGUFArchitecture("phi3"),
 }
 

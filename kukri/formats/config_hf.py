@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ class HFArchitecture:
     """What transformers assumes of a model_type (its configuration class) where config.json is silent.
 
     `reads`: keys beyond the common ones; `ignores`: keys that files of this type carry and its class does not
-    read; `defaults`: values of absent keys, None for one that follows from others.
+    read; `defaults`: values of absent keys, None for one that follows from others; `biases`: which matrices
+    of a layer have a bias, all of a module or one, always (True) or where a key says so.
     """
 
     reads: frozenset[str] = frozenset()
@@ -29,13 +31,17 @@ class HFArchitecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "silu"
     norm_eps_key: str = "rms_norm_eps"
+    biases: Mapping[str, str | bool] = field(default_factory=dict)
 
 
+_BY_KEYS = {"self_attn": "attention_bias", "mlp": "mlp_bias"}
 _WINDOWED = frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"])
 
 HF_ARCHITECTURES: dict[str, HFArchitecture] = {
     "llama": HFArchitecture(
-        reads=frozenset(["attention_bias", "mlp_bias"]), defaults={"num_key_value_heads": None}
+        reads=frozenset(["attention_bias", "mlp_bias"]),
+        defaults={"num_key_value_heads": None},
+        biases=_BY_KEYS,
     ),
     "mistral": HFArchitecture(
         reads=frozenset(["sliding_window"]),
@@ -45,6 +51,7 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
         reads=_WINDOWED,
         ignores=frozenset(["attention_bias"]),
         defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        biases={f"self_attn.{part}_proj": True for part in "qkv"},
     ),
     "qwen3": HFArchitecture(
         reads=_WINDOWED | {"attention_bias"},
@@ -54,6 +61,7 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
             "max_window_layers": 28,
             "head_dim": 128,
         },
+        biases={"self_attn": "attention_bias"},
     ),
     "smollm3": HFArchitecture(
         reads=frozenset(
@@ -64,6 +72,7 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
         ),
         ignores=frozenset(["max_window_layers"]),
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+        biases=_BY_KEYS,
     ),
     "phi3": HFArchitecture(
         reads=frozenset(["sliding_window", "original_max_position_embeddings"]),
@@ -79,6 +88,7 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
         defaults={"num_key_value_heads": None, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
         activation="gelu_new",
         norm_eps_key="layer_norm_eps",
+        biases={"self_attn": True, "mlp": True},
     ),
 }
 
@@ -170,6 +180,34 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         layers=_layers(keys, model_type, n_layers),
         name=name or path.parent.name,
     )
+
+
+_MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.(?P<module>(?P<part>self_attn|mlp)\.\w+(?<!norm))\.weight")
+
+
+def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) -> None:
+    """Raises FormatError unless the tensors of a directory have the biases that its config.json promises.
+
+    `config` holds a model_type that runs, `names` are those of all tensors, `path` is the directory.
+    """
+    architecture = HF_ARCHITECTURES[config["model_type"]]
+    keys = _Keys(config, path / "config.json", architecture)
+    for name in names:
+        match = _MATRIX.fullmatch(name)
+        if match is None:
+            continue
+        rule = architecture.biases.get(match["module"], architecture.biases.get(match["part"], False))
+        expected = keys.flag(rule) if isinstance(rule, str) else rule
+        bias = name.removesuffix("weight") + "bias"
+        if expected != (bias in names):
+            problem = "is missing" if expected else "is there"
+            stated = f"{'every' if expected else 'no'} {config['model_type']} has it"
+            if isinstance(rule, str):
+                value = str(expected).lower() if rule in config else "absent, which means false"
+                stated = f"key {rule!r} of config.json is {value}"
+            raise FormatError(
+                f"{problem}, but {stated}: correct the one that is wrong", path=path, tensor=bias
+            )
 
 
 class _Keys:

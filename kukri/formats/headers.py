@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.errors import UnsupportedError
+from kukri.errors import FormatError, KukriError, UnsupportedError
 from kukri.formats.checkpoint import directory_config
 from kukri.formats.config_gguf import ROPE_TENSORS, model_config
+from kukri.formats.config_hf import check_biases
 from kukri.formats.gguf import GGUFFile
 from kukri.formats.safetensors import DTYPE_BYTES, follows_from_config, open_files, read_json
 from kukri.formats.weights import GGUFWeights
@@ -52,7 +53,7 @@ class Headers:
     tensors: tuple[StoredTensor, ...]
     buffers: tuple[StoredTensor, ...]
     config: ModelConfig | None
-    problem: UnsupportedError | None
+    problem: KukriError | None
     stated: dict[str, Any]
 
     @property
@@ -104,7 +105,8 @@ def _value(gguf: GGUFFile, key: str) -> Any:
 
 
 def _of_directory(path: Path) -> Headers:
-    stated, config, problem = read_json(path / "config.json"), None, None
+    stated, config = read_json(path / "config.json"), None
+    problem: KukriError | None = None
     try:
         config = directory_config(path, stated)
     except UnsupportedError as error:
@@ -120,6 +122,11 @@ def _of_directory(path: Path) -> Headers:
             name, tensor.dtype, bits, tensor.shape, tensor.n_bytes, file.path.name, tensor.offset
         )
         (buffers if follows_from_config(name, tied) else tensors).append(stored)
+    if config is not None:
+        try:
+            check_biases(stated, files, path)
+        except FormatError as error:
+            problem = error
     used = tuple(sorted({file.path for file in files.values()}))
     return Headers(path, "safetensors", used, tuple(tensors), tuple(buffers), config, problem, stated)
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -114,6 +114,11 @@ class SafetensorsWeights:
     def has(self, name: str) -> bool:
         """True if the checkpoint has the tensor; does not take it."""
         return name in self._files
+
+    @property
+    def names(self) -> Collection[str]:
+        """Every tensor."""
+        return self._files.keys()
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors that nobody took and that mean something."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +18,7 @@ from kukri.kernels.types import FloatArray, Weight
 from kukri.quant.blocks import BLOCKS
 
 _MAX_LISTED = 8
+_BIAS = re.compile(r"blk\.\d+\.(?P<module>\w+)\.(?P<kind>weight|bias)")
 
 
 class WeightSource(Protocol):
@@ -43,7 +46,9 @@ class GGUFWeights:
     def __init__(self, gguf: GGUFFile, config: ModelConfig) -> None:
         self._gguf, self._config = gguf, config
         self._taken = set(ROPE_TENSORS) if config.rope.scaling is not None else set[str]()
-        self._interleaved = GGUF_ARCHITECTURES[str(gguf.metadata["general.architecture"])].interleaved_rope
+        architecture = GGUF_ARCHITECTURES[str(gguf.metadata["general.architecture"])]
+        self._interleaved = architecture.interleaved_rope
+        _check_biases(gguf, architecture.biases)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
@@ -101,6 +106,20 @@ class GGUFWeights:
         ):
             return None
         return half_split_order(n_rows, self._config.d_head, self._config.rope.rotary_dim)
+
+
+def _check_biases(gguf: GGUFFile, always: Collection[str]) -> None:
+    """Raises FormatError where a layer lacks a bias that its architecture, or another layer, has."""
+    matches = {name: _BIAS.fullmatch(name) for name in gguf.tensors}
+    some = {match["module"]: name for name, match in matches.items() if match and match["kind"] == "bias"}
+    for name, match in matches.items():
+        if match is None or match["kind"] == "bias":
+            continue
+        bias = name.removesuffix("weight") + "bias"
+        if bias not in gguf.tensors and (match["module"] in always or match["module"] in some):
+            by_layer = f"{brief(some.get(match['module']))} is there"
+            reason = "this architecture has it" if match["module"] in always else by_layer
+            raise FormatError(f"is missing, but {reason}", path=gguf.path, tensor=bias)
 
 
 def half_split_order(n_rows: int, d_head: int, rotary_dim: int) -> npt.NDArray[np.int64]:

@@ -53,7 +53,7 @@ def test_counts_below_one_are_refused(name: str) -> None:
         offline.run_bench(None, **{name: 0})
 
 
-@pytest.mark.parametrize("quantize", [None, "Q8_0"])
+@pytest.mark.parametrize("quantize", [None, "Q8_0", "Q4_K"])
 def test_a_safetensors_directory(quantize: str | None, tmp_path: Path, capsys: Any) -> None:
     """Would catch a bench of GGUF files alone, and a ceiling from weights other than those that are read."""
     directory, _ = make(tmp_path, "llama-biases")

@@ -120,11 +120,12 @@ def test_weights_are_those_that_transformers_loads(source_of, tmp_path):
 def test_biases_of_q_and_k_follow_their_rows(source_of):
     """A bias left in interleaved order beside a matrix that is not."""
     sizes = {"attn_q": HEADS * D_HEAD, "attn_k": KV_HEADS * D_HEAD, "attn_v": KV_HEADS * D_HEAD}
-    source = source_of(extra={f"blk.1.{name}.bias": (size,) for name, size in sizes.items()})
+    layers = range(N_LAYERS)
+    source = source_of(extra={f"blk.{i}.{name}.bias": (n,) for name, n in sizes.items() for i in layers})
     file = source._gguf
     for part, size in zip("qkv", sizes.values()):
         assert source.has(f"{ATTENTION}.{part}_proj.bias")
-        assert not source.has(f"model.layers.0.self_attn.{part}_proj.bias")
+        assert not source.has("model.layers.1.mlp.up_proj.bias")
         matrix = dequantize_matrix(source, f"{ATTENTION}.{part}_proj.weight", (size, D))
         stored = file.array(f"blk.1.attn_{part}.weight")
         rows = [int(np.flatnonzero((stored == row).all(axis=1))[0]) for row in matrix]
