@@ -1,0 +1,213 @@
+"""`python -m kukri.bench.make_model`: a GGUF file of true dimensions and random weights, to measure with.
+
+Every block of the file is valid and finite: quants are random bits, scales such that weights have a deviation
+of 0.02 and a mean near 0, so that activations stay sane. The tokenizer is a byte-level BPE with made-up
+merges that covers any text. One tensor is in memory at a time. kukri and llama.cpp both run these files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.bench.command import run
+from kukri.formats.gguf import TensorSource, write_gguf
+from kukri.quant.blocks import BLOCKS, dequantize
+from kukri.quant.recipes import MIXES, mix_types
+from kukri.quant.types import QUANT_TYPES, QuantType
+
+DEVIATION = 0.02
+_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# byte offsets of the float16 scale, and minimum, in a block
+_HALVES = {
+    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82)},
+    **{"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's dimensions. The embedding is the head too."""
+
+    architecture: str
+    d_model: int
+    d_ffn: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    n_vocab: int
+    context: int
+    rope_theta: float
+
+
+SHAPES = {
+    "smollm3-3b": Shape("smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 65536, 5e6),
+    "smollm2-1.7b": Shape("llama", 2048, 8192, 24, 32, 32, 64, 49152, 8192, 130000.0),
+    "smollm2-360m": Shape("llama", 960, 2560, 32, 15, 5, 64, 49152, 8192, 100000.0),
+    "smollm2-135m": Shape("llama", 576, 1536, 30, 9, 3, 64, 49152, 8192, 100000.0),
+    "tiny": Shape("smollm3", 256, 512, 4, 4, 2, 64, 1024, 512, 10000.0),
+}
+
+
+def make_model(path: Path, shape: Shape, mix: str, name: str, seed: int = 0) -> None:
+    """Writes the file; it appears complete or not at all."""
+    shapes = tensor_shapes(shape)
+    types = mix_types(mix, shapes, shape.n_heads // shape.n_kv_heads)
+    random = np.random.default_rng(seed)
+    tensors: dict[str, TensorSource] = {}
+    for tensor, dims in shapes.items():
+        if len(dims) == 1:
+            tensors[tensor] = (QUANT_TYPES["F32"], np.ones(dims, np.float32), dims)
+        else:
+            type = types[tensor]
+            tensors[tensor] = (type, _maker(random, type, dims), dims)
+    write_gguf(path, _metadata(shape, mix, name), tensors)
+
+
+def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the file by its GGUF name, (out, in)."""
+    d, n_q, n_kv = shape.d_model, shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (d,),
+        "attn_q": (n_q, d),
+        "attn_k": (n_kv, d),
+        "attn_v": (n_kv, d),
+        "attn_output": (d, n_q),
+        "ffn_norm": (d,),
+        "ffn_gate": (shape.d_ffn, d),
+        "ffn_up": (shape.d_ffn, d),
+        "ffn_down": (d, shape.d_ffn),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.n_vocab, d), "output_norm.weight": (d,)}
+    for i in range(shape.n_layers):
+        shapes |= {f"blk.{i}.{part}.weight": dims for part, dims in layer.items()}
+    return shapes
+
+
+def random_rows(random: np.random.Generator, type: QuantType, dims: tuple[int, ...]) -> npt.NDArray[Any]:
+    """uint8 [out, row_bytes]: weights of about DEVIATION."""
+    row_bytes = type.row_bytes(dims[-1])
+    if type.block_size == 1:
+        drawn = (DEVIATION * random.standard_normal(1 << 16)).astype(np.float32)
+        table = BLOCKS[type.name].quantize_blocks(drawn.reshape(-1, 1)).view(f"u{type.block_bytes}")
+        chosen = np.frombuffer(random.bytes(2 * prod(dims)), np.uint16)
+        return table.reshape(-1)[chosen].view(np.uint8).reshape(dims[0], row_bytes)
+    blocks = np.frombuffer(bytearray(random.bytes(dims[0] * row_bytes)), np.uint8)
+    blocks = blocks.reshape(-1, type.block_bytes)
+    for at, value in zip(_HALVES[type.name], _scales(type), strict=True):
+        blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+    return blocks.reshape(dims[0], row_bytes)
+
+
+def _maker(
+    random: np.random.Generator, type: QuantType, dims: tuple[int, ...]
+) -> Callable[[], npt.NDArray[Any]]:
+    return lambda: random_rows(random, type, dims)
+
+
+def _scales(type: QuantType) -> list[float]:
+    """The scale, and the minimum, that give random quants the deviation, and the mean 0."""
+    n_halves = len(_HALVES[type.name])
+    sample = np.random.default_rng(0).integers(0, 256, (1 << 12, type.block_bytes), np.uint8)
+
+    def weights(*values: float) -> npt.NDArray[np.float32]:
+        for at, value in zip(_HALVES[type.name], values, strict=True):
+            sample[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+        return dequantize(sample, type)
+
+    if n_halves == 1:
+        return [float(DEVIATION / weights(1.0).std())]
+    minimum = float(weights(1.0, 0.0).mean() / -weights(0.0, 1.0).mean())
+    scale = float(DEVIATION / weights(1.0, minimum).std())
+    return [scale, scale * minimum]
+
+
+def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
+    keys = {
+        "block_count": shape.n_layers,
+        "context_length": shape.context,
+        "embedding_length": shape.d_model,
+        "feed_forward_length": shape.d_ffn,
+        "attention.head_count": shape.n_heads,
+        "attention.head_count_kv": shape.n_kv_heads,
+        "attention.key_length": shape.d_head,
+        "attention.value_length": shape.d_head,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": shape.rope_theta,
+        "rope.dimension_count": shape.d_head,
+        "vocab_size": shape.n_vocab,
+    }
+    tokens, merges = _vocabulary(shape.n_vocab)
+    first_special = len(tokens) - len(_SPECIAL)
+    return {
+        "general.architecture": shape.architecture,
+        "general.name": name,
+        "general.file_type": MIXES[mix][1],
+        "general.quantization_version": 2,
+        **{f"{shape.architecture}.{key}": value for key, value in keys.items()},
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe" if shape.architecture == "smollm3" else "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * first_special + [3] * len(_SPECIAL),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": first_special,
+        "tokenizer.ggml.eos_token_id": first_special + 3,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": _TEMPLATE,
+    }
+
+
+def _vocabulary(n: int) -> tuple[list[str], list[str]]:
+    """`n` tokens and the merges that lead to them: bytes, then ever longer words, then special tokens."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    tokens = [letters[byte] for byte in range(256)]
+    merges: list[str] = []
+    for word, letter in _words(letters[0x20]):
+        if len(tokens) == n - len(_SPECIAL):
+            break
+        tokens.append(word + letter)
+        merges.append(f"{word} {letter}")
+    return [*tokens, *_SPECIAL], merges
+
+
+def _words(space: str) -> Iterator[tuple[str, str]]:
+    """Words of small letters, with a space before them or not, short ones first: all but the end, the end."""
+    alphabet = "etaoinshrdlcumwfgypbvkjxqz"
+    words = [space, *alphabet]
+    for _ in count():
+        longer = [(word, letter) for word in words for letter in alphabet]
+        yield from longer
+        words = [word + letter for word, letter in longer]
+
+
+def main() -> None:
+    """The program."""
+    options = argparse.ArgumentParser(
+        prog="python -m kukri.bench.make_model", description=__doc__.split(": ", 1)[1].split(".", 1)[0]
+    )
+    options.add_argument("shape", choices=SHAPES, help="whose dimensions")
+    options.add_argument("path", type=Path, help="the .gguf file to write")
+    options.add_argument("--type", choices=MIXES, default="Q4_K_M", help="llama.cpp's name of a mix (Q4_K_M)")
+    options.add_argument("--seed", type=int, default=0, help="of the random weights (0)")
+    given = options.parse_args()
+    make_model(given.path, SHAPES[given.shape], given.type, f"random-{given.shape}", given.seed)
+    print(f"{given.path}: {given.path.stat().st_size / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    run(main)

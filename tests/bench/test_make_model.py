@@ -1,0 +1,65 @@
+"""The maker of models of random weights: files that run, and look as they claim."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+
+from kukri import LLM, SamplingParams
+from kukri.bench.make_model import DEVIATION, SHAPES, make_model, random_rows
+from kukri.formats.gguf import GGUFFile
+from kukri.quant.blocks import BLOCKS, dequantize
+from kukri.quant.types import QUANT_TYPES
+
+TEXT = "the quick brown fox jumps over 13 lazy dögs"
+
+
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_rows_are_finite_and_of_the_deviation_asked_for(name):
+    """Scales that overflow, minimums that shift every weight, so that activations grow."""
+    rows = random_rows(np.random.default_rng(5), QUANT_TYPES[name], (64, 1024))
+    weights = dequantize(rows, QUANT_TYPES[name])
+    assert np.isfinite(weights).all()
+    assert weights.std() == pytest.approx(DEVIATION, rel=0.05)
+    assert abs(weights.mean()) < 0.12 * DEVIATION
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "F16"])
+def test_the_file_runs(mix, tmp_path):
+    """A file that does not load, a vocabulary that text cannot be written in, logits that are all alike."""
+    path = tmp_path / "m.gguf"
+    make_model(path, SHAPES["tiny"], mix, "tiny")
+    with LLM(path, max_context=64, backend="reference") as llm:
+        ids = llm.tokenizer.encode(TEXT)
+        assert llm.tokenizer.decode(ids) == TEXT
+        assert len(ids) < len(TEXT)
+        logits = llm.logits(ids)
+        assert np.isfinite(logits).all()
+        assert 0.01 < logits.std() < 100
+        assert len(llm.generate(TEXT, SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+        assert [layer.use_rope for layer in llm.config.layers] == [True, True, True, False]
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert types["token_embd.weight"] == {"Q4_K_M": "Q6_K", "F16": "F16"}[mix]
+    assert types["blk.1.attn_q.weight"] == {"Q4_K_M": "Q4_K", "F16": "F16"}[mix]
+
+
+def test_the_program(tmp_path):
+    """A program that does not start, or writes another shape than it was asked for."""
+    path = tmp_path / "m.gguf"
+    command = [sys.executable, "-m", "kukri.bench.make_model", "tiny", str(path), "--type", "Q8_0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{path}: ")
+    with GGUFFile(path) as file:
+        assert file.metadata["smollm3.block_count"] == SHAPES["tiny"].n_layers
+        assert file.tensors["token_embd.weight"].type.name == "Q8_0"
+
+
+def test_the_3b_shape_is_that_of_smollm3():
+    """A file that measures some other model."""
+    shape = SHAPES["smollm3-3b"]
+    assert (shape.d_model, shape.d_ffn, shape.n_layers) == (2048, 11008, 36)
+    assert (shape.n_heads, shape.n_kv_heads, shape.d_head, shape.n_vocab) == (16, 4, 128, 128256)
