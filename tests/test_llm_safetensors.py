@@ -67,6 +67,8 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "mistral": (tr.MistralConfig, {"sliding_window": 9}),
     "phi3": (tr.Phi3Config, {"partial_rotary_factor": 0.5}),
     "phi": (tr.PhiConfig, {"partial_rotary_factor": 0.5}),
+    "starcoder2": (tr.Starcoder2Config, {"sliding_window": 9}),
+    "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),
 }
 RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

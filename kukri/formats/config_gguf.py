@@ -36,6 +36,7 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "qwen3": GGUFArchitecture("qwen3"),
     "phi2": GGUFArchitecture("phi", epsilon_key="attention.layer_norm_epsilon", biases=_PHI_BIASES),
     "phi3": GGUFArchitecture("phi3"),
+    "starcoder2": GGUFArchitecture("starcoder2", epsilon_key="attention.layer_norm_epsilon"),
 }
 
 # Tensors that are configuration: divisors of RoPE's frequencies.

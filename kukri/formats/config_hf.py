@@ -90,6 +90,23 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
         norm_eps_key="layer_norm_eps",
         biases={"self_attn": True, "mlp": True},
     ),
+    "starcoder2": HFArchitecture(
+        reads=frozenset(["sliding_window", "use_bias"]),
+        ignores=frozenset(
+            [
+                *("residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon"),
+                *("norm_type", "mlp_type", "attention_softmax_in_fp32", "scale_attn_weights"),
+                "scale_attention_softmax_in_fp32",
+            ]
+        ),
+        defaults={
+            **{"num_key_value_heads": 2, "norm_epsilon": 1e-5},
+            **{"tie_word_embeddings": True, "use_bias": True},
+        },
+        activation="gelu_pytorch_tanh",
+        norm_eps_key="norm_epsilon",
+        biases={"self_attn": "use_bias", "mlp": "use_bias"},
+    ),
 }
 
 # Keys of every architecture that `hf_model_config` reads.

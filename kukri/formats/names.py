@@ -19,6 +19,8 @@ _INSIDE_ALSO = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
 }
 _INSIDE = {
     "input_layernorm": "attn_norm",

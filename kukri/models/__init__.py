@@ -12,6 +12,7 @@ from kukri.models.llama import Llama
 from kukri.models.phi import Phi
 from kukri.models.phi3 import Phi3
 from kukri.models.qwen3 import Qwen3
+from kukri.models.starcoder2 import Starcoder2
 from kukri.models.taps import tap_names
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ ARCHITECTURES: dict[str, _Architecture] = {
     "qwen3": Qwen3,
     "phi": Phi,
     "phi3": Phi3,
+    "starcoder2": Starcoder2,
 }
 
 

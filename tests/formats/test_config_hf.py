@@ -19,6 +19,7 @@ CLASSES = {
     "smollm3": tr.SmolLM3Config,
     "phi3": tr.Phi3Config,
     "phi": tr.PhiConfig,
+    "starcoder2": tr.Starcoder2Config,
 }
 TINY = {
     "hidden_size": 64,
@@ -53,7 +54,7 @@ def test_transformers_own_files_are_read(kind, full):
     heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert (ours.architecture, ours.n_layers, ours.d_model, ours.d_ffn) == (kind, 8, 64, 96)
     assert (ours.n_heads, ours.n_kv_heads, ours.d_head, ours.n_vocab) == (4, 2, heads, 300)
-    assert ours.norm_eps == (config.layer_norm_eps if kind == "phi" else config.rms_norm_eps)
+    assert ours.norm_eps == getattr(config, HF_ARCHITECTURES[kind].norm_eps_key)
     assert ours.tie_embeddings == config.tie_word_embeddings
     assert ours.rope.theta == config.rope_parameters["rope_theta"]
     assert ours.rope.rotary_dim == int(heads * config.rope_parameters.get("partial_rotary_factor", 1))

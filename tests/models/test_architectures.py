@@ -110,7 +110,7 @@ class WithInt8Inputs:
         return self.model(Int8Inputs(ops), batch)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "phi"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "phi", "starcoder2"])
 def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
     """An op that leaves stale or no int8 input to the packed matrices after it."""
     _, model = loaded(name, "gguf", tmp_path, "Q8_0")
@@ -179,6 +179,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     assert windows["mistral"] == {5}
     assert windows["qwen2"] == {None, 7}
     assert windows["phi3"] == {9}
+    assert windows["starcoder2"] == {11}
     assert all(window < N_TOKENS for found in windows.values() for window in found if window is not None)
     assert make("qwen2")[0].config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     assert {n: c.rope.rotary_dim for n, c in configs.items() if c.rope.rotary_dim != D_HEAD} == {
@@ -198,6 +199,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("qwen3", "self_attn.q_norm.weight", "self_attn.q_proj.bias"),
         ("phi3", "mlp.gate_up_proj.weight", "self_attn.q_proj.weight"),
         ("phi3", "self_attn.qkv_proj.weight", "mlp.gate_proj.weight"),
+        ("starcoder2", "mlp.c_proj.bias", "mlp.up_proj.weight"),
         ("phi", "input_layernorm.bias", "post_attention_layernorm.weight"),
         ("phi", "mlp.fc1.bias", "mlp.gate_proj.weight"),
     ],

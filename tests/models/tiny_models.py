@@ -107,6 +107,10 @@ TINY: dict[str, Tiny] = {
         "Phi", "phi2", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
         rotary_dim=8, n_kv_heads=HEADS,
     ),
+    "starcoder2": Tiny(
+        "Starcoder2", "starcoder2", {"sliding_window": 11}, layers=_windows(11, 11, 11, 11), tied=True,
+        keys={"attention.sliding_window": 11},
+    ),
 }  # fmt: skip
 
 
@@ -122,7 +126,7 @@ def make(name: str, seed: int = 0, weight_type: str = "F32") -> tuple[Any, Model
         "pad_token_id": 0, "attn_implementation": "eager",
         "rope_parameters": _rope("default"),
     }  # fmt: skip
-    epsilon = "layer_norm_eps" if tiny.hf_type == "Phi" else "rms_norm_eps"
+    epsilon = {"Phi": "layer_norm_eps", "Starcoder2": "norm_epsilon"}.get(tiny.hf_type, "rms_norm_eps")
     hf_config = getattr(transformers, f"{tiny.hf_type}Config")(**{**common, epsilon: 1e-5, **tiny.hf})
     hf = getattr(transformers, f"{tiny.hf_type}ForCausalLM")(hf_config).eval()
     kind = QUANT_TYPES[weight_type]
@@ -168,7 +172,8 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     for key, factors in {**(tiny.tensors or {}), **_rope_freqs(config)}.items():
         values = np.array(factors, np.float32)
         tensors[key] = (QUANT_TYPES["F32"], values, values.shape)
-    epsilon = "layer_norm_epsilon" if tiny.gguf_arch == "phi2" else "layer_norm_rms_epsilon"
+    has_layer_norm = tiny.gguf_arch in ("phi2", "starcoder2")
+    epsilon = "layer_norm_epsilon" if has_layer_norm else "layer_norm_rms_epsilon"
     keys = {
         "block_count": N_LAYERS,
         "context_length": CONTEXT,
