@@ -6,6 +6,7 @@ nothing but itself.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -171,6 +172,66 @@ def chat(
         quantize=quantize,
         rope_scaling=rope_scaling,
         rope_factor=rope_factor,
+    )
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
+    host: Annotated[str, typer.Option(help="Address to serve on; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0 takes any.")] = 8000,
+    alias: Annotated[list[str] | None, typer.Option(help="One more name of the model; repeatable.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="API keys, one a line; without it $KUKRI_API_KEY, if set.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may ask; repeatable.")
+    ] = None,
+    max_context: MaxContext = None,
+    max_requests: Annotated[int, typer.Option(help="Requests computed at a time.")] = 16,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="Size of the KV cache, such as 2GiB; by default what these may need.")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(help="Requests in the queue; more get 503.")] = 256,
+    max_body: Annotated[str, typer.Option(help="Largest body of a request; a larger one gets 413.")] = "2MiB",
+    rate_limit: Annotated[
+        int | None, typer.Option(help="Requests a minute of one key (without keys: address); more get 429.")
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds that an answer may take; then it is ended.")
+    ] = None,
+    drain: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.")] = 60.0,
+    threads: Threads = None,
+    quantize: Quantize = None,
+    rope_scaling: RopeScaling = None,
+    rope_factor: RopeFactor = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, one object a line.")] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API: chat, completions, responses."""
+    from kukri.terminal.serve import serve_model
+
+    serve_model(
+        model,
+        host=host,
+        port=port,
+        aliases=alias or [],
+        api_key_file=api_key_file,
+        cors_origins=cors_origin or [],
+        max_context=max_context,
+        max_requests=max_requests,
+        kv_memory=kv_memory,
+        n_threads=threads,
+        quantize=quantize,
+        rope_scaling=rope_scaling,
+        rope_factor=rope_factor,
+        max_waiting=max_waiting,
+        max_body=max_body,
+        rate_limit=rate_limit,
+        deadline_s=deadline,
+        drain_s=drain,
+        log_json=log_json,
+        log_level=log_level,
     )
 
 

@@ -68,7 +68,7 @@ class LLM:
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
     for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
     steps of `max_step_tokens`. `rope_scaling`, "linear", "dynamic" or "yarn", stretches the model's context
-    `rope_factor` times.
+    `rope_factor` times. The KV cache takes `kv_bytes`, or what `max_requests` answers at a time may need.
 
     Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
     """
@@ -84,9 +84,16 @@ class LLM:
         quantize: str | None = None,
         rope_scaling: str | None = None,
         rope_factor: float | None = None,
+        max_requests: int = 1,
+        kv_bytes: int | None = None,
     ) -> None:
         self.engine_config = EngineConfig(
-            backend=backend, max_context=max_context, n_threads=n_threads, max_step_tokens=max_step_tokens
+            backend=backend,
+            max_context=max_context,
+            max_requests=max_requests,
+            max_step_tokens=max_step_tokens,
+            kv_bytes=kv_bytes,
+            n_threads=n_threads,
         )
         self.path = hub.resolve(model)
         with open_checkpoint(self.path, quantize) as checkpoint:

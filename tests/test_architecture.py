@@ -22,7 +22,8 @@ ALLOWED["engine"] |= {"sampling", "tokenizer"}
 ALLOWED["llm"] |= {"sampling", "tokenizer"}
 BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "__init__"}
 ALLOWED["bench"] = BELOW_THE_FACES
-ALLOWED["terminal"] = BELOW_THE_FACES | {"bench"}
+ALLOWED["server"] = BELOW_THE_FACES
+ALLOWED["terminal"] = BELOW_THE_FACES | {"bench", "server"}
 ALLOWED["cli"] = BELOW_THE_FACES | {"bench", "terminal"}
 ALLOWED["__main__"] = {"cli"}
 ALLOWED["__init__"] = {*LAYERS, "tokenizer", "sampling"}
@@ -67,7 +68,13 @@ from ..models import llama
 def f():
     from kukri.server.app import serve
 """
-    assert imported_parts(source, "kukri.formats.hub") == {"engine", "errors", "__init__", "models"}
+    assert imported_parts(source, "kukri.formats.hub") == {
+        "engine",
+        "errors",
+        "__init__",
+        "models",
+        "server",
+    }
 
 
 @pytest.mark.parametrize("file", module_files(), ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -99,7 +106,7 @@ def test_no_module_has_an_empty_name():
         ),
         (
             "import kukri.cli",
-            {"numpy", "numba", "llvmlite", "torch", "rich", "tokenizers", "jinja2", "kukri.llm"},
+            {"numpy", "numba", "torch", "rich", "tokenizers", "jinja2", "fastapi", "pydantic", "kukri.llm"},
         ),
         ("import kukri.llm", {"torch", "triton", "transformers", "fastapi", "numba", "rich", "typer"}),
     ],

@@ -311,7 +311,7 @@ def test_the_version_is_the_packages():
     assert call("--version").stdout == f"kukri {kukri.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "pull", "bench", "inspect", "doctor"])
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "pull", "bench", "inspect", "doctor"])
 def test_every_command_has_help(command):
     """Catches a signature that typer cannot read, and options without a word."""
     done = call(command, "--help")

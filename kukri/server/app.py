@@ -1,0 +1,206 @@
+"""The application: which path is answered by what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from kukri import __version__
+from kukri.errors import KukriError, RequestError
+from kukri.llm import LLM
+from kukri.server.chat import complete_chat
+from kukri.server.completions import complete
+from kukri.server.errors import on_http_error, on_invalid_body, on_kukri_error
+from kukri.server.guards import Guard
+from kukri.server.responses import respond
+from kukri.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ErrorBody,
+    ResponseBody,
+    TemplateBody,
+    TokenizeBody,
+)
+from kukri.server.service import Service
+from kukri.server.settings import ServerSettings
+
+_STOP_S = 5.0  # for what still runs when every connection is closed
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is wrong"},
+    401: {"model": ErrorBody, "description": "No valid API key"},
+    404: {"model": ErrorBody, "description": "No such model"},
+    408: {"model": ErrorBody, "description": "The body came too slowly"},
+    413: {"model": ErrorBody, "description": "The body is too large"},
+    429: {"model": ErrorBody, "description": "Too many requests"},
+    503: {"model": ErrorBody, "description": "No room now, or the server is shutting down"},
+}
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer"}
+}
+
+
+def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
+    """The ASGI application that serves a model; `app.state.service` is what its routes work with.
+
+    The engine's thread runs from the application's start to its shutdown.
+    """
+    service = Service(llm, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.bridge.start()
+        try:
+            yield
+        finally:
+            await service.bridge.stop(_STOP_S)
+
+    app = FastAPI(
+        title="kukri",
+        version=__version__,
+        lifespan=lifespan,
+        responses=_ERRORS,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.add_exception_handler(KukriError, on_kukri_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_middleware(Guard, settings=settings, metrics=service.metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    _add_openai_routes(app, service)
+    _add_token_routes(app, service)
+    _add_state_routes(app, service)
+    _describe(app)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses=_EVENTS)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answers a conversation."""
+        return await complete_chat(service, body, request)
+
+    @app.post("/v1/completions", responses=_EVENTS)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continues a text."""
+        return await complete(service, body, request)
+
+    @app.post("/v1/responses", responses=_EVENTS)
+    async def responses(body: ResponseBody, request: Request) -> Response:
+        """Answers a conversation, in the newer form; nothing is stored."""
+        return await respond(service, body, request)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        """Lists the names under which the model is served."""
+        names = service.settings.model_names
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        """Describes one of them."""
+        return JSONResponse(_model(service, service.check_model(name)))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    max_context = service.llm.engine.max_context
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "kukri",
+        "max_model_len": max_context,
+    }
+
+
+def _add_token_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> JSONResponse:
+        """The token ids of a text or a conversation."""
+        service.check_model(body.model)
+        if body.messages is not None:
+            messages = [message.model_dump(exclude_none=True) for message in body.messages]
+            ids = await service.encode_chat(
+                messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+            )
+        else:
+            assert body.prompt is not None, "the schema wants one of them"
+            ids = await service.encode(body.prompt, add_special=body.add_special_tokens)
+        texts = [service.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": service.llm.engine.max_context,
+                "tokens": ids,
+                "token_strs": texts,
+            }
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> JSONResponse:
+        """The text of token ids."""
+        service.check_model(body.model)
+        try:
+            text = service.tokenizer.decode(body.tokens)
+        except RequestError as error:
+            error.param = "tokens"
+            raise
+        return JSONResponse({"prompt": text})
+
+    @app.post("/apply-template", response_class=JSONResponse)
+    async def apply_template(body: TemplateBody) -> Response:
+        """The prompt that a conversation becomes."""
+        service.check_model(body.model)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        text = await service.render(
+            messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+        )
+        return Response(json.dumps({"prompt": text}), media_type="application/json")  # lone surrogates too
+
+
+def _add_state_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Whether the engine runs: `ok`, or 503 and `degraded`."""
+        is_well = service.bridge.loop.is_stepping
+        return JSONResponse({"status": "ok" if is_well else "degraded"}, 200 if is_well else 503)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether new requests are taken: 503 before the start, at the end and while the engine is ill."""
+        if service.bridge.is_draining:
+            return JSONResponse({"status": "draining"}, 503)
+        is_well = service.bridge.loop.is_stepping
+        return JSONResponse({"status": "ready" if is_well else "degraded"}, 200 if is_well else 503)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Everything that is counted, for Prometheus."""
+        return Response(service.metrics.text(), media_type=service.metrics.content_type)
+
+
+def _describe(app: FastAPI) -> None:
+    """Takes FastAPI's 422 out of the OpenAPI document: a wrong body is a 400 here."""
+    document = app.openapi()
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)

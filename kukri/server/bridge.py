@@ -1,0 +1,246 @@
+"""Between the event loop, where HTTP and text live, and the engine's thread, where tokens are made.
+
+The engine hands over what a step did by one wake-up of the event loop; there each token is put to the text of
+its `Answer`, and the `Call` that waits for it is woken. Nothing here waits for the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from time import perf_counter
+
+from kukri.engine import Engine, Request, StepOutput
+from kukri.engine.loop import EngineLoop
+from kukri.errors import CapacityError, KukriError
+from kukri.sampling import SampledToken
+from kukri.server.metrics import Metrics
+from kukri.tokenizer import StopStrings, TextStream, Tokenizer
+
+log = logging.getLogger("kukri.server")
+
+
+class Answer:
+    """The text of one request, growing with its tokens. `finish_reason` is set when it has ended."""
+
+    __slots__ = (
+        "_ends_at", "_n_decoded", "_n_shown", "_pending", "_pieces", "_stops", "_stream",
+        "finish_reason", "index", "n_tokens", "request",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: Request, index: int, tokenizer: Tokenizer, *, continues: bool = False
+    ) -> None:
+        self.request, self.index = request, index
+        self.n_tokens = 0
+        self.finish_reason: str | None = None
+        self._stream = TextStream(tokenizer, continues=continues)
+        self._stops = StopStrings(request.params.stop_strings)
+        self._pieces: list[str] = []
+        self._n_decoded = self._n_shown = (
+            0  # characters: of tokens, and of text that no stop string holds back
+        )
+        self._pending: list[
+            tuple[int, SampledToken]
+        ] = []  # where its text begins; with log-probabilities alone
+        self._ends_at: int | None = None  # where a stop string cut the text
+
+    def push(self, token: SampledToken | None, finish_reason: str | None) -> str | None:
+        """Takes what a step did for the request; gives the stop string that it completed."""
+        stop = None
+        if token is not None:
+            self.n_tokens += 1
+            if finish_reason != "stop":  # else it is the token that ended the text, and no part of it
+                stop = self._add(token)
+        if stop is not None:
+            self.finish_reason = "stop"
+        elif finish_reason is not None:
+            self.finish_reason = finish_reason
+            self._end()
+        return stop
+
+    def take_text(self) -> str:
+        """The text that came since the last time."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+    def take_tokens(self) -> list[tuple[int, SampledToken]]:
+        """The tokens of the text that was taken since the last time, each with where its text begins."""
+        is_done = self.finish_reason is not None
+        limit = self._ends_at if self._ends_at is not None else self._n_shown
+        everything = is_done and self._ends_at is None
+        n = len(self._pending) if everything else sum(start < limit for start, _ in self._pending)
+        taken = self._pending[:n]
+        self._pending = [] if is_done else self._pending[n:]
+        return taken
+
+    def _add(self, token: SampledToken) -> str | None:
+        text, stop = self._stream.push(token.id), None
+        if token.logprob is not None:
+            self._pending.append((self._n_decoded, token))
+        self._n_decoded += len(text)
+        if self.n_tokens >= self.request.params.min_tokens:
+            text, stop = self._stops.push(text)
+        self._show(text)
+        if stop is not None:
+            self._ends_at = self._n_shown
+        return stop
+
+    def _end(self) -> None:
+        """Shows what was held back, up to a stop string that the last bytes may complete."""
+        text, stop = self._stops.push(self._stream.flush())
+        self._show(text if stop is not None else text + self._stops.flush())
+        if stop is not None:
+            self._ends_at, self.finish_reason = self._n_shown, "stop"
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._n_shown += len(text)
+
+
+class Call:
+    """The answers that one HTTP request waits for."""
+
+    def __init__(self, bridge: Bridge, answers: Sequence[Answer], n_prompts: int, log_id: str) -> None:
+        self.answers, self.log_id = answers, log_id
+        self._n_each = len(answers) // n_prompts
+        self.n_prompt_tokens = sum(answer.request.n_prompt for answer in answers[:: self._n_each])
+        self.arrived_s = perf_counter()
+        self.first_token_s = 0.0
+        self.is_gone = False  # nobody waits for it any more
+        self.error: KukriError | None = None
+        self._bridge = bridge
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_changed = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer has ended."""
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens generated so far."""
+        return sum(answer.n_tokens for answer in self.answers)
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Prompt tokens that the first answer to each prompt found in the cache."""
+        return sum(answer.request.n_prefix_hit for answer in self.answers[:: self._n_each])
+
+    async def changed(self) -> None:
+        """Waits until something has come since the last wait."""
+        if not self._is_changed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_changed = False
+
+    def wake(self) -> None:
+        """Ends the wait of `changed`."""
+        self._is_changed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def leave(self) -> None:
+        """Ends the call because nobody waits for it: its pages are free by the next step."""
+        self.is_gone = True
+        self.close()
+        self.wake()
+
+    def fail(self, error: KukriError) -> None:
+        """Ends the call with an error."""
+        self.error = self.error or error
+        self.close()
+        self.wake()
+
+    def close(self) -> None:
+        """Aborts what has not ended."""
+        self._bridge.drop(self)
+
+
+class Bridge:
+    """The engine's loop as the event loop sees it. All methods but `_deliver` belong to the event loop."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, *, max_waiting: int) -> None:
+        self.engine, self._metrics = engine, metrics
+        self.loop = EngineLoop(engine, self._deliver, max_waiting=max_waiting)
+        self._answers: dict[int, tuple[Answer, Call]] = {}  # those that have not ended, by request id
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self.is_draining = False
+
+    def start(self) -> None:
+        """Starts the engine's thread; it delivers to the event loop that runs now."""
+        self._event_loop = asyncio.get_running_loop()
+        self.loop.start()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Takes no new requests, waits for the running ones and ends the engine's thread."""
+        self.is_draining = True
+        await asyncio.to_thread(self.loop.drain, timeout_s)
+        await asyncio.to_thread(self.loop.stop)
+
+    def submit(self, call: Call, deadline_s: float | None) -> None:
+        """Queues a call's requests, all or none. Raises CapacityError where there is no room for them."""
+        assert self._event_loop is not None, "the bridge has been started"
+        if self.is_draining:
+            raise CapacityError("the server is shutting down: ask another, or later")
+        if not self.loop.is_stepping:
+            raise CapacityError("the engine does not run at the moment: try again later")
+        for answer in call.answers:
+            self._answers[answer.request.id] = answer, call
+        try:
+            self.loop.submit([answer.request for answer in call.answers])
+        except BaseException:
+            for answer in call.answers:
+                del self._answers[answer.request.id]
+            raise
+        self._metrics.on_start(call)
+        if deadline_s is not None:
+            self._event_loop.call_later(deadline_s, self._expire, call, deadline_s)
+
+    def drop(self, call: Call) -> None:
+        """Aborts the answers of a call that have not ended."""
+        for answer in call.answers:
+            if self._answers.pop(answer.request.id, None) is not None:
+                answer.finish_reason = "abort"
+                self.loop.abort(answer.request)
+
+    def _expire(self, call: Call, deadline_s: float) -> None:
+        if not call.is_done:
+            call.fail(CapacityError(f"the answer was not done within {deadline_s:g} s"))
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """On the engine's thread: hands a step's outputs to the event loop."""
+        assert self._event_loop is not None
+        with suppress(RuntimeError):  # the event loop has been closed: nobody is left to tell
+            self._event_loop.call_soon_threadsafe(self._receive, outputs)
+
+    def _receive(self, outputs: list[StepOutput]) -> None:
+        now_s = perf_counter()
+        for request, token, finish_reason in outputs:
+            entry = self._answers.get(request.id)
+            if entry is None:  # dropped meanwhile
+                continue
+            answer, call = entry
+            if token is not None:
+                self._metrics.on_token(call, answer, now_s)
+            stop = answer.push(token, finish_reason)
+            if stop is not None and finish_reason is None:
+                self.loop.finish(request, "stop", stop)
+            if answer.finish_reason is not None:
+                del self._answers[request.id]
+                if answer.finish_reason in ("error", "abort"):
+                    self._on_failure(answer, call)
+            call.wake()
+
+    def _on_failure(self, answer: Answer, call: Call) -> None:
+        error = answer.request.error or KukriError("the request was aborted")
+        log.error("request failed: %s", error, extra={"request_id": call.log_id})
+        call.fail(error)

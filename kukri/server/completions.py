@@ -1,0 +1,163 @@
+"""/v1/completions, as evaluation programs use it: lists of prompts, `echo`, prompt log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kukri.errors import KukriError
+from kukri.sampling import SampledToken
+from kukri.server.bridge import Answer, Call
+from kukri.server.chat import usage
+from kukri.server.errors import error_body
+from kukri.server.logprobs import legacy_logprobs
+from kukri.server.reply import DONE, Reply
+from kukri.server.schema import CompletionBody
+from kukri.server.service import Service
+from kukri.tokenizer import TextStream
+
+_DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
+
+
+async def complete(service: Service, body: CompletionBody, http: Request) -> Response:
+    """The response to a completion."""
+    model = service.check_model(body.model)
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = service.params(
+        body,
+        max_tokens=max(max_tokens, 1),  # of none at all, one is computed and not shown
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    prompts = await _prompts(service, body)
+    call = await service.open_call(http, prompts, params, body, where="prompt", continues=True)
+    writer = CompletionWriter(service, call, body, model, prompts, hides_answer=max_tokens == 0)
+    return Reply(service, call, writer, stream=bool(body.stream))
+
+
+async def _prompts(service: Service, body: CompletionBody) -> list[list[int]]:
+    """The token ids of each prompt."""
+    prompt: Any = body.prompt
+    many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    return [await service.encode(one) if isinstance(one, str) else one for one in many]
+
+
+class CompletionWriter:
+    """Writes text completions, whole or as chunks, which have one form."""
+
+    def __init__(
+        self,
+        service: Service,
+        call: Call,
+        body: CompletionBody,
+        model: str,
+        prompts: list[list[int]],
+        *,
+        hides_answer: bool,
+    ) -> None:
+        self._service, self._call, self._body, self._prompts = service, call, body, prompts
+        self._hides_answer = hides_answer
+        n = len(call.answers)
+        self._texts = [""] * n
+        self._tokens: list[list[tuple[int, SampledToken]]] = [[] for _ in range(n)]
+        self._n_shown = [0] * n  # characters, the prompt's included
+        self._has_echoed = [not body.echo] * n
+        self._is_ended = [False] * n
+        self._head = {
+            "id": f"cmpl-{uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": service.fingerprint,
+        }
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._prefix = f"data: {json.dumps(self._head, separators=(',', ':'))[:-1]}"
+
+    def advance(self) -> bytes:
+        """Takes what came; its chunks, if it is a stream."""
+        events = b""
+        for i, answer in enumerate(self._call.answers):
+            if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):
+                continue
+            self._take(i, answer)
+            if self._body.stream and (self._texts[i] or self._tokens[i] or answer.finish_reason):
+                events += self._chunk(i, answer)
+            self._is_ended[i] = answer.finish_reason is not None
+        return events
+
+    def end(self) -> bytes:
+        """The usage, where asked for, and the end mark."""
+        if not self._with_usage:
+            return DONE
+        last = f'{self._prefix},"choices":[],"usage":{json.dumps(self._usage())}}}\n\n'
+        return last.encode() + DONE
+
+    def fail(self, error: KukriError) -> bytes:
+        """An error event and the end mark."""
+        return b"data: " + json.dumps(error_body(str(error), 500)).encode() + b"\n\n" + DONE
+
+    def body(self) -> dict[str, Any]:
+        """The completion: of each prompt, the n best answers in its order."""
+        n, n_each = self._body.n or 1, len(self._call.answers) // len(self._prompts)
+        choices: list[dict[str, Any]] = []
+        for first in range(0, len(self._call.answers), n_each):
+            ranked = list(range(first, first + n_each))
+            if n_each > n:
+                ranked.sort(key=lambda i: -self._call.answers[i].request.cumulative_logprob)
+            choices += [self._choice(i, len(choices) + rank) for rank, i in enumerate(ranked[:n])]
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def _take(self, i: int, answer: Answer) -> None:
+        """Adds what came of an answer, the prompt before it where it is echoed."""
+        if not self._has_echoed[i]:
+            self._has_echoed[i] = True
+            text, tokens = self._echo(i)
+            self._texts[i], self._tokens[i], self._n_shown[i] = text, tokens, len(text)
+        text, tokens = answer.take_text(), answer.take_tokens()
+        if self._hides_answer:
+            return
+        self._texts[i] += text
+        if self._body.logprobs is not None:
+            self._tokens[i] += [(self._n_shown[i] + start, token) for start, token in tokens]
+
+    def _echo(self, i: int) -> tuple[str, list[tuple[int, SampledToken]]]:
+        """The prompt's text, and its tokens with their log-probabilities, where asked for."""
+        prompt = self._prompts[i * len(self._prompts) // len(self._call.answers)]
+        stream = TextStream(self._service.tokenizer, skip_special=False)
+        text, starts = "", []
+        for token_id in prompt:
+            starts.append(len(text))
+            text += stream.push(token_id)
+        text += stream.flush()
+        if self._body.logprobs is None:
+            return text, []
+        first = SampledToken(prompt[0])  # nothing comes before it that could tell how likely it is
+        tokens = [first, *self._call.answers[i].request.prompt_logprobs]
+        return text, list(zip(starts, tokens, strict=True))
+
+    def _chunk(self, i: int, answer: Answer) -> bytes:
+        choice = self._choice(i, i)
+        self._texts[i], self._tokens[i] = "", []
+        chunk = {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
+        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+    def _choice(self, i: int, index: int) -> dict[str, Any]:
+        n_top = self._body.logprobs
+        logprobs = None
+        if n_top is not None:
+            logprobs = legacy_logprobs(self._service.tokenizer, self._tokens[i], 0, n_top)
+        reason = self._call.answers[i].finish_reason
+        if self._hides_answer and reason is not None:
+            reason = "length"
+        return {"index": index, "text": self._texts[i], "logprobs": logprobs, "finish_reason": reason}
+
+    def _usage(self) -> dict[str, Any]:
+        counts = usage(self._call, 0)
+        if self._hides_answer:
+            counts["completion_tokens"], counts["total_tokens"] = 0, counts["prompt_tokens"]
+        return counts

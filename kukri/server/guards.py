@@ -1,0 +1,175 @@
+"""What every request passes first: an id, the log, the API key, the rate, the size of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import sha256
+from http import HTTPStatus
+from time import perf_counter
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kukri.server.errors import error_response
+from kukri.server.metrics import Metrics
+from kukri.server.settings import ServerSettings
+
+log = logging.getLogger("kukri.server")
+OPEN_PATHS = frozenset({"/health"})  # need no key
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MAX_CLIENTS = 10_000  # whose rates are known
+
+
+class KeyRing:
+    """API keys, compared in a time that does not depend on how much of a key is right."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        """Whether there are keys at all."""
+        return bool(self._digests)
+
+    def find(self, authorization: str | None) -> int | None:
+        """Which key an Authorization header carries; None for none of them."""
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for i, known in enumerate(self._digests):  # all of them, always
+            if hmac.compare_digest(digest, known):
+                found = i
+        return found if scheme.lower() == "bearer" else None
+
+
+class RateLimiter:
+    """A bucket of tokens for each client: `per_minute` fit in, and as many come back a minute."""
+
+    def __init__(self, per_minute: int) -> None:
+        self.per_minute = per_minute
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # left, and when that was
+
+    def take(self, client: str, now_s: float | None = None) -> float:
+        """Takes one; gives 0, or the seconds until there will be one."""
+        now_s = time.monotonic() if now_s is None else now_s
+        left, then_s = self._buckets.pop(client, (float(self.per_minute), now_s))
+        left = min(left + (now_s - then_s) * self.per_minute / 60, float(self.per_minute))
+        wait_s = 0.0 if left >= 1 else (1 - left) * 60 / self.per_minute
+        self._buckets[client] = (left if wait_s else left - 1, now_s)
+        if len(self._buckets) > _MAX_CLIENTS:
+            self._buckets.popitem(last=False)
+        return wait_s
+
+
+class Guard:
+    """The outermost layer of the application, below CORS."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._keys = KeyRing(settings.api_keys)
+        self._rates = RateLimiter(settings.rate_limit) if settings.rate_limit else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request; what goes wrong beneath becomes a 500 with the request's id in the log."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s, headers, status = perf_counter(), Headers(scope=scope), 0
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+        scope["kukri.id"], scope["kukri.log"] = request_id, {}
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope, headers)
+            if refusal is not None:
+                await refusal(scope, receive, send_with_id)
+            else:
+                await self._app(scope, self._limited(headers, receive), send_with_id)
+        except Exception:
+            log.exception("request failed", extra={"request_id": request_id})
+            if not status:
+                failure = error_response(f"an error of the server; its log has it as {request_id}", 500)
+                await failure(scope, receive, send_with_id)
+        finally:
+            self._note(scope, request_id, status, perf_counter() - started_s)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """The response to a request that may not pass; notes whose request it is."""
+        client = scope["client"][0] if scope.get("client") else "local"
+        scope["kukri.client"] = client
+        if scope["path"] in OPEN_PATHS:
+            return None
+        if self._keys:
+            key = self._keys.find(headers.get("authorization"))
+            if key is None:
+                message = "a valid API key is needed: send it as `Authorization: Bearer KEY`"
+                return error_response(message, 401, code="invalid_api_key")
+            scope["kukri.client"] = client = f"key {key}"
+        if self._rates is not None and scope["method"] == "POST":
+            wait_s = self._rates.take(client)
+            if wait_s:
+                message = f"more than {self._rates.per_minute} requests a minute: try again in {wait_s:.1f} s"
+                return error_response(
+                    message, 429, code="rate_limit_exceeded", retry_after_s=max(round(wait_s + 0.5), 1)
+                )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
+            return error_response(self._too_large, 413, code="body_too_large")
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._settings.max_body_bytes} bytes: send less"
+
+    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+        """`receive` that ends a body which is too large or too slow."""
+        n_bytes, is_whole = 0, False
+        deadline_s = asyncio.get_running_loop().time() + self._settings.read_s
+
+        async def limited() -> Message:
+            nonlocal n_bytes, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "the body did not arrive in time") from None
+            n_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if n_bytes > self._settings.max_body_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
+            return message
+
+        return limited
+
+    def _note(self, scope: Scope, request_id: str, status: int, duration_s: float) -> None:
+        route = scope.get("route")
+        self._metrics.on_response(getattr(route, "path", "other"), status)
+        log.info(
+            "request",
+            extra={
+                "request_id": request_id,
+                "client": scope.get("kukri.client", "unknown"),
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,  # 0: the client left first
+                "duration_s": round(duration_s, 4),
+                **scope["kukri.log"],
+            },
+        )

@@ -1,0 +1,67 @@
+"""The server's log on stderr: a line for each event, for people or as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+_BUILT_IN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
+
+
+def configure_logs(*, as_json: bool, level: str) -> None:
+    """Sends what kukri and uvicorn log to stderr, in one form."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    for name in ("kukri", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level.upper())
+    logging.getLogger("uvicorn.error").setLevel("WARNING" if level == "info" else level.upper())
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, event and the fields of the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON."""
+        entry = {
+            "time": _time(record).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, event, then key=value."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        time = _time(record).strftime("%H:%M:%S")
+        fields = "".join(
+            f" {name}={value if str(value).isalnum() else json.dumps(value, default=str)}"
+            for name, value in _fields(record).items()
+        )
+        line = f"{time} {record.levelname.lower()} {printable(record.getMessage())}{fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def printable(text: str) -> str:
+    """The text with everything that could steer a terminal or begin a new line spelled out."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def _time(record: logging.LogRecord) -> datetime:
+    return datetime.fromtimestamp(record.created, UTC)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {
+        name: value for name, value in record.__dict__.items() if name not in _BUILT_IN and value is not None
+    }

@@ -1,0 +1,109 @@
+"""A call's answers on their way to the client: as events while they grow, or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kukri.errors import KukriError
+from kukri.server.bridge import Call
+from kukri.server.errors import response_of
+from kukri.server.service import Service
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Writer(Protocol):
+    """How one endpoint writes its answers. `advance` is called after every change, whatever is written."""
+
+    def advance(self) -> bytes:
+        """Takes what came since the last time and gives its events, perhaps none."""
+
+    def end(self) -> bytes:
+        """The last events, when every answer has ended."""
+
+    def fail(self, error: KukriError) -> bytes:
+        """The last events where an error ended the stream."""
+
+    def body(self) -> dict[str, Any]:
+        """The whole response, when every answer has ended."""
+
+
+class Reply(Response):
+    """Sends a call's answers. A client that leaves ends the call."""
+
+    def __init__(self, service: Service, call: Call, writer: Writer, *, stream: bool) -> None:
+        super().__init__()
+        self._service, self._call, self._writer, self._is_stream = service, call, writer, stream
+        self._has_begun = self._was_active = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the response."""
+        call = self._call
+        watcher = asyncio.create_task(self._watch(receive))
+        timer = asyncio.create_task(self._keep_alive(send)) if self._is_stream else None
+        try:
+            events = b""
+            while not (call.is_done or call.is_gone or call.error):
+                if events:
+                    await self._send(send, events)
+                await call.changed()
+                events = b"" if call.error or call.is_gone else self._writer.advance()
+            if timer is not None:
+                timer.cancel()
+            if not call.is_gone:
+                await self._finish(scope, receive, send, events)
+        finally:
+            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
+            call.close()
+            self._service.metrics.on_end(call)
+            scope["kukri.log"].update(
+                n_prompt_tokens=call.n_prompt_tokens,
+                n_generated=call.n_generated,
+                first_token_s=round(call.first_token_s - call.arrived_s, 4) if call.first_token_s else None,
+            )
+
+    async def _finish(self, scope: Scope, receive: Receive, send: Send, events: bytes) -> None:
+        """The end of the response, once nothing more comes; `events` are not yet sent."""
+        error = self._call.error
+        if error is not None and not self._has_begun:
+            await response_of(error)(scope, receive, send)
+        elif error is not None:
+            await self._send(send, events + self._writer.fail(error), is_last=True)
+        elif self._is_stream:
+            await self._send(send, events + self._writer.end(), is_last=True)
+        else:
+            body = json.dumps(self._writer.body(), separators=(",", ":")).encode()
+            await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._call.leave()
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Sends a comment after a silence, so that nothing on the way takes the connection for dead."""
+        while True:
+            self._was_active = False
+            await asyncio.sleep(self._service.settings.keep_alive_s)
+            if not self._was_active:
+                await self._send(send, KEEP_ALIVE)
+
+    async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        self._was_active = True
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+        await send({"type": "http.response.body", "body": data, "more_body": not is_last})

@@ -1,0 +1,356 @@
+"""The bodies of requests: every field is honoured, or refused by name.
+
+Fields that OpenAI's API has and kukri cannot honour are in the `refused` tables, each with the values that
+ask for nothing and with the reason; any other field that is not declared is an error too. Fields beyond
+OpenAI's are spelled as in vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kukri.errors import RequestError
+
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
+
+TEXT_ONLY = "the model reads and writes text alone"
+NO_TOOLS = "this server calls no tools"
+NO_STORE = "nothing is stored on this server"
+MAX_TEMPLATE_VARIABLES = 32
+_MOST_TOKENS = 2**31 - 1
+MaxTokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+
+
+class Body(BaseModel):
+    """A JSON object of exactly these fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    refused: ClassVar[Refused] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, (neutral, reason) in cls.refused.items():
+            if name in data and data[name] is not None and data[name] not in neutral:
+                raise RequestError(
+                    f"{name} is not supported: {reason}", param=name, code="unsupported_parameter"
+                )
+        return {name: value for name, value in data.items() if name not in cls.refused}
+
+
+class StreamOptions(Body):
+    """How a stream ends."""
+
+    refused = {"include_obfuscation": ((False,), "events are not padded")}
+    include_usage: bool | None = None
+
+
+class Sampling(Body):
+    """How tokens are chosen: OpenAI's fields, then those that vLLM and llama.cpp have beyond them."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stream: bool | None = None
+    user: str | None = None  # whose request it is, where several share a key: for fairness between them
+
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None  # the lower the earlier
+    typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1)] | None = None
+    dynatemp_range: Annotated[float, Field(ge=0)] | None = None
+    dynatemp_exponent: Annotated[float, Field(ge=0)] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Annotated[float, Field(ge=0, le=1)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=1e6)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=1)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1)] | None = None
+    samplers: Annotated[list[str], Field(max_length=32)] | None = None
+
+
+class GenerationBody(Sampling):
+    """What the two older endpoints share."""
+
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+        | None
+    ) = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        return self
+
+
+class TextPart(Body):
+    """A part of a message: text. Other kinds are refused by name."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """The call of an earlier turn."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A tool call of an earlier turn."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """A message of a conversation."""
+
+    refused = {
+        "name": ((), "chat templates have no place for the names of participants"),
+        "audio": ((), TEXT_ONLY),
+        "refusal": (("",), "chat templates have no place for refusals"),
+        "function_call": ((), "it is deprecated: use tool_calls"),
+    }
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(GenerationBody):
+    """A request to /v1/chat/completions."""
+
+    refused = {
+        "audio": ((), TEXT_ONLY),
+        "function_call": (("none", "auto"), NO_TOOLS),
+        "functions": (([],), NO_TOOLS),
+        "modalities": ((["text"],), TEXT_ONLY),
+        "moderation": ((), "nothing is moderated here"),
+        "parallel_tool_calls": ((True, False), NO_TOOLS),
+        "prediction": ((), "there is no speculation on a given text"),
+        "prompt_cache_key": ((), "prompts are cached without keys"),
+        "prompt_cache_options": ((), "prompts are cached without options"),
+        "prompt_cache_retention": (("in_memory",), "prompts are cached in memory alone"),
+        "response_format": (({"type": "text"},), "the form of the output cannot be enforced"),
+        "safety_identifier": ((), "there are no safety checks; name a user in `user`"),
+        "service_tier": (("auto", "default"), "there is one tier"),
+        "store": ((False,), NO_STORE),
+        "tool_choice": (("none", "auto"), NO_TOOLS),
+        "tools": (([],), NO_TOOLS),
+        "verbosity": (("medium",), "the model takes no such hint"),
+        "web_search_options": ((), NO_TOOLS),
+    }
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    metadata: dict[str, str] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatBody:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise RequestError("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
+
+
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+
+class CompletionBody(GenerationBody):
+    """A request to /v1/completions."""
+
+    refused = {"suffix": (("",), "the model does not fill in the middle")}
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> CompletionBody:
+        n, best_of = self.n or 1, self.best_of
+        if best_of is not None and best_of < n:
+            raise RequestError(f"best_of must be at least n, {n}, not {best_of}", param="best_of")
+        if best_of is not None and best_of > n and self.stream:
+            raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
+        return self
+
+
+class InputText(Body):
+    """A part of an item: text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _bare(self) -> InputText:
+        if self.annotations:
+            raise RequestError("annotations cannot be shown to the model", param="annotations")
+        return self
+
+
+class InputItem(Body):
+    """A message among the items of `input`."""
+
+    refused = {"phase": ((), "chat templates have no place for it")}
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    id: str | None = None  # of an item that came from this server: it has no other meaning
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class TextFormat(Body):
+    """The form of the output: text."""
+
+    refused = {"verbosity": (("medium",), "the model takes no such hint")}
+    format: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> TextFormat:
+        if self.format not in (None, {"type": "text"}):
+            raise RequestError(
+                "text.format is not supported: the form of the output cannot be enforced",
+                param="text.format",
+                code="unsupported_parameter",
+            )
+        return self
+
+
+class Reasoning(Body):
+    """How much a model thinks first."""
+
+    refused = {
+        "summary": ((), "thoughts are not summarized"),
+        "generate_summary": ((), "thoughts are not summarized"),
+        "context": (("auto",), "there is no choice of it"),
+        "mode": (("standard",), "there is one mode"),
+    }
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponseBody(Sampling):
+    """A request to /v1/responses."""
+
+    refused = {
+        "access_programs": ((), "there are none"),
+        "background": ((False,), NO_STORE),
+        "background_options": ((), NO_STORE),
+        "context_management": (([],), "a context is not compacted"),
+        "conversation": ((), NO_STORE),
+        "image": ((), TEXT_ONLY),
+        "max_tool_calls": ((), NO_TOOLS),
+        "moderation": ((), "nothing is moderated here"),
+        "parallel_tool_calls": ((True, False), NO_TOOLS),
+        "previous_response_id": ((), NO_STORE),
+        "prompt": ((), NO_STORE),
+        "prompt_cache_key": ((), "prompts are cached without keys"),
+        "prompt_cache_options": ((), "prompts are cached without options"),
+        "prompt_cache_retention": (("in_memory",), "prompts are cached in memory alone"),
+        "safety_identifier": ((), "there are no safety checks; name a user in `user`"),
+        "service_tier": (("auto", "default"), "there is one tier"),
+        "store": ((False,), NO_STORE),
+        "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
+        "tool_choice": (("none", "auto"), NO_TOOLS),
+        "tools": (([],), NO_TOOLS),
+        "truncation": (("disabled",), "a prompt that is too long is an error"),
+    }
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    max_output_tokens: MaxTokens | None = None
+    metadata: dict[str, str] | None = None
+    reasoning: Reasoning | None = None
+    text: TextFormat | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(Body):
+    """A request to /tokenize: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    """A request to /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class TemplateBody(Body):
+    """A request to /apply-template."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error, as OpenAI's API writes it."""
+
+    error: ErrorDetail

@@ -1,0 +1,171 @@
+"""The served model: from a checked body to a call of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from starlette.requests import Request
+
+from kukri import __version__
+from kukri.engine import Request as EngineRequest
+from kukri.errors import CapacityError, ContextLengthError, RequestError
+from kukri.llm import LLM
+from kukri.sampling import SamplingParams
+from kukri.server.bridge import Answer, Bridge, Call
+from kukri.server.errors import ModelNotFoundError
+from kukri.server.metrics import Metrics
+from kukri.server.reasoning import OPEN
+from kukri.server.schema import MAX_TEMPLATE_VARIABLES, Sampling
+from kukri.server.settings import ServerSettings
+
+# names that the template gets from elsewhere
+_RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "tokenizer", "self"}
+# fields of SamplingParams that bodies give in another form, or not at all
+_OTHER_FORM = {"top_k", "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "logits_processors"}
+_SAME_NAME = tuple(f.name for f in fields(SamplingParams) if f.name not in _OTHER_FORM)
+
+
+class Service:
+    """A model, its engine and the rules of this server. Belongs to the event loop."""
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self.llm, self.settings = llm, settings
+        self.tokenizer, self.template = llm.tokenizer, llm.chat_template
+        self.metrics = Metrics(settings.model_names[0])
+        self.bridge = Bridge(llm.engine, self.metrics, max_waiting=settings.max_waiting)
+        self.metrics.watch_engine(self.bridge.loop.status)
+        self.created = int(time.time())
+        self.fingerprint = f"kukri-{__version__}"
+
+    def check_model(self, name: str | None) -> str:
+        """The name that an answer carries. Raises ModelNotFoundError on a name that is not served."""
+        if name is not None and name not in self.settings.model_names:
+            raise ModelNotFoundError(name, self.settings.model_names)
+        return name or self.settings.model_names[0]
+
+    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """The token ids of a plain prompt, with the tokens that the model wants around a text."""
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
+        *,
+        effort: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The token ids of a conversation; `variables` and the effort to reason go to its template."""
+        given = {**self._effort(effort), **self._variables(variables)}
+        return await asyncio.to_thread(
+            self.template.encode, self.tokenizer, messages, add_generation_prompt, **given
+        )
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, **options: Any
+    ) -> str:
+        """The text of a conversation."""
+        return await asyncio.to_thread(
+            self.template.render, messages, **options, **self._variables(variables)
+        )
+
+    def ends_in_thoughts(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the template has begun the model's thoughts for it."""
+        return self.tokenizer.decode(prompt_ids[-8:]).rstrip().endswith(OPEN)
+
+    async def open_call(
+        self,
+        http: Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        body: Sampling,
+        *,
+        where: str,
+        continues: bool = False,
+    ) -> Call:
+        """Queues the requests of all prompts and gives the call that waits for them.
+
+        `where` is the body's field that holds the prompt, for errors. Raises RequestError and CapacityError.
+        """
+        n_each = params.n_generated_answers
+        if len(prompts) * n_each > self.settings.max_waiting:
+            raise RequestError(
+                f"{len(prompts) * n_each} answers asked for at once, and the queue holds "
+                f"{self.settings.max_waiting}: send fewer prompts",
+                param=where,
+            )
+        client = f"{http.scope['kukri.client']}/{body.user or ''}"
+
+        def make() -> list[EngineRequest]:
+            return [
+                request
+                for prompt in prompts
+                for request in self.llm.engine.make_requests(
+                    prompt, params, priority=body.priority or 0, client=client
+                )
+            ]
+
+        try:
+            requests = await asyncio.to_thread(make)
+            for request in requests:
+                self.llm.engine.scheduler.check_fits(request)
+        except ContextLengthError as error:
+            error.param = where
+            raise
+        except CapacityError as error:  # not even alone: trying later is no help
+            raise RequestError(str(error), param="max_tokens") from None
+        answers = [Answer(r, i, self.tokenizer, continues=continues) for i, r in enumerate(requests)]
+        call = Call(self.bridge, answers, len(prompts), http.scope["kukri.id"])
+        self.bridge.submit(call, self.settings.deadline_s)
+        return call
+
+    def params(self, body: Sampling, **others: Any) -> SamplingParams:
+        """The SamplingParams of a body; `others` are those that endpoints name differently."""
+        given = {name: getattr(body, name, None) for name in _SAME_NAME}
+        given["top_k"] = None if body.top_k is None else max(body.top_k, 0)
+        given["logit_bias"] = _token_bias(getattr(body, "logit_bias", None))
+        wanted = {name: value for name, value in (given | others).items() if value is not None}
+        return SamplingParams(**{"max_tokens": None, **wanted})
+
+    def _variables(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Variables for the chat template; each has to be one that it reads."""
+        source = self.template.source or ""
+        given = given or {}
+        if len(given) > MAX_TEMPLATE_VARIABLES:
+            raise RequestError(f"more than {MAX_TEMPLATE_VARIABLES} variables", param="chat_template_kwargs")
+        for name in given:
+            if name in _RESERVED or not name.isidentifier() or name not in source:
+                raise RequestError(
+                    f"the model's chat template takes no variable {name[:100]!r}",
+                    param=f"chat_template_kwargs.{name[:100]}",
+                    code="unsupported_parameter",
+                )
+        return dict(given)
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        """What an effort to reason means to the template, where it knows any."""
+        if effort is None:
+            return {}
+        source = self.template.source or ""
+        if "reasoning_effort" in source:
+            return {"reasoning_effort": effort}
+        if "enable_thinking" in source:
+            return {"enable_thinking": effort != "none"}
+        raise RequestError(
+            "the model's chat template knows no effort to reason",
+            param="reasoning_effort",
+            code="unsupported_parameter",
+        )
+
+
+def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        raise RequestError("the keys of logit_bias must be token ids", param="logit_bias") from None

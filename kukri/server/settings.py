@@ -1,0 +1,42 @@
+"""What a server allows, and to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kukri.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Names, keys and limits of a server. Sizes in bytes, times in seconds.
+
+    Without `api_keys` everybody may ask. `rate_limit` counts requests a minute of one key, or of one address
+    where there are no keys; None does not count.
+    """
+
+    model_names: tuple[str, ...]  # the first is the one that answers carry
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 2 << 20
+    max_waiting: int = 256  # requests in the engine's queue
+    rate_limit: int | None = None
+    deadline_s: float | None = None  # of one request, from its arrival to its last token
+    read_s: float = 30.0  # until a request's body has to be there
+    keep_alive_s: float = 15.0  # of silence before a stream gets a comment
+    drain_s: float = 60.0  # for running answers once the server was told to end
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on values out of range."""
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError("a served model needs a name")
+        for name in ("max_body_bytes", "max_waiting", "rate_limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        for name in ("deadline_s", "read_s", "keep_alive_s", "drain_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0, not {value}")
+        if not all(key.isascii() and key.isprintable() and key.strip() for key in self.api_keys):
+            raise ConfigError("an API key must be printable ASCII and not empty")

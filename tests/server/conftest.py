@@ -1,0 +1,84 @@
+"""A real server on loopback, with the real model, for all tests of this folder."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from kukri import LLM
+from kukri.server.app import create_app
+from kukri.server.service import Service
+from kukri.server.settings import ServerSettings
+
+MODEL = "smol"
+
+
+@dataclass
+class Served:
+    """A running server, seen from both sides."""
+
+    url: str
+    service: Service
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def http(self, **options) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def pages_used(self) -> int:
+        """KV pages that requests hold now."""
+        return self.service.bridge.loop.status().n_pages_held
+
+    def wait_until(self, is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_true():
+            assert time.monotonic() < deadline, "it never came true"
+            time.sleep(0.005)
+
+
+@contextmanager
+def serving(llm: LLM, **settings) -> Iterator[Served]:
+    """Serves a model from a thread within the `with` block."""
+    app = create_app(llm, ServerSettings(**{"model_names": (MODEL, "other-name"), **settings}))
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=10)
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.service)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        assert not thread.is_alive(), "the server did not end"
+
+
+@pytest.fixture(scope="session")
+def offline(smollm2_path: Path) -> Iterator[LLM]:
+    """The same model without a server: what answers have to be."""
+    with LLM(smollm2_path, max_context=1024) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def served(smollm2_path: Path) -> Iterator[Served]:
+    """A server without limits that a test would meet by accident. What a test queues it ends."""
+    with LLM(smollm2_path, max_context=1024, max_requests=8) as llm, serving(llm, max_waiting=64) as server:
+        yield server

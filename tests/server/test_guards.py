@@ -1,0 +1,313 @@
+"""What a server lets in, and how it ends what it must not let go on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from bodies import check_error, events
+from conftest import MODEL, serving
+
+from kukri import LLM
+from kukri.errors import ConfigError
+from kukri.server.guards import KeyRing, RateLimiter
+from kukri.server.logs import JsonFormatter, TextFormatter
+from kukri.server.settings import ServerSettings
+
+ASK = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
+LONG = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
+POSTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+)
+GETS = ("/v1/models", f"/v1/models/{MODEL}", "/ready", "/metrics", "/openapi.json")
+
+
+@pytest.fixture(scope="module")
+def small(smollm2_path):
+    """A model to serve with other settings, one server at a time."""
+    with LLM(smollm2_path, max_context=1024, max_requests=2) as llm:
+        yield llm
+
+
+@contextmanager
+def streaming(server, body, **options):
+    """The lines of a stream, as they come."""
+    with (
+        server.http(**options) as http,
+        http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response,
+    ):
+        assert response.status_code == 200, response.read()
+        yield response.iter_lines()
+
+
+def ask_once(url):
+    assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=60).status_code == 200
+
+
+# --- keys
+
+
+def test_every_route_but_health_needs_a_key(small):
+    """Catches a route that was added below the guard, and metrics that tell strangers about the traffic."""
+    with serving(small, api_keys=("right", "other")) as server, server.http() as http:
+        assert http.get("/health").status_code == 200
+        for header in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "right"},
+            {"authorization": "Basic right"},
+        ):
+            for path in GETS:
+                check_error(http.get(path, headers=header), 401)
+            for path in POSTS:
+                response = http.post(path, json=ASK, headers=header)
+                check_error(response, 401)
+                assert response.headers["www-authenticate"] == "Bearer"
+        for key in ("right", "other"):
+            allowed = {"authorization": f"Bearer {key}"}
+            assert http.post("/v1/completions", json=ASK, headers=allowed).status_code == 200
+            assert all(http.get(path, headers=allowed).status_code == 200 for path in GETS)
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "Bearer", "Bearer ", "Bearer rightx", "Bearer righ", "Bearer \udcff", "bearer"]
+)
+def test_wrong_keys_are_wrong(given):
+    """Catches an empty key that passes, and a header that cannot be compared."""
+    assert KeyRing(["right"]).find(given) is None
+
+
+def test_the_right_key_is_found():
+    """Catches keys that are compared with the wrong one."""
+    ring = KeyRing(["a", "b"])
+    assert [ring.find("Bearer a"), ring.find("bearer b")] == [0, 1]
+
+
+# --- limits
+
+
+def test_a_large_body_is_refused(small):
+    """Catches a limit that a body without a length gets around, and one that reads it all first."""
+    with serving(small, max_body_bytes=2000) as server, server.http() as http:
+        body = json.dumps(ASK | {"prompt": "x" * 3000}).encode()
+        assert "2000" in check_error(http.post("/v1/completions", content=body), 413)
+
+        def chunks():
+            for start in range(0, len(body), 100):
+                yield body[start : start + 100]
+
+        headers = {"content-type": "application/json"}
+        check_error(http.post("/v1/completions", content=chunks(), headers=headers), 413)
+        assert http.post("/v1/completions", json=ASK).status_code == 200
+
+
+def test_a_slow_body_is_refused(small):
+    """Catches a client that holds a connection open by sending nothing."""
+    with serving(small, read_s=0.3) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n")
+            slow.sendall(b"content-type: application/json\r\n\r\n{")
+            assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
+
+
+def test_a_rate_is_kept_for_each_key(small):
+    """Catches a limit shared by all keys, one that never lets go, and a 429 that does not say when."""
+    with serving(small, api_keys=("a", "b"), rate_limit=2) as server, server.http() as http:
+
+        def ask(key):
+            return http.post("/v1/completions", json=ASK, headers={"authorization": f"Bearer {key}"})
+
+        assert [ask("a").status_code, ask("a").status_code] == [200, 200]
+        refused = ask("a")
+        check_error(refused, 429)
+        assert 1 <= int(refused.headers["retry-after"]) <= 31
+        assert ask("b").status_code == 200
+        assert http.get("/v1/models", headers={"authorization": "Bearer a"}).status_code == 200
+
+
+def test_a_rate_comes_back_with_time():
+    """Catches buckets that overflow, or fill too slowly."""
+    rates = RateLimiter(60)
+    assert [rates.take("a", 0.0) for _ in range(60)] == [0.0] * 60
+    assert rates.take("a", 0.0) == pytest.approx(1.0)
+    assert rates.take("a", 0.5) == pytest.approx(0.5)
+    assert rates.take("a", 1.01) == 0.0
+    assert [rates.take("a", 1e6) for _ in range(60)] == [0.0] * 60
+    assert rates.take("a", 1e6) > 0
+    for i in range(20_000):
+        rates.take(str(i), 0.0)
+    assert len(rates._buckets) <= 10_000
+
+
+def test_a_full_queue_says_when_to_come_back(small):
+    """Catches a queue without an end, and places in it that are not given back."""
+    with serving(small, max_waiting=2) as server:
+        with streaming(server, LONG) as one, streaming(server, LONG) as two:
+            next(one), next(two)  # both run: all places of the batch are taken
+            with server.http() as http:
+                waiting = [threading.Thread(target=ask_once, args=[server.url]) for _ in range(2)]
+                for thread in waiting:
+                    thread.start()
+                server.wait_until(lambda: server.service.bridge.loop.status().n_waiting == 2)
+                refused = http.post("/v1/completions", json=ASK)
+                check_error(refused, 503)
+                assert int(refused.headers["retry-after"]) >= 1
+                one.close(), two.close()
+        for thread in waiting:
+            thread.join(20)
+        with server.http() as http:
+            assert http.post("/v1/completions", json=ASK).status_code == 200
+
+
+def test_more_answers_than_the_queue_holds_are_a_mistake(served):
+    """Catches a request that is told to try again for ever."""
+    with served.http() as http:
+        message = check_error(http.post("/v1/completions", json=ASK | {"prompt": ["a"] * 65}), 400, "prompt")
+    assert "65" in message
+    assert "64" in message
+
+
+def test_a_deadline_ends_an_answer(small):
+    """Catches an answer that goes on for ever, or ends without a word."""
+    with serving(small, deadline_s=0.5) as server, server.http() as http:
+        started_s = time.monotonic()
+        check_error(http.post("/v1/completions", json=LONG), 503)
+        assert time.monotonic() - started_s < 5
+        *chunks, last = events(http.post("/v1/completions", json=LONG | {"stream": True}))
+        assert chunks
+        assert "0.5" in last["error"]["message"]
+        server.wait_until(lambda: server.pages_used() == 0)
+        assert http.post("/v1/completions", json=ASK).status_code == 200
+
+
+def test_a_silent_stream_is_kept_alive(small):
+    """Catches proxies that cut a stream while its request waits in the queue."""
+    with (
+        serving(small, keep_alive_s=0.1) as server,
+        streaming(server, LONG) as one,
+        streaming(server, LONG) as two,
+    ):
+        next(one), next(two)
+        with streaming(server, ASK) as waiting:
+            assert next(waiting) == ": keep-alive"
+
+
+# --- those who leave
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_pages(served, stream):
+    """Catches requests that are computed for nobody."""
+    before = served.pages_used()
+    with served.http() as http:
+        if stream:
+            with http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 2}) as response:
+                next(response.iter_lines())
+                assert served.pages_used() > before
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=LONG, timeout=0.3)
+    served.wait_until(lambda: served.pages_used() == before, timeout_s=1.0)
+    assert served.service.bridge.loop.status().n_running == 0
+
+
+def test_a_client_that_leaves_the_queue_is_forgotten(small):
+    """Catches requests of the queue that outlive their clients."""
+    with serving(small) as server, streaming(server, LONG) as one, streaming(server, LONG) as two:
+        next(one), next(two)
+        with server.http() as http, pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=ASK, timeout=0.2)
+        server.wait_until(lambda: server.service.bridge.loop.status().n_waiting == 0, timeout_s=1.0)
+
+
+# --- ids, logs, origins
+
+
+def test_request_ids_go_in_and_out(served, caplog):
+    """Catches answers that cannot be found in the log, and ids that write lines of their own into it."""
+    caplog.set_level(logging.INFO, "kukri.server")
+    with served.http() as http:
+        response = http.post("/v1/completions", json=ASK, headers={"x-request-id": "mine-1"})
+        assert response.headers["x-request-id"] == "mine-1"
+        assert http.get("/nowhere").headers["x-request-id"].startswith("req_")
+        assert (
+            http.get("/health", headers={"x-request-id": "a b\t{}"})
+            .headers["x-request-id"]
+            .startswith("req_")
+        )
+    record = next(r for r in caplog.records if getattr(r, "request_id", "") == "mine-1")
+    entry = json.loads(JsonFormatter().format(record))
+    assert entry["path"] == "/v1/completions"
+    assert entry["status"] == 200
+    assert entry["n_generated"] == 2
+    assert entry["duration_s"] >= entry["first_token_s"] > 0
+    assert 'request_id="mine-1"' in TextFormatter().format(record)
+    record.msg, record.path = "two\nlines\x1b[31m", "/\r\n\x1b"
+    assert re.fullmatch(r"[ -~]+", TextFormatter().format(record))
+
+
+def test_only_listed_origins_may_ask(small):
+    """Catches pages of strangers that use the server through a visitor's browser."""
+    with (
+        serving(small, api_keys=("k",), cors_origins=("https://good.example",)) as server,
+        server.http() as http,
+    ):
+        ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        good = http.options("/v1/completions", headers=ask | {"origin": "https://good.example"})
+        assert good.headers["access-control-allow-origin"] == "https://good.example"
+        bad = http.options("/v1/completions", headers=ask | {"origin": "https://bad.example"})
+        assert "access-control-allow-origin" not in bad.headers
+        refused = http.post("/v1/completions", json=ASK, headers={"origin": "https://good.example"})
+        check_error(refused, 401)
+        assert refused.headers["access-control-allow-origin"] == "https://good.example"
+
+
+def test_metrics_count_what_happened(small):
+    """Catches histograms that nobody feeds, and pages or tokens that are not counted."""
+    with serving(small) as server, server.http() as http:
+        assert (
+            http.post("/v1/completions", json=ASK | {"max_tokens": 5, "ignore_eos": True}).status_code == 200
+        )
+        with streaming(server, LONG) as lines:
+            next(lines)
+        http.get(f"/no/such/path/{'x' * 50}")
+        server.wait_until(lambda: server.pages_used() == 0)
+        lines = http.get("/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    label = f'{{model="{MODEL}"}}'
+    assert float(values[f"kukri_time_to_first_token_seconds_count{label}"]) == 2
+    assert float(values[f"kukri_inter_token_seconds_count{label}"]) >= 4
+    assert float(values[f"kukri_end_to_end_seconds_count{label}"]) == 2
+    assert float(values[f"kukri_queue_seconds_count{label}"]) == 2
+    assert float(values[f'kukri_requests_total{{model="{MODEL}",reason="length"}}']) == 1
+    assert float(values[f'kukri_requests_total{{model="{MODEL}",reason="abort"}}']) == 1
+    assert float(values[f"kukri_generated_tokens_total{label}"]) >= 6
+    assert float(values[f"kukri_kv_pages{label}"]) == 128
+    assert float(values[f"kukri_kv_pages_held{label}"]) == 0
+    assert float(values['kukri_http_responses_total{path="other",status="404"}']) == 1
+
+
+def test_settings_that_make_no_sense_are_refused():
+    """Catches a server that starts and then refuses everything."""
+    for wrong in (
+        {"model_names": ()},
+        {"model_names": ("a",), "max_waiting": 0},
+        {"model_names": ("a",), "deadline_s": 0},
+        {"model_names": ("a",), "api_keys": ("bad\nkey",)},
+    ):
+        with pytest.raises(ConfigError):
+            ServerSettings(**wrong)
+    assert "secret" not in repr(ServerSettings(("a",), api_keys=("secret",)))

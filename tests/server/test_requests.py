@@ -1,0 +1,447 @@
+"""What requests may ask: every field counts or is refused, and nothing that is sent breaks the server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+
+import numpy as np
+import openai
+import pytest
+from bodies import check_chat, check_completion, check_error, check_response, events
+from conftest import MODEL, serving
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.completion_create_params import CompletionCreateParamsBase
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+
+from kukri import LLM
+from kukri.server.schema import ChatBody, CompletionBody, ResponseBody
+
+CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ASK = {
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    TEXT: {"model": MODEL, "prompt": "Hi", "max_tokens": 2},
+    RESPONSE: {"model": MODEL, "input": "Hi", "max_output_tokens": 2},
+}
+
+
+# --- fields
+
+
+@pytest.mark.parametrize(
+    ("params", "body"),
+    [
+        (chat_params.CompletionCreateParamsBase, ChatBody),
+        (CompletionCreateParamsBase, CompletionBody),
+        (ResponseCreateParamsBase, ResponseBody),
+    ],
+)
+def test_every_field_of_openai_is_known(params, body):
+    """Catches a field of the API that is unknown here, instead of honoured or refused for a reason."""
+    unknown = set(params.__annotations__) - set(body.model_fields) - set(body.refused)
+    assert not unknown
+    assert not set(body.model_fields) & set(body.refused)
+
+
+def test_refused_fields_are_named(served):
+    """Catches fields that are ignored: the caller would believe in them."""
+    wanted = {"a": 1}  # no field's neutral value
+    with served.http() as http:
+        for path, body in ((CHAT, ChatBody), (TEXT, CompletionBody), (RESPONSE, ResponseBody)):
+            for name in body.refused:
+                message = check_error(http.post(path, json=ASK[path] | {name: wanted}), 400, name)
+                assert message.startswith(f"{name} is not supported: ")
+
+
+def test_neutral_values_of_refused_fields_are_taken(served):
+    """Catches clients refused for saying what is the case anyway."""
+    with served.http() as http:
+        for path, body in ((CHAT, ChatBody), (TEXT, CompletionBody), (RESPONSE, ResponseBody)):
+            neutral = {name: (values or (None,))[0] for name, (values, _) in body.refused.items()}
+            response = http.post(path, json=ASK[path] | neutral)
+            assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", list(ASK))
+def test_unknown_fields_are_named(served, path):
+    """Catches a misspelt parameter that silently does nothing."""
+    with served.http() as http:
+        assert "'temprature'" in check_error(
+            http.post(path, json=ASK[path] | {"temprature": 0}), 400, "temprature"
+        )
+
+
+WRONG = [
+    (CHAT, {"temperature": 9}, "temperature"),
+    (CHAT, {"temperature": -0.1}, "temperature"),
+    (CHAT, {"temperature": "0"}, "temperature"),
+    (CHAT, {"temperature": True}, "temperature"),
+    (CHAT, {"top_p": 1.1}, "top_p"),
+    (CHAT, {"n": 0}, "n"),
+    (CHAT, {"n": 129}, "n"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"max_tokens": 1.5}, "max_tokens"),
+    (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "Hi"}, "messages"),
+    (CHAT, {"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": "Hi", "name": "Bob"}]}, "name"),
+    (CHAT, {"messages": [{"role": "user", "content": "Hi", "colour": "red"}]}, "messages[0].colour"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
+    (CHAT, {"model": "gpt-9\n" * 50}, "model"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"logit_bias": {"a": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"1": 101}}, None),
+    (CHAT, {"stop": ""}, "stop"),
+    (CHAT, {"stop": ["a"] * 17}, "stop"),
+    (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {"prompt": [1, "a"]}, "prompt"),
+    (TEXT, {"prompt": [99999999]}, "prompt"),
+    (TEXT, {"prompt": [-1]}, "prompt"),
+    (TEXT, {"prompt": [10**30]}, "prompt"),
+    (TEXT, {"prompt": [[]]}, "prompt"),
+    (TEXT, {"prompt": None}, "prompt"),
+    (TEXT, {"prompt": "word " * 2000}, "prompt"),
+    (TEXT, {"max_tokens": -1}, "max_tokens"),
+    (TEXT, {"max_tokens": 10**30}, "max_tokens"),
+    (TEXT, {"seed": 10**30}, "seed"),
+    (TEXT, {"best_of": 1, "n": 2}, "best_of"),
+    (TEXT, {"best_of": 2, "stream": True}, "best_of"),
+    (TEXT, {"min_tokens": 5}, "min_tokens"),
+    (TEXT, {"samplers": ["magic"]}, "samplers"),
+    (RESPONSE, {"input": []}, "input"),
+    (RESPONSE, {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, None),
+    (RESPONSE, {"include": ["file_search_call.results"]}, "include[0]"),
+    (RESPONSE, {"text": {"format": {"type": "json_object"}}}, "text.format"),
+    (RESPONSE, {"input": "word " * 2000}, "input"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "wrong", "param"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_values_are_named(served, path, wrong, param):
+    """Catches a caller's mistake that becomes a 500, an empty answer, or an error that names no field."""
+    status = 404 if param == "model" else 400
+    with served.http() as http:
+        check_error(http.post(path, json=ASK[path] | wrong), status, param)
+
+
+def test_too_long_a_prompt_carries_both_numbers(served):
+    """Catches silent truncation, and an error that does not say how much too long."""
+    with served.http() as http:
+        response = http.post(TEXT, json=ASK[TEXT] | {"prompt": [5] * 1500})
+    message = check_error(response, 400, "prompt")
+    assert "1500" in message
+    assert "1024" in message
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+BROKEN = [
+    b"", b"{", b"null", b"[]", b"1", b'"a"', b"{}", b"\xff\xfe", b"\x00" * 100, b'{"model": "smol"',
+    b"[" * 100_000,
+    b'{"a":' * 50_000, b'{"model": NaN}', b'{"model":"smol","prompt":"a","temperature":NaN}',
+    b'{"model":"smol","prompt":"a","temperature":Infinity}',
+    b'{"model":"smol","prompt":"a","max_tokens":1e400}', b'{"model":"smol","prompt":"a","model":1}',
+    b'{"model":"smol","prompt":"a","logit_bias":{"\\ud800":1}}',
+    b'{"model":"smol","prompt":"a","max_tokens":' + b"9" * 5000 + b"}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BROKEN, ids=lambda body: repr(body[:30]))
+def test_broken_bodies_are_the_callers_fault(served, body):
+    """Catches a parser's exception that becomes a 500, or a traceback in the answer."""
+    with served.http() as http:
+        for path in (*ASK, "/tokenize", "/detokenize", "/apply-template"):
+            response = http.post(path, content=body, headers={"content-type": "application/json"})
+            check_error(response, 400)
+        assert http.post(TEXT, json=ASK[TEXT]).status_code == 200
+
+
+def test_half_a_character_is_text(served):
+    """Catches a lone surrogate, which JSON can spell and UTF-8 cannot, that becomes a 500."""
+    half = {"content-type": "application/json"}
+    message = b'[{"role":"user","content":"\\ud800"}]'
+    with served.http(headers=half) as http:
+        answers = [
+            http.post(CHAT, content=b'{"model":"smol","max_tokens":1,"messages":%s}' % message),
+            http.post(TEXT, content=b'{"model":"smol","max_tokens":1,"prompt":"\\ud800","echo":true}'),
+            http.post(
+                RESPONSE, content=b'{"model":"smol","max_output_tokens":1,"input":"\\ud800","user":"\\udfff"}'
+            ),
+            http.post("/tokenize", content=b'{"prompt":"\\ud800"}'),
+            http.post("/apply-template", content=b'{"messages":%s}' % message),
+        ]
+    assert [answer.status_code for answer in answers] == [200] * 5
+
+
+def test_paths_and_methods_that_are_not_there(served):
+    """Catches errors of the router in another form than all the others."""
+    with served.http() as http:
+        check_error(http.get("/v1/nothing"), 404)
+        refused = http.get(TEXT)
+        check_error(refused, 405)
+        assert refused.headers["allow"] == "POST"
+        check_error(http.post(TEXT, content=b"a=b", headers={"content-type": "text/plain"}), 400)
+
+
+# --- several answers
+
+
+def test_n_answers_are_n_choices(served):
+    """Catches answers that share a seed, an index or their text."""
+    create = served.client.chat.completions.create
+    options = {"model": MODEL, "messages": ASK[CHAT]["messages"], "n": 3, "temperature": 1.2, "seed": 7}
+    whole = create(max_tokens=12, **options)
+    texts = [choice.message.content for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    streamed = ["", "", ""]
+    for chunk in create(max_tokens=12, stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    assert whole.usage.completion_tokens <= 36
+
+
+def test_best_of_gives_the_likeliest(served):
+    """Catches answers in the order they were made instead of the best of them."""
+    options = {
+        "model": MODEL,
+        "prompt": "The sea",
+        "max_tokens": 8,
+        "temperature": 1.5,
+        "seed": 3,
+        "logprobs": 0,
+    }
+    create = served.client.completions.create
+    everything = create(n=5, **options)
+    best = create(n=2, best_of=5, **options)
+
+    def likelihood(choice):
+        return sum(choice.logprobs.token_logprobs)
+
+    ranked = sorted(everything.choices, key=likelihood, reverse=True)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert best.usage.completion_tokens == everything.usage.completion_tokens
+    with served.http() as http:
+        plain = http.post(TEXT, json=ASK[TEXT] | {"best_of": 2}).json()
+    assert check_completion(plain).choices[0].logprobs is None
+
+
+# --- echo, as evaluation programs use it
+
+
+def log_softmax(row):
+    row = row.astype(np.float64)
+    return row - row.max() - math.log(np.exp(row - row.max()).sum())
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_scores_every_token_of_the_prompt(served, offline, max_tokens):
+    """Catches log-probabilities one place off, cut by the prefix cache, or of another prompt of the batch."""
+    texts = ["The capital of France is Paris.", "Grüße an alle 😀", "The capital of France is Rome. " * 8]
+    prompts = [offline.tokenizer.encode(text) for text in texts]
+    body = {
+        "model": MODEL,
+        "prompt": prompts,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+    }
+    with served.http() as http:
+        for _ in range(2):  # the second time with what the first left in the cache
+            answer = http.post(TEXT, json=body).json()
+            check_completion(answer)
+            for choice, prompt, text in zip(answer["choices"], prompts, texts, strict=True):
+                check_scores(offline, choice, prompt, text, max_tokens)
+    assert answer["usage"]["completion_tokens"] == max_tokens * len(prompts)
+
+
+def check_scores(offline, choice, prompt, text, n_generated):
+    expected = offline.logits(prompt)
+    scores = choice["logprobs"]
+    assert choice["text"].startswith(text)
+    assert (choice["text"] == text) == (n_generated == 0)
+    assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(prompt) + n_generated
+    assert scores["token_logprobs"][0] is None
+    assert scores["top_logprobs"][0] is None
+    for i in range(1, len(prompt)):
+        row = log_softmax(expected[i - 1])
+        assert scores["token_logprobs"][i] == pytest.approx(row[prompt[i]], abs=1e-4)
+        assert max(scores["top_logprobs"][i].values()) == pytest.approx(row.max(), abs=1e-4)
+        assert scores["tokens"][i] in scores["top_logprobs"][i]
+    for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
+        if not token.startswith("bytes:"):
+            assert choice["text"][offset:].startswith(token)
+
+
+def test_echo_without_scores(served):
+    """Catches a prompt that is echoed only where log-probabilities are asked for, or twice in a stream."""
+    options = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 4, "temperature": 0}
+    create = served.client.completions.create
+    plain = create(**options).choices[0].text
+    assert create(echo=True, **options).choices[0].text == options["prompt"] + plain
+    chunks = list(create(echo=True, stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == options["prompt"] + plain
+
+
+# --- usage
+
+
+def test_cached_tokens_are_counted(served):
+    """Catches a prefix cache that nobody can see, or that is counted for strangers' prompts."""
+    options = {"model": MODEL, "prompt": "It was a dark and stormy night. " * 12, "max_tokens": 1}
+    first, second = (served.client.completions.create(**options).usage for _ in range(2))
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens - 17 <= second.prompt_tokens_details.cached_tokens < second.prompt_tokens
+
+
+# --- thoughts
+
+
+@pytest.fixture(scope="module")
+def thinking(smollm2_path):
+    """A server whose template begins the model's thoughts, so that all it says are thoughts."""
+    with LLM(smollm2_path, max_context=512) as llm:
+        assert llm.tokenizer.chat_template is not None
+        llm.tokenizer.chat_template += "{% if enable_thinking %}<think>\n{% endif %}"
+        with serving(llm) as server:
+            yield server
+
+
+def test_thoughts_are_no_content(thinking):
+    """Catches thoughts in the answer, and template variables that do not arrive."""
+    body = ASK[CHAT] | {"max_tokens": 6, "chat_template_kwargs": {"enable_thinking": True}, "temperature": 0}
+    with thinking.http() as http:
+        answer = http.post(CHAT, json=body).json()
+        check_chat(answer)
+        message = answer["choices"][0]["message"]
+        assert message["reasoning_content"]
+        assert message["content"] is None
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
+        deltas = [
+            chunk["choices"][0]["delta"] for chunk in events(http.post(CHAT, json=body | {"stream": True}))
+        ]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+        plain = http.post(CHAT, json=body | {"chat_template_kwargs": {"enable_thinking": False}}).json()
+        assert plain["choices"][0]["message"]["content"]
+        assert "reasoning_content" not in plain["choices"][0]["message"]
+
+
+def test_thoughts_are_an_item_of_a_response(thinking):
+    """Catches a reasoning effort that does not reach the template, and events the client cannot read."""
+    body = ASK[RESPONSE] | {"max_output_tokens": 6, "reasoning": {"effort": "low"}, "temperature": 0}
+    with thinking.http() as http:
+        answer = check_response(http.post(RESPONSE, json=body).json())
+    assert answer.output[0].type == "reasoning"
+    assert answer.output[0].content[0].text
+    with thinking.client.responses.stream(
+        model=MODEL, input="Hi", max_output_tokens=6, reasoning={"effort": "low"}, temperature=0
+    ) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
+    assert text == answer.output[0].content[0].text
+
+
+# --- one request fails, the others do not
+
+
+def test_a_failing_request_fails_alone(smollm2_path, caplog):
+    """Catches one request's NaN that ends the engine or its neighbours, or leaves no trace in the log."""
+    caplog.set_level(logging.ERROR, "kukri.server")
+    with (
+        LLM(smollm2_path, max_context=512, max_requests=4) as llm,
+        serving(llm) as server,
+        server.http() as http,
+    ):
+        engine = llm.engine
+        make, victims = engine.make_requests, []
+
+        def make_with_a_fault(prompt, params, **options):
+            requests = make(prompt, params, **options)
+            if params.seed == 666:
+                victims.extend(requests)
+                requests[0].sampler = fail_after_three(requests[0].sampler)
+            return requests
+
+        engine.make_requests = make_with_a_fault
+        body = ASK[TEXT] | {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        expected = http.post(TEXT, json=body).json()["choices"][0]["text"]
+        with http.stream("POST", TEXT, json=body | {"stream": True}) as beside:
+            failed = http.post(TEXT, json=body | {"seed": 666}, headers={"x-request-id": "the-bad-one"})
+            check_error(failed, 500)
+            chunks = list(events(beside))
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+        *chunks, last = events(http.post(TEXT, json=body | {"seed": 666, "stream": True}))
+        assert len(chunks) == 3
+        assert last["error"]["type"] == "server_error"
+        assert len(victims) == 2
+        assert any(getattr(record, "request_id", "") == "the-bad-one" for record in caplog.records)
+        assert http.post(TEXT, json=body).json()["choices"][0]["text"] == expected
+        server.wait_until(lambda: server.pages_used() == 0)
+
+
+def fail_after_three(sampler):
+    """The sampler, until the model computes NaN for its fourth token."""
+
+    def choose(logits):
+        return sampler(logits if sampler.n_generated < 3 else np.full_like(logits, np.nan))
+
+    return choose
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_engine_is_told(smollm2_path, monkeypatch):
+    """Catches clients that wait for ever, and a server that calls itself well."""
+    with LLM(smollm2_path, max_context=512) as llm, serving(llm) as server, server.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/ready").json() == {"status": "ready"}
+
+        def die() -> None:
+            raise SystemExit("the engine's thread ends here")
+
+        monkeypatch.setattr(llm.engine, "step", die)
+        logging.getLogger("kukri.engine").disabled = True
+        try:
+            check_error(http.post(TEXT, json=ASK[TEXT]), 500)
+        finally:
+            logging.getLogger("kukri.engine").disabled = False
+        server.wait_until(lambda: http.get("/health").status_code == 503)
+        assert http.get("/health").json() == {"status": "degraded"}
+        assert http.get("/ready").status_code == 503
+        check_error(http.post(TEXT, json=ASK[TEXT]), 503)
+
+
+def test_the_document_describes_what_is_served(served):
+    """Catches an OpenAPI document with 422s that never come, or without the fields of a request."""
+    with served.http() as http:
+        document = http.get("/openapi.json").json()
+    for path in ASK:
+        operation = document["paths"][path]["post"]
+        assert "422" not in operation["responses"]
+        assert {"200", "400", "401", "413", "429", "503"} <= set(operation["responses"])
+    fields = document["components"]["schemas"]["ChatBody"]
+    assert fields["additionalProperties"] is False
+    assert {"messages", "temperature", "min_p", "top_logprobs"} <= set(fields["properties"])
+    assert re.fullmatch(r"3\.\d+\.\d+", document["openapi"])
+
+
+def test_the_client_sees_errors_as_its_own(served):
+    """Catches error bodies that the client cannot turn into its exceptions."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.chat.completions.create(**ASK[CHAT] | {"temperature": 9})
+    assert caught.value.param == "temperature"
+    assert caught.value.code == "invalid_value"
+    assert json.dumps(caught.value.body)
