@@ -13,9 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from test_gguf_split import split
+from tiny_gguf import write_tiny
 
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats import hub
+from kukri.formats.gguf import GGUFFile
 from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -242,6 +245,26 @@ def test_one_file_of_a_gguf_repository(fake):
     assert "choose one of org/tiny-GGUF:Q4_K_M, org/tiny-GGUF:Q4_K_S, org/tiny-GGUF:Q8_0" in refused(
         fake, "org/tiny-GGUF"
     )
+
+
+def test_all_parts_of_a_split_model(fake, tmp_path):
+    """Catches a model that opens from a directory and not from the hub's cache, where files are links."""
+    (tmp_path / "parts").mkdir()
+    whole = write_tiny(tmp_path / "tiny.gguf")
+    parts = split(whole, tmp_path / "parts", split_max_tensors=7)
+    names = [f"q/{path.name.replace('m-', 'm-F32-', 1)}" for path in parts]
+    fake.repos["org/split"] = {
+        **{name: path.read_bytes() for name, path in zip(names, parts)},
+        "m-Q8_0.gguf": b"another",
+    }
+    path = resolved(fake, "org/split:F32")
+    assert path.name == "m-F32-00001-of-00003.gguf"
+    assert fake.n_downloads == 3
+    with GGUFFile(path) as model, GGUFFile(whole) as single:
+        assert model.tensors.keys() == single.tensors.keys()
+        assert len(model.files) == 3
+    del fake.repos["org/split"][names[1]]
+    assert "incomplete: its part q/m-F32-00002-of-00003.gguf is missing" in refused(fake, "org/split:F32")
 
 
 def test_the_token_reaches_the_hub(fake):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -166,14 +167,7 @@ def test_gigabytes_are_not_read(tmp_path: Path) -> None:
         sizes |= {"max_position_embeddings": 65536, "rope_parameters": {**yarn, "rope_theta": 5e6}}
         model = tr.SmolLM3ForCausalLM(tr.SmolLM3Config(**sizes))
     write_sparse(tmp_path, model, n_shards=3)
-    program = (
-        "from kukri.cli import app; from kukri.bench.card import peak_rss_bytes\n"
-        f"app(['inspect', {str(tmp_path)!r}], standalone_mode=False)\n"
-        "print(peak_rss_bytes())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(done.stdout.split()[-1]) < 200e6
-    text = done.stdout
+    text = inspected_within(tmp_path, 200e6)
     n_parameters = sum(p.numel() for p in model.parameters())
     assert f"{n_parameters:,} in 326 tensors" in text
     assert "6.2 GB, 3 files, safetensors" in text
@@ -190,6 +184,55 @@ def test_gigabytes_are_not_read(tmp_path: Path) -> None:
     layer = report["modules"]["modules"]["model"]["modules"]["layers"]["modules"]["35"]
     q = layer["modules"]["self_attn"]["modules"]["q_proj"]
     assert q["tensors"] == {"weight": {"type": "BF16", "shape": [2048, 2048], "n_parameters": 2048**2}}
+
+
+def test_nor_are_those_of_a_gguf_file(tmp_path: Path) -> None:
+    """Rows of q and k brought into order only to be counted: an 8B model, 16 GB."""
+    d, f, n_layers = 4096, 14336, 32
+    matrices = {"attn_q": (d, d), "attn_k": (1024, d), "attn_v": (1024, d), "attn_output": (d, d)}
+    matrices |= {"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (128256, d), "output.weight": (128256, d)}
+    shapes["output_norm.weight"] = (d,)
+    for i in range(n_layers):
+        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in matrices.items()}
+        shapes |= {f"blk.{i}.{name}.weight": (d,) for name in ("attn_norm", "ffn_norm")}
+    path = tmp_path / "big.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(n_layers)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(d)
+    writer.add_feed_forward_length(f)
+    writer.add_head_count(32)
+    writer.add_head_count_kv(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    n_bytes = 0
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else gguf.GGMLQuantizationType.F16
+        size = int(np.prod(shape)) * (4 if len(shape) == 1 else 2)
+        writer.add_tensor_info(name, shape, np.dtype(np.float16), size, raw_dtype=kind)
+        n_bytes += -(-size // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:  # the weights are a hole
+        file.truncate(-(-path.stat().st_size // 32) * 32 + n_bytes)
+    text = inspected_within(path, 200e6)
+    assert "8,030,261,248 in 291 tensors" in text
+    assert "16.1 GB" in text
+    assert "(0-31): 32 x LlamaDecoderLayer(" in text
+
+
+def inspected_within(path: Path, most_bytes: float) -> str:
+    """What a process of its own prints, which held at most so much memory."""
+    program = (
+        "from kukri.cli import app; from kukri.bench.card import peak_rss_bytes\n"
+        f"app(['inspect', {str(path)!r}], standalone_mode=False)\n"
+        "print(peak_rss_bytes())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < most_bytes
+    return done.stdout
 
 
 @pytest.mark.parametrize(
