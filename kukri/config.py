@@ -97,6 +97,32 @@ class LayerConfig:
     window: int | None = None  # visible tokens, the current one included; None sees the whole context
 
 
+HEADS = (
+    "language_model",
+    "question_answering",
+    "sequence_classification",
+    "token_classification",
+    "none",
+)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What stands on top of the last norm; `labels` are those of a classification."""
+
+    kind: str = "language_model"  # one of HEADS
+    labels: tuple[str, ...] = ()
+    problem_type: str | None = None  # of a sequence classification, as transformers names it
+    pad_id: int | None = None  # a sequence classification looks at the last token that is another
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on an unknown kind, or a classification without labels."""
+        if self.kind not in HEADS:
+            raise ConfigError(f"head {self.kind!r} is unknown: kukri runs {', '.join(HEADS)}")
+        if self.kind.endswith("classification") != bool(self.labels):
+            raise ConfigError(f"a {self.kind} head with {len(self.labels)} labels")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A model's shape, read from GGUF metadata or config.json. Sizes in elements, contexts in tokens."""
@@ -115,6 +141,7 @@ class ModelConfig:
     rope: RopeConfig
     layers: tuple[LayerConfig, ...]
     name: str = ""
+    head: HeadConfig = HeadConfig()
 
     def __post_init__(self) -> None:
         """Raises ConfigError on shapes no transformer can have."""

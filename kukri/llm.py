@@ -107,6 +107,7 @@ class LLM:
             used = _within(self.config, max_context)
             self.model: Model = load_model(checkpoint.weights(used), used)
         self._backend = make_backend(backend, n_threads)
+        self.model.bind(self._backend)
         self._engine: Engine | None = Engine(
             self.model, self._backend, self.engine_config, eos_ids=self.tokenizer.eos_ids
         )
@@ -176,12 +177,14 @@ class LLM:
                 raise HookError(f"the model has no hook {name!r}{_close_matches(name, self.hook_names)}")
             if not callable(hook):
                 raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
-        engine, listening = self.engine, dict(hooks)
+        engine, forward, listening = self.engine, self.model.bound, dict(hooks)
         engine.add_hooks(listening)
+        forward.add_hooks(listening)
         try:
             yield
         finally:
             engine.remove_hooks(listening)
+            forward.remove_hooks(listening)
 
     @cached_property
     def hook_names(self) -> tuple[str, ...]:
@@ -206,6 +209,7 @@ class LLM:
         for answer in list(self._answers.values()):
             self._drop(answer)
         self._engine = None
+        self.model.bind(None)
         close = getattr(self._backend, "close", None)
         if close is not None:
             close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kukri.config import ROPE_SCALINGS, LayerConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import ROPE_SCALINGS, HeadConfig, LayerConfig, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.config_gguf import MAX_CONTEXT, MAX_HEAD
 from kukri.formats.gguf import brief
@@ -122,7 +122,7 @@ _READ = frozenset(
 # Keys that change nothing about what a trained model computes; docs/formats.md says why.
 IGNORED_KEYS = frozenset(
     [
-        # where the file comes from and which class wrote it
+        # where the file comes from; of `architectures` the head is read
         *("_name_or_path", "architectures", "auto_map", "transformers_version", "transformers.js_config"),
         *("is_llama_config", "unsloth_fixed", "unsloth_version", "name_or_path", "_commit_hash"),
         # training
@@ -135,8 +135,9 @@ IGNORED_KEYS = frozenset(
         # tokens: generation_config.json and the tokenizer's files say more; eos_token_id is read with them
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
         *("tokenizer_class", "prefix", "unk_token_id"),
-        # labels of a head, and defaults for tasks
+        # read where a head has labels, and defaults for tasks
         *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+        *("classifier_dropout", "token_classification_bias"),  # a bias is taken where there is one
     ]
 )
 
@@ -196,6 +197,7 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         rope=_rope(keys, model_type, d_head, max_context),
         layers=_layers(keys, model_type, n_layers),
         name=name or path.parent.name,
+        head=_head(keys),
     )
 
 
@@ -225,6 +227,46 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
             raise FormatError(
                 f"{problem}, but {stated}: correct the one that is wrong", path=path, tensor=bias
             )
+
+
+_HEAD_CLASSES = {
+    "ForQuestionAnswering": "question_answering",
+    "ForSequenceClassification": "sequence_classification",
+    "ForTokenClassification": "token_classification",
+    "Model": "none",
+}
+_PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+_MAX_LABELS = 1 << 20
+
+
+def _head(keys: _Keys) -> HeadConfig:
+    """The head of the class that wrote the checkpoint; a language model's where that is not known."""
+    classes = keys.value("architectures")
+    if not isinstance(classes, list) or not classes or not isinstance(classes[0], str):
+        return HeadConfig()
+    kind = next((kind for ending, kind in _HEAD_CLASSES.items() if classes[0].endswith(ending)), None)
+    if kind is None or not kind.endswith("classification"):
+        return HeadConfig(kind or "language_model")
+    problem_type, pad_id = keys.value("problem_type"), keys.value("pad_token_id")
+    if problem_type is not None and problem_type not in _PROBLEM_TYPES:
+        raise keys.unsupported("problem_type", f"is {brief(problem_type)}: kukri knows {_PROBLEM_TYPES}")
+    if pad_id is not None and type(pad_id) is not int:
+        raise keys.error("pad_token_id", f"must be a token id, not {brief(pad_id)}")
+    return HeadConfig(kind, _labels(keys), problem_type, pad_id)
+
+
+def _labels(keys: _Keys) -> tuple[str, ...]:
+    """`id2label` in the order of its ids; LABEL_0, LABEL_1 … where it is absent."""
+    stated = keys.value("id2label")
+    if stated is None:
+        n_labels = 2 if keys.value("num_labels") is None else keys.whole("num_labels", most=_MAX_LABELS)
+        return tuple(f"LABEL_{i}" for i in range(n_labels))
+    if not isinstance(stated, dict) or set(stated) != {str(i) for i in range(len(stated))} or not stated:
+        raise keys.error("id2label", "must name a label for each id from 0 on")
+    labels = [stated[str(i)] for i in range(len(stated))]
+    if not all(isinstance(label, str) for label in labels):
+        raise keys.error("id2label", "must hold texts alone")
+    return tuple(labels)
 
 
 class _Keys:

@@ -50,6 +50,9 @@ _IGNORABLE = re.compile(
 
 PACKED_TYPES = tuple(name for name in BLOCKS if QUANT_TYPES[name].block_size > 1)  # while loading
 
+# The model below a head, or on its own, has other names in front than a language model's.
+_PREFIXES = ("model.", "transformer.", "")
+
 
 @dataclass(frozen=True)
 class SafeTensor:
@@ -95,6 +98,8 @@ class SafetensorsWeights:
         self.path, self._config = Path(directory), config
         self._target = None if quantize_to is None else packed_type(quantize_to)
         self._files = open_files(self.path)
+        found = (prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in self._files)
+        self._prefix = next(found, _PREFIXES[0])
         self._taken: set[str] = set()
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
@@ -113,7 +118,7 @@ class SafetensorsWeights:
 
     def has(self, name: str) -> bool:
         """True if the checkpoint has the tensor; does not take it."""
-        return name in self._files
+        return self._stored_name(name) in self._files
 
     @property
     def names(self) -> Collection[str]:
@@ -136,7 +141,11 @@ class SafetensorsWeights:
                 path=self.path,
             )
 
+    def _stored_name(self, name: str) -> str:
+        return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
     def _take(self, name: str, shape: tuple[int, ...]) -> tuple[ByteArray, QuantType]:
+        name = self._stored_name(name)
         file = self._files.get(name)
         if file is None:
             raise FormatError("is missing", path=self.path, tensor=name)

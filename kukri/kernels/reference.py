@@ -39,6 +39,7 @@ class ReferenceBackend:
     """Runs programs with `ReferenceOps`. Keeps each weight's float32 matrix once it was used."""
 
     name = "reference"
+    exact_kv_dtype: npt.DTypeLike = np.float32
 
     def __init__(self) -> None:
         self.row_ops = ReferenceRowOps()
@@ -146,14 +147,12 @@ class ReferenceOps:
         self, q: FloatArray, k: FloatArray, table: RopeTable, spec: AttentionSpec, batch: ForwardBatch
     ) -> tuple[FloatArray, FloatArray]:
         """Rotates dimension i of each head with i + rotary_dim / 2 by the position (Su et al. 2021)."""
-        if table.n_filled <= batch.positions.max(initial=-1):
+        positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+        if table.n_filled <= positions.max(initial=-1):
             raise ShapeError(
                 f"the RoPE table holds {table.n_filled} positions: call its ensure() before a step"
             )
-        cos, sin = (
-            table.cos[batch.positions, None],
-            table.sin[batch.positions, None],
-        )  # [T, 1, rotary_dim / 2]
+        cos, sin = table.cos[positions, None], table.sin[positions, None]  # [T, 1, rotary_dim / 2]
         return _rotate(q, cos, sin, spec.d_head), _rotate(k, cos, sin, spec.d_head)
 
     def attention(
@@ -161,6 +160,8 @@ class ReferenceOps:
     ) -> FloatArray:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
         self._store(k, v, spec, batch)
+        if batch.mask is not None:
+            return self._masked_attention(q, batch.mask, spec, batch)
         out = np.empty(q.shape, np.float32)
         for s in range(batch.n_sequences):
             start, stop, n_context = batch.query_start[s], batch.query_start[s + 1], batch.context_len[s]
@@ -173,6 +174,20 @@ class ReferenceOps:
                 )  # [G, H/G, K]: query heads by their KV head
                 scores = heads @ keys[:, :, first:n_visible] * np.float32(spec.scale)
                 out[t] = (_softmax(scores) @ values[:, first:n_visible]).reshape(-1)
+        return out
+
+    def _masked_attention(
+        self, q: FloatArray, mask: FloatArray, spec: AttentionSpec, batch: ForwardBatch
+    ) -> FloatArray:
+        """Each token over the whole context, `mask` added to its scores -> [T, H*K]."""
+        n_context = batch.context_len[0]
+        keys, values = self._context(spec.layer, batch.page_table[0], n_context)
+        out = np.empty(q.shape, np.float32)
+        for t in range(batch.n_tokens):
+            heads = q[t].reshape(spec.n_kv_heads, -1, spec.d_head)
+            scores = heads @ keys[:, :, :n_context] * np.float32(spec.scale)
+            added = np.broadcast_to(mask[:, t], (spec.n_heads, n_context)).reshape(scores.shape)
+            out[t] = (_softmax(scores + added) @ values[:, :n_context]).reshape(-1)
         return out
 
     def silu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
@@ -259,8 +274,11 @@ def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> Flo
 
 
 def _softmax(scores: FloatArray) -> FloatArray:
-    weights: FloatArray = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    """Along the last axis; zeros where every score is -inf."""
+    top = scores.max(axis=-1, keepdims=True)
+    weights: FloatArray = np.exp(scores - np.where(top == -np.inf, np.float32(0), top))
+    total = weights.sum(axis=-1, keepdims=True)
+    weights /= np.where(total == 0, np.float32(1), total)
     return weights
 
 
@@ -269,3 +287,16 @@ def _check_batch(batch: ForwardBatch, limits: StepLimits) -> None:
     most = (limits.max_tokens, limits.max_sequences, limits.max_logit_rows, limits.max_pages)
     if any(size > limit for size, limit in zip(sizes, most, strict=True)):
         raise ShapeError(f"a step of (T, S, N, pages) = {sizes} is larger than the plan's {most}")
+    check_mask(batch, limits)
+
+
+def check_mask(batch: ForwardBatch, limits: StepLimits) -> None:
+    """Raises ShapeError unless the batch brings a mask exactly where the program is compiled for one."""
+    if batch.mask is None and not limits.mask_heads:
+        return
+    shape = None if batch.mask is None else batch.mask.shape
+    wanted = (limits.mask_heads, batch.n_tokens, int(batch.context_len[0])) if limits.mask_heads else None
+    if shape != wanted or batch.n_sequences > 1:
+        raise ShapeError(
+            f"a step of {batch.n_sequences} sequences with a mask {shape}; the plan takes {wanted}"
+        )

@@ -83,6 +83,11 @@ class ForwardBatch:
     query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the new ones included.
     `page_table[s]` lists its pages in order (unused entries are 0). `logit_rows` are the tokens (indices
     into T) whose logits are wanted.
+
+    `positions` count a sequence's tokens; where RoPE rotates by other numbers, `rope_positions` has them.
+    `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): float32
+    [1 or H, T, context_len[0]], added to scores in place of causality and windows; a token that sees nothing
+    gets zeros.
     """
 
     token_ids: IntArray  # [T]
@@ -92,6 +97,8 @@ class ForwardBatch:
     context_len: IntArray  # [S]
     page_table: IntArray  # [S, max_pages]
     logit_rows: IntArray  # [N]
+    rope_positions: IntArray | None = None  # [T]
+    mask: FloatArray | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -193,7 +200,7 @@ class Ops(Protocol):
         """Rotates each head of q [T, H*K] and k [T, G*K] by its token's position (half-split); in place."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: Any) -> Tensor:
-        """Stores k and v [T, G*K] at the batch's slots, then attends causally -> [T, H*K]."""
+        """Stores k and v [T, G*K] at the batch's slots, then attends causally or by the mask -> [T, H*K]."""
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, the gated activation of SwiGLU (Shazeer 2020)."""
@@ -219,12 +226,16 @@ def tap_name(name: str, layer: int | None) -> str:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest step a compiled program must take: T, S, N and pages per sequence."""
+    """The largest step a compiled program must take: T, S, N and pages per sequence.
+
+    `mask_heads` is the first size of the mask that every step brings, 1 or H; 0 for steps without one.
+    """
 
     max_tokens: int
     max_sequences: int
     max_logit_rows: int
     max_pages: int
+    mask_heads: int = 0
 
 
 class CompiledProgram(Protocol):
@@ -257,6 +268,7 @@ class Backend(Protocol):
     """Runs programs. `kukri.kernels.make_backend(name)` makes one."""
 
     name: str
+    exact_kv_dtype: npt.DTypeLike  # the widest numbers that its KV cache can hold
 
     @property
     def row_ops(self) -> RowOps:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
-from kukri.kernels.types import Ops, RopeTable, Tensor
+from kukri.kernels.types import Backend, FloatArray, Ops, RopeTable, Tensor
+from kukri.models.forward import Forward, KVCache
 from kukri.models.layers import Parameter
 from kukri.models.llama import Llama
 from kukri.models.phi import Phi
@@ -18,17 +19,35 @@ from kukri.models.taps import tap_names
 if TYPE_CHECKING:
     from kukri.formats.weights import WeightSource
 
-__all__ = ["ARCHITECTURES", "Model", "Parameter", "load_model", "tap_names"]
+__all__ = ["ARCHITECTURES", "KVCache", "Model", "Parameter", "load_model", "tap_names"]
 
 
 class Model(Protocol):
-    """What the engine needs of a model: a program for the backends, its RoPE table, what it is made of."""
+    """A program for the backends, its RoPE table, what it is made of, and the researcher's `forward`."""
 
     config: ModelConfig
     rope: RopeTable
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Runs one step -> logits [N, V]."""
+
+    def hidden(self, ops: Ops, batch: Any) -> Tensor:
+        """Runs one step -> what the head reads [N, D]."""
+
+    def forward(
+        self, token_ids: Any, attention_mask: Any = None, positions: Any = None, cache: KVCache | None = None
+    ) -> FloatArray:
+        """Logits float32 [B, T, V], as transformers' model gives them: see `Llama.forward`."""
+
+    def new_cache(self, batch_size: int = 1, max_tokens: int | None = None) -> KVCache:
+        """An empty cache for `forward`."""
+
+    def bind(self, backend: Backend | None) -> None:
+        """Makes `forward` run on a backend; None ends that."""
+
+    @property
+    def bound(self) -> Forward:
+        """What runs `forward`."""
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -15,8 +15,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, RopeTable, Tensor
-from kukri.models.layers import Attention, Embedding, GatedMLP, Linear, Parameter, RMSNorm
+from kukri.errors import KukriError
+from kukri.kernels.types import Backend, FloatArray, Ops, RopeTable, Tensor
+from kukri.models.forward import Forward, KVCache
+from kukri.models.heads import output_head
+from kukri.models.layers import Attention, Embedding, GatedMLP, Parameter, RMSNorm
 from kukri.models.rope import rope_table
 
 if TYPE_CHECKING:
@@ -65,17 +68,55 @@ class Llama:
         self.embedding = Embedding(source, "model.embed_tokens", config.n_vocab, config.d_model)
         self.blocks = [self.block_type(source, config, layer, self.rope) for layer in range(config.n_layers)]
         self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
-        self.head: Linear | None = None  # None: the embedding's own matrix
-        if not config.tie_embeddings:
-            self.head = Linear(source, ["lm_head"], (config.n_vocab,), config.d_model)
+        self.head = output_head(source, config)
+        self._forward: Forward | None = None
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
-        """Logits [N, V] of the rows that the batch asks for. Writes the batch's tokens to the cache."""
+        """Logits [N, V] of the rows that the batch asks for. Writes the batch's tokens to the cache.
+
+        With a head for a task, that head's outputs; without any, the hidden states.
+        """
+        x = self.hidden(ops, batch)
+        if self.head is not None:
+            return self.head(ops, x)
+        return x if self.config.head.kind == "none" else self.embedding.logits(ops, x)
+
+    def hidden(self, ops: Ops, batch: Any) -> Tensor:
+        """The same rows after the last norm [N, D], which the head reads."""
         x = ops.tap("hook_embed", None, self.embedding(ops, batch))
         for block in self.blocks:
             x = block(ops, x, batch)
-        x = ops.tap("ln_final.hook_normalized", None, self.norm(ops, ops.logit_rows(x, batch)))
-        return self.embedding.logits(ops, x) if self.head is None else self.head(ops, x)
+        return ops.tap("ln_final.hook_normalized", None, self.norm(ops, ops.logit_rows(x, batch)))
+
+    def forward(
+        self, token_ids: Any, attention_mask: Any = None, positions: Any = None, cache: KVCache | None = None
+    ) -> FloatArray:
+        """Logits float32 [B, T, V] of each token, as transformers' model gives them; pads get zeros.
+
+        `token_ids` [B, T] or [T]. `attention_mask` [B, T_total] of 1 for tokens and 0 for pads, on either
+        side, or [B or 1, H or 1, T, T_total], boolean or to be added to scores, in place of causality and
+        windows; T_total counts cached tokens too. `positions` [B, T] or [T] is what RoPE rotates by: columns,
+        counted from the cached tokens on, pads too, where it is not given. With a `cache` (`new_cache`) the
+        tokens go there, and the next call continues after them. A head for a task gives its outputs instead.
+
+        Arrays, lists and CPU tensors of PyTorch are taken. Raises RequestError on anything that does not fit.
+        """
+        return self.bound(token_ids, attention_mask, positions, cache)
+
+    def new_cache(self, batch_size: int = 1, max_tokens: int | None = None) -> KVCache:
+        """An empty cache for `forward`; `max_tokens` of a row, pads included, None for the whole context."""
+        return self.bound.new_cache(batch_size, max_tokens)
+
+    def bind(self, backend: Backend | None) -> None:
+        """Makes `forward` run on a backend; None ends that."""
+        self._forward = None if backend is None else Forward(self, backend)
+
+    @property
+    def bound(self) -> Forward:
+        """What runs `forward`. Raises KukriError where no backend does."""
+        if self._forward is None:
+            raise KukriError("the model has no backend: use the model of an open LLM, or bind() one")
+        return self._forward
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -111,6 +111,34 @@ class Tokenizer:
                 ids.append(self._vocabulary.eos_id)
         return ids
 
+    def encode_spans(
+        self, text: str, before: str | None = None
+    ) -> tuple[list[int], list[tuple[int, int] | None]]:
+        """The ids of a text, behind those of `before` where given, with what the model wants around them.
+
+        Beside each token its characters in `text`, (start, stop), or None for other tokens. Control tokens
+        written in either stay text. Raises RequestError unless both are str.
+        """
+        texts = [text] if before is None else [before, text]
+        for given in texts:
+            if not isinstance(given, str):
+                raise RequestError(f"text must be str, not {type(given).__name__}", param="prompt")
+        first, *second = (_SURROGATES.sub("\ufffd", given) for given in texts)
+        encoding = self._text.encode(first, second[0] if second else None)
+        ids: list[int] = encoding.ids
+        spans: list[tuple[int, int] | None] = [
+            span if sequence == len(second) else None
+            for span, sequence in zip(encoding.offsets, encoding.sequence_ids, strict=True)
+        ]
+        self._add_bos(ids)
+        if len(ids) > len(spans):
+            spans.insert(0, None)
+        eos = self._vocabulary.eos_id
+        if self.add_eos and eos is not None and ids[-1:] != [eos]:
+            ids.append(eos)
+            spans.append(None)
+        return ids, spans
+
     def encode_marked(self, text: str) -> list[int]:
         """The ids of a prompt whose control tokens count, except those that a `TEXT_MARK` breaks.
 

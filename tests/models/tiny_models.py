@@ -40,7 +40,6 @@ class Tiny:
     keys: Mapping[str, Any] | None = None
     tensors: Mapping[str, Sequence[float]] | None = None
     tied: bool = False
-    max_context: int = CONTEXT
 
 
 def _windows(*windows: int | None) -> tuple[LayerConfig, ...]:
@@ -114,14 +113,22 @@ TINY: dict[str, Tiny] = {
 }  # fmt: skip
 
 
-def make(name: str, seed: int = 0, weight_type: str = "F32") -> tuple[Any, ModelConfig, TorchSource]:
-    """transformers' model, our config and the same weights, each matrix rounded to `weight_type`."""
+def make(
+    name: str, seed: int = 0, weight_type: str = "F32", context: int = CONTEXT
+) -> tuple[Any, ModelConfig, TorchSource]:
+    """transformers' model, our config and the same weights, each matrix rounded to `weight_type`.
+
+    `context` other than CONTEXT is for models whose scaling does not follow from it, or is longrope.
+    """
     tiny = TINY[name]
+    scaling = tiny.scaling
+    if scaling is not None and scaling.kind == "longrope":
+        scaling = replace(scaling, factor=context / ORIGINAL)
     torch.manual_seed(seed)
     common = {
         "hidden_size": D, "intermediate_size": F, "num_attention_heads": HEADS, "head_dim": D_HEAD,
         "num_key_value_heads": tiny.n_kv_heads, "num_hidden_layers": N_LAYERS, "vocab_size": V,
-        "max_position_embeddings": CONTEXT, "tie_word_embeddings": tiny.tied,
+        "max_position_embeddings": context, "tie_word_embeddings": tiny.tied,
         "initializer_range": 0.15,  # attention is far from uniform; steeper, float32 itself nears 1e-4
         "pad_token_id": 0, "attn_implementation": "eager",
         "rope_parameters": _rope("default"),
@@ -146,9 +153,9 @@ def make(name: str, seed: int = 0, weight_type: str = "F32") -> tuple[Any, Model
         d_ffn=F,
         n_vocab=V,
         norm_eps=1e-5,
-        max_context=tiny.max_context,
+        max_context=context,
         tie_embeddings=tiny.tied,
-        rope=RopeConfig(10000.0, tiny.rotary_dim, tiny.scaling),
+        rope=RopeConfig(10000.0, tiny.rotary_dim, scaling),
         layers=tuple(tiny.layers),
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}

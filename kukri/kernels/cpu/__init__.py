@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from kukri.config import PAGE_TOKENS
 from kukri.errors import CapacityError, ShapeError
 from kukri.kernels.cpu import state
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
@@ -21,7 +23,7 @@ from kukri.kernels.cpu.pack import PackedWeight, pack
 from kukri.kernels.cpu.plan import Recorder, Segment, Value, max_partials
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.row_ops import CpuRowOps
-from kukri.kernels.reference import call_hooks
+from kukri.kernels.reference import call_hooks, check_mask
 from kukri.kernels.types import (
     FloatArray,
     ForwardBatch,
@@ -37,6 +39,7 @@ class CpuBackend:
     """Runs models on the CPU. Holds the thread pool, the kernels and the packed weights."""
 
     name = "cpu"
+    exact_kv_dtype: npt.DTypeLike = np.float16
 
     def __init__(self, n_threads: int | None = None) -> None:
         self.kernels = KernelLibrary()
@@ -106,8 +109,13 @@ class CpuProgram:
     def __call__(self, batch: ForwardBatch) -> FloatArray:
         """See CompiledProgram. Raises CapacityError beyond the limits, ShapeError on a bad index."""
         self._batch.fill(batch, self._limits)
-        self._check_record[-1] = min((t.n_filled for t in self.plan.rope_tables), default=1 << 31)
+        n_positions = min((t.n_filled for t in self.plan.rope_tables), default=1 << 31)
+        self._check_record[-1] = n_positions
         self._check()
+        if batch.rope_positions is not None and (
+            batch.rope_positions.min() < 0 or batch.rope_positions.max() >= n_positions
+        ):
+            raise ShapeError(f"bad step: a position to rotate by outside the {n_positions} that are filled")
         if self._failed_check.value:
             raise ShapeError(f"bad step: {state.BATCH_CHECKS[self._failed_check.value]}")
         start = 0
@@ -140,10 +148,15 @@ class BatchMemory:
             state.LOGIT_ROWS: np.zeros(limits.max_logit_rows, np.int32),
             state.WORK: np.zeros((n_tokens + max_partials(limits)) * state.WORK_BYTES, np.uint8),
             state.TOKEN_PARTS: np.zeros((n_tokens, 2), np.int64),
+            state.ROPE_POSITIONS: np.zeros(n_tokens, np.int32),
+            state.MASK: np.zeros((limits.mask_heads, n_tokens, limits.max_pages * PAGE_TOKENS), np.float32),
         }
         for offset, array in self._arrays.items():
             self._header[offset // 8] = address_of(array)
         self._header[state.MAX_PAGES // 8] = limits.max_pages
+        self._addresses = {
+            name: address_of(self._arrays[name]) for name in (state.POSITIONS, state.ROPE_POSITIONS)
+        }
 
     def fill(self, batch: ForwardBatch, limits: StepLimits) -> None:
         """Copies a batch in. Raises CapacityError if it is larger than `limits`."""
@@ -165,6 +178,24 @@ class BatchMemory:
         arrays[state.PAGE_TABLE][:s, :n_pages] = batch.page_table
         arrays[state.LOGIT_ROWS][:n] = batch.logit_rows
         self._header[:3] = t, s, n
+        rotates_by = state.POSITIONS
+        if batch.rope_positions is not None:
+            rotates_by = state.ROPE_POSITIONS
+            arrays[rotates_by][:t] = batch.rope_positions
+        self._header[state.ROPE_POSITIONS // 8] = self._addresses[rotates_by]
+        check_mask(batch, limits)
+        if batch.mask is not None:
+            self._fill_mask(batch.mask)
+
+    def _fill_mask(self, mask: FloatArray) -> None:
+        """Copies a mask in, each row filled up to whole pages with -inf."""
+        n_heads, n_tokens, n_context = mask.shape
+        width = -(-n_context // PAGE_TOKENS) * PAGE_TOKENS
+        rows = self._arrays[state.MASK].reshape(-1)[: n_heads * n_tokens * width].reshape(-1, width)
+        rows[:, :n_context] = mask.reshape(-1, n_context)
+        rows[:, n_context:] = -np.inf
+        self._header[state.MASK_STRIDE // 8] = 4 * width
+        self._header[state.MASK_HEAD_STRIDE // 8] = 4 * width * n_tokens if n_heads > 1 else 0
 
 
 def _view(value: Value, n_rows: int) -> FloatArray:

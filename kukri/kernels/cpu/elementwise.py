@@ -44,7 +44,7 @@ from kukri.kernels.cpu.simd import (
     to_f16_range,
     to_i32,
 )
-from kukri.kernels.cpu.state import N_TOKENS, POSITIONS, SLOTS
+from kukri.kernels.cpu.state import N_TOKENS, ROPE_POSITIONS, SLOTS
 
 
 @device
@@ -324,7 +324,7 @@ def rope_store(
     n_rows = load_i64(batch + N_TOKENS)
     if tile < 0:
         return row_tiles(n_rows)
-    positions = load_i64(batch + POSITIONS)
+    positions = load_i64(batch + ROPE_POSITIONS)
     slots = load_i64(batch + SLOTS)
     for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
         if cos != 0:

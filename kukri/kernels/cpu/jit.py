@@ -35,6 +35,7 @@ _KERNEL_MODULES = (
     "elementwise",
     "linear",
     "attention",
+    "masked",
     "sample",
     "pack_kernels",
 )

@@ -272,6 +272,9 @@ class Recorder:
         else:
             self._rope_store(q, k, v, spec, cos=0, sin=0, half=0, keys=keys, values=values)
         y = self._value("T", spec.n_heads * spec.d_head)
+        if self._limits.mask_heads:
+            self._attend_masked(q, y, spec, keys, values)
+            return y
         partials = Ref(self._partial_buffer(spec, group))
         self._emit(
             f"attend[{group},{spec.d_head}]",
@@ -395,6 +398,22 @@ class Recorder:
             **fields,
         )
         return y
+
+    def _attend_masked(self, q: Value, y: Value, spec: AttentionSpec, keys: int, values: int) -> None:
+        self._emit(
+            f"attend_masked[{spec.d_head}]",
+            batch=self._batch,
+            q=Ref(q.buffer, q.offset),
+            q_stride=q.stride,
+            scale=float_bits(spec.scale),
+            n_heads=spec.n_heads,
+            n_kv_heads=spec.n_kv_heads,
+            keys=keys,
+            values=values,
+            page_stride=self._cache.page_stride,
+            y=Ref(y.buffer),
+            y_stride=y.stride,
+        )
 
     def _touch(self, op: Op) -> None:
         index = self._ops.index(op) if self._ops[-1] is not op else len(self._ops) - 1

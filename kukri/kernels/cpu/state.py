@@ -41,7 +41,12 @@ LOGIT_ROWS = 80
 N_WORK = 88
 WORK = 96  # address of entries of WORK_BYTES
 TOKEN_PARTS = 104  # address of two int64 per token: first partial or -1, and how many
-BATCH_BYTES = 128
+ROPE_POSITIONS = 112  # address of what RoPE rotates by: those of POSITIONS, unless the batch says otherwise
+# Of a plan with masks: float32 [heads, T, context padded to whole pages], strides in bytes (0 for one head)
+MASK = 120
+MASK_STRIDE = 128
+MASK_HEAD_STRIDE = 136
+BATCH_BYTES = 192
 
 # One attention work entry (int64 each): some new tokens of one sequence against some of its chunks.
 WORK_SEQUENCE = 0
