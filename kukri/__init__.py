@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from kukri.engine import Timings
     from kukri.llm import LLM, Chunk, Result, load
     from kukri.sampling import SampledToken, SamplingParams
+    from kukri.tasks import Label, Span, TokenLabel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "Chunk",
+    "Label",
     "Result",
     "SampledToken",
     "SamplingParams",
+    "Span",
     "Timings",
+    "TokenLabel",
     "__version__",
     "errors",
     "load",
@@ -35,6 +39,9 @@ __all__ = [
 
 _HOMES = {
     "LLM": "kukri.llm",
+    "Label": "kukri.tasks",
+    "Span": "kukri.tasks",
+    "TokenLabel": "kukri.tasks",
     "Chunk": "kukri.llm",
     "Result": "kukri.llm",
     "SampledToken": "kukri.sampling",

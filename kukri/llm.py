@@ -15,18 +15,26 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, cast, overload
 
+from kukri import tasks
 from kukri.config import EngineConfig, ModelConfig
 from kukri.engine import Engine, Request, RequestState, Timings
-from kukri.errors import ConfigError, FormatError, HookError, KukriError, RequestError
+from kukri.errors import ConfigError, FormatError, HookError, KukriError, RequestError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
 from kukri.kernels.types import FloatArray, Hook
-from kukri.models import Model, load_model, tap_names
+from kukri.models import Forward, Model, load_model, tap_names
 from kukri.models.rope import with_scaling
 from kukri.sampling import SampledToken, SamplingParams
+from kukri.tasks import Label, Span, TokenLabel
 from kukri.tokenizer import ChatTemplate, StopStrings, TextStream, Tokenizer, load_tokenizer
 
+_USES = {
+    "question_answering": "answer()",
+    "sequence_classification": "classify()",
+    "token_classification": "classify_tokens()",
+    "none": "embed()",
+}
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length"]
@@ -108,9 +116,12 @@ class LLM:
             self.model: Model = load_model(checkpoint.weights(used), used)
         self._backend = make_backend(backend, n_threads)
         self.model.bind(self._backend)
-        self._engine: Engine | None = Engine(
-            self.model, self._backend, self.engine_config, eos_ids=self.tokenizer.eos_ids
-        )
+        self._engine: Engine | None = None  # a head for a task has no use for one
+        self._is_open = True
+        if self.config.head.kind == "language_model":
+            self._engine = Engine(
+                self.model, self._backend, self.engine_config, eos_ids=self.tokenizer.eos_ids
+            )
         self._answers: dict[int, _Answer] = {}  # those under way, by request id
 
     @overload
@@ -164,6 +175,46 @@ class LLM:
         """Logits float32 [T, V]: row t is about the token after `token_ids[: t + 1]`."""
         return self.engine.logits(token_ids)
 
+    def answer(
+        self, question: str, context: str, *, top_k: int = 1, max_answer_tokens: int = 15
+    ) -> list[Span]:
+        """The `top_k` spans of the context that most probably answer the question, the best first.
+
+        For checkpoints of `...ForQuestionAnswering`; others raise UnsupportedError.
+        """
+        self._check_open()
+        return tasks.answer(
+            self.model,
+            self.tokenizer,
+            question,
+            context,
+            top_k=top_k,
+            max_answer_tokens=max_answer_tokens,
+        )
+
+    def classify(self, text: str) -> list[Label]:
+        """Every label of a text with its score, the best first; for `...ForSequenceClassification`."""
+        self._check_open()
+        return tasks.classify(self.model, self.tokenizer, text)
+
+    def classify_tokens(self, text: str) -> list[TokenLabel]:
+        """A label for each token of a text, with its place; for `...ForTokenClassification`."""
+        self._check_open()
+        return tasks.classify_tokens(self.model, self.tokenizer, text)
+
+    def embed(
+        self, texts: str | Sequence[str], *, pooling: tasks.Pooling = "mean", normalize: bool = True
+    ) -> FloatArray:
+        """A vector for each text, float32 [n, D], or [D] for a single text; any checkpoint has them.
+
+        `pooling` is the mean over all tokens, the last or the first ("cls"), of what the last norm gives.
+        `normalize` makes vectors of length 1.
+        """
+        self._check_open()
+        many = [texts] if isinstance(texts, str) else list(texts)
+        vectors = tasks.embed(self.model, self.tokenizer, many, pooling=pooling, normalize=normalize)
+        return vectors[0] if isinstance(texts, str) else vectors
+
     @contextmanager
     def hooks(self, hooks: Mapping[str, Hook]) -> Iterator[None]:
         """Within the `with` block, each hook listens on its full name, such as `blocks.3.hook_resid_pre`.
@@ -177,14 +228,18 @@ class LLM:
                 raise HookError(f"the model has no hook {name!r}{_close_matches(name, self.hook_names)}")
             if not callable(hook):
                 raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
-        engine, forward, listening = self.engine, self.model.bound, dict(hooks)
-        engine.add_hooks(listening)
-        forward.add_hooks(listening)
+        self._check_open()
+        listening = dict(hooks)
+        listened: list[Forward | Engine] = [self.model.bound]
+        if self._engine is not None:
+            listened.append(self._engine)
+        for runner in listened:
+            runner.add_hooks(listening)
         try:
             yield
         finally:
-            engine.remove_hooks(listening)
-            forward.remove_hooks(listening)
+            for runner in listened:
+                runner.remove_hooks(listening)
 
     @cached_property
     def hook_names(self) -> tuple[str, ...]:
@@ -199,16 +254,21 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine below. Raises KukriError after `close`."""
+        """The engine below. Raises KukriError after `close`, UnsupportedError where the head is no LM's."""
+        self._check_open()
         if self._engine is None:
-            raise KukriError("this LLM is closed: load the model again")
+            kind = self.config.head.kind
+            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
+            raise UnsupportedError(
+                f"{self.path} has {head} and generates no text: use {_USES[kind]} or model.forward()"
+            )
         return self._engine
 
     def close(self) -> None:
         """Ends what is still under way, the backend's threads too. The LLM cannot be used any more."""
         for answer in list(self._answers.values()):
             self._drop(answer)
-        self._engine = None
+        self._engine, self._is_open = None, False
         self.model.bind(None)
         close = getattr(self._backend, "close", None)
         if close is not None:
@@ -221,6 +281,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise KukriError("this LLM is closed: load the model again")
 
     def _encode(self, prompt: Any) -> Any:
         """The token ids of a text; anything else is for the engine to check."""

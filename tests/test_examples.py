@@ -19,6 +19,7 @@ EXPECTED = {
     "stream.py": "tokens, ",
     "chat.py": "> And at sunset?",
     "logprobs.py": "perplexity ",
+    "forward.py": " Paris",
     "hooks.py": "without the MLP of layer",
 }
 

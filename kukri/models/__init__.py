@@ -19,7 +19,7 @@ from kukri.models.taps import tap_names
 if TYPE_CHECKING:
     from kukri.formats.weights import WeightSource
 
-__all__ = ["ARCHITECTURES", "KVCache", "Model", "Parameter", "load_model", "tap_names"]
+__all__ = ["ARCHITECTURES", "Forward", "KVCache", "Model", "Parameter", "load_model", "tap_names"]
 
 
 class Model(Protocol):

@@ -116,7 +116,7 @@ class FakeProgram:
         assert 0 < t <= self.limits.max_tokens
         assert 0 < s <= self.limits.max_sequences
         assert n <= self.limits.max_logit_rows
-        arrays = vars(batch).values()
+        arrays = [array for array in vars(batch).values() if array is not None]
         assert all(a.dtype == np.int32 and a.flags.c_contiguous for a in arrays)
         assert len(batch.positions) == len(batch.slots) == t
         assert batch.page_table.shape == (s, self.limits.max_pages)
