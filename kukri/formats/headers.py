@@ -134,12 +134,12 @@ def _of_directory(path: Path) -> Headers:
 class GGUFNames(GGUFWeights):
     """A `WeightSource` without weights, from which a model is made to learn its tensors' Hugging Face names.
 
-    Attributes: names (name in the file -> Hugging Face's). Its arrays are zeros that take no memory.
+    It writes them to `names`, by the name in the file. Its arrays are zeros that take no memory.
     """
 
-    def __init__(self, gguf: GGUFFile, config: ModelConfig) -> None:
+    def __init__(self, gguf: GGUFFile, config: ModelConfig, names: dict[str, str]) -> None:
         super().__init__(gguf, config)
-        self.names: dict[str, str] = {}
+        self.names = names
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix of the file's type and shape, all zeros."""

@@ -14,6 +14,7 @@ from kukri.formats import hub
 from kukri.formats.gguf import GGUFFile
 from kukri.formats.headers import GGUFNames, Headers, StoredTensor, read_headers
 from kukri.formats.names import canonical_name
+from kukri.formats.safetensors import SafetensorsWeights
 from kukri.models import load_model
 from kukri.models.rope import attention_factor
 from kukri.terminal.module_tree import Module, class_names, module_tree, tree_lines
@@ -60,18 +61,20 @@ def show_model(
 
 def _names_of(headers: Headers) -> tuple[dict[str, str], KukriError | None]:
     """Hugging Face's name of each tensor, where there is one, and why the model cannot run."""
-    if headers.form == "safetensors":
-        return {tensor.name: tensor.name for tensor in headers.tensors}, headers.problem
-    names, problem = {tensor.name: _guessed(tensor.name) for tensor in headers.tensors}, headers.problem
-    if headers.config is None:
-        return names, problem
-    with GGUFFile(headers.path) as gguf:
-        source = GGUFNames(gguf, headers.config)
-        try:
-            load_model(source, headers.config)
-        except KukriError as error:  # a tensor is missing, or of another shape: show what there is
-            return names | source.names, error
-    return names | source.names, problem
+    config, in_gguf = headers.config, headers.form != "safetensors"
+    names = {tensor.name: _guessed(tensor.name) if in_gguf else tensor.name for tensor in headers.tensors}
+    if config is None or headers.problem is not None:
+        return names, headers.problem
+    problem: KukriError | None = None
+    try:  # where a tensor is missing, or of another shape, show what there is
+        if in_gguf:
+            with GGUFFile(headers.path) as gguf:
+                load_model(GGUFNames(gguf, config, names), config)
+        else:
+            load_model(SafetensorsWeights(headers.path, config), config)  # matrices are not read
+    except KukriError as error:
+        problem = error
+    return names, problem
 
 
 def _guessed(name: str) -> str:

@@ -5,6 +5,7 @@ The tree is made of the tensors' Hugging Face names, so it shows modules that ho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,7 +148,7 @@ def _sort(module: Module) -> None:
 
 def class_names(architecture: str, stated: Sequence[str]) -> tuple[str, str]:
     """Class of the whole and prefix of its parts' classes, by config.json's `architectures` or a guess."""
-    if stated and "For" in stated[0]:
-        return stated[0], stated[0].rpartition("For")[0]
+    if stated and (match := re.fullmatch(r"(\w+?)(?:For\w+|Model)", stated[0])):
+        return stated[0], match[1]
     prefix = {"smollm3": "SmolLM3"}.get(architecture, architecture.capitalize())
     return f"{prefix}ForCausalLM", prefix

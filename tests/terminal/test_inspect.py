@@ -123,6 +123,14 @@ def test_counts_of_a_question_answering_head(tmp_path: Path) -> None:
     assert untyped(text) == printed_by_torch(model)
 
 
+def test_a_model_without_a_head(tmp_path: Path) -> None:
+    """A tied head invented for a model that has none."""
+    model = tr.Qwen2Model(tr.Qwen2Config(**SIZES, tie_word_embeddings=True))
+    path = saved(tmp_path, model)
+    assert untyped(inspect(path, "--tree")) == printed_by_torch(model)
+    assert report_on(path)["n_parameters"] == sum(p.numel() for p in model.parameters())
+
+
 def test_a_135m_model_with_a_head_has_134_516_162(tmp_path: Path) -> None:
     """The number that transformers gives for SmolLM2-135M with a question-answering head."""
     with torch.device("meta"):
@@ -151,6 +159,7 @@ def write_sparse(directory: Path, model: Any, n_shards: int = 1) -> None:
             }
             index[key], end = name, end + 2 * p.numel()
         text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # as the format's own writer does
         with (directory / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + end)
@@ -294,6 +303,18 @@ def test_a_split_model_and_a_broken_one(tmp_path: Path) -> None:
     assert "blk.1.ffn_up.weight" in report["unsupported"]
     assert report["n_parameters"] == report_on(path)["n_parameters"] - 96 * 64
     assert re.search(r"not runnable .*'blk\.1\.ffn_up\.weight': is missing", inspect(broken))
+    model = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZES, attention_bias=True))
+    stated = saved(tmp_path / "hf", model) / "config.json"
+    for change, problem in (
+        ({"hidden_size": 128, "head_dim": 16}, r"\(80, 64\) where the configuration asks for \(80, 128\)"),
+        ({"attention_bias": False}, r"but key 'attention_bias' of config\.json is false"),
+        ({"model_type": "gpt9"}, "model_type 'gpt9' is not supported"),
+    ):
+        was = stated.read_text()
+        stated.write_text(json.dumps({**json.loads(was), **change}))
+        assert re.search(f"not runnable .*{problem}", inspect(stated.parent))
+        stated.write_text(was)
+    assert "not runnable" not in inspect(stated.parent)
 
 
 def test_hostile_names_do_no_harm(tmp_path: Path) -> None:
