@@ -101,8 +101,8 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
         if packed:
             kind, loaded[tensor.name] = packed.name, tensor.shape[0] * packed.row_bytes(tensor.shape[1])
         sizes[kind] += loaded[tensor.name]
-    # without a matrix of its own the head reads all of the embedding, else one row of it is read
-    has_head = loaded.keys() & {"output.weight", "lm_head.weight"}
+    # a tied head reads all of the embedding, else one row of it is read
+    is_tied = config.tie_embeddings and config.head.kind == "language_model"
     unread = sum(loaded.get(name, 0) for name in ("token_embd.weight", "model.embed_tokens.weight"))
     return ModelCard(
         path=str(path),
@@ -113,7 +113,7 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
         max_context=config.max_context,
         file_bytes=headers.file_bytes,
         bytes_by_type=dict(sizes.most_common()),
-        bytes_per_token=sum(sizes.values()) - (unread if has_head else 0),
+        bytes_per_token=sum(sizes.values()) - (0 if is_tied else unread),
         kv_bytes_per_token=config.kv_bytes_per_token,
     )
 

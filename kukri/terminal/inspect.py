@@ -91,7 +91,7 @@ def _tree_of(headers: Headers, names: Mapping[str, str]) -> Module:
         architecture, [s for s in stated if isinstance(s, str)] if isinstance(stated, list) else []
     )
     tensors = {names[tensor.name]: tensor for tensor in headers.tensors}
-    tied = config is not None and config.tie_embeddings and root.endswith("ForCausalLM")
+    tied = config is not None and config.tie_embeddings and config.head.kind == "language_model"
     return module_tree(tensors, root, prefix, config.norm_eps if config else None, tied)
 
 
@@ -256,7 +256,6 @@ def _name(report: dict[str, Any]) -> str:
 def _config_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     config = report["config"]
     rope, max_context = config["rope"], config["max_context"]
-    tied = ", embedding tied to the head" if config["tie_embeddings"] else ""
     windows = sorted({layer["window"] for layer in config["layers"]} - {None})
     sees = f"w sees {', '.join(f'{window:,}' for window in windows)} tokens, " if windows else ""
     per_token, full = report["kv_bytes_per_token"], report["kv_bytes_full_context"]
@@ -271,7 +270,8 @@ def _config_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("rope scaling", _scaling_text(report["rope_scaling"])),
         ("rope layers", f"{_grouped(report['rope_layers'])}   R rotates, N does not (NoPE)"),
         ("windows", f"{_grouped(report['window_layers'])}   {sees}. sees the whole context"),
-        ("vocabulary", f"{config['n_vocab']:,} tokens{tied}"),
+        ("vocabulary", f"{config['n_vocab']:,} tokens"),
+        ("head", _head_text(config)),
         ("context", f"{max_context:,} tokens"),
         ("KV cache", f"{per_token:,} bytes per token, {n_bytes_text(full)} when full"),
         (
@@ -280,6 +280,14 @@ def _config_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
             f" with {config['n_heads']} heads for keys and values",
         ),
     ]
+
+
+def _head_text(config: dict[str, Any]) -> str:
+    kind, labels = config["head"]["kind"], config["head"]["labels"]
+    if kind == "language_model":
+        return "language model" + (", tied to the embedding" if config["tie_embeddings"] else "")
+    shown = ", ".join(labels[:8]) + (f" and {len(labels) - 8} more" if len(labels) > 8 else "")
+    return str(kind).replace("_", " ") + (f": {shown}" if labels else "")
 
 
 def _grouped(pattern: str) -> str:

@@ -119,6 +119,8 @@ def test_counts_of_a_question_answering_head(tmp_path: Path) -> None:
     report = report_on(path)
     assert report["n_parameters"] == sum(p.numel() for p in model.parameters())
     assert {row["layer"]: row["head"] for row in report["layers"]}["qa_outputs"] == 2 * 64 + 2
+    assert report["unsupported"] is None
+    assert "head          question answering\n" in inspect(path)
     text = inspect(path, "--tree")
     assert untyped(text) == printed_by_torch(model)
 
@@ -128,7 +130,23 @@ def test_a_model_without_a_head(tmp_path: Path) -> None:
     model = tr.Qwen2Model(tr.Qwen2Config(**SIZES, tie_word_embeddings=True))
     path = saved(tmp_path, model)
     assert untyped(inspect(path, "--tree")) == printed_by_torch(model)
-    assert report_on(path)["n_parameters"] == sum(p.numel() for p in model.parameters())
+    report = report_on(path)
+    assert report["n_parameters"] == sum(p.numel() for p in model.parameters())
+    assert report["unsupported"] is None
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
+def test_counts_of_a_classification_head(task: str, tmp_path: Path) -> None:
+    """Labels that are not shown, or a head that is counted as something else."""
+    labels = {0: "good", 1: "bad", 2: "ugly"}
+    model = getattr(tr, f"AutoModelFor{task}").from_config(tr.LlamaConfig(**SIZES, id2label=labels))
+    path = saved(tmp_path, model)
+    report = report_on(path)
+    assert report["unsupported"] is None
+    assert report["n_parameters"] == sum(p.numel() for p in model.parameters())
+    assert untyped(inspect(path, "--tree")) == printed_by_torch(model)
+    words = re.sub(r"(?<!^)(?=[A-Z])", " ", task).lower()
+    assert f"{words}: good, bad, ugly" in inspect(path)
 
 
 def test_a_135m_model_with_a_head_has_134_516_162(tmp_path: Path) -> None:
