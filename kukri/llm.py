@@ -211,7 +211,11 @@ class LLM:
         `normalize` makes vectors of length 1.
         """
         self._check_open()
-        many = [texts] if isinstance(texts, str) else list(texts)
+        if not isinstance(texts, Sequence):
+            raise RequestError(
+                f"texts must be str or a list of them, not {type(texts).__name__}", param="texts"
+            )
+        many = [texts] if isinstance(texts, str) else texts
         vectors = tasks.embed(self.model, self.tokenizer, many, pooling=pooling, normalize=normalize)
         return vectors[0] if isinstance(texts, str) else vectors
 
@@ -256,12 +260,8 @@ class LLM:
     def engine(self) -> Engine:
         """The engine below. Raises KukriError after `close`, UnsupportedError where the head is no LM's."""
         self._check_open()
-        if self._engine is None:
-            kind = self.config.head.kind
-            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
-            raise UnsupportedError(
-                f"{self.path} has {head} and generates no text: use {_USES[kind]} or model.forward()"
-            )
+        self._check_generates()
+        assert self._engine is not None, "an open LLM of a language model has an engine"
         return self._engine
 
     def close(self) -> None:
@@ -286,11 +286,20 @@ class LLM:
         if not self._is_open:
             raise KukriError("this LLM is closed: load the model again")
 
+    def _check_generates(self) -> None:
+        kind = self.config.head.kind
+        if kind != "language_model":
+            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
+            raise UnsupportedError(
+                f"{self.path} has {head} and generates no text: use {_USES[kind]} or model.forward()"
+            )
+
     def _encode(self, prompt: Any) -> Any:
         """The token ids of a text; anything else is for the engine to check."""
         return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
 
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        self._check_generates()  # before a template is missed that has no use
         return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
 
     def _answer(self, prompt_ids: Any, params: SamplingParams) -> _Answer:

@@ -255,6 +255,30 @@ def test_a_language_model_still_generates(loaded: Any) -> None:
         llm.answer("a", "b")
 
 
+def test_research_beside_a_request_changes_none_of_its_tokens(loaded: Any) -> None:
+    """Pages, plans or buffers that a forward or an embedding shares with the requests under way."""
+    llm, _, _ = loaded("mistral", "ForCausalLM", sliding_window=8)
+    greedy = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    want = llm.generate(TEXT, **greedy).token_ids
+    alone = llm.model.forward([list(range(40))] * 3)
+    cache, got = llm.model.new_cache(2, 64), []
+    for chunk in llm.stream(TEXT, **greedy):
+        got += chunk.token_ids
+        llm.model.forward(np.full((2, 1), len(got)), cache=cache)
+        np.testing.assert_array_equal(llm.model.forward([list(range(40))] * 3), alone)
+        llm.embed(["a", TEXT])
+    assert got == want
+    assert cache.n_tokens > 3
+
+
+def test_forward_gives_what_the_engine_gives(tmp_path: Path) -> None:
+    """Two ways through the model that differ by a bit: the plan, the chunks or the cache are not the same."""
+    make(tmp_path, "qwen2", "ForCausalLM")
+    ids = np.random.default_rng(1).integers(0, 250, 200)
+    with LLM(tmp_path, n_threads=2) as llm:
+        np.testing.assert_array_equal(llm.model.forward(ids)[0], llm.logits(ids))
+
+
 @pytest.mark.parametrize(
     ("head", "use"),
     [(QUESTIONS, r"answer\(\)"), (TEXTS, r"classify\(\)"), (TOKENS, "classify_tokens"), (BASE, "embed")],
@@ -263,12 +287,16 @@ def test_heads_generate_no_text(head: str, use: str, tmp_path: Path) -> None:
     """A token sampled from two logits, or an error that hides which method there is."""
     make(tmp_path, "llama", head)
     with LLM(tmp_path, backend="reference") as llm:
-        for call in (lambda: llm.generate("a"), lambda: llm.chat([]), lambda: llm.logits([1])):
-            with pytest.raises((UnsupportedError, RequestError)) as caught:
+        messages = [{"role": "user", "content": "a"}]
+        for call in (
+            lambda: llm.generate("a"),
+            lambda: llm.chat(messages),
+            lambda: llm.stream("a"),
+            lambda: llm.stream(messages),
+            lambda: llm.logits([1]),
+        ):
+            with pytest.raises(UnsupportedError, match=f"generates no text: use {use}"):
                 call()
-        assert isinstance(caught.value, UnsupportedError)
-        with pytest.raises(UnsupportedError, match=f"generates no text: use {use}"):
-            next(llm.stream("a"))
         seen: list[str] = []
         with llm.hooks({"blocks.0.hook_resid_pre": lambda name, x: seen.append(name)}):
             llm.embed("a")
@@ -293,6 +321,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             llm.answer("a", "b" * 300)
         with pytest.raises(RequestError, match="pooling must be one of mean, last, cls"):
             llm.embed("a", pooling="max")
+        for texts, message in ((5, "texts must be str or a list"), (["a", 5], "text must be str, not int")):
+            with pytest.raises(RequestError, match=message):
+                llm.embed(texts)
         with pytest.raises(UnsupportedError, match="needs one for sequence classification"):
             llm.classify("a")
 
