@@ -138,6 +138,10 @@ IN_SHARDS: dict[str, tuple[Damage, type[KukriError], str]] = {
         config(rope_parameters=None, rope_scaling={"type": "su", "factor": 2.0}), UnsupportedError,
         r"key 'rope_scaling' has rope_type 'su': kukri runs",
     ),
+    "two scalings": (
+        config(rope_scaling={"type": "yarn", "factor": 4.0}), FormatError,
+        r"key 'rope_parameters' and 'rope_scaling' say different things: keep the one that is right",
+    ),
     "promised bias": (
         config(attention_bias=True), FormatError,
         r"\.bias': is missing, but key 'attention_bias' of config\.json is true: correct the one",

@@ -407,6 +407,11 @@ def _rope(keys: _Keys, model_type: str, d_head: int, max_context: int) -> RopeCo
         stated = {}
     if not isinstance(stated, dict):
         raise keys.error(where, f"must be an object, not {brief(stated)}")
+    older = keys.value("rope_scaling") or {}
+    if where == "rope_parameters" and isinstance(older, dict):
+        older = {"rope_type" if key == "type" else key: value for key, value in older.items()}
+        if any(value != stated.get(key) for key, value in older.items()):
+            raise keys.error(where, "and 'rope_scaling' say different things: keep the one that is right")
     if any(isinstance(value, dict) for value in stated.values()):
         raise keys.unsupported(where, "differs from layer to layer, which kukri does not run")
     parameters = _Parameters(keys, where, stated)
