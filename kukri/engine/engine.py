@@ -19,7 +19,7 @@ from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
 from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, StepLimits
 from kukri.models import Model
-from kukri.sampling import RequestSampler, SampledToken, SamplingParams, token_logprobs
+from kukri.sampling import RequestSampler, SampledToken, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SEED_MAX
 
 _ROWS_PER_STEP = 64  # of `Engine.logits`; a row of logits is large, and all of them are made room for
@@ -184,21 +184,20 @@ class Engine:
 
     def _sample(self, chunks: list[ScheduledChunk], logits: FloatArray) -> list[SampledToken | KukriError]:
         """A token for each row of logits, or the error that ends its request."""
-        results: list[SampledToken | KukriError] = []
-        row = 0
+        requests, rows, row = [], [], 0
         for chunk in chunks:
             row += chunk.n_logits
-            request = chunk.request
-            if request.params.prompt_logprobs is not None:
+            if chunk.request.params.prompt_logprobs is not None:
                 self._score_prompt(chunk, logits[row - chunk.n_logits : row])
             if chunk.gives_token:
-                try:
-                    results.append(
-                        request.sampler(logits[row - 1]) if request.error is None else request.error
-                    )
-                except KukriError as error:
-                    self._clear_pages(request)
-                    results.append(error)
+                requests.append(chunk.request)
+                rows.append(row - 1)
+        wanted = logits if len(rows) == len(logits) else logits[rows]
+        results = sample_rows([request.sampler for request in requests], wanted, self._row_ops)
+        for i, request in enumerate(requests):
+            results[i] = request.error or results[i]
+            if isinstance(results[i], KukriError):
+                self._clear_pages(request)
         return results
 
     def _score_prompt(self, chunk: ScheduledChunk, logits: FloatArray) -> None:

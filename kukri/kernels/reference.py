@@ -15,14 +15,13 @@ import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import HookError, ShapeError
+from kukri.kernels.reference_rows import ReferenceRowOps
 from kukri.kernels.types import (
-    SUM_BLOCK,
     AttentionSpec,
     CompiledProgram,
     FloatArray,
     ForwardBatch,
     Hook,
-    IntArray,
     PagedKV,
     Program,
     RopeTable,
@@ -50,28 +49,6 @@ class ReferenceBackend:
     ) -> CompiledProgram:
         """The program as it is, bound to the cache and the hooks. `limits` are checked at each step."""
         return _BoundProgram(program, ReferenceOps(cache, hooks, self._matrices), limits)
-
-
-class ReferenceRowOps:
-    """The passes over a row of logits (`kukri.kernels.types.RowOps`) in NumPy."""
-
-    def argmax(self, row: FloatArray) -> int:
-        """The index of the largest element, of equals the first; -1 where the row holds NaN."""
-        index = int(row.argmax())  # a NaN counts as the largest
-        return index if row[index] == row[index] else -1
-
-    def max_and_sum_exp(self, row: FloatArray, scale: float) -> tuple[float, FloatArray]:
-        """(m, sums): the largest element, and the sums of exp((x - m) * scale) of each SUM_BLOCK elements."""
-        peak = row.max()
-        if not np.isfinite(peak):
-            return float(peak), np.zeros(0, np.float32)
-        with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and its exp 0
-            weights = np.exp((row - peak) * np.float32(scale))
-        return float(peak), np.add.reduceat(weights, np.arange(0, len(row), SUM_BLOCK))
-
-    def above(self, row: FloatArray, threshold: float) -> IntArray:
-        """The indices of the elements > threshold, ascending."""
-        return np.flatnonzero(row > np.float32(threshold)).astype(np.int32)
 
 
 class _BoundProgram:

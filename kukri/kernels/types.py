@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import ShapeError
+from kukri.kernels.rows import RowRecord
 from kukri.quant.types import QuantType
 
 FloatArray = npt.NDArray[np.float32]
@@ -245,23 +246,15 @@ class CompiledProgram(Protocol):
         """Runs one step -> logits float32 [N, V], valid until the next call. Writes the cache."""
 
 
-SUM_BLOCK = 1024  # ids per partial sum of RowOps.max_and_sum_exp
-
-
 class RowOps(Protocol):
-    """The passes that sampling makes over a row of logits: float32 [V], contiguous. None writes the row."""
+    """Sampling: `kukri.kernels.rows` has the records and the arithmetic, `reference_rows` the definition."""
 
-    def argmax(self, row: FloatArray) -> int:
-        """The index of the largest element, of equals the first; -1 where the row holds NaN."""
+    def choose(self, records: Sequence[RowRecord], logits: FloatArray) -> None:
+        """Chooses a token for each row of logits [N, V], by its record, and fills in the record.
 
-    def max_and_sum_exp(self, row: FloatArray, scale: float) -> tuple[float, FloatArray]:
-        """(m, sums): the largest element, and the sums of exp((x - m) * scale) of each SUM_BLOCK elements.
-
-        sums is float32 [ceil(V / SUM_BLOCK)], undefined where m is not finite; m is NaN if the row holds NaN.
+        Rows are contiguous and not written, and no row's result depends on another row. V is at most
+        rows.MAX_VOCAB. A row that holds NaN or +inf, or nothing but -inf, gets another status than CHOSEN.
         """
-
-    def above(self, row: FloatArray, threshold: float) -> IntArray:
-        """The indices of the elements > threshold, ascending."""
 
 
 class Backend(Protocol):

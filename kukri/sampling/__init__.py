@@ -1,22 +1,36 @@
 """How the next token is chosen: `SamplingParams` says how, a `RequestSampler` does it for one request.
 
-The order is fixed and is that of llama.cpp's default chain:
+A row of logits goes through these, those left out that would change nothing:
 
-1. `logit_bias` is added
-2. penalties: repetition (prompt and generated tokens), then presence and frequency (generated tokens)
-3. ids that may not come yet (`min_tokens`) are removed
-4. `top_k` keeps the k most likely
-5. `top_p` keeps the fewest most likely tokens whose probabilities reach p
-6. `min_p` keeps the tokens at least p times as likely as the most likely one
-7. `temperature` divides the logits
-8. one token is drawn
+1. `logits_processors`, functions of the caller, edit a copy of it
+2. `logit_bias` is added
+3. tokens that may not come are removed: `bad_words`, and before `min_tokens` those that end the text
+4. the stages of `samplers`, in the order given there; by default that of llama.cpp's chain:
+   - `penalties`: repetition (prompt and generated tokens), then presence and frequency (generated tokens),
+     looking back on `repeat_last_n` tokens
+   - `dry`: a growing penalty on tokens that would go on with a repetition
+   - `top_n_sigma` keeps logits within n standard deviations of the largest
+   - `top_k` keeps the k most likely
+   - `typical_p` keeps those about as surprising as expected, with a share p of the probability
+   - `top_p` keeps the fewest most likely tokens whose probabilities reach p
+   - `min_p` keeps the tokens at least p times as likely as the most likely one
+   - `xtc` takes out, with `xtc_probability`, all tokens above `xtc_threshold` but the least likely of them
+   - `temperature` divides the logits, with `dynatemp_range` by more the flatter they are
+5. `mirostat`, which takes the place of the filters, keeps a surprise near `mirostat_tau` bits
+6. one token is drawn
 
-So top_p and min_p look at the model's own distribution, before the temperature flattens or sharpens it, and
-top_p at that of the tokens top_k left. Temperature 0 skips 4 to 8 and takes the largest logit; of equals, the
-lowest id. Log-probabilities are those of the raw logits, before step 1, as vLLM reports them.
+So with the default order top_p and min_p look at the model's own distribution, before the temperature
+flattens or sharpens it, and top_p at that of the tokens top_k left. Temperature 0 takes the largest logit
+after the penalties; of equals, the lowest id. Log-probabilities are those of the raw logits, before step 1,
+as vLLM reports them. A token depends on the request's seed, history and logits alone, whoever shares the
+step.
 """
 
 from kukri.sampling.params import SamplingParams
-from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError, token_logprobs
+from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError, sample_rows, token_logprobs
+from kukri.sampling.texts import resolve_texts
 
-__all__ = ["RequestSampler", "SampledToken", "SamplingError", "SamplingParams", "token_logprobs"]
+__all__ = [
+    "RequestSampler", "SampledToken", "SamplingError", "SamplingParams", "resolve_texts", "sample_rows",
+    "token_logprobs",
+]  # fmt: skip

@@ -14,7 +14,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_LOGPROBS = 1000
 MAX_BIAS = 100.0
 MAX_CHOICES = 128  # answers to one prompt
-MAX_PHRASES = 1000  # of bad_words, and of dry_sequence_breakers
+MAX_PHRASES = 1000  # of bad_words, and of dry_sequence_breakers of several tokens
 MAX_PHRASE_TOKENS = 64
 
 # The stages of sampling, in their default order: that of llama.cpp's chain.
@@ -236,7 +236,7 @@ def _checked_phrases(name: str, phrases: Any) -> tuple[str | tuple[int, ...], ..
         "(integers, at least 0)"
     )
     phrases = () if phrases is None else phrases
-    if isinstance(phrases, str | bytes) or not isinstance(phrases, Sequence) or len(phrases) > MAX_PHRASES:
+    if isinstance(phrases, str | bytes) or not isinstance(phrases, Sequence):
         raise _wrong(name, allowed, phrases)
     checked: list[str | tuple[int, ...]] = []
     for phrase in phrases:
@@ -251,6 +251,8 @@ def _checked_phrases(name: str, phrases: Any) -> tuple[str | tuple[int, ...], ..
             checked.append(tuple(int(i) for i in phrase))
         else:
             raise _wrong(name, allowed, phrase)
+    if sum(1 for phrase in checked if name == "bad_words" or len(phrase) > 1) > MAX_PHRASES:
+        raise _wrong(name, allowed, checked)
     return tuple(dict.fromkeys(checked))
 
 

@@ -1,234 +1,36 @@
-"""From a row of logits to one token, in the order that `kukri.sampling` documents.
+"""From rows of logits to tokens: what each request brings to a step, and what it takes from it.
 
-A vocabulary has 50,000 to 150,000 entries and a nucleus has a few dozen, so nothing here sorts a vocabulary.
-Filters cut a set of `Candidates` from below, at a logit: the tokens kept are always the largest. A filter
-that meets the whole row takes a threshold that provably lies at or under its cut, gathers the tokens above,
-and works on those few exactly. The passes over a whole row are the three of the backend's `RowOps`, and
-maxima for `top_k`.
+`sample_rows` serves all requests of a step by one call of the backend, which knows the stages
+(`kukri.kernels.reference_rows` defines them). A `RequestSampler` holds what one request needs for that: its
+record, its random numbers, and what its history means for penalties, DRY, bad words and mirostat.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import KukriError, RequestError, ShapeError
-from kukri.kernels.reference import ReferenceRowOps
-from kukri.kernels.types import SUM_BLOCK, RowOps
-from kukri.sampling.params import SamplingParams
+from kukri.kernels import rows
+from kukri.kernels.reference_rows import ReferenceRowOps
+from kukri.kernels.rows import RowRecord
+from kukri.kernels.types import RowOps
+from kukri.sampling.history import BadPhrases, DryRepetitions, SeenTokens, Tokens
+from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
-DoubleArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int32]
 
-_GROUPS = 768  # interleaved groups whose maxima bound the k-th largest logit
-_COARSE = (64, 1024)  # see `_gather_nucleus`
 REFERENCE_ROW_OPS = ReferenceRowOps()
-_LOWEST = float(np.finfo(np.float32).min)
-_MAX_SCALE = 1e6  # a temperature below 1e-6 acts as 1e-6
+_MIN_TEMPERATURE = 1e-6  # a temperature below acts as this
 
 
 class SamplingError(KukriError):
     """The logits of a request are unusable: NaN or infinite, or no token is allowed. The request fails."""
-
-
-class Candidates:
-    """The tokens still in play: the whole row at first (`ids` is None), then `ids` with their `logits`.
-
-    `ids` int32, ascending; `logits` float32, finite. The model's odds of a token are
-    exp((logit - peak) * scale). Raises SamplingError where the row holds NaN or +inf, or nothing but -inf.
-    """
-
-    def __init__(self, row: FloatArray, row_ops: RowOps) -> None:
-        self.row, self.row_ops = row, row_ops
-        self.scale = 1.0
-        self.peak = 0.0  # the largest logit, known once `ids` is set
-        self.ids: IntArray | None = None
-        self.logits: FloatArray = row
-
-    def find_peak(self) -> float:
-        """The largest logit."""
-        if self.ids is None:
-            self.peak = _peak_at(self.row, self.row_ops.argmax(self.row))
-        return self.peak
-
-    def whole_row_sums(self) -> FloatArray:
-        """The odds of the whole row, summed by blocks of SUM_BLOCK ids; sets `peak`."""
-        peak, sums = self.row_ops.max_and_sum_exp(self.row, self.scale)
-        self.peak = _checked_peak(peak)
-        assert len(sums) == -(-len(self.row) // SUM_BLOCK)
-        return sums
-
-    def gather(self, threshold: float) -> None:
-        """Narrows the whole row to the tokens whose logit is at least `threshold`, or a rounding below."""
-        bound = np.float32(max(threshold, _LOWEST))
-        # one step down, as `above` leaves the bound itself out and rounding to float32 may have gone up
-        bound = np.nextafter(bound, np.float32(-np.inf)) if bound > _LOWEST else np.float32(-np.inf)
-        self.ids = self.row_ops.above(self.row, float(bound))
-        self.logits = self.row.take(self.ids)
-
-    def odds(self) -> DoubleArray:
-        """float64: the odds of each candidate against the most likely token."""
-        return np.exp((self.logits.astype(np.float64) - self.peak) * self.scale)
-
-    def keep(self, kept: npt.NDArray[np.bool_]) -> None:
-        """Narrows the candidates to those that `kept` marks."""
-        assert self.ids is not None
-        places = np.flatnonzero(kept)  # several times as quick as indexing by booleans
-        self.ids, self.logits = self.ids.take(places), self.logits.take(places)
-
-    def keep_largest(self, n: int, ascending: FloatArray) -> None:
-        """Narrows to the `n` largest logits, of equals the lowest ids; `ascending` is the sorted logits."""
-        if n >= len(ascending):
-            return
-        cut = ascending[-n]
-        kept = self.logits >= cut
-        n_excess = int(np.count_nonzero(kept)) - n
-        if n_excess:
-            kept[np.flatnonzero(self.logits == cut)[-n_excess:]] = False
-        self.keep(kept)
-
-
-Filter = Callable[[Candidates], None]
-
-
-def top_k(k: int) -> Filter:
-    """A filter that keeps the k most likely tokens."""
-
-    def run(candidates: Candidates) -> None:
-        if candidates.ids is None:
-            candidates.peak, threshold = _peak_and_kth_bound(candidates.row, k)
-            candidates.gather(threshold)
-        if k < len(candidates.logits):
-            candidates.keep_largest(k, np.sort(candidates.logits))
-
-    return run
-
-
-def top_p(p: float) -> Filter:
-    """A filter that keeps the fewest, likeliest tokens whose odds reach a share p (Holtzman et al. 2020)."""
-
-    def run(candidates: Candidates) -> None:
-        if candidates.ids is None:
-            total = _gather_nucleus(candidates, p)
-        else:
-            total = float(candidates.odds().sum())
-        ascending = np.sort(candidates.logits)
-        descending_odds = np.exp((ascending[::-1].astype(np.float64) - candidates.peak) * candidates.scale)
-        # the first place where the sum reaches p; rounding may keep it just short of 1
-        n = int(np.searchsorted(np.cumsum(descending_odds), p * total)) + 1
-        candidates.keep_largest(n, ascending)
-
-    return run
-
-
-def _gather_nucleus(candidates: Candidates, p: float) -> float:
-    """Narrows the whole row to a set that holds the nucleus; gives the sum of all odds.
-
-    Tokens below a share (1 - p) / V of the sum weigh less than 1 - p together, so those above weigh more than
-    p: the nucleus, being the largest tokens, lies among them. Larger shares find fewer tokens and nearly
-    always enough: they are tried first, and stand only where their tokens are seen to reach p.
-    """
-    total = float(candidates.whole_row_sums().sum(dtype=np.float64))
-    for parts in (*_COARSE, len(candidates.row)):
-        depth = min(math.log(total * (1.0 - p) / parts), 0.0)  # the largest is always in
-        candidates.gather(candidates.peak + depth / candidates.scale)
-        if parts == len(candidates.row) or candidates.odds().sum() >= p * total:
-            break
-    return total
-
-
-def min_p(p: float) -> Filter:
-    """A filter that keeps the tokens at least p times as likely as the most likely (Nguyen et al. 2024)."""
-    distance = math.log(p)
-
-    def run(candidates: Candidates) -> None:
-        peak = candidates.find_peak()
-        if candidates.ids is None:
-            candidates.gather(peak + distance / candidates.scale)
-        candidates.keep((candidates.logits.astype(np.float64) - peak) * candidates.scale >= distance)
-
-    return run
-
-
-def temperature(value: float) -> Filter:
-    """A filter that divides the logits by `value`, which is above 0."""
-
-    def run(candidates: Candidates) -> None:
-        candidates.scale = min(candidates.scale / value, _MAX_SCALE)
-
-    return run
-
-
-def filters_of(params: SamplingParams) -> list[Filter]:
-    """The filters that a request asks for, in order; those that would change nothing are left out."""
-    filters: list[Filter] = []
-    if params.top_k:
-        filters.append(top_k(params.top_k))
-    if params.top_p < 1.0:
-        filters.append(top_p(params.top_p))
-    if params.min_p > 0.0:
-        filters.append(min_p(params.min_p))
-    if params.temperature != 1.0:
-        filters.append(temperature(params.temperature))
-    return filters
-
-
-def draw(candidates: Candidates, u: float) -> int:
-    """The token at the point `u`, 0 <= u < 1, of the candidates' summed probabilities, in order of id."""
-    if candidates.ids is not None:
-        return int(candidates.ids[_pick(candidates.odds(), u)])
-    # whole row: choose a block by its sum, then a token inside it, with what is left of u
-    sums = candidates.whole_row_sums().astype(np.float64)
-    block = _pick(sums, u)
-    before = float(sums[:block].sum())
-    rest = (u * float(sums.sum()) - before) / float(sums[block])
-    start = block * SUM_BLOCK
-    candidates.logits = candidates.row[start : start + SUM_BLOCK]
-    return start + _pick(candidates.odds(), min(max(rest, 0.0), 1.0))
-
-
-def _pick(weights: DoubleArray, u: float) -> int:
-    """The first index whose running sum passes the share `u` of the sum; its weight is above 0."""
-    running = np.cumsum(weights)
-    total = running[-1]
-    return int(np.searchsorted(running, min(u * total, np.nextafter(total, 0.0)), side="right"))
-
-
-def _peak_at(row: FloatArray, index: int) -> float:
-    return _checked_peak(float(row[index]) if index >= 0 else math.nan)
-
-
-def _checked_peak(peak: float) -> float:
-    if math.isfinite(peak):
-        return peak
-    if peak == -math.inf:
-        raise SamplingError("no token is allowed: every logit is -inf")
-    raise SamplingError(
-        f"the logits hold {peak}: the model or a hook computed something that is not a number"
-    )
-
-
-def _peak_and_kth_bound(row: FloatArray, k: int) -> tuple[float, float]:
-    """The largest logit, and a bound that at least k logits reach.
-
-    Split into groups, the row has as many maxima as groups; the k-th largest of them is reached by k tokens,
-    one of each of k groups. With more tokens wanted than there are groups, the k-th logit itself is found.
-    """
-    n_even = len(row) // _GROUPS * _GROUPS
-    if k > _GROUPS or not n_even:
-        peak = _checked_peak(float(row.max()))
-        return peak, float(np.partition(row, -k)[-k]) if k < len(row) else -math.inf
-    maxima = np.sort(np.maximum.reduce(row[:n_even].reshape(-1, _GROUPS), axis=0))
-    tail = row[n_even:]
-    peak = float(maxima[-1])
-    if len(tail):
-        peak = float(np.maximum(maxima[-1], tail.max()))
-    return _checked_peak(peak), float(maxima[-k])
 
 
 class SampledToken(NamedTuple):
@@ -239,41 +41,12 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] | None = None  # (id, logprob), most likely first
 
 
-class _SeenTokens:
-    """The distinct tokens of a request so far, and how often each was generated."""
-
-    def __init__(self, prompt_ids: npt.ArrayLike) -> None:
-        prompt = np.unique(np.asarray(prompt_ids, np.int32))
-        self._place = {int(token_id): i for i, token_id in enumerate(prompt)}
-        self._ids = np.concatenate([prompt, np.zeros(64, np.int32)])
-        self._counts = np.zeros(len(self._ids), np.float32)
-
-    def add(self, token_id: int) -> None:
-        """Counts a generated token."""
-        place = self._place.setdefault(token_id, len(self._place))
-        if place == len(self._ids):
-            self._ids = np.append(self._ids, np.zeros(place, np.int32))
-            self._counts = np.append(self._counts, np.zeros(place, np.float32))
-        self._ids[place] = token_id
-        self._counts[place] += 1
-
-    def penalize(self, row: FloatArray, params: SamplingParams) -> None:
-        """Applies the three penalties to `row`, in place."""
-        n = len(self._place)
-        ids, counts = self._ids[:n], self._counts[:n]
-        logits, factor = row[ids], np.float32(params.repetition_penalty)
-        # Keskar et al. 2019 divide; below 0 dividing would reward, so transformers multiplies there
-        logits = np.where(logits > 0, logits / factor, logits * factor)
-        logits -= np.float32(params.presence_penalty) * (counts > 0)
-        logits -= np.float32(params.frequency_penalty) * counts
-        row[ids] = logits
-
-
 class RequestSampler:
-    """Chooses the tokens of one request: sampler(logits) for each, in turn.
+    """Chooses the tokens of one request: sampler(logits) for each, in turn, or `sample_rows` for many.
 
     Holds the request's own random numbers and counts, so that its tokens depend on its seed and logits and
-    never on its batch mates. Each token drawn takes one number, whatever the filters; greedy takes none.
+    never on its batch mates. Each token drawn takes one number, whatever the filters, and one more with XTC;
+    greedy takes none.
     """
 
     def __init__(
@@ -283,68 +56,248 @@ class RequestSampler:
         n_vocab: int,
         forbidden_until_min: Iterable[int] = (),
         row_ops: RowOps = REFERENCE_ROW_OPS,
+        index: int = 0,
     ) -> None:
         """`forbidden_until_min`: end-of-text ids, kept back with the stop ids until `min_tokens`.
 
-        Raises RequestError where logit_bias or stop_token_ids name a token outside the vocabulary.
+        `index` counts the answers to one prompt: each has random numbers of its own. Raises RequestError
+        where a parameter names a token outside the vocabulary, or holds texts (see `resolve_texts`).
         """
         self.params, self.n_vocab, self.n_generated = params, n_vocab, 0
+        self._row_ops = row_ops
+        self._processors = params.logits_processors
+        stages = params.active_stages
+        breakers = _phrase_ids("dry_sequence_breakers", params, n_vocab) if "dry" in stages else ()
+        bad_words = _phrase_ids("bad_words", params, n_vocab)
         _check_ids("logit_bias", params.logit_bias or (), n_vocab)
         _check_ids("stop_token_ids", params.stop_token_ids, n_vocab)
-        self._row_ops = row_ops
-        self._filters = filters_of(params)
-        ends = {*forbidden_until_min, *params.stop_token_ids}
-        self._end_ids = np.array(sorted(i for i in ends if 0 <= i < n_vocab), np.int64)
-        bias = params.logit_bias or {}
-        self._bias_ids = np.array(list(bias), np.int64)
-        self._bias = np.array(list(bias.values()), np.float32)
-        self._seen: _SeenTokens | None = None
-        if params.repetition_penalty != 1.0:
-            self._seen = _SeenTokens(prompt_ids)
-        elif params.presence_penalty or params.frequency_penalty:
-            self._seen = _SeenTokens(())
-        seed = None if params.seed is None else params.seed % 2**64
-        self._random = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
+        self._record = _record_of(params)
+        long_words = tuple(phrase for phrase in bad_words if len(phrase) > 1)
+        self._bad_phrases = BadPhrases(long_words) if long_words else None
+        ends = {i for i in (*forbidden_until_min, *params.stop_token_ids) if 0 <= i < n_vocab}
+        banned = {phrase[0] for phrase in bad_words if len(phrase) == 1}
+        self._forbidden = np.array(sorted(banned), np.int32)
+        self._forbidden_with_ends = np.array(sorted(banned | ends), np.int32)
+        self._last_forbidden: IntArray | None = None
+        self._tokens: Tokens | None = None
+        self._dry: DryRepetitions | None = None
+        self._seen: SeenTokens | None = None
+        if "dry" in stages or self._processors or self._bad_phrases:
+            self._tokens = Tokens(prompt_ids)
+        if "dry" in stages and self._tokens is not None:
+            self._dry = DryRepetitions(params, self._tokens, breakers)
+        if "penalties" in stages:
+            self._seen = SeenTokens(params, prompt_ids)
+        self._mu = 2.0 * params.mirostat_tau
+        self._random = None if params.is_greedy else _random_numbers(params.seed, index)
 
     def __call__(self, logits: FloatArray, allow_end: bool = True) -> SampledToken:
         """The next token for `logits`, float32 [V], which are not written; counts it as generated.
 
         End-of-text and stop ids are not chosen before `min_tokens`, nor where `allow_end` is False.
-        Raises SamplingError where the logits hold NaN or +inf, or no token is allowed.
+        Raises SamplingError where the logits hold NaN or +inf, no token is allowed, or a processor fails.
         """
-        if logits.shape != (self.n_vocab,) or logits.dtype != np.float32:
-            raise ShapeError(f"logits {logits.dtype} {logits.shape} given for a vocabulary of {self.n_vocab}")
-        row = self._edited(logits, allow_end and self.n_generated >= self.params.min_tokens)
-        token_id = self._choose(row)
+        result = sample_rows([self], logits[None], self._row_ops, allow_end=allow_end)[0]
+        if isinstance(result, KukriError):
+            raise result
+        return result
+
+    def prepare(self, allow_end: bool = True) -> RowRecord:
+        """The record of the next row."""
+        record = self._record
+        if self._random is not None:
+            record.u = self._random.random()
+            if self.params.xtc_probability:
+                record.xtc_applies = self._random.random() < self.params.xtc_probability
+            if self.params.mirostat:
+                record.surprise_power = 2.0 ** min(max(self._mu, -100.0), 100.0)
+        forbidden = self._forbidden
+        if not allow_end or self.n_generated < self.params.min_tokens:
+            forbidden = self._forbidden_with_ends
+        if self._bad_phrases is not None and self._tokens is not None:
+            ids = self._bad_phrases.next_ids(self._tokens)
+            forbidden = np.append(forbidden, np.array(ids, np.int32)) if ids else forbidden
+        if forbidden is not self._last_forbidden:
+            record.set_table("forbidden", len(forbidden), forbidden)
+            self._last_forbidden = forbidden
+        if self._seen is not None:
+            self._seen.fill(record)
+        if self._dry is not None:
+            self._dry.fill(record)
+        return record
+
+    def process(self, row: FloatArray) -> None:
+        """Has the request's own processors edit a copy of the row. Raises SamplingError where one fails."""
+        if self._processors and self._tokens is not None:
+            row = row.copy()
+            for processor in self._processors:
+                row = _processed(processor, self._tokens.ids, row)
+            self._record.own_row = row
+
+    def finish(self, row: FloatArray) -> SampledToken:
+        """The token that the record got for `row`; counts it. Raises SamplingError where there is none."""
+        record = self._record
+        if record.status != rows.CHOSEN:
+            raise _failure(record)
+        token_id: int = record.token
         self.n_generated += 1
         if self._seen is not None:
             self._seen.add(token_id)
-        if self.params.logprobs is None:
+        if self._tokens is not None:
+            self._tokens.add(token_id)
+        if self._dry is not None:
+            self._dry.update()
+        if self.params.mirostat and self._random is not None:
+            surprise = -math.log2(record.probability)
+            self._mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
+        if record.n_top < 0:
             return SampledToken(token_id)
-        return token_logprobs(token_id, logits, self.params.logprobs, self._row_ops)
+        if self._processors:
+            return token_logprobs(token_id, row, record.n_top, self._row_ops)
+        return _with_logprobs(record, row)
 
-    def _edited(self, logits: FloatArray, allow_end: bool) -> FloatArray:
-        """The logits with bias, penalties and forbidden tokens: a copy, or `logits` where there is none."""
-        forbids = not allow_end and len(self._end_ids) > 0
-        if not (len(self._bias_ids) or self._seen is not None or forbids):
-            return logits
-        row = logits.copy()
-        row[self._bias_ids] += self._bias
-        if self._seen is not None:
-            self._seen.penalize(row, self.params)
-        if forbids:
-            row[self._end_ids] = -np.inf
-        return row
 
-    def _choose(self, row: FloatArray) -> int:
-        if self._random is None:
-            token_id = self._row_ops.argmax(row)
-            _peak_at(row, token_id)  # raises where it is no number
-            return token_id
-        candidates = Candidates(row, self._row_ops)
-        for run in self._filters:
-            run(candidates)
-        return draw(candidates, self._random.random())
+def sample_rows(
+    samplers: Sequence[RequestSampler], logits: FloatArray, row_ops: RowOps, *, allow_end: bool = True
+) -> list[SampledToken | KukriError]:
+    """The next token of each request by its row of logits, float32 [N, V], or the error that ends it.
+
+    The logits are not written. Raises ShapeError where they are not a row for each.
+    """
+    if not samplers:
+        return []
+    _check_shape(samplers, logits)
+    results: list[Any] = [None] * len(samplers)
+    records = []
+    for i, sampler in enumerate(samplers):
+        records.append(sampler.prepare(allow_end))
+        if sampler.params.logits_processors:
+            try:
+                sampler.process(logits[i])
+            except KukriError as error:
+                results[i] = error
+    row_ops.choose(records, logits)
+    for i, sampler in enumerate(samplers):
+        if results[i] is None:
+            try:
+                results[i] = sampler.finish(logits[i])
+            except KukriError as error:
+                results[i] = error
+    return results
+
+
+def token_logprobs(token_id: int, logits: FloatArray, n_top: int, row_ops: RowOps) -> SampledToken:
+    """A given token with its log-probability by a row of logits, float32 [V], and the `n_top` most likely.
+
+    Raises SamplingError where the logits hold NaN or +inf, or nothing but -inf.
+    """
+    record = RowRecord(is_given=1, token=token_id)
+    _ask_for_top(record, n_top)
+    row_ops.choose([record], logits[None])
+    if record.status != rows.CHOSEN:
+        raise _failure(record)
+    return _with_logprobs(record, logits)
+
+
+def _with_logprobs(record: RowRecord, row: FloatArray) -> SampledToken:
+    log_total = record.peak + math.log(record.sum_exp)
+    top: tuple[tuple[int, float], ...] = ()
+    if record.n_top:
+        ids, logits = record.tables["top"]
+        found = zip(ids[: record.n_top_found].tolist(), logits[: record.n_top_found].tolist(), strict=True)
+        # stable: of equals the lowest id first
+        top = tuple((i, x - log_total) for i, x in sorted(found, key=_minus_logit))
+    return SampledToken(record.token, float(row[record.token]) - log_total, top)
+
+
+def _minus_logit(entry: tuple[int, float]) -> float:
+    return -entry[1]
+
+
+def _ask_for_top(record: RowRecord, n_top: int) -> None:
+    record.set_table("top", n_top, np.zeros(n_top, np.int32), np.zeros(n_top, np.float32))
+
+
+def _record_of(params: SamplingParams) -> RowRecord:
+    """The record of a request, but for what changes from token to token."""
+    record = RowRecord(
+        is_greedy=params.is_greedy,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        typical_p=params.typical_p,
+        min_p_depth=math.log(params.min_p) if params.min_p else 0.0,
+        top_n_sigma=params.top_n_sigma,
+        xtc_threshold=params.xtc_threshold,
+        temperature=max(params.temperature, _MIN_TEMPERATURE),
+        temperature_range=params.dynatemp_range,
+        temperature_exponent=params.dynatemp_exponent,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
+    stages = [rows.PENALTIES + SAMPLERS.index(name) for name in params.active_stages]
+    if params.mirostat:
+        stages.append(rows.MIROSTAT_1 if params.mirostat == 1 else rows.MIROSTAT_2)
+    record.stages[: len(stages)] = stages
+    if params.logit_bias:
+        ids = np.array(list(params.logit_bias), np.int32)
+        record.set_table("bias", len(ids), ids, np.array(list(params.logit_bias.values()), np.float64))
+    if params.logprobs is not None or params.n_generated_answers > params.n:
+        _ask_for_top(record, params.logprobs or 0)
+    return record
+
+
+def _random_numbers(seed: int | None, index: int) -> np.random.Generator:
+    if seed is None:
+        return np.random.Generator(np.random.PCG64())
+    if index:
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed % 2**64, spawn_key=(index,))))
+    return np.random.Generator(np.random.PCG64(seed % 2**64))
+
+
+def _processed(processor: LogitsProcessor, token_ids: IntArray, row: FloatArray) -> FloatArray:
+    """The row after one of the caller's functions, checked."""
+    name = getattr(processor, "__name__", type(processor).__name__)
+    try:
+        returned = processor(token_ids, row)
+        result = row if returned is None else np.ascontiguousarray(returned, np.float32)
+    except Exception as error:
+        raise SamplingError(f"the logits processor {name} failed: {type(error).__name__}: {error}") from error
+    if result.shape != row.shape:
+        raise SamplingError(
+            f"the logits processor {name} returned an array of shape {result.shape}: "
+            f"it must be float32 {row.shape}, or None"
+        )
+    peak = float(result.max())
+    if not math.isfinite(peak):
+        left = "no token: every logit is -inf" if peak == -math.inf else f"{peak} in the logits"
+        raise SamplingError(f"the logits processor {name} left {left}")
+    return result
+
+
+def _failure(record: RowRecord) -> SamplingError:
+    if record.status == rows.NONE_ALLOWED:
+        return SamplingError("no token is allowed: every logit is -inf")
+    return SamplingError(
+        f"the logits hold {record.peak}: the model or a hook computed something that is not a number"
+    )
+
+
+def _check_shape(samplers: Sequence[RequestSampler], logits: FloatArray) -> None:
+    n_vocab = samplers[0].n_vocab
+    if logits.shape != (len(samplers), n_vocab) or logits.dtype != np.float32:
+        raise ShapeError(
+            f"logits {logits.dtype} {logits.shape} given for {len(samplers)} rows of {n_vocab} tokens"
+        )
+
+
+def _phrase_ids(name: str, params: SamplingParams, n_vocab: int) -> tuple[tuple[int, ...], ...]:
+    phrases = getattr(params, name)
+    if any(isinstance(phrase, str) for phrase in phrases):
+        raise RequestError(f"{name} must be token ids here: give texts to LLM or the server", param=name)
+    for phrase in phrases:
+        _check_ids(name, phrase, n_vocab)
+    return tuple(phrases)
 
 
 def _check_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
@@ -355,17 +308,3 @@ def _check_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
                 param=name,
                 code="invalid_value",
             )
-
-
-def token_logprobs(token_id: int, logits: FloatArray, n_top: int, row_ops: RowOps) -> SampledToken:
-    """The token with its own log-probability and those of the `n_top` most likely."""
-    peak, sums = row_ops.max_and_sum_exp(logits, 1.0)
-    log_total = _checked_peak(peak) + math.log(float(sums.sum(dtype=np.float64)))
-    top: list[tuple[int, float]] = []
-    if n_top:
-        candidates = Candidates(logits, row_ops)
-        top_k(n_top)(candidates)
-        assert candidates.ids is not None
-        order = np.argsort(-candidates.logits, kind="stable")
-        top = [(int(candidates.ids[i]), float(candidates.logits[i]) - log_total) for i in order]
-    return SampledToken(token_id, float(logits[token_id]) - log_total, tuple(top))

@@ -10,11 +10,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import KukriError, RequestError, ShapeError
-from kukri.kernels.reference import ReferenceRowOps
+from kukri.kernels.reference_rows import Candidates, draw, edit_row, run_stages
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
-from kukri.sampling.sampler import Candidates, draw, filters_of
-
-ROW_OPS = ReferenceRowOps()
 
 
 def sampler(n_vocab: int, prompt: Any = (), **params: Any) -> RequestSampler:
@@ -26,11 +23,13 @@ def logits_of(*probabilities: float) -> np.ndarray:
 
 
 def kept(row: np.ndarray, **params: Any) -> list[int]:
-    """The ids that the filters of a request leave."""
-    candidates = Candidates(row, ROW_OPS)
-    for run in filters_of(SamplingParams(**params)):
-        run(candidates)
-    return list(range(len(row))) if candidates.ids is None else candidates.ids.tolist()
+    """The ids that the stages of a request leave."""
+    candidates = Candidates(row)
+    record = sampler(len(row), **params).prepare()
+    edit_row(candidates, record)
+    run_stages(candidates, record)
+    ids: list[int] = candidates.ids.tolist()
+    return ids
 
 
 def naive_filters(row: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[list[int], float]:
@@ -230,39 +229,17 @@ def test_filters_keep_what_sorting_everything_keeps(
 @given(row=rows(), heat=st.sampled_from([0.05, 0.7, 1.0, 3.0, 50.0]), u=st.floats(0, 1, exclude_max=True))
 def test_a_draw_is_the_inverse_of_the_summed_probabilities(row: np.ndarray, heat: float, u: float) -> None:
     """Would catch a block of the vocabulary being weighed wrongly or drawn from at its edges."""
-    candidates = Candidates(row, ROW_OPS)
-    for run in filters_of(SamplingParams(temperature=heat)):
-        run(candidates)
-    token_id = draw(candidates, u)
+    candidates = Candidates(row)
+    record = sampler(len(row), temperature=heat).prepare()
+    run_stages(candidates, record)
+    record.u = u
+    draw(candidates, record)
+    token_id = record.token
     x = (row.astype(np.float64) - row.max()) / heat
     running = np.cumsum(np.exp(x)) / np.exp(x).sum()
     below = running[token_id - 1] if token_id else 0.0
     assert below - 1e-5 <= u <= running[token_id] + 1e-5
     assert row[token_id] > -np.inf
-
-
-def test_whole_vocabularies_are_not_gathered() -> None:
-    """Would catch a preselection so loose that every step sorts the vocabulary."""
-    rng = np.random.default_rng(0)
-    row = rng.normal(0, 2, 152_064).astype(np.float32)
-    row[rng.integers(0, len(row), 20)] += np.linspace(8, 14, 20).astype(np.float32)
-    gathered: list[int] = []
-
-    class Counting(ReferenceRowOps):
-        def above(self, row, threshold):
-            ids = super().above(row, threshold)
-            gathered.append(len(ids))
-            return ids
-
-    for params in (
-        {"top_k": 40},
-        {"top_p": 0.9},
-        {"min_p": 0.05},
-        {"top_k": 40, "top_p": 0.9, "min_p": 0.05},
-    ):
-        run = RequestSampler(SamplingParams(**params), [], len(row), row_ops=Counting())
-        run(row)
-    assert max(gathered) < 3000
 
 
 # ---- chance

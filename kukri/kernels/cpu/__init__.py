@@ -57,7 +57,7 @@ class CpuBackend:
     def row_ops(self) -> CpuRowOps:
         """See Backend.row_ops."""
         if self._row_ops is None:
-            self._row_ops = CpuRowOps(self.kernels)
+            self._row_ops = CpuRowOps(self.kernels, self.pool)
         return self._row_ops
 
     def close(self) -> None:

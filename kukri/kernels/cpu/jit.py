@@ -25,6 +25,7 @@ from typing import Any
 
 from platformdirs import user_cache_dir
 
+from kukri.kernels import rows
 from kukri.kernels.cpu.features import cpu_target
 
 # Modules that hold kernels, in the order in which they are searched for a name.
@@ -119,7 +120,7 @@ def cache_dir() -> Path:
         target.features,
     ):
         digest.update(fact.encode() + b"\0")
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in [*sorted(Path(__file__).parent.glob("*.py")), Path(rows.__file__)]:
         digest.update(source.read_bytes())
     return cache_root() / digest.hexdigest()[:24]
 

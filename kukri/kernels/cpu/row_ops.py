@@ -1,60 +1,75 @@
-"""The passes over a row of logits that sampling is built on, as calls of compiled kernels."""
+"""Sampling on the CPU backend: one compiled kernel over all rows of a step."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 
-from kukri.kernels.cpu.jit import KernelLibrary, LoadedKernel, entry_point, float_bits
-from kukri.kernels.cpu.memory import address_of
-from kukri.kernels.types import SUM_BLOCK, FloatArray, IntArray
+from kukri.errors import UnsupportedError
+from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
+from kukri.kernels.cpu.memory import address_of, aligned_zeros
+from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.cpu.state import scratch_bytes
+from kukri.kernels.rows import MAX_VOCAB, RowRecord
+from kukri.kernels.types import FloatArray
+
+_SCRATCH_STEP = 4096
 
 
 class CpuRowOps:
-    """See `kukri.kernels.types.RowOps`. Runs on the calling thread; not for several threads at a time."""
+    """See `kukri.kernels.types.RowOps`. A single row runs on the calling thread, several on the pool's.
 
-    def __init__(self, kernels: KernelLibrary) -> None:
-        kernels.load(("argmax", "max_and_sum_exp", "above"))
-        self._argmax = _Call(kernels["argmax"])
-        self._max_and_sum_exp = _Call(kernels["max_and_sum_exp"])
-        self._above = _Call(kernels["above"])
-        self._ids = np.zeros(0, np.int32)
-        self._sums = np.zeros(0, np.float32)
+    Not for several threads at a time.
+    """
 
-    def argmax(self, row: FloatArray) -> int:
-        """See RowOps.argmax."""
-        return self._argmax(address_of(row), len(row))
-
-    def max_and_sum_exp(self, row: FloatArray, scale: float) -> tuple[float, FloatArray]:
-        """See RowOps.max_and_sum_exp."""
-        n_sums = -(-len(row) // SUM_BLOCK)
-        if len(self._sums) <= n_sums:
-            self._sums = np.zeros(n_sums + 1, np.float32)
-        sums = self._sums
-        self._max_and_sum_exp(address_of(row), len(row), float_bits(scale), SUM_BLOCK, address_of(sums))
-        return float(sums[0]), sums[1 : n_sums + 1].copy()
-
-    def above(self, row: FloatArray, threshold: float) -> IntArray:
-        """See RowOps.above."""
-        if len(self._ids) <= len(row):
-            self._ids = np.zeros(len(row) + 1, np.int32)  # the kernel may write one entry too many
-        count = self._above(address_of(row), len(row), float_bits(threshold), address_of(self._ids))
-        return self._ids[:count].copy()
-
-
-class _Call:
-    """A kernel with a record of its own, called with its arguments in order."""
-
-    def __init__(self, kernel: LoadedKernel) -> None:
-        self._kernel = kernel  # keeps its code in memory
-        self._record = (ctypes.c_int64 * len(kernel.parameters))()
+    def __init__(self, kernels: KernelLibrary, pool: ThreadPool) -> None:
+        self._kernel, self._pool = kernels["choose_rows"], pool
+        self._counter = aligned_zeros(64).view(np.int64)
+        self._records = np.zeros(0, np.int64)
+        self._scratch = aligned_zeros(0)
+        self._n_vocab = 0
+        self._record = pack_record(self._kernel, dict.fromkeys(self._kernel.parameters, 0))
+        self._op = np.zeros((1, 5), np.int64)
+        self._enter = entry_point(self._kernel.address)
         self._result = ctypes.c_int64()
-        self._entry = entry_point(kernel.address)
-        self._where = ctypes.addressof(self._record)
-        self._out = ctypes.byref(self._result)
 
-    def __call__(self, *arguments: int) -> int:
-        self._record[:] = list(arguments)
-        self._entry(self._out, None, self._where, 0)
-        return self._result.value
+    def choose(self, records: Sequence[RowRecord], logits: FloatArray) -> None:
+        """See RowOps.choose. Raises UnsupportedError on a vocabulary that is too large."""
+        n_rows, n_vocab = logits.shape
+        if n_rows > len(self._records) or n_vocab != self._n_vocab:
+            self._make_room(n_rows, n_vocab)
+        row, stride = address_of(logits), logits.strides[0]
+        for record in records:
+            record.row = row if record.own_row is None else address_of(record.own_row)
+            row += stride
+        self._records[:n_rows] = [record.address for record in records]
+        self._record[1] = n_rows
+        self._counter[0] = 0
+        if n_rows == 1:
+            self._enter(ctypes.byref(self._result), None, ctypes.addressof(self._record), 0)
+        elif n_rows:
+            self._pool.run(address_of(self._op), 1)
+
+    def _make_room(self, n_rows: int, n_vocab: int) -> None:
+        if n_vocab > MAX_VOCAB:
+            raise UnsupportedError(f"sampling takes vocabularies of up to {MAX_VOCAB} tokens, not {n_vocab}")
+        self._n_vocab = n_vocab
+        self._records = np.zeros(2 * n_rows, np.int64)
+        # two arrays at a distance of a power of two would fight for the same cache lines
+        stride = -(-scratch_bytes(n_vocab) // _SCRATCH_STEP) * _SCRATCH_STEP + 64
+        self._scratch = aligned_zeros(stride * self._pool.n_threads)
+        self._record = pack_record(
+            self._kernel,
+            {
+                "records": address_of(self._records),
+                "n_rows": 0,
+                "n": n_vocab,
+                "counter": address_of(self._counter),
+                "scratch": address_of(self._scratch),
+                "scratch_stride": stride,
+                "n_workers": self._pool.n_threads,
+            },
+        )
+        self._op[0] = self._kernel.address, ctypes.addressof(self._record), 0, 0, 0

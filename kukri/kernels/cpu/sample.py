@@ -1,107 +1,820 @@
-"""Row operations that sampling is built on, and a measure of memory bandwidth.
+"""Choosing tokens: the stages of `kukri.kernels.reference_rows`, to the bit, without sorting a vocabulary.
 
-A row is one request's logits: float32 [n]. Results go to memory that the caller gives.
+A row is copied to its thread's scratch, where it stays in a near cache and may be edited. The first stage
+that filters takes a threshold that provably lies at or under its cut, gathers the tokens above, and from
+then on only those *candidates* are looked at: ids ascending, with their logits, padded with -inf to whole
+vectors. The largest by count or by weight are found by a radix selection on the bits of float32 keys.
+
+`choose_rows` runs on all threads: each tile is a thread's scratch, and takes rows until none is left.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
+from kukri.kernels import rows
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.simd import (
+    add_f64,
+    atomic_add,
     device,
     exponential,
-    f32_of_bits,
-    lanes_above,
+    lanes_from,
     lanes_nan,
     load_f32,
     load_f32x16,
+    load_f64,
+    load_i32,
+    load_i64,
     max_lanes,
     maximum,
+    multiply_f64,
+    part,
+    power_of_two,
+    round_even,
+    routine,
     splat,
+    splat_f64,
     store_f32,
     store_f32x16,
+    store_f64,
     store_i32,
+    store_i64,
     sum_lanes,
+    sum_lanes_f64,
+    to_i32,
+    widen,
+    zero_below,
+)
+from kukri.kernels.cpu.state import (
+    GROUP,
+    N_DIGITS,
+    SCRATCH_ARRAYS,
+    SCRATCH_BLOCK_SUMS,
+    SCRATCH_HISTOGRAM,
+    SUM_BLOCK,
+    padded_size,
+)
+from kukri.kernels.rows import (
+    LN_2,
+    LOG2_E,
+    MAX_SCALE,
+    MIN_DEPTH,
+    MIN_SCALE,
+    MIROSTAT_TOKENS,
+    WEIGHT_BITS,
+    WEIGHT_ONE,
+    RowRecord,
 )
 
 _READ_TILE_BYTES = 1 << 20
+_P4, _P3, _P2, _P1, _P0 = rows.POWER_TERMS
+_LOWEST = -3.4028234663852886e38
+_INFINITE = float("inf")
+_ALL_WEIGHTS = 36.0  # a depth below which all weights are 0
+_MARGIN = 1.0  # of a depth found from a weight: half a unit rounds up to 1
+_padded_size = device(padded_size)
+_log_of, _exp_of, _f32 = routine(rows.log_of), routine(rows.exp_of), device(rows.f32)
+
+# Where a record's fields are
+_FIELDS: Any = RowRecord
+_ROW, _IS_GIVEN, _IS_GREEDY = _FIELDS.row.offset, _FIELDS.is_given.offset, _FIELDS.is_greedy.offset
+_TOP_K, _XTC_APPLIES = _FIELDS.top_k.offset, _FIELDS.xtc_applies.offset
+_N_TOP, _TOP_IDS, _TOP_LOGITS = _FIELDS.n_top.offset, _FIELDS.top_ids.offset, _FIELDS.top_logits.offset
+_N_TOP_FOUND = _FIELDS.n_top_found.offset
+_N_BIAS, _BIAS_IDS = _FIELDS.n_bias.offset, _FIELDS.bias_ids.offset
+_BIAS_VALUES = _FIELDS.bias_values.offset
+_N_SEEN, _SEEN_IDS = _FIELDS.n_seen.offset, _FIELDS.seen_ids.offset
+_SEEN_COUNTS, _GENERATED_COUNTS = _FIELDS.seen_counts.offset, _FIELDS.generated_counts.offset
+_N_DRY, _DRY_IDS, _DRY_VALUES = _FIELDS.n_dry.offset, _FIELDS.dry_ids.offset, _FIELDS.dry_values.offset
+_N_FORBIDDEN, _FORBIDDEN_IDS = _FIELDS.n_forbidden.offset, _FIELDS.forbidden_ids.offset
+_STATUS, _TOKEN, _U = _FIELDS.status.offset, _FIELDS.token.offset, _FIELDS.u.offset
+_TOP_P, _TYPICAL_P, _MIN_P_DEPTH = (
+    _FIELDS.top_p.offset,
+    _FIELDS.typical_p.offset,
+    _FIELDS.min_p_depth.offset,
+)
+_TOP_N_SIGMA, _XTC_THRESHOLD = _FIELDS.top_n_sigma.offset, _FIELDS.xtc_threshold.offset
+_TEMPERATURE, _TEMPERATURE_RANGE = _FIELDS.temperature.offset, _FIELDS.temperature_range.offset
+_TEMPERATURE_EXPONENT = _FIELDS.temperature_exponent.offset
+_REPETITION, _PRESENCE = _FIELDS.repetition_penalty.offset, _FIELDS.presence_penalty.offset
+_FREQUENCY, _SURPRISE_POWER = _FIELDS.frequency_penalty.offset, _FIELDS.surprise_power.offset
+_PROBABILITY, _PEAK, _SUM_EXP = _FIELDS.probability.offset, _FIELDS.peak.offset, _FIELDS.sum_exp.offset
+_STAGES = _FIELDS.stages.offset
 
 
-@device
-def _row_max(row, n):
-    """The largest of n float32, or nan if any is nan."""
+# ---- passes over rows and candidates: arrays padded with -inf to `padded`, a multiple of 16
+
+
+@routine
+def _copy_row(row, n, out):
+    """Copies n float32, padded with -inf; returns the largest, or nan if any is nan."""
     whole = n & -16
-    best = splat(-float("inf"))
+    best = splat(-_INFINITE)
     has_nan = 0
     for i in range(0, 4 * whole, 64):
         v = load_f32x16(row + i)
+        store_f32x16(out + i, v)
         best = maximum(best, v)
         has_nan |= lanes_nan(v)
-    largest = max_lanes(best)
+    store_f32x16(out + 4 * whole, splat(-_INFINITE))
     for i in range(4 * whole, 4 * n, 4):
-        v = load_f32(row + i)
-        has_nan |= v != v
-        largest = max(largest, v)
-    return largest if has_nan == 0 else largest * float("nan")
+        store_f32(out + i, load_f32(row + i))
+    v = load_f32x16(out + 4 * whole)
+    has_nan |= lanes_nan(v)
+    largest = max_lanes(maximum(best, v))
+    return largest if has_nan == 0 else largest * np.float32(np.nan)
 
 
-def argmax(tile, row, n):
-    """The lowest index of the row's largest value; -1 if the row has a nan."""
-    largest = _row_max(row, n)
-    if largest != largest:
-        return -1
-    whole = n & -16
-    for i in range(0, whole, 16):
-        below = lanes_above(splat(largest) - load_f32x16(row + 4 * i), 0.0)
-        if below != 0xFFFF:
+@routine
+def _survey(row, padded, maxima):
+    """Stores the largest of each GROUP elements a vector apart; returns the largest of all, or nan."""
+    best = splat(-_INFINITE)
+    has_nan = 0
+    for start in range(0, 4 * padded, 64 * GROUP):
+        group = splat(-_INFINITE)
+        for i in range(row + start, row + min(start + 64 * GROUP, 4 * padded), 64):
+            v = load_f32x16(i)
+            group = maximum(group, v)
+            has_nan |= lanes_nan(v)
+        store_f32x16(maxima + start // GROUP, group)
+        best = maximum(best, group)
+    largest = max_lanes(best)
+    return largest if has_nan == 0 else largest * np.float32(np.nan)
+
+
+@device
+def _largest(logits, padded):
+    """The largest of an array."""
+    best = splat(-_INFINITE)
+    for i in range(0, 4 * padded, 64):
+        best = maximum(best, load_f32x16(logits + i))
+    return max_lanes(best)
+
+
+@routine
+def _first_of(logits, padded, value):
+    """The place of the first element equal to `value`, which is in the array."""
+    for i in range(0, padded, 16):
+        if lanes_from(load_f32x16(logits + 4 * i), value) != 0:
             for lane in range(16):
-                if load_f32(row + 4 * (i + lane)) == largest:
+                if load_f32(logits + 4 * (i + lane)) == value:
                     return i + lane
-    for i in range(whole, n):
-        if load_f32(row + 4 * i) == largest:
-            return i
-    return -1
-
-
-def max_and_sum_exp(tile, row, n, scale, block, out):
-    """out[0] = the maximum m (nan if any is nan), then a sum of exp((x - m) * scale) for each `block` values.
-
-    `block` must be a multiple of 16.
-    """
-    largest = _row_max(row, n)
-    store_f32(out, largest)
-    factor = splat(f32_of_bits(scale))
-    top = splat(largest)
-    out += 4
-    for start in range(0, n, block):
-        stop = min(start + block, n)
-        whole = stop & -16
-        total = splat(0.0)
-        for i in range(start, whole, 16):
-            total = total + exponential((load_f32x16(row + 4 * i) - top) * factor)
-        rest = sum_lanes(total)
-        for i in range(max(whole, start), stop):
-            rest += max_lanes(exponential((splat(load_f32(row + 4 * i)) - top) * factor))
-        store_f32(out, rest)
-        out += 4
     return 0
 
 
-def above(tile, row, n, threshold, out):
-    """out[0:k] = the indices (int32, ascending) of values > threshold; returns k."""
-    bound = f32_of_bits(threshold)
-    whole = n & -16
+@routine
+def _count_from(logits, padded, bound):
+    """How many elements are at least `bound`."""
+    one = splat(1.0)
+    count = splat(0.0)
+    for i in range(0, 4 * padded, 64):
+        count = count + zero_below(load_f32x16(logits + i), bound, one)
+    return np.int64(sum_lanes(count))
+
+
+@routine
+def _gather(row, padded, maxima, bound, ids, logits):
+    """Makes those at least `bound`, a finite number, the candidates; returns how many."""
     count = 0
-    for i in range(0, whole, 16):
-        bits = lanes_above(load_f32x16(row + 4 * i), bound)
-        if bits != 0:
-            for lane in range(16):
-                store_i32(out + 4 * count, i + lane)
-                count += (bits >> lane) & 1
-    for i in range(whole, n):
-        if load_f32(row + 4 * i) > bound:
-            store_i32(out + 4 * count, i)
-            count += 1
+    for start in range(0, padded, 16 * GROUP):
+        if lanes_from(load_f32x16(maxima + 4 * start // GROUP), bound) == 0:
+            continue
+        for i in range(start, min(start + 16 * GROUP, padded), 16):
+            bits = lanes_from(load_f32x16(row + 4 * i), bound)
+            if bits != 0:
+                for lane in range(16):
+                    store_i32(ids + 4 * count, i + lane)
+                    store_f32(logits + 4 * count, load_f32(row + 4 * (i + lane)))
+                    count += (bits >> lane) & 1
+    store_f32x16(logits + 4 * count, splat(-_INFINITE))
     return count
+
+
+@device
+def _weight(depth):
+    """The weights of 16 depths: as `weights_of` of the reference, operation by operation."""
+    t = maximum(depth, splat(MIN_DEPTH))
+    n = round_even(t)
+    f = t - n
+    p = splat(_P4) * f + splat(_P3)
+    p = p * f + splat(_P2)
+    p = p * f + splat(_P1)
+    p = p * f + splat(_P0)
+    p = p * f + splat(1.0)
+    return round_even(p * power_of_two(to_i32(n + splat(float(WEIGHT_BITS)))))
+
+
+@routine
+def _weigh(logits, padded, peak, scale, depths, weights):
+    """Stores the elements' depths and weights; returns the weights' sum."""
+    top = splat(np.float32(peak))
+    factor = splat(np.float32(scale * LOG2_E))
+    total = splat_f64(0.0)
+    for i in range(0, 4 * padded, 64):
+        depth = (load_f32x16(logits + i) - top) * factor
+        weight = _weight(depth)
+        store_f32x16(depths + i, depth)
+        store_f32x16(weights + i, weight)
+        total = add_f64(total, widen(weight))
+    return sum_lanes_f64(total)
+
+
+@routine
+def _weigh_only(logits, padded, peak, scale):
+    """The sum of the elements' weights."""
+    top = splat(np.float32(peak))
+    factor = splat(np.float32(scale * LOG2_E))
+    total = splat_f64(0.0)
+    for i in range(0, 4 * padded, 64):
+        total = add_f64(total, widen(_weight((load_f32x16(logits + i) - top) * factor)))
+    return sum_lanes_f64(total)
+
+
+@routine
+def _mean_depth(logits, padded, peak, scale):
+    """(the sum of the elements' weights, the mean depth of a token drawn)."""
+    top = splat(np.float32(peak))
+    factor = splat(np.float32(scale * LOG2_E))
+    total = splat_f64(0.0)
+    mean = splat_f64(0.0)
+    for i in range(0, 4 * padded, 64):
+        depth = (load_f32x16(logits + i) - top) * factor
+        weight = widen(_weight(depth))
+        total = add_f64(total, weight)
+        mean = add_f64(mean, multiply_f64(weight, widen(maximum(depth, splat(MIN_DEPTH)))))
+    weight_sum = sum_lanes_f64(total)
+    return weight_sum, sum_lanes_f64(mean) / weight_sum
+
+
+@routine
+def _sigma_cut(logits, padded, peak, n_sigma):
+    """The logit that lies `n_sigma` standard deviations of all logits below the largest."""
+    top = splat(np.float32(peak))
+    one = splat(1.0)
+    lowest = np.float32(_LOWEST)
+    count = splat(0.0)
+    total = splat_f64(0.0)
+    squares = splat_f64(0.0)
+    for i in range(0, 4 * padded, 64):
+        x = load_f32x16(logits + i)
+        count = count + zero_below(x, lowest, one)
+        below = widen(zero_below(x, lowest, maximum(x - top, splat(lowest))))
+        total = add_f64(total, below)
+        squares = add_f64(squares, multiply_f64(below, below))
+    n = np.float64(sum_lanes(count))
+    mean = sum_lanes_f64(total) / n
+    deviation = np.sqrt(max(sum_lanes_f64(squares) / n - mean * mean, 0.0))
+    return _f32(peak - n_sigma * deviation)
+
+
+@routine
+def _sum_exp(logits, padded, peak):
+    """The sum of exp(x - peak)."""
+    top = splat(np.float32(peak))
+    total = splat_f64(0.0)
+    for i in range(0, 4 * padded, 64):
+        total = add_f64(total, widen(exponential(load_f32x16(logits + i) - top)))
+    return sum_lanes_f64(total)
+
+
+# ---- selection
+
+
+@device
+def _key(bits):
+    """The bits of a float32, sign-extended, as an integer from 0 to 2^32 - 1 in the floats' order."""
+    if bits == -2147483648:  # -0.0
+        bits = 0
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 2147483648
+
+
+@device
+def _cut(values, weights, m, target, histogram):
+    """(the key where the largest values come to weigh `target`, the weight above it); weights 0: 1 each."""
+    prefix = 0
+    above = 0.0
+    for level in range(4):
+        shift = 24 - 8 * level
+        for i in range(0, 8 * N_DIGITS, 64):
+            store_f32x16(histogram + i, splat(0.0))
+        for i in range(0, 4 * m, 4):
+            key = _key(load_i32(values + i))
+            if (key >> (shift + 8)) == prefix:
+                where = histogram + 8 * ((key >> shift) & 255)
+                weight = np.float64(load_f32(weights + i)) if weights != 0 else 1.0
+                store_f64(where, load_f64(where) + weight)
+        digit = 255
+        while digit > 0 and above + load_f64(histogram + 8 * digit) < target:
+            above += load_f64(histogram + 8 * digit)
+            digit -= 1
+        prefix = (prefix << 8) | digit
+    return prefix, above
+
+
+@routine
+def _keep_most(values, weights, m, target, ids, logits, histogram):
+    """Narrows the candidates to the fewest of the largest values that weigh `target`; returns how many."""
+    target = max(target, 1.0)
+    cut, reached = _cut(values, weights, m, target, histogram)
+    count = 0
+    for i in range(0, 4 * m, 4):
+        key = _key(load_i32(values + i))
+        if key > cut or (key == cut and reached < target):
+            if key == cut:
+                reached += np.float64(load_f32(weights + i)) if weights != 0 else 1.0
+            store_i32(ids + 4 * count, load_i32(ids + i))
+            store_f32(logits + 4 * count, load_f32(logits + i))
+            count += 1
+    store_f32x16(logits + 4 * count, splat(-_INFINITE))
+    return count
+
+
+@routine
+def _keep_from(values, m, bound, ids, logits):
+    """Narrows the candidates to those whose value is at least `bound`; returns how many."""
+    count = 0
+    for i in range(0, 4 * m, 4):
+        if load_f32(values + i) >= bound:
+            store_i32(ids + 4 * count, load_i32(ids + i))
+            store_f32(logits + 4 * count, load_f32(logits + i))
+            count += 1
+    store_f32x16(logits + 4 * count, splat(-_INFINITE))
+    return count
+
+
+@routine
+def _bound_of_largest(row, padded, maxima, k, peak):
+    """A bound that at least k elements reach, and few more, or that all finite ones reach.
+
+    As many elements reach a bound as groups have a maximum that does, so the maxima are looked at if there
+    are enough of them.
+    """
+    values = row
+    n_values = padded
+    n_maxima = (padded // GROUP + 15) & -16
+    if 4 * k <= n_maxima:
+        values = maxima
+        n_values = n_maxima
+    few = k + k // 4 + 8
+    depth = 2.0
+    outside = 0.0
+    bound = np.float32(peak)
+    count = 0
+    while True:
+        bound = _f32(peak - depth)
+        count = _count_from(values, n_values, bound)
+        if count >= k or bound <= np.float32(_LOWEST):
+            break
+        outside = depth
+        depth *= 2.0
+    for _ in range(10):
+        if count <= few:
+            break
+        middle = 0.5 * (outside + depth)
+        tried = _f32(peak - middle)
+        n = _count_from(values, n_values, tried)
+        if n >= k:
+            depth = middle
+            bound = tried
+            count = n
+        else:
+            outside = middle
+    return bound
+
+
+# ---- edits: on the row (m < 0), or on candidates that hold the id
+
+
+@device
+def _place(ids, m, token):
+    """The place of a token among the candidates, -1 where it is not; in the whole row it is the id."""
+    if m < 0:
+        return token
+    low = 0
+    high = m
+    while low < high:
+        middle = (low + high) >> 1
+        if load_i32(ids + 4 * middle) < token:
+            low = middle + 1
+        else:
+            high = middle
+    if low < m and load_i32(ids + 4 * low) == token:
+        return low
+    return -1
+
+
+@routine
+def _penalize(record, logits, ids, m, scale):
+    seen, counts = load_i64(record + _SEEN_IDS), load_i64(record + _SEEN_COUNTS)
+    generated = load_i64(record + _GENERATED_COUNTS)
+    repetition, presence = load_f64(record + _REPETITION), load_f64(record + _PRESENCE)
+    frequency = load_f64(record + _FREQUENCY)
+    for i in range(0, 4 * load_i64(record + _N_SEEN), 4):
+        place = _place(ids, m, load_i32(seen + i))
+        if place >= 0:
+            x = np.float64(load_f32(logits + 4 * place)) * scale
+            if load_i32(counts + i) > 0:
+                x = x / repetition if x > 0.0 else x * repetition
+            n = load_i32(generated + i)
+            x = x - (presence if n > 0 else 0.0)
+            x = (x - frequency * n) / scale
+            store_f32(logits + 4 * place, np.float32(x))
+
+
+@device
+def _take(table, values, n, logits, ids, m, scale):
+    """Takes `values` / scale from the logits of a table's ids."""
+    for i in range(n):
+        place = _place(ids, m, load_i32(table + 4 * i))
+        if place >= 0:
+            x = np.float64(load_f32(logits + 4 * place))
+            store_f32(logits + 4 * place, np.float32(x - load_f64(values + 8 * i) / scale))
+
+
+@routine
+def _edit_row(record, row):
+    """The bias, and the tokens that may not come."""
+    ids, values = load_i64(record + _BIAS_IDS), load_i64(record + _BIAS_VALUES)
+    for i in range(load_i64(record + _N_BIAS)):
+        where = row + 4 * load_i32(ids + 4 * i)
+        store_f32(where, np.float32(np.float64(load_f32(where)) + load_f64(values + 8 * i)))
+    forbidden = load_i64(record + _FORBIDDEN_IDS)
+    for i in range(load_i64(record + _N_FORBIDDEN)):
+        store_f32(row + 4 * load_i32(forbidden + 4 * i), np.float32(-_INFINITE))
+
+
+# ---- stages. Each returns the number of candidates, -1 while the whole row is in play.
+
+
+@device
+def _is_edit(stage):
+    return stage == rows.PENALTIES or stage == rows.DRY
+
+
+@routine
+def _run_edit(record, stage, logits, ids, m, scale):
+    if stage == rows.PENALTIES:
+        _penalize(record, logits, ids, m, scale)
+    else:
+        n = load_i64(record + _N_DRY)
+        _take(load_i64(record + _DRY_IDS), load_i64(record + _DRY_VALUES), n, logits, ids, m, scale)
+
+
+@routine
+def _run_top_k(k, row, padded, maxima, m, peak, ids, logits, histogram):
+    if m < 0:
+        m = _gather(row, padded, maxima, _bound_of_largest(row, padded, maxima, k, peak), ids, logits)
+    if k >= m:
+        return m
+    return _keep_most(logits, np.int64(0), m, float(k), ids, logits, histogram)
+
+
+@routine
+def _run_cut(bound, row, padded, maxima, m, ids, logits):
+    """Keeps logits that are at least `bound`."""
+    if m < 0:
+        return _gather(row, padded, maxima, bound, ids, logits)
+    return _keep_from(logits, m, bound, ids, logits)
+
+
+@routine
+def _run_top_p(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram):
+    if m < 0:
+        total = _weigh_only(row, padded, peak, scale)
+        depth = 4.0
+        while True:  # larger depths until the nucleus is seen to lie in what was gathered
+            depth = min(depth, _ALL_WEIGHTS)
+            m = _gather(row, padded, maxima, _f32(peak - depth / (scale * LOG2_E)), ids, logits)
+            found = _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+            if found >= p * total or depth == _ALL_WEIGHTS:
+                break
+            depth *= 1.4
+    else:
+        total = _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+    return _keep_most(logits, weights, m, p * total, ids, logits, histogram)
+
+
+@routine
+def _run_typical(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram):
+    if m < 0:
+        total, mean = _mean_depth(row, padded, peak, scale)
+        depth = 8.0
+        while True:
+            # what lies deeper is further from the mean than all that was gathered: it is not needed if that
+            # holds the share p; the margin is for the rounding of depths
+            m = _gather(row, padded, maxima, _f32(peak - depth / (scale * LOG2_E)), ids, logits)
+            _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+            found = 0.0
+            for i in range(0, 4 * m, 4):
+                if load_f32(depths + i) >= 0.01 - depth:
+                    found += np.float64(load_f32(weights + i))
+            if (found >= p * total and 0.02 - depth <= 2.0 * mean) or depth > 100.0:
+                break
+            depth *= 1.5
+    else:
+        total, mean = _mean_depth(logits, (m + 15) & -16, peak, scale)
+        _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+    for i in range(0, 4 * m, 4):
+        store_f32(depths + i, -np.float32(abs(np.float64(load_f32(depths + i)) - mean)))
+    return _keep_most(depths, weights, m, p * total, ids, logits, histogram)
+
+
+@routine
+def _run_xtc(threshold, row, padded, maxima, m, peak, scale, ids, logits, depths, weights):
+    if m < 0:
+        total = _weigh_only(row, padded, peak, scale)
+        least_weight = max(threshold * total, 1.0)
+        bound = _f32(peak - _log_of(WEIGHT_ONE / least_weight) / scale - _MARGIN / scale)
+        n = _gather(row, padded, maxima, bound, ids, logits)
+        _weigh(logits, (n + 15) & -16, peak, scale, depths, weights)
+    else:
+        n = m
+        least_weight = max(threshold * _weigh(logits, (m + 15) & -16, peak, scale, depths, weights), 1.0)
+    least = -1
+    n_choices = 0
+    for i in range(n):
+        if load_f32(weights + 4 * i) >= least_weight:
+            n_choices += 1
+            if least < 0 or load_f32(logits + 4 * i) <= load_f32(logits + 4 * least):
+                least = i
+    if n_choices < 2:
+        return m
+    count = 0
+    for i in range(n):
+        if load_f32(weights + 4 * i) < least_weight or i == least:
+            store_i32(ids + 4 * count, load_i32(ids + 4 * i))
+            store_f32(logits + 4 * count, load_f32(logits + 4 * i))
+            count += 1
+        elif m < 0:
+            store_f32(row + 4 * load_i32(ids + 4 * i), np.float32(-_INFINITE))
+    store_f32x16(logits + 4 * count, splat(-_INFINITE))
+    return np.int64(-1) if m < 0 else count
+
+
+@routine
+def _new_scale(record, logits, padded, peak, scale):
+    """The scale after a temperature."""
+    value = load_f64(record + _TEMPERATURE)
+    span = load_f64(record + _TEMPERATURE_RANGE)
+    if span > 0.0:
+        n = np.float64(_count_from(logits, padded, np.float32(_LOWEST)))
+        if n < 2.0:
+            return scale
+        low = max(value - span, 0.0)
+        high = value + span
+        total, mean = _mean_depth(logits, padded, peak, scale)
+        share = (_log_of(total / WEIGHT_ONE) * LOG2_E - mean) / (_log_of(n) * LOG2_E)
+        exponent = load_f64(record + _TEMPERATURE_EXPONENT)
+        power = _exp_of(exponent * _log_of(share)) if share > 1e-9 else 0.0
+        value = low + (high - low) * (power if exponent > 0.0 else 1.0)
+    return min(max(scale / max(value, 1e-9), MIN_SCALE), MAX_SCALE)
+
+
+@routine
+def _mirostat_k(depths, m, n, surprise_power):
+    """How many of `n` tokens to keep, by the m largest depths, which are sorted here."""
+    for i in range(1, m):
+        value = load_f32(depths + 4 * i)
+        j = i - 1
+        while j >= 0 and load_f32(depths + 4 * j) < value:
+            store_f32(depths + 4 * (j + 1), load_f32(depths + 4 * j))
+            j -= 1
+        store_f32(depths + 4 * (j + 1), value)
+    products = 0.0
+    squares = 0.0
+    for i in range(m - 1):
+        ratio = _log_of((i + 2.0) / (i + 1.0))
+        here, after = np.float64(load_f32(depths + 4 * i)), np.float64(load_f32(depths + 4 * i + 4))
+        if after == -_INFINITE:
+            break
+        products += ratio * (here - after) * LN_2
+        squares += ratio * ratio
+    if products <= 0.0 or n < 2.0:
+        return 1
+    exponent = products / squares
+    epsilon = exponent - 1.0
+    divisor = 1.0 - _exp_of(-epsilon * _log_of(n))
+    if divisor == 0.0 or epsilon * surprise_power / divisor <= 0.0:
+        return 1
+    k = _exp_of(_log_of(epsilon * surprise_power / divisor) / exponent)
+    return np.int64(min(max(k, 1.0), n))
+
+
+@routine
+def _mirostat_count(record, row, padded, maxima, peak, scale, ids, logits, depths, weights, histogram):
+    """How many tokens of the whole row mirostat 1 keeps."""
+    m = _run_top_k(np.int64(MIROSTAT_TOKENS), row, padded, maxima, np.int64(-1), peak, ids, logits, histogram)
+    _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+    n = np.float64(_count_from(row, padded, np.float32(_LOWEST)))
+    return _mirostat_k(depths, m, n, load_f64(record + _SURPRISE_POWER))
+
+
+@routine
+def _run_mirostat_2(surprise_power, row, padded, maxima, peak, scale, ids, logits, depths, weights):
+    """Keeps those of the whole row that are not too surprising."""
+    total = _weigh_only(row, padded, peak, scale)
+    least_weight = max(total / surprise_power, 1.0)
+    depth = _log_of(WEIGHT_ONE / min(least_weight, WEIGHT_ONE)) + _MARGIN
+    m = _gather(row, padded, maxima, _f32(peak - depth / scale), ids, logits)
+    _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+    best = _first_of(logits, (m + 15) & -16, np.float32(peak))
+    store_f32(weights + 4 * best, np.float32(_INFINITE))  # the likeliest stays in any case
+    return _keep_from_weight(weights, m, least_weight, ids, logits)
+
+
+@routine
+def _keep_from_weight(weights, m, least_weight, ids, logits):
+    count = 0
+    for i in range(0, 4 * m, 4):
+        if np.float64(load_f32(weights + i)) >= least_weight:
+            store_i32(ids + 4 * count, load_i32(ids + i))
+            store_f32(logits + 4 * count, load_f32(logits + i))
+            count += 1
+    store_f32x16(logits + 4 * count, splat(-_INFINITE))
+    return count
+
+
+# ---- the draw
+
+
+@routine
+def _draw(record, row, padded, m, peak, scale, ids, logits, depths, weights, block_sums):
+    """Draws a token and stores it."""
+    u = load_f64(record + _U)
+    start = 0
+    if m < 0:
+        total = 0.0
+        for begin in range(0, padded, SUM_BLOCK):
+            block = _weigh_only(row + 4 * begin, min(SUM_BLOCK, padded - begin), peak, scale)
+            store_f64(block_sums + 8 * (begin // SUM_BLOCK), block)
+            total += block
+        left = min(np.floor(u * total), total - 1.0)
+        while left >= load_f64(block_sums + 8 * (start // SUM_BLOCK)):
+            left -= load_f64(block_sums + 8 * (start // SUM_BLOCK))
+            start += SUM_BLOCK
+        _weigh(row + 4 * start, min(SUM_BLOCK, padded - start), peak, scale, depths, weights)
+    else:
+        total = _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+        left = min(np.floor(u * total), total - 1.0)
+    place = 0
+    weight = np.float64(load_f32(weights))
+    while left >= weight:
+        left -= weight
+        place += 1
+        weight = np.float64(load_f32(weights + 4 * place))
+    store_i64(record + _TOKEN, start + place if m < 0 else load_i32(ids + 4 * place))
+    store_f64(record + _PROBABILITY, weight / total)
+
+
+# ---- one row
+
+
+@routine
+def _report_top(record, row, padded, maxima, peak, ids, logits, histogram):
+    store_f64(record + _SUM_EXP, _sum_exp(row, padded, peak))
+    n_top = load_i64(record + _N_TOP)
+    if n_top > 0:
+        m = _run_top_k(n_top, row, padded, maxima, np.int64(-1), peak, ids, logits, histogram)
+        store_i64(record + _N_TOP_FOUND, m)
+        top_ids, top_logits = load_i64(record + _TOP_IDS), load_i64(record + _TOP_LOGITS)
+        for i in range(0, 4 * m, 4):
+            store_i32(top_ids + i, load_i32(ids + i))
+            store_f32(top_logits + i, load_f32(logits + i))
+
+
+@device
+def _store_status(record, peak):
+    """Stores what became of a row whose largest logit is `peak`; whether a token can be chosen."""
+    store_f64(record + _PEAK, peak)
+    if peak > -_INFINITE and peak < _INFINITE:
+        store_i64(record + _STATUS, rows.CHOSEN)
+        return True
+    store_i64(record + _STATUS, rows.NONE_ALLOWED if peak == -_INFINITE else rows.NOT_FINITE)
+    return False
+
+
+@device
+def _is_read_only(record, n):
+    """Whether the row can be looked at where it is: nothing edits it, and it is whole vectors."""
+    n_edits = load_i64(record + _N_BIAS) + load_i64(record + _N_FORBIDDEN) + (n & 15)
+    for i in range(rows.MAX_STAGES):
+        stage = load_i64(record + _STAGES + 8 * i)
+        if stage == rows.PENALTIES or stage == rows.DRY or stage == rows.XTC:
+            n_edits += 1
+    return n_edits == 0
+
+
+@part
+def _choose(record, n, scratch, scratch_padded):
+    padded = (n + 15) & -16
+    histogram = scratch + SCRATCH_HISTOGRAM
+    maxima = scratch + SCRATCH_ARRAYS
+    row = maxima + 4 * scratch_padded
+    ids = row + 4 * scratch_padded
+    logits = ids + 4 * scratch_padded
+    depths = logits + 4 * scratch_padded
+    weights = depths + 4 * scratch_padded
+    is_edited = not _is_read_only(record, n)  # `peak` and `maxima` are not those of the row any more
+    if is_edited:
+        peak = np.float64(_copy_row(load_i64(record + _ROW), n, row))
+    else:
+        row = load_i64(record + _ROW)
+        peak = np.float64(_survey(row, padded, maxima))
+    if not _store_status(record, peak):
+        return
+    raw_peak = peak
+    if load_i64(record + _N_TOP) >= 0:
+        if is_edited:
+            _survey(row, padded, maxima)
+        _report_top(record, row, padded, maxima, peak, ids, logits, histogram)
+    if load_i64(record + _IS_GIVEN) != 0:
+        return
+    _edit_row(record, row)
+    is_greedy = load_i64(record + _IS_GREEDY) != 0
+    m = np.int64(-1)
+    scale = 1.0
+    for i in range(rows.MAX_STAGES):
+        stage = load_i64(record + _STAGES + 8 * i)
+        if stage == rows.END:
+            break
+        if _is_edit(stage):
+            _run_edit(record, stage, row if m < 0 else logits, ids, m, scale)
+            is_edited = True
+            continue
+        if is_greedy:
+            continue
+        if is_edited:
+            is_edited = False
+            if m < 0:
+                peak = np.float64(_survey(row, padded, maxima))
+            else:
+                peak = np.float64(_largest(logits, (m + 15) & -16))
+            if not (peak > -_INFINITE and peak < _INFINITE):
+                break
+        if stage == rows.TOP_K or stage == rows.MIROSTAT_1:
+            k = load_i64(record + _TOP_K)
+            if stage == rows.MIROSTAT_1:
+                k = _mirostat_count(
+                    record, row, padded, maxima, peak, scale, ids, logits, depths, weights, histogram
+                )
+            m = _run_top_k(k, row, padded, maxima, m, peak, ids, logits, histogram)
+        elif stage == rows.TOP_P:
+            p = load_f64(record + _TOP_P)
+            m = _run_top_p(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram)
+        elif stage == rows.MIN_P or stage == rows.TOP_N_SIGMA:
+            if stage == rows.MIN_P:
+                bound = _f32(peak + load_f64(record + _MIN_P_DEPTH) / scale)
+            else:
+                n_sigma = load_f64(record + _TOP_N_SIGMA)
+                if m < 0:
+                    bound = _sigma_cut(row, padded, peak, n_sigma)
+                else:
+                    bound = _sigma_cut(logits, (m + 15) & -16, peak, n_sigma)
+            m = _run_cut(bound, row, padded, maxima, m, ids, logits)
+        elif stage == rows.TYPICAL_P:
+            p = load_f64(record + _TYPICAL_P)
+            m = _run_typical(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram)
+            is_edited = True  # the largest may be gone
+        elif stage == rows.XTC:
+            if load_i64(record + _XTC_APPLIES) != 0:
+                threshold = load_f64(record + _XTC_THRESHOLD)
+                m = _run_xtc(threshold, row, padded, maxima, m, peak, scale, ids, logits, depths, weights)
+                is_edited = True
+        elif stage == rows.TEMPERATURE:
+            if m < 0:
+                scale = _new_scale(record, row, padded, peak, scale)
+            else:
+                scale = _new_scale(record, logits, (m + 15) & -16, peak, scale)
+        elif stage == rows.MIROSTAT_2:
+            power = load_f64(record + _SURPRISE_POWER)
+            m = _run_mirostat_2(power, row, padded, maxima, peak, scale, ids, logits, depths, weights)
+    if is_edited:
+        if m < 0:
+            peak = np.float64(_largest(row, padded))
+        else:
+            peak = np.float64(_largest(logits, (m + 15) & -16))
+    if not _store_status(record, peak):
+        return
+    store_f64(record + _PEAK, raw_peak)
+    if is_greedy:
+        store_i64(record + _TOKEN, _first_of(row, padded, np.float32(peak)))
+    else:
+        block_sums = scratch + SCRATCH_BLOCK_SUMS
+        _draw(record, row, padded, m, peak, scale, ids, logits, depths, weights, block_sums)
+
+
+def choose_rows(tile, records, n_rows, n, counter, scratch, scratch_stride, n_workers):
+    """Chooses a token for each of `n_rows` rows of n logits; `records` are addresses of RowRecords."""
+    if tile < 0:
+        return min(n_workers, n_rows)
+    while True:
+        i = atomic_add(counter, 1)
+        if i >= n_rows:
+            return 0
+        _choose(load_i64(records + 8 * i), n, scratch + tile * scratch_stride, _padded_size(n))
 
 
 def read_memory(tile, data, n_bytes, out):
@@ -123,7 +836,4 @@ def read_memory(tile, data, n_bytes, out):
     return 0
 
 
-KERNELS = {
-    kernel.__name__: KernelSource(kernel.__name__, kernel)
-    for kernel in (argmax, max_and_sum_exp, above, read_memory)
-}
+KERNELS = {kernel.__name__: KernelSource(kernel.__name__, kernel) for kernel in (choose_rows, read_memory)}

@@ -57,6 +57,7 @@ class _RegisterModel(models.PrimitiveModel):  # type: ignore[misc]
 F32x16 = Vec("F32x16", _F32, 16)
 I32x16 = Vec("I32x16", _I32, 16)
 U8x64 = Vec("U8x64", _I8, 64)
+F64x16 = Vec("F64x16", ir.DoubleType(), 16)
 
 # The options of every kernel and of the functions that kernels are made of.
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "boundscheck": False}
@@ -67,10 +68,20 @@ def device(function: Callable[..., Any]) -> Any:
     return njit(forceinline=True, **_OPTIONS)(function)
 
 
+def routine(function: Callable[..., Any]) -> Any:
+    """Marks a function that kernels call and that is compiled once for all its callers."""
+    return njit(**_OPTIONS)(function)
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Marks a function with one caller, which is compiled as a part of it: sooner than on its own."""
+    return njit(inline="always", **_OPTIONS)(function)
+
+
 def compile_kernel(source: KernelSource) -> tuple[str, bytes]:
     """(symbol, object code) of a kernel, compiled for `cpu_target()`."""
     loads = ", ".join(f"load_i64(record + {8 * i})" for i in range(len(source.parameters)))
-    namespace: dict[str, Any] = {"body": device(source.function), "load_i64": load_i64}
+    namespace: dict[str, Any] = {"body": part(source.function), "load_i64": load_i64}
     exec(f"def entry(record, tile):\n    return body(tile, {loads})", namespace)
     options = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     function: Any = njit("int64(int64, int64)", **options)(namespace["entry"])
@@ -196,6 +207,10 @@ load_i8 = _operation(types.int64, types.int64)(_renamed("load_i8", _scalar_load(
 load_f32 = _operation(types.float32, types.int64)(_renamed("load_f32", _scalar_load(_F32)))
 store_i64 = _operation(types.void, types.int64, types.int64)(_renamed("store_i64", _scalar_store(_I64)))
 store_i32 = _operation(types.void, types.int64, types.int64)(_renamed("store_i32", _scalar_store(_I32, True)))
+load_f64 = _operation(types.float64, types.int64)(_renamed("load_f64", _scalar_load(ir.DoubleType())))
+store_f64 = _operation(types.void, types.int64, types.float64)(
+    _renamed("store_f64", _scalar_store(ir.DoubleType()))
+)
 store_u16 = _operation(types.void, types.int64, types.int64)(_renamed("store_u16", _scalar_store(_I16, True)))
 store_f32 = _operation(types.void, types.int64, types.float32)(_renamed("store_f32", _scalar_store(_F32)))
 
@@ -445,6 +460,43 @@ def sum_lanes(builder: Any, a: Any) -> Any:
 def max_lanes(builder: Any, a: Any) -> Any:
     """The largest of 16 lanes."""
     return _halve(builder, a, lambda x, y: _select_max(builder, x, y, ">"))
+
+
+@_operation(F64x16, types.float64)
+def splat_f64(builder: Any, value: Any) -> Any:
+    """A vector of 16 equal float64."""
+    return _splat(builder, value)
+
+
+@_operation(F64x16, F32x16)
+def widen(builder: Any, a: Any) -> Any:
+    """16 float32 as float64."""
+    return builder.fpext(a, F64x16.llvm)
+
+
+@_operation(F64x16, F64x16, F64x16)
+def add_f64(builder: Any, a: Any, b: Any) -> Any:
+    """a + b, rounded to float64."""
+    return builder.fadd(a, b)
+
+
+@_operation(F64x16, F64x16, F64x16)
+def multiply_f64(builder: Any, a: Any, b: Any) -> Any:
+    """a * b, rounded to float64."""
+    return builder.fmul(a, b)
+
+
+@_operation(types.float64, F64x16)
+def sum_lanes_f64(builder: Any, a: Any) -> Any:
+    """The sum of 16 float64 lanes, in a fixed order."""
+    return _halve(builder, a, builder.fadd)
+
+
+@_operation(types.int64, F32x16, types.float32)
+def lanes_from(builder: Any, a: Any, bound: Any) -> Any:
+    """A bit per lane, lowest first: lane >= bound."""
+    reached = builder.fcmp_ordered(">=", a, _splat(builder, bound))
+    return builder.zext(builder.bitcast(reached, _I16), _I64)
 
 
 @_operation(types.int64, I32x16)

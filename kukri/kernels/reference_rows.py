@@ -1,0 +1,318 @@
+"""How a token is chosen from a row of logits: the definition, in NumPy, by sorting.
+
+`kukri.kernels.rows` says what is asked and in which arithmetic; `kukri.sampling` says what the stages mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.kernels import rows
+from kukri.kernels.rows import RowRecord, exp_of, f32, log_of
+
+FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class ReferenceRowOps:
+    """Sampling (`kukri.kernels.types.RowOps`) in NumPy."""
+
+    def choose(self, records: Sequence[RowRecord], logits: FloatArray) -> None:
+        """See RowOps.choose."""
+        for record, row in zip(records, logits, strict=True):
+            choose(record, row if record.own_row is None else record.own_row)
+
+
+def choose(record: RowRecord, row: FloatArray) -> None:
+    """Chooses a token for one row, which is not written."""
+    peak = float(row.max())
+    record.peak = peak
+    record.status = rows.CHOSEN
+    if not math.isfinite(peak):
+        record.status = rows.NONE_ALLOWED if peak == -math.inf else rows.NOT_FINITE
+        return
+    if record.n_top >= 0:
+        report_top(record, row)
+    if record.is_given:
+        return
+    candidates = Candidates(row)
+    edit_row(candidates, record)
+    run_stages(candidates, record)
+    peak = candidates.peak
+    if not math.isfinite(peak):
+        record.peak = peak
+        record.status = rows.NONE_ALLOWED if peak == -math.inf else rows.NOT_FINITE
+    elif record.is_greedy:
+        record.token = int(candidates.ids[candidates.logits.argmax()])
+    else:
+        draw(candidates, record)
+
+
+def run_stages(candidates: Candidates, record: RowRecord) -> None:
+    """Runs the stages of a record, in its order."""
+    for stage in record.stages:
+        if stage == rows.END or not math.isfinite(candidates.peak):
+            break
+        if not record.is_greedy or stage in (rows.PENALTIES, rows.DRY):
+            STAGES[stage](candidates, record)
+
+
+class Candidates:
+    """The tokens in play: `ids` ascending, with their `logits`; a stage takes some out, or edits them.
+
+    Until a stage has filtered, all tokens are there, and those that may not come have -inf.
+    """
+
+    def __init__(self, row: FloatArray) -> None:
+        self.ids = np.arange(len(row))
+        self.logits = row.copy()
+        self.scale = 1.0
+        self.is_whole = True
+
+    @property
+    def peak(self) -> float:
+        """The largest logit."""
+        return float(self.logits.max())
+
+    def depths(self) -> FloatArray:
+        """float32: the binary logarithm of each one's odds against the likeliest."""
+        with np.errstate(over="ignore"):
+            return (self.logits - np.float32(self.peak)) * np.float32(self.scale * rows.LOG2_E)
+
+    def weights(self) -> DoubleArray:
+        """The weights of all, see `weights_of`."""
+        return weights_of(self.depths())
+
+    def keep(self, kept: BoolArray) -> None:
+        """Narrows the candidates to those that `kept` marks and that may come."""
+        kept = kept & (self.logits > -np.inf)
+        self.ids, self.logits, self.is_whole = self.ids[kept], self.logits[kept], False
+
+    def keep_most(self, keys: DoubleArray | FloatArray, weights: DoubleArray, target: float) -> None:
+        """Narrows to the fewest of the largest keys, of equals the lowest ids, that weigh `target`."""
+        order = np.argsort(-keys, kind="stable")
+        n = int(np.searchsorted(np.cumsum(weights[order]), max(target, 1.0))) + 1
+        kept = np.zeros(len(order), np.bool_)
+        kept[order[:n]] = True
+        self.keep(kept)
+
+    def edit(self, ids: npt.NDArray[np.int32], change: Callable[[DoubleArray], DoubleArray]) -> None:
+        """Changes the logits of those of `ids`, each named once, that are candidates."""
+        places = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)
+        is_there = self.ids[places] == ids
+        logits = np.zeros(len(ids), np.float64)
+        logits[is_there] = self.logits[places[is_there]]
+        with np.errstate(over="ignore"):
+            self.logits[places[is_there]] = change(logits)[is_there].astype(np.float32)
+
+
+def weights_of(depths: FloatArray) -> DoubleArray:
+    """2^depth in units of 1 / WEIGHT_ONE, whole numbers."""
+    t = np.maximum(depths, np.float32(rows.MIN_DEPTH))
+    n = np.rint(t)
+    f = t - n
+    p = np.full_like(f, rows.POWER_TERMS[0])
+    for term in rows.POWER_TERMS[1:]:
+        p = p * f + np.float32(term)
+    p = p * f + np.float32(1.0)
+    weights: DoubleArray = np.rint(np.ldexp(p, n.astype(np.int32) + rows.WEIGHT_BITS)).astype(np.float64)
+    return weights
+
+
+def lane_sum(values: DoubleArray) -> float:
+    """The sum in the order that `kukri.kernels.rows` defines."""
+    padded = np.zeros(-(-len(values) // 16) * 16)
+    padded[: len(values)] = values
+    lanes = np.cumsum(padded.reshape(-1, 16), axis=0)[-1]
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = lanes[:half] + lanes[half:]
+    return float(lanes[0])
+
+
+def edit_row(candidates: Candidates, record: RowRecord) -> None:
+    """Adds the bias and forbids tokens: what comes before all stages."""
+    if record.n_bias:
+        ids, values = record.table("bias")
+        candidates.edit(ids, lambda logits: logits + values)
+    if record.n_forbidden:
+        candidates.logits[record.table("forbidden")[0]] = -np.inf
+
+
+def penalties(candidates: Candidates, record: RowRecord) -> None:
+    """Repetition (Keskar et al. 2019), presence and frequency."""
+    if not record.n_seen:
+        return
+    ids, counts, generated = record.table("seen")
+    scale = candidates.scale
+
+    def change(logits: DoubleArray) -> DoubleArray:
+        x = logits * scale
+        # they divide; below 0 dividing would reward, so transformers multiplies there
+        repeated = np.where(x > 0, x / record.repetition_penalty, x * record.repetition_penalty)
+        x = np.where(counts > 0, repeated, x)
+        x = x - np.where(generated > 0, record.presence_penalty, 0.0)
+        return np.asarray((x - record.frequency_penalty * generated) / scale)
+
+    candidates.edit(ids, change)
+
+
+def dry(candidates: Candidates, record: RowRecord) -> None:
+    """What going on with a repetition costs (p-e-w 2024)."""
+    if record.n_dry:
+        ids, values = record.table("dry")
+        candidates.edit(ids, lambda logits: logits - values / candidates.scale)
+
+
+def top_n_sigma(candidates: Candidates, record: RowRecord) -> None:
+    """Keeps logits within n standard deviations of the largest (Tang et al. 2024)."""
+    is_in = candidates.logits > -np.inf
+    with np.errstate(over="ignore"):
+        below = np.asarray(candidates.logits - np.float32(candidates.peak))
+    below = np.maximum(below, f32(-math.inf))
+    distances = np.where(is_in, below, np.float32(0.0)).astype(np.float64)
+    n = float(np.count_nonzero(is_in))
+    mean = lane_sum(distances) / n
+    deviation = math.sqrt(max(lane_sum(distances * distances) / n - mean * mean, 0.0))
+    candidates.keep(candidates.logits >= f32(candidates.peak - record.top_n_sigma * deviation))
+
+
+def top_k(candidates: Candidates, record: RowRecord) -> None:
+    """Keeps the k largest logits."""
+    candidates.keep_most(candidates.logits, np.ones(len(candidates.ids)), record.top_k)
+
+
+def typical_p(candidates: Candidates, record: RowRecord) -> None:
+    """Keeps the tokens whose surprise is nearest to the expected one (Meister et al. 2022)."""
+    depths, weights = candidates.depths(), candidates.weights()
+    total = float(weights.sum())
+    mean = expected_depth(depths, weights)
+    distances = np.abs(depths.astype(np.float64) - mean).astype(np.float32)
+    candidates.keep_most(-distances, weights, record.typical_p * total)
+
+
+def top_p(candidates: Candidates, record: RowRecord) -> None:
+    """Keeps the fewest, likeliest tokens that have a share p of the probability (Holtzman et al. 2020)."""
+    weights = candidates.weights()
+    candidates.keep_most(candidates.logits, weights, record.top_p * float(weights.sum()))
+
+
+def min_p(candidates: Candidates, record: RowRecord) -> None:
+    """Keeps the tokens at least p times as likely as the likeliest (Nguyen et al. 2024)."""
+    candidates.keep(candidates.logits >= f32(candidates.peak + record.min_p_depth / candidates.scale))
+
+
+def xtc(candidates: Candidates, record: RowRecord) -> None:
+    """Takes out all tokens of at least the threshold's probability but the least likely (p-e-w 2024)."""
+    if not record.xtc_applies:
+        return
+    weights = candidates.weights()
+    choices = np.flatnonzero(weights >= max(record.xtc_threshold * float(weights.sum()), 1.0))
+    if len(choices) < 2:
+        return
+    least = choices[::-1][np.argmin(candidates.logits[choices][::-1])]  # of equals the highest id
+    candidates.logits[choices[choices != least]] = -np.inf
+    if not candidates.is_whole:
+        candidates.keep(candidates.logits > -np.inf)
+
+
+def temperature(candidates: Candidates, record: RowRecord) -> None:
+    """Divides the logits, by more the flatter they are where a range is given (llama.cpp's dynatemp)."""
+    value = record.temperature
+    n = float(np.count_nonzero(candidates.logits > -np.inf))
+    if record.temperature_range > 0.0:
+        if n < 2.0:
+            return
+        low, high = max(value - record.temperature_range, 0.0), value + record.temperature_range
+        weights = candidates.weights()
+        total = float(weights.sum())
+        entropy = log_of(total / rows.WEIGHT_ONE) * rows.LOG2_E - expected_depth(candidates.depths(), weights)
+        share = entropy / (log_of(n) * rows.LOG2_E)
+        power = exp_of(record.temperature_exponent * log_of(share)) if share > 1e-9 else 0.0
+        value = low + (high - low) * (power if record.temperature_exponent > 0.0 else 1.0)
+    candidates.scale = min(max(candidates.scale / max(value, 1e-9), rows.MIN_SCALE), rows.MAX_SCALE)
+
+
+def mirostat_1(candidates: Candidates, record: RowRecord) -> None:
+    """Keeps as many tokens as a Zipf law of the row's exponent gives a surprise of mu (Basu et al. 2021)."""
+    depths = -np.sort(-candidates.depths().astype(np.float64))[: rows.MIROSTAT_TOKENS]
+    depths = depths[depths > -np.inf]
+    n = float(np.count_nonzero(candidates.logits > -np.inf))
+    candidates.keep_most(
+        candidates.logits,
+        np.ones(len(candidates.ids)),
+        mirostat_k(depths.tolist(), n, record.surprise_power),
+    )
+
+
+def mirostat_k(depths: Sequence[float], n: float, surprise_power: float) -> float:
+    """How many tokens to keep of a row of `n`, by its largest depths in descending order."""
+    products = squares = 0.0
+    for i in range(len(depths) - 1):
+        ratio = log_of((i + 2.0) / (i + 1.0))
+        products += ratio * (depths[i] - depths[i + 1]) * rows.LN_2
+        squares += ratio * ratio
+    if products <= 0.0 or n < 2.0:
+        return 1.0
+    exponent = products / squares
+    epsilon = exponent - 1.0
+    divisor = 1.0 - exp_of(-epsilon * log_of(n))
+    if divisor == 0.0 or epsilon * surprise_power / divisor <= 0.0:
+        return 1.0
+    return float(int(min(max(exp_of(log_of(epsilon * surprise_power / divisor) / exponent), 1.0), n)))
+
+
+def mirostat_2(candidates: Candidates, record: RowRecord) -> None:
+    """Keeps the tokens whose surprise is at most mu; the likeliest in any case (Basu et al. 2021)."""
+    weights = candidates.weights()
+    kept = weights >= max(float(weights.sum()) / record.surprise_power, 1.0)
+    kept[np.argmax(candidates.logits)] = True
+    candidates.keep(kept)
+
+
+def expected_depth(depths: FloatArray, weights: DoubleArray) -> float:
+    """The mean depth of a token drawn."""
+    limited = np.maximum(depths, np.float32(rows.MIN_DEPTH)).astype(np.float64)
+    return lane_sum(weights * limited) / float(weights.sum())
+
+
+STAGES: dict[int, Callable[[Candidates, RowRecord], None]] = {
+    rows.PENALTIES: penalties,
+    rows.DRY: dry,
+    rows.TOP_N_SIGMA: top_n_sigma,
+    rows.TOP_K: top_k,
+    rows.TYPICAL_P: typical_p,
+    rows.TOP_P: top_p,
+    rows.MIN_P: min_p,
+    rows.XTC: xtc,
+    rows.TEMPERATURE: temperature,
+    rows.MIROSTAT_1: mirostat_1,
+    rows.MIROSTAT_2: mirostat_2,
+}
+
+
+def draw(candidates: Candidates, record: RowRecord) -> None:
+    """Draws the token at the point `u` of the weights' sum, in order of id."""
+    weights = candidates.weights()
+    running = np.cumsum(weights)
+    total = float(running[-1])
+    place = int(np.searchsorted(running, min(math.floor(record.u * total), total - 1.0), side="right"))
+    record.token = int(candidates.ids[place])
+    record.probability = float(weights[place]) / total
+
+
+def report_top(record: RowRecord, row: FloatArray) -> None:
+    """Fills in the sum of exp and the likeliest tokens, of equals the lowest ids, in order of id."""
+    depths = row.astype(np.float64) - float(row.max())
+    record.sum_exp = float(np.exp(depths).sum())
+    best = np.argsort(-row, kind="stable")[: record.n_top]
+    best = np.sort(best[row[best] > -np.inf])
+    record.n_top_found = len(best)
+    if len(best):
+        ids, logits = record.table("top")
+        ids[: len(best)], logits[: len(best)] = best, row[best]

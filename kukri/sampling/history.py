@@ -1,0 +1,187 @@
+"""What the tokens of a request so far mean for its next one: penalties, DRY, phrases that may not come."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.kernels.rows import RowRecord
+from kukri.sampling.params import SamplingParams
+
+IntArray = npt.NDArray[np.int32]
+Phrase = tuple[int, ...]
+
+_LOG_OF_LARGEST_FLOAT = 88.7228391  # as llama.cpp limits DRY's powers
+
+
+class Tokens:
+    """The token ids of a prompt and what was generated."""
+
+    def __init__(self, prompt_ids: npt.ArrayLike) -> None:
+        prompt = np.asarray(prompt_ids, np.int32)
+        self.n = len(prompt)
+        self._ids = np.concatenate([prompt, np.zeros(256, np.int32)])
+
+    @property
+    def ids(self) -> IntArray:
+        """All of them, read-only."""
+        view = self._ids[: self.n]
+        view.flags.writeable = False
+        return view
+
+    def add(self, token_id: int) -> None:
+        """Adds a generated token."""
+        if self.n == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(self.n, np.int32)])
+        self._ids[self.n] = token_id
+        self.n += 1
+
+    def end_with(self, phrase: Phrase, n: int) -> bool:
+        """Whether the first `n` tokens end with a phrase."""
+        return len(phrase) <= n and self._ids[n - len(phrase) : n].tolist() == list(phrase)
+
+
+class BadPhrases:
+    """Sequences of two tokens or more that may not come."""
+
+    def __init__(self, phrases: Sequence[Phrase]) -> None:
+        self._by_last_but_one: dict[int, list[Phrase]] = {}
+        for phrase in phrases:
+            self._by_last_but_one.setdefault(phrase[-2], []).append(phrase)
+
+    def next_ids(self, tokens: Tokens) -> list[int]:
+        """The tokens that would complete a phrase."""
+        if not tokens.n:
+            return []
+        phrases = self._by_last_but_one.get(int(tokens.ids[-1]), ())
+        return [phrase[-1] for phrase in phrases if tokens.end_with(phrase[:-1], tokens.n)]
+
+
+class SeenTokens:
+    """The distinct tokens that penalties look back on: how often each came, and how often generated.
+
+    The prompt counts for the repetition penalty alone.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: npt.ArrayLike) -> None:
+        self._limit = params.repeat_last_n
+        prompt = (
+            np.asarray(prompt_ids, np.int32) if params.repetition_penalty != 1.0 else np.zeros(0, np.int32)
+        )
+        if self._limit >= 0:
+            prompt = prompt[max(len(prompt) - self._limit, 0) :]
+        ids, counts = np.unique(prompt, return_counts=True)
+        self._place = {token_id: i for i, token_id in enumerate(ids.tolist())}
+        room = np.zeros(64, np.int32)
+        self._ids = np.concatenate([ids, room])
+        self._counts = np.concatenate([counts.astype(np.int32), room])
+        self._generated = np.zeros(len(self._ids), np.int32)
+        # those in reach, in order; a prompt's as -1 - id
+        self._recent = deque((-1 - prompt).tolist()) if self._limit >= 0 else None
+        self._filled: IntArray | None = None  # the array that the record points to
+
+    def add(self, token_id: int) -> None:
+        """Counts a generated token, and forgets the one that is now too far back."""
+        place = self._place.setdefault(token_id, len(self._place))
+        if place == len(self._ids):
+            room = np.zeros(place, np.int32)
+            self._ids, self._counts, self._generated = (
+                np.concatenate([a, room]) for a in (self._ids, self._counts, self._generated)
+            )
+        self._ids[place] = token_id
+        self._counts[place] += 1
+        self._generated[place] += 1
+        if self._recent is not None:
+            self._recent.append(token_id)
+            if len(self._recent) > self._limit:
+                self._forget(self._recent.popleft())
+
+    def _forget(self, entry: int) -> None:
+        if entry < 0:
+            self._counts[self._place[-1 - entry]] -= 1
+        else:
+            self._counts[self._place[entry]] -= 1
+            self._generated[self._place[entry]] -= 1
+
+    def fill(self, record: RowRecord) -> None:
+        """Has a record point to the counts."""
+        if self._filled is self._ids:
+            record.n_seen = len(self._place)
+        else:
+            record.set_table("seen", len(self._place), self._ids, self._counts, self._generated)
+            self._filled = self._ids
+
+
+class DryRepetitions:
+    """Where the last tokens have come before, and what it costs to go on as then (DRY, by p-e-w).
+
+    As llama.cpp has it: a token that would prolong a repetition of `length` tokens, `dry_allowed_length` or
+    more, loses dry_multiplier * dry_base ^ (length - dry_allowed_length). A repetition does not reach back
+    over a sequence breaker.
+    """
+
+    def __init__(self, params: SamplingParams, tokens: Tokens, breakers: Sequence[Phrase]) -> None:
+        self._params, self._tokens = params, tokens
+        self._single_breakers = {phrase[0] for phrase in breakers if len(phrase) == 1}
+        self._long_breakers = tuple(phrase for phrase in breakers if len(phrase) > 1)
+        exponent = _LOG_OF_LARGEST_FLOAT / math.log(params.dry_base) if params.dry_base > 1.000001 else 1000.0
+        self._longest = params.dry_allowed_length + int(exponent)  # beyond it nothing grows
+        self._start = next((n for n in range(tokens.n, 0, -1) if self._breaks_at(n)), 0)
+        # [j + 1]: how many tokens up to place j equal the last ones
+        self._lengths = np.zeros(tokens.n + 256, np.int32)
+        for n in range(max(tokens.n - self._longest, self._start) + 1, tokens.n + 1):
+            self._extend(n)
+        self._is_filled = False
+
+    def update(self) -> None:
+        """Takes in the last token."""
+        n = self._tokens.n
+        if self._breaks_at(n):
+            self._start = n
+        self._extend(n)
+        self._is_filled = False
+
+    def fill(self, record: RowRecord) -> None:
+        """Sets a record's table of tokens and what their logits lose."""
+        if self._is_filled:
+            return
+        self._is_filled = True
+        ids, lengths = self._continuations()
+        if len(ids) == 0:
+            record.n_dry = 0
+            return
+        order = np.argsort(lengths, kind="stable")
+        longest = dict(zip(ids[order].tolist(), lengths[order].tolist(), strict=True))  # the last one stays
+        excess = np.minimum(np.array(list(longest.values())), self._longest) - self._params.dry_allowed_length
+        losses = self._params.dry_multiplier * self._params.dry_base ** excess.astype(np.float64)
+        record.set_table("dry", len(longest), np.array(list(longest), np.int32), losses)
+
+    def _continuations(self) -> tuple[IntArray, IntArray]:
+        """The tokens that came after what the last tokens repeat, and the lengths of these repetitions."""
+        n, reach = self._tokens.n, self._params.dry_penalty_last_n
+        first = max(n - reach, 0) if reach >= 0 else 0
+        lengths = self._lengths[first + 1 : n]
+        allowed = self._params.dry_allowed_length
+        places = np.flatnonzero(lengths >= allowed)
+        if len(places) == 0:
+            return places.astype(np.int32), places.astype(np.int32)
+        found = np.minimum(lengths[places], np.minimum(places + 1, n - self._start)).astype(np.int32)
+        places, found = places[found >= allowed], found[found >= allowed]
+        return self._tokens.ids[first + places + 1], found
+
+    def _extend(self, n: int) -> None:
+        """Brings the lengths up to the n-th token."""
+        ids = self._tokens.ids
+        if n >= len(self._lengths):
+            self._lengths = np.concatenate([self._lengths, np.zeros(len(self._lengths), np.int32)])
+        self._lengths[1:n] = (self._lengths[: n - 1] + 1) * (ids[: n - 1] == ids[n - 1])
+
+    def _breaks_at(self, n: int) -> bool:
+        """Whether the first `n` tokens end with a sequence breaker."""
+        if n and int(self._tokens.ids[n - 1]) in self._single_breakers:
+            return True
+        return any(self._tokens.end_with(phrase, n) for phrase in self._long_breakers)

@@ -1,0 +1,185 @@
+"""The compiled sampling of a step against its definition in NumPy: the same tokens, to the bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kukri.errors import UnsupportedError
+from kukri.kernels import rows
+from kukri.kernels.cpu.jit import KernelLibrary
+from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.cpu.row_ops import CpuRowOps
+from kukri.kernels.reference_rows import ReferenceRowOps, weights_of
+from kukri.kernels.rows import RowRecord
+
+REFERENCE = ReferenceRowOps()
+FILTERS = range(rows.PENALTIES, rows.MIROSTAT_1)
+
+
+@pytest.fixture(scope="module")
+def ops():
+    kernels = KernelLibrary()
+    pool = ThreadPool(kernels, 3)
+    yield CpuRowOps(kernels, pool)
+    pool.close()
+
+
+def make_record(stages: Any, n_vocab: int, rng: np.random.Generator, **fields: Any) -> RowRecord:
+    """A record with every table filled, and random settings."""
+    settings: dict[str, Any] = {
+        "u": rng.random(),
+        "top_k": int(rng.choice([1, 2, 40, 700, 5000])),
+        "top_p": rng.choice([0.0, 0.3, 0.9, 0.999, 1.0]),
+        "typical_p": rng.choice([0.0, 0.2, 0.9, 0.999]),
+        "min_p_depth": math.log(rng.choice([1e-9, 0.05, 1.0])),
+        "top_n_sigma": rng.choice([0.1, 1.0, 3.0]),
+        "xtc_threshold": rng.choice([0.0, 0.01, 0.1, 0.5]),
+        "xtc_applies": rng.random() < 0.8,
+        "temperature": rng.choice([0.01, 0.7, 1.0, 30.0]),
+        "temperature_range": rng.choice([0.0, 0.5]),
+        "temperature_exponent": rng.choice([0.0, 1.0, 2.5]),
+        "repetition_penalty": rng.choice([0.5, 1.0, 1.3]),
+        "presence_penalty": rng.choice([-1.0, 0.0, 0.7]),
+        "frequency_penalty": rng.choice([-0.3, 0.0, 0.4]),
+        "surprise_power": 2.0 ** rng.choice([-3.0, 0.5, 4.0, 10.0]),
+        "is_greedy": rng.random() < 0.1,
+    }
+    record = RowRecord(**settings | fields)
+    record.stages[: len(stages)] = stages
+    for name in ("bias", "seen", "dry", "forbidden"):
+        n = int(rng.integers(0, min(n_vocab, 20)))
+        ids = rng.permutation(n_vocab)[:n].astype(np.int32)
+        values: list[np.ndarray] = []
+        if name == "seen":
+            counts = rng.integers(0, 4, n).astype(np.int32)
+            values = [counts, np.minimum(counts, rng.integers(0, 3, n)).astype(np.int32)]
+        elif name != "forbidden":
+            values = [rng.normal(0, 3, n)]
+        record.set_table(name, n, ids, *values)
+    n_top = int(rng.choice([-1, 0, 3, 30]))
+    if n_top >= 0:
+        record.set_table("top", n_top, np.zeros(n_top, np.int32), np.zeros(n_top, np.float32))
+    return record
+
+
+def random_row(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Peaked or flat, full of ties, with -inf, huge or unusable values."""
+    row = rng.normal(0, rng.choice([0.0, 0.5, 3.0, 30.0]), n)
+    if rng.random() < 0.4:
+        row = np.round(row, rng.integers(0, 2))
+    row[:: max(1, n // 20)] += rng.choice([0.0, 6.0, 15.0])
+    if rng.random() < 0.3:
+        row[rng.random(n) < rng.choice([0.3, 1.0])] = -np.inf
+    if rng.random() < 0.1:
+        row[rng.integers(n)] = rng.choice([np.nan, np.inf, 1e30, -1e30])
+    return (row + rng.choice([0.0, -1000.0, 1e5])).astype(np.float32)
+
+
+def outcome(record: RowRecord) -> Any:
+    """What is compared exactly."""
+    if record.status != rows.CHOSEN:
+        return record.status
+    top = [a[: record.n_top_found].tolist() for a in record.table("top")] if record.n_top >= 0 else []
+    return record.token, None if record.is_greedy else record.probability, top
+
+
+def same(record: RowRecord) -> RowRecord:
+    """A copy with tables of its own for the results."""
+    copy = RowRecord(**{name: getattr(record, name) for name, *_ in RowRecord._fields_})
+    for name, arrays in record.tables.items():
+        copy.set_table(name, getattr(record, f"n_{name}"), *(a.copy() for a in arrays))
+    return copy
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    seed=st.integers(0, 2**32),
+    n_vocab=st.sampled_from([1, 2, 15, 16, 17, 63, 1000, 1024, 1025, 2063, 4999]),
+    orders=st.lists(st.permutations(FILTERS).map(lambda o: o[: len(o) // 2]), min_size=1, max_size=6),
+)
+def test_tokens_are_those_of_the_definition(ops, seed, n_vocab, orders):
+    """Would catch a threshold above its cut, a tie decided elsewhere, a sum in another order, a bad tail."""
+    rng = np.random.default_rng(seed)
+    logits = np.array([random_row(rng, n_vocab) for _ in orders])
+    before = logits.copy()
+    found = [make_record(order, n_vocab, rng) for order in orders]
+    want = [same(record) for record in found]
+    ops.choose(found, logits)
+    REFERENCE.choose(want, logits)
+    np.testing.assert_array_equal(logits, before)
+    for a, b in zip(found, want, strict=True):
+        assert outcome(a) == outcome(b), (list(a.stages), a.status)
+        if a.n_top >= 0 and a.status == rows.CHOSEN:
+            assert a.sum_exp == pytest.approx(b.sum_exp, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [None, *range(rows.PENALTIES, rows.MIROSTAT_2 + 1)])
+@pytest.mark.parametrize("n_vocab", [49152, 151_936, 32_001])
+def test_each_stage_alone_on_large_vocabularies(ops, stage, n_vocab):
+    """Would catch what only many tokens show: flat rows, blocks of the draw, counts in float32."""
+    rng = np.random.default_rng(n_vocab + (stage or 0))
+    logits = rng.normal(0, 2.5, (8, n_vocab)).astype(np.float32)
+    logits[1] *= 0.1
+    logits[2] = 0.5
+    logits[3:, :40] += np.linspace(4, 14, 40).astype(np.float32)
+    found = [make_record([] if stage is None else [stage], n_vocab, rng, is_greedy=0) for _ in logits]
+    want = [same(record) for record in found]
+    ops.choose(found, logits)
+    REFERENCE.choose(want, logits)
+    assert [outcome(record) for record in found] == [outcome(record) for record in want]
+
+
+def test_rows_alone_and_together(ops):
+    """Would catch a row that sees another's scratch, or that depends on the thread it runs on."""
+    rng = np.random.default_rng(8)
+    logits = np.array([random_row(rng, 3000) for _ in range(64)])
+    together = [make_record(rng.permutation(FILTERS)[:4], 3000, rng) for _ in logits]
+    alone = [same(record) for record in together]
+    for _ in range(5):
+        ops.choose(together, logits)
+    for i, record in enumerate(alone):
+        ops.choose([record], logits[i : i + 1])
+    assert [outcome(record) for record in together] == [outcome(record) for record in alone]
+
+
+def test_rows_at_a_distance(ops):
+    """Would catch rows taken as if they lay side by side: the logits of a step are padded columns."""
+    rng = np.random.default_rng(9)
+    wide = rng.normal(0, 3, (5, 1016)).astype(np.float32)
+    found = [make_record([rows.TOP_K], 1001, rng) for _ in wide]
+    want = [same(record) for record in found]
+    ops.choose(found, wide[:, :1001])
+    REFERENCE.choose(want, np.ascontiguousarray(wide[:, :1001]))
+    assert [outcome(record) for record in found] == [outcome(record) for record in want]
+
+
+def test_a_vocabulary_too_large_is_refused(ops):
+    """Would catch sums of weights that are no longer exact."""
+    with pytest.raises(UnsupportedError, match="1048576 tokens, not 1048577"):
+        ops.choose([RowRecord()], np.zeros((1, rows.MAX_VOCAB + 1), np.float32))
+
+
+def test_logarithm_and_power():
+    """Would catch a series cut short, or a range reduced wrongly."""
+    rng = np.random.default_rng(1)
+    for x in [*np.exp(rng.uniform(-300, 300, 500)), 1.0, 0.5, 2.0, 1.4142135623730951]:
+        assert rows.log_of(x) == pytest.approx(math.log(x), rel=1e-14, abs=1e-15)
+    for x in [*rng.uniform(-600, 600, 500), 0.0, 1.0, -1e-9]:
+        assert rows.exp_of(x) == pytest.approx(math.exp(x), rel=1e-13)
+
+
+def test_weights_are_whole_exponentials():
+    """Would catch a polynomial that is off, and weights that are no whole numbers: sums would be inexact."""
+    depths = np.linspace(-40, 0, 20_001, dtype=np.float32)
+    weights = weights_of(depths)
+    exact = np.exp2(depths.astype(np.float64)) * rows.WEIGHT_ONE
+    np.testing.assert_allclose(weights, exact, rtol=3e-7, atol=0.51)
+    assert (weights == np.rint(weights)).all()
+    assert weights[-1] == rows.WEIGHT_ONE
+    assert weights_of(np.array([-np.inf], np.float32)) == 0
