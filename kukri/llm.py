@@ -25,7 +25,7 @@ from kukri.kernels import make_backend
 from kukri.kernels.types import FloatArray, Hook
 from kukri.models import Forward, Model, load_model, tap_names
 from kukri.models.rope import with_scaling
-from kukri.sampling import SampledToken, SamplingParams
+from kukri.sampling import SampledToken, SamplingParams, resolve_texts
 from kukri.tasks import Label, Span, TokenLabel
 from kukri.tokenizer import ChatTemplate, StopStrings, TextStream, Tokenizer, load_tokenizer
 
@@ -303,6 +303,7 @@ class LLM:
         return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
 
     def _answer(self, prompt_ids: Any, params: SamplingParams) -> _Answer:
+        params = resolve_texts(params, self.tokenizer)
         return _Answer(self.engine.make_request(prompt_ids, params), self.tokenizer)
 
     def _run(self, answers: list[_Answer]) -> list[Result]:

@@ -56,12 +56,11 @@ class RequestSampler:
         n_vocab: int,
         forbidden_until_min: Iterable[int] = (),
         row_ops: RowOps = REFERENCE_ROW_OPS,
-        index: int = 0,
     ) -> None:
         """`forbidden_until_min`: end-of-text ids, kept back with the stop ids until `min_tokens`.
 
-        `index` counts the answers to one prompt: each has random numbers of its own. Raises RequestError
-        where a parameter names a token outside the vocabulary, or holds texts (see `resolve_texts`).
+        Raises RequestError where a parameter names a token outside the vocabulary, or holds texts that are to
+        be token ids (see `resolve_texts`).
         """
         self.params, self.n_vocab, self.n_generated = params, n_vocab, 0
         self._row_ops = row_ops
@@ -89,7 +88,8 @@ class RequestSampler:
         if "penalties" in stages:
             self._seen = SeenTokens(params, prompt_ids)
         self._mu = 2.0 * params.mirostat_tau
-        self._random = None if params.is_greedy else _random_numbers(params.seed, index)
+        seed = None if params.seed is None else params.seed % 2**64
+        self._random = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
 
     def __call__(self, logits: FloatArray, allow_end: bool = True) -> SampledToken:
         """The next token for `logits`, float32 [V], which are not written; counts it as generated.
@@ -242,17 +242,9 @@ def _record_of(params: SamplingParams) -> RowRecord:
     if params.logit_bias:
         ids = np.array(list(params.logit_bias), np.int32)
         record.set_table("bias", len(ids), ids, np.array(list(params.logit_bias.values()), np.float64))
-    if params.logprobs is not None or params.n_generated_answers > params.n:
-        _ask_for_top(record, params.logprobs or 0)
+    if params.logprobs is not None:
+        _ask_for_top(record, params.logprobs)
     return record
-
-
-def _random_numbers(seed: int | None, index: int) -> np.random.Generator:
-    if seed is None:
-        return np.random.Generator(np.random.PCG64())
-    if index:
-        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed % 2**64, spawn_key=(index,))))
-    return np.random.Generator(np.random.PCG64(seed % 2**64))
 
 
 def _processed(processor: LogitsProcessor, token_ids: IntArray, row: FloatArray) -> FloatArray:

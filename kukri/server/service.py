@@ -14,7 +14,7 @@ from kukri import __version__
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
 from kukri.llm import LLM
-from kukri.sampling import SamplingParams
+from kukri.sampling import SamplingParams, resolve_texts
 from kukri.server.bridge import Answer, Bridge, Call
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.metrics import Metrics
@@ -101,11 +101,12 @@ class Service:
         client = f"{http.scope['kukri.client']}/{body.user or ''}"
 
         def make() -> list[EngineRequest]:
+            resolved = resolve_texts(params, self.tokenizer)
             return [
                 request
                 for prompt in prompts
                 for request in self.llm.engine.make_requests(
-                    prompt, params, priority=body.priority or 0, client=client
+                    prompt, resolved, priority=body.priority or 0, client=client
                 )
             ]
 

@@ -1,0 +1,42 @@
+"""Texts in sampling parameters become the token ids that they stand for."""
+
+from __future__ import annotations
+
+from kukri.sampling import SamplingParams, resolve_texts
+
+WORDS = [b"the", b"\n", b" cat", b"cat", b".\n", b"c", b"at", b" "]
+
+
+class Words:
+    """A tokenizer of a few words: the longest that fits."""
+
+    n_vocab = len(WORDS)
+
+    def encode(self, text: str) -> list[int]:
+        ids, rest = [], text.encode()
+        while rest:
+            word = max((w for w in WORDS if rest.startswith(w)), key=len)
+            ids.append(WORDS.index(word))
+            rest = rest[len(word) :]
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return WORDS[token_id]
+
+
+def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
+    """Would catch a ban that a leading space escapes, and ids that are taken for text."""
+    params = resolve_texts(SamplingParams(bad_words=["cat", [5, 6]]), Words())
+    assert params.bad_words == ((3,), (2,), (5, 6))
+
+
+def test_a_breaker_is_every_token_that_contains_it() -> None:
+    """Would catch a line that ends inside of a token and does not end a repetition."""
+    asked = SamplingParams(dry_multiplier=1, dry_sequence_breakers=["\n", "the c", [7]])
+    assert resolve_texts(asked, Words()).dry_sequence_breakers == ((1,), (4,), (0, 7, 5), (7,))
+
+
+def test_parameters_without_texts_stay_as_they_are() -> None:
+    """Would catch the vocabulary being read for a request that has no use for it."""
+    params = SamplingParams(bad_words=[[1]])
+    assert resolve_texts(params, Words()) is params
