@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -370,11 +371,11 @@ def test_a_failing_request_fails_alone(smollm2_path, caplog):
         make, victims = engine.make_requests, []
 
         def make_with_a_fault(prompt, params, **options):
-            requests = make(prompt, params, **options)
-            if params.seed == 666:
-                victims.extend(requests)
-                requests[0].sampler = fail_after_three(requests[0].sampler)
-            return requests
+            if params.seed != 666:
+                return make(prompt, params, **options)
+            fault = nan_after(len(prompt) + 3)
+            victims.extend(make(prompt, dataclasses.replace(params, logits_processors=[fault]), **options))
+            return victims[-1:]
 
         engine.make_requests = make_with_a_fault
         body = ASK[TEXT] | {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -393,13 +394,14 @@ def test_a_failing_request_fails_alone(smollm2_path, caplog):
         server.wait_until(lambda: server.pages_used() == 0)
 
 
-def fail_after_three(sampler):
-    """The sampler, until the model computes NaN for its fourth token."""
+def nan_after(n_tokens):
+    """A logits processor that leaves NaN once there are so many tokens."""
 
-    def choose(logits):
-        return sampler(logits if sampler.n_generated < 3 else np.full_like(logits, np.nan))
+    def process(token_ids, row):
+        if len(token_ids) >= n_tokens:
+            row[:] = np.nan
 
-    return choose
+    return process
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
