@@ -39,6 +39,7 @@ Threads = Annotated[
     int | None, typer.Option("--threads", help="Threads; by default one for each usable core.")
 ]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be written.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 TopK = Annotated[int | None, typer.Option(help="Choose among the k most likely tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Choose among the most likely tokens of this probability.")]
@@ -289,6 +290,37 @@ def inspect(
     from kukri.terminal.inspect import show_model
 
     show_model(model, with_tree=tree, with_parameters=params, with_tensors=tensors, as_json=json)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A safetensors directory, or a .gguf file.")],
+    target: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
+    type: Annotated[
+        str | None,
+        typer.Option("--type", "-t", help="F32, F16, BF16, Q8_0, Q4_K_M, … (that of most weights)."),
+    ] = None,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint as a GGUF file."""
+    from kukri.terminal.convert import convert_model
+
+    convert_model(source, target, type, dry_run=dry_run, as_json=json)
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="A .gguf file, or a safetensors directory.")],
+    target: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
+    type: Annotated[str, typer.Argument(help="Q4_K_M, Q5_K_S, Q8_0, IQ4_XS, … as in llama.cpp.")],
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Write a model with its weights in another type."""
+    from kukri.terminal.convert import convert_model
+
+    convert_model(source, target, type, dry_run=dry_run, as_json=json)
 
 
 @app.command()

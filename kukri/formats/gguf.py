@@ -614,6 +614,8 @@ def write_gguf(
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, target)
+    except OSError as error:
+        raise FormatError(f"cannot be written: {error.strerror}", path=target) from None
     finally:
         unfinished.unlink(missing_ok=True)
 

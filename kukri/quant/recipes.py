@@ -36,6 +36,8 @@ MIXES: dict[str, tuple[str, int]] = {
     "IQ4_XS": ("IQ4_XS", 30),
 }
 
+ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # llama.cpp's
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 _LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)\.weight")

@@ -27,7 +27,7 @@ def load_tokenizer(source: GGUFFile | TokenizerFiles) -> Tokenizer:
 
 
 def _from_files(files: TokenizerFiles) -> Tokenizer:
-    parts = _Parts(files)
+    parts = Parts(files)
     text = parts.build()
     tokenizer = Tokenizer(
         parts.vocabulary,
@@ -41,7 +41,7 @@ def _from_files(files: TokenizerFiles) -> Tokenizer:
     return tokenizer
 
 
-class _Parts:
+class Parts:
     """tokenizer.json taken apart: a vocabulary, and a tokenizer of text that knows no special token.
 
     Added tokens take their ids from the model's vocabulary, so all but special ones are put there; nothing
@@ -72,14 +72,20 @@ class _Parts:
         self.special_texts = sorted(specials, key=self.id_of.__getitem__)
         self.vocabulary = self._vocabulary()
 
+    def text_ids(self) -> dict[str, int]:
+        """Token -> id of those that plain text can become."""
+        hidden = set(self.special_texts) - {self.model.get("unk_token")}
+        return {token: i for token, i in self.id_of.items() if token not in hidden}
+
+    def merges(self) -> list[tuple[str, str]]:
+        """The merges that lead from tokens of plain text to such, best first."""
+        ids = self.text_ids()
+        return [pair for pair in map(self._merge, self.model.get("merges") or []) if _fits(pair, ids)]
+
     def build(self) -> tokenizers.Tokenizer:
         """The tokenizer of plain text."""
-        hidden = set(self.special_texts) - {self.model.get("unk_token")}
-        vocabulary = {token: i for token, i in self.id_of.items() if token not in hidden}
         plain = [entry for token, entry in self.added.items() if token not in self.special_texts]
-        merges = [
-            pair for pair in map(self._merge, self.model.get("merges") or []) if _fits(pair, vocabulary)
-        ]
+        vocabulary, merges = self.text_ids(), self.merges()
         contents = {
             **self.files.tokenizer,
             "truncation": None,

@@ -178,8 +178,13 @@ def _token_id(
     return int(stored)
 
 
+def ends_by_text(id_of: Mapping[str, int]) -> set[int]:
+    """Tokens that end a turn or a document whatever a file's keys say."""
+    return {id_of[text] for text in _END_TEXTS if text in id_of}
+
+
 def _end_ids(id_of: Mapping[str, int], stated: list[int | None]) -> frozenset[int]:
-    ends = {id_of[text] for text in _END_TEXTS if text in id_of}
+    ends = ends_by_text(id_of)
     ends.update(i for i in stated if i is not None)
     if "<|return|>" in id_of and "<|call|>" in id_of and "<|end|>" in id_of:
         ends.discard(id_of["<|end|>"])  # there <|end|> only ends a message within the turn

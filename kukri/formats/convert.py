@@ -1,0 +1,178 @@
+"""Models of one format or type as GGUF files of another, one tensor in memory at a time.
+
+A conversion is planned first: every tensor's name, shape and types are known, and what cannot be is refused,
+before anything is written. The file appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.errors import ConfigError, FormatError, UnsupportedError
+from kukri.formats.config_gguf import model_config
+from kukri.formats.gguf import GGUFFile, TensorSource, write_gguf
+from kukri.formats.metadata_gguf import gguf_architecture, model_metadata, rope_tensors
+from kukri.formats.names import gguf_name
+from kukri.formats.safetensors import SafetensorsFile, follows_from_config, open_files
+from kukri.formats.weights import half_split_order
+from kukri.kernels.cpu.memory import forget_file_pages
+from kukri.kernels.types import ByteArray
+from kukri.quant.blocks import BLOCKS, requantize
+from kukri.quant.recipes import ALIASES, MIXES, mix_types
+from kukri.quant.types import QUANT_TYPES, QuantType
+
+_F32 = QUANT_TYPES["F32"]
+# rows that llama's files hold in another order
+_TURNED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tensor's way into the file. `read` gives its rows in the source's type, uint8 [rows, row_bytes]."""
+
+    name: str  # GGUF's
+    shape: tuple[int, ...]
+    source: QuantType
+    target: QuantType
+    read: Callable[[], ByteArray]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape[:-1]) * self.target.row_bytes(self.shape[-1])
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes where it comes from."""
+        return prod(self.shape[:-1]) * self.source.row_bytes(self.shape[-1])
+
+    def make(self) -> ByteArray:
+        """The tensor in its new type. What was read of the source leaves memory again."""
+        rows = self.read()
+        made = requantize(rows, self.source, self.target, tensor=self.name)
+        if made is not rows:
+            forget_file_pages(rows)
+        return made
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A plan: the keys and tensors of the file to be, and the configuration of its model."""
+
+    config: ModelConfig
+    metadata: Mapping[str, Any]
+    steps: tuple[Step, ...]
+
+
+@contextmanager
+def open_gguf(path: Path) -> Iterator[Conversion]:
+    """The tensors of a GGUF file as they are, open within the `with` block.
+
+    Raises UnsupportedError for a tensor of a type that kukri does not read, and what opening the file raises.
+    """
+    with GGUFFile(path) as file:
+        for name, tensor in file.tensors.items():
+            if tensor.type.name not in BLOCKS:
+                raise UnsupportedError(
+                    f"{file.file_of(name)}: tensor {name!r} is of type {tensor.type.name}; kukri reads"
+                    f" {', '.join(BLOCKS)}"
+                )
+        steps = (
+            Step(name, tensor.shape, tensor.type, tensor.type, lambda name=name: file.data(name))  # type: ignore[misc]
+            for name, tensor in file.tensors.items()
+        )
+        metadata = {key: file.metadata[key] for key in file.metadata if not key.startswith("split.")}
+        yield Conversion(model_config(file), metadata, tuple(steps))
+
+
+def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Conversion:
+    """The tensors of a safetensors directory as they are, named as in GGUF; `text` are its tokenizer's keys.
+
+    Raises UnsupportedError for tensors and configurations that GGUF has no name for.
+    """
+    steps = [
+        Step(name, values.shape, _F32, _F32, lambda values=values: values.view(np.uint8).reshape(1, -1))  # type: ignore[misc]
+        for name, values in rope_tensors(config).items()
+    ]
+    for name, file in open_files(path).items():
+        if not follows_from_config(name, config.tie_embeddings):
+            steps.append(_of_safetensors(config, file, name))
+    steps.sort(key=_place)
+    return Conversion(config, {**model_metadata(config), **text}, tuple(steps))
+
+
+def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str) -> Step:
+    tensor = file.tensors[name]
+    if tensor.dtype not in ("F32", "F16", "BF16"):
+        raise UnsupportedError(
+            f"{file.path}: tensor {name!r} is of type {tensor.dtype}, not F32, F16 or BF16"
+        )
+    shape, type = tensor.shape, QUANT_TYPES[tensor.dtype]
+    order: Any = slice(None)
+    if gguf_architecture(config)[1].interleaved_rope and _TURNED.fullmatch(name):
+        order = np.argsort(half_split_order(shape[0], config.d_head, config.rope.rotary_dim))
+
+    def read() -> ByteArray:
+        rows: ByteArray = file.data(tensor).reshape(shape[0], -1)[order]
+        return rows if len(shape) > 1 else rows.reshape(1, -1)
+
+    return Step(gguf_name(name), shape, type, type if len(shape) > 1 else _F32, read)
+
+
+def _place(step: Step) -> tuple[int, str]:
+    """Layers in order, after what is outside them."""
+    first, _, rest = step.name.partition(".")
+    return (int(rest.partition(".")[0]) if first == "blk" else -1, step.name)
+
+
+def with_mix(conversion: Conversion, mix: str) -> Conversion:
+    """The conversion to a mix of MIXES. Raises ConfigError for a name that is none."""
+    mix = ALIASES.get(mix.upper(), mix.upper())
+    if mix not in MIXES:
+        raise ConfigError(f"{mix!r} is no type to convert to: use one of {', '.join(MIXES)}")
+    config = conversion.config
+    shapes = {step.name: step.shape for step in conversion.steps}
+    types = mix_types(mix, shapes, config.n_heads // config.n_kv_heads)
+    steps = tuple(replace(step, target=types.get(step.name, step.target)) for step in conversion.steps)
+    metadata = {
+        **conversion.metadata,
+        "general.file_type": MIXES[mix][1],
+        "general.quantization_version": 2,
+    }
+    return replace(conversion, metadata=metadata, steps=steps)
+
+
+def write(conversion: Conversion, path: Path, on_tensor: Callable[[Step], None]) -> None:
+    """Writes the file; it appears under `path` complete or not at all.
+
+    `on_tensor` is called before each tensor. Raises FormatError for weights that cannot be converted and
+    when the file cannot be written.
+    """
+
+    def maker(step: Step) -> Callable[[], ByteArray]:
+        def make() -> ByteArray:
+            on_tensor(step)
+            return step.make()
+
+        return make
+
+    tensors: dict[str, TensorSource] = {}
+    for step in conversion.steps:
+        if step.name in tensors:
+            raise FormatError("comes twice", path=path, tensor=step.name)
+        tensors[step.name] = (step.target, maker(step), step.shape)
+    write_gguf(path, conversion.metadata, tensors)
+
+
+def requantized(steps: Iterable[Step]) -> list[Step]:
+    """The steps whose tensors lose a second time: from one quantized type to another."""
+    return [s for s in steps if min(s.source.block_size, s.target.block_size) > 1 and s.target != s.source]

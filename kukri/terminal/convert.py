@@ -1,0 +1,123 @@
+"""`kukri convert` and `kukri quantize`: a model as a GGUF file of another type."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kukri.errors import ConfigError
+from kukri.formats.checkpoint import TokenizerFiles, open_checkpoint
+from kukri.formats.convert import Conversion, Step, of_directory, open_gguf, requantized, with_mix, write
+from kukri.models import load_model
+from kukri.terminal.output import n_bytes_text
+from kukri.terminal.tables import print_facts, print_table
+
+
+def convert_model(source: Path, target: Path, mix: str | None, *, dry_run: bool, as_json: bool) -> None:
+    """Writes a model as a GGUF file, or prints what would be written.
+
+    `mix` None keeps the types of a GGUF file, and of a directory the one most of its weights are in.
+    """
+    with _opened(source) as conversion:
+        if mix is None and source.is_dir():
+            mix = _usual_type(conversion)
+        plan = conversion if mix is None else with_mix(conversion, mix)
+        if not dry_run:
+            _check_target(source, target)
+            with _progress(plan) as on_tensor:
+                write(plan, target, on_tensor)
+        _report(plan, target, dry_run=dry_run, as_json=as_json)
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[Conversion]:
+    if not source.is_dir():
+        with open_gguf(source) as conversion:
+            yield conversion
+        return
+    from kukri.tokenizer.metadata_gguf import tokenizer_metadata
+
+    with open_checkpoint(source) as checkpoint:
+        load_model(checkpoint.weights(checkpoint.config), checkpoint.config)  # all tensors there, none left
+        assert isinstance(checkpoint.tokenizer, TokenizerFiles)
+        text = tokenizer_metadata(checkpoint.tokenizer)
+        yield of_directory(source, checkpoint.config, text)
+
+
+def _usual_type(conversion: Conversion) -> str:
+    """The type that most bytes of the matrices are in."""
+    n_bytes: dict[str, int] = {}
+    for step in conversion.steps:
+        n_bytes[step.source.name] = n_bytes.get(step.source.name, 0) + step.source_bytes
+    return max(n_bytes, key=n_bytes.__getitem__)
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if target.is_dir():
+        raise ConfigError(f"{target} is a directory: name the file to write")
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"{target} is what would be read: write to another file")
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no directory {target.parent}")
+
+
+@contextmanager
+def _progress(plan: Conversion) -> Iterator[Callable[[Step], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=sum(step.source_bytes for step in plan.steps))
+        done = [0]
+
+        def advance(step: Step) -> None:
+            bar.update(task, advance=done[0], description=f"{step.name} ({step.target.name})")
+            done[0] = step.source_bytes
+
+        yield advance
+
+
+def _report(plan: Conversion, target: Path, *, dry_run: bool, as_json: bool) -> None:
+    before, after = (sum(sizes) for sizes in zip(*((s.source_bytes, s.n_bytes) for s in plan.steps)))
+    if as_json:
+        tensors = [
+            {
+                "name": s.name,
+                "shape": s.shape,
+                "from": s.source.name,
+                "to": s.target.name,
+                "n_bytes": s.n_bytes,
+            }
+            for s in plan.steps
+        ]
+        facts = {"path": str(target), "written": not dry_run, "n_bytes_before": before, "n_bytes": after}
+        print(json.dumps({**facts, "tensors": tensors}, ensure_ascii=False))
+        return
+    if dry_run:
+        rows = [
+            [s.name, " x ".join(map(str, s.shape)), s.source.name, s.target.name, n_bytes_text(s.n_bytes)]
+            for s in plan.steps
+        ]
+        print_table(f"{len(rows)} tensors", ["tensor", "shape", "from", "to", "size"], rows)
+        print()
+    n_weights = sum(s.n_bytes * 8 / s.target.bits_per_weight for s in plan.steps)
+    facts_ = [
+        ("would write" if dry_run else "wrote", str(target)),
+        ("weights", f"{n_bytes_text(before)} before, {n_bytes_text(after)} after"),
+        ("bits", f"{8 * after / n_weights:.2f} per weight"),
+    ]
+    print_facts(facts_)
+    if twice := requantized(plan.steps):
+        print(
+            f"note: {len(twice)} tensors were quantized already: their errors add up; convert from the"
+            " original weights where you can",
+            file=sys.stderr,
+        )

@@ -1,0 +1,106 @@
+"""GGUF keys of a tokenizer.json: tokens, their types, scores and merges, special tokens, chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from kukri.errors import UnsupportedError
+from kukri.formats.checkpoint import TokenizerFiles
+from kukri.tokenizer.hf_files import Parts
+from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
+from kukri.tokenizer.vocabulary import SPACE_MARK, Vocabulary, ends_by_text
+
+# Text that every two pre-tokenizers cut differently: contractions in both cases, digits, scripts, line ends.
+_PROBES = (
+    "I'm SURE'LL we'Ve it's 1 12 123 1234 12345 3rd x2y\t tab  two   three    ",
+    "line\nfeed\r\n\r\nhi \n  indented\n\n\n(a)b[c]{d}; e=f+g <|x|> $5.00 ~^`!!... 'quoted' \"s\" /path/\n",
+    "Ünïcödé naïve cafe\u0301 日本語テスト Привет мир שלום हिन्दी ١٢٣ ④ ½ 🙂👍🏽",
+    "a\u200db İstanbul ǅ CamelCaseWORDS",
+    " leading, trailing ",
+)
+
+
+def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
+    """The keys `tokenizer.*`. Raises UnsupportedError for what GGUF cannot say."""
+    parts = Parts(files)
+    text = parts.build()
+    vocabulary = parts.vocabulary
+    adds_bos, adds_eos = parts.adds(text)
+    keys: dict[str, Any] = {
+        "model": vocabulary.kind,
+        "tokens": [token or f"[PAD{i}]" for i, token in enumerate(vocabulary.tokens)],
+        "token_type": np.array(vocabulary.types, np.int32),
+    }
+    merges = [" ".join(pair) for pair in parts.merges()]
+    if vocabulary.kind == "llama":
+        keys |= {
+            "pre": "default",
+            "scores": _scores(vocabulary, merges),
+            "add_space_prefix": text.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE_MARK),
+        }
+    else:
+        keys |= {"pre": _pre_tokenizer(text, parts, files), "merges": merges}
+    keys |= {
+        **_special_ids(vocabulary, files),
+        "add_bos_token": adds_bos,
+        "add_eos_token": adds_eos,
+    }
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    if files.chat_template is not None:
+        metadata["tokenizer.chat_template"] = files.chat_template
+    return metadata
+
+
+def _pre_tokenizer(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFiles) -> str:
+    """The name of the pre-tokenizer that cuts text as this tokenizer does."""
+    ignores_merges = parts.model.get("ignore_merges") is True
+    if text.pre_tokenizer is not None:
+        cut = [_cut(text.pre_tokenizer, probe, text.normalizer) for probe in _PROBES]
+        for name, known in PRE_TOKENIZERS.items():
+            if known.ignore_merges != ignores_merges:
+                continue
+            normalizer = tokenizers.normalizers.NFC() if known.nfc else None
+            if cut == [_cut(known.build(), probe, normalizer) for probe in _PROBES]:
+                return name
+    raise UnsupportedError(
+        f"{files.path}: GGUF has no name for this tokenizer's way to cut text into words; kukri knows"
+        f" {', '.join(PRE_TOKENIZERS)}"
+    )
+
+
+def _cut(pre_tokenizer: Any, probe: str, normalizer: Any) -> list[str]:
+    normal = probe if normalizer is None else normalizer.normalize_str(probe)
+    return [word for word, _ in pre_tokenizer.pre_tokenize_str(normal)]
+
+
+def _scores(vocabulary: Vocabulary, merges: list[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """SentencePiece's scores in effect: what is merged first scores highest."""
+    scores = np.zeros(len(vocabulary.tokens), np.float32)
+    for rank in range(len(merges) - 1, -1, -1):
+        scores[vocabulary.id_of[merges[rank].replace(" ", "")]] = -rank
+    return scores
+
+
+def _special_ids(vocabulary: Vocabulary, files: TokenizerFiles) -> dict[str, int]:
+    """Ids of special tokens; three may end an answer, and those that readers know by their text."""
+    stated = [] if vocabulary.eos_id is None else [vocabulary.eos_id]
+    known = ends_by_text(vocabulary.id_of)
+    others = [i for i in sorted(vocabulary.eos_ids) if i not in stated]
+    # what readers know anyhow comes last
+    ends = stated + sorted(others, key=lambda i: i in known)
+    if len(ends) > 3 and not set(ends[3:]) <= known:
+        raise UnsupportedError(
+            f"{files.path}: GGUF has keys for three tokens that end a text, not {len(ends)}"
+        )
+    ids = dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends))
+    named = {"bos": vocabulary.bos_id, "unknown": vocabulary.unk_id, "padding": _padding(vocabulary, files)}
+    return ids | {f"{name}_token_id": i for name, i in named.items() if i is not None}
+
+
+def _padding(vocabulary: Vocabulary, files: TokenizerFiles) -> int | None:
+    stated = files.settings.get("pad_token")
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    return vocabulary.id_of.get(text) if isinstance(text, str) else None

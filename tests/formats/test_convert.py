@@ -1,0 +1,280 @@
+"""Conversion: what transformers saved is the same model as GGUF; files are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers as tr
+from test_llm_safetensors import CHECKPOINTS, N_VOCAB, TINY, exact_logits, make
+from tiny_gguf import tiny_config, write_tiny
+
+from kukri import LLM
+from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
+from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.config_gguf import model_config
+from kukri.formats.convert import open_gguf, with_mix, write
+from kukri.formats.gguf import GGUFFile
+from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.recipes import MIXES
+from kukri.quant.types import QUANT_TYPES
+from kukri.terminal.convert import convert_model
+from kukri.tokenizer import Tokenizer, load_tokenizer
+
+IDS = np.random.default_rng(0).integers(0, N_VOCAB, 50).tolist()
+KINDS = list(CHECKPOINTS)
+
+
+def convert(source: Path, target: Path, mix: str | None = None) -> Path:
+    convert_model(source, target, mix, dry_run=False, as_json=False)
+    return target
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_architecture_gives_the_logits_it_gave(kind: str, tmp_path: Path) -> None:
+    """Rows of q and k in the wrong order, a key or tensor under another name, a scaling or window lost."""
+    directory, _ = make(tmp_path / "hf", kind)
+    path = convert(directory, tmp_path / "m.gguf")
+    want = exact_logits(directory, IDS)
+    # RoPE's factors pass through float32, all else is bit for bit
+    np.testing.assert_allclose(exact_logits(path, IDS), want, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gguf_package_reads_every_field(kind: str, tmp_path: Path) -> None:
+    """Keys that only our own reader finds, or of a type that others do not expect."""
+    directory, _ = make(tmp_path / "hf", kind)
+    reader = gguf.GGUFReader(convert(directory, tmp_path / "m.gguf"))
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    name = fields["general.architecture"]
+    assert fields[f"{name}.block_count"] == TINY["num_hidden_layers"]
+    assert fields[f"{name}.rope.freq_base"] == pytest.approx(10000.0) or "smollm3" in kind
+    assert reader.fields[f"{name}.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
+    assert len(fields["tokenizer.ggml.tokens"]) == N_VOCAB
+    expected = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], 4).mapping.values()
+    known = {tensor for _, tensor in expected}
+    for tensor in reader.tensors:
+        assert tensor.name.rsplit(".", 1)[0] in known
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mix", "stored"),
+    [
+        (torch.bfloat16, None, "BF16"),
+        (torch.float16, None, "F16"),
+        (torch.float32, "F16", "F16"),
+        (torch.bfloat16, "Q8_0", "Q8_0"),
+        (torch.float32, "q4_k_m", "Q5_0"),
+    ],
+    ids=str,
+)
+def test_types(dtype: torch.dtype, mix: str | None, stored: str, tmp_path: Path) -> None:
+    """Weights rounded twice, vectors rounded at all, a type other than asked for."""
+    directory, model = make(tmp_path / "hf", "qwen2", dtype)
+    with GGUFFile(convert(directory, tmp_path / "m.gguf", mix)) as file:
+        up, bias = file.tensors["blk.1.ffn_up.weight"], file.array("blk.1.attn_q.bias")
+        assert up.type.name == stored
+        assert file.metadata["general.file_type"] == MIXES[(mix or stored).upper()][1]
+        exact = model.model.layers[1].mlp.up_proj.weight.detach().numpy()
+        np.testing.assert_array_equal(file.data(up.name), quantize(exact, up.type))
+        np.testing.assert_array_equal(bias, model.model.layers[1].self_attn.q_proj.bias.detach().numpy())
+
+
+def test_shards_and_text(tmp_path: Path) -> None:
+    """A shard left out; another tokenizer, end of text or template than the directory's."""
+    directory, _ = make(tmp_path / "hf", "llama", max_shard_size="100KB")
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    path = convert(directory, tmp_path / "m.gguf")
+    np.testing.assert_array_equal(exact_logits(path, IDS), exact_logits(directory, IDS))
+    with open_checkpoint(directory) as checkpoint:
+        theirs = load_tokenizer(checkpoint.tokenizer)
+    ours = Tokenizer.from_gguf(path)
+    text = "Hello wörld\n\n 1234 <s> <|im_start|> 日本"
+    for options in ({}, {"add_special": True}, {"add_special": True, "parse_special": True}):
+        assert ours.encode(text, **options) == theirs.encode(text, **options)
+    assert (ours.eos_ids, ours.bos_id, ours.special_ids) == (
+        theirs.eos_ids,
+        theirs.bos_id,
+        theirs.special_ids,
+    )
+    assert ours.chat_template == theirs.chat_template
+    assert GGUFFile(path).metadata["tokenizer.ggml.pre"] == "gpt-2"
+
+
+def test_configurations_come_back(tmp_path: Path) -> None:
+    """NoPE layers, windows or scaling that the file does not say."""
+    for kind in ("smollm3", "qwen2", "phi3-longrope", "llama-yarn", "mistral"):
+        directory, _ = make(tmp_path / kind, kind)
+        with open_checkpoint(directory) as checkpoint:
+            want = checkpoint.config
+        with GGUFFile(convert(directory, tmp_path / f"{kind}.gguf")) as file:
+            got = model_config(file)
+        assert got.layers == want.layers
+        assert got.rope.rotary_dim == want.rope.rotary_dim
+        assert (got.rope.scaling is None) == (want.rope.scaling is None)
+        assert (got.n_kv_heads, got.tie_embeddings, got.norm_eps) == (
+            want.n_kv_heads,
+            want.tie_embeddings,
+            pytest.approx(want.norm_eps),
+        )
+
+
+def test_quantizing_a_gguf_file(tmp_path: Path) -> None:
+    """A key lost on the way, tensors that no type was asked for changed, a note that is not given."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+    command = [sys.executable, "-m", "kukri", "quantize", str(source), str(tmp_path / "q.gguf"), "Q8_0"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout)
+    assert report["written"]
+    assert done.stderr == ""
+    with GGUFFile(source) as before, GGUFFile(tmp_path / "q.gguf") as after:
+        assert {t["name"]: t["to"] for t in report["tensors"]} == {
+            name: tensor.type.name for name, tensor in after.tensors.items()
+        }
+        for name, tensor in after.tensors.items():
+            assert tensor.type.name == ("F32" if len(tensor.shape) == 1 else "Q8_0")
+            want = quantize(np.atleast_2d(before.array(name)), tensor.type)
+            np.testing.assert_array_equal(after.data(name), want)
+        changed = {"general.file_type", "general.quantization_version"}
+        assert set(after.metadata) - changed == set(before.metadata) - changed
+        for key in set(before.metadata) - changed:
+            np.testing.assert_array_equal(after.metadata[key], before.metadata[key])
+    again = [*command[:4], str(tmp_path / "q.gguf"), str(tmp_path / "q4.gguf"), "Q4_0"]
+    assert "quantized already" in subprocess.run(again, capture_output=True, text=True, check=True).stderr
+
+
+def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, capsys: Any) -> None:
+    """A dry run that writes, or promises another size than comes out."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+    convert_model(source, tmp_path / "q.gguf", "Q4_K_M", dry_run=True, as_json=True)
+    planned = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "q.gguf").exists()
+    convert_model(source, tmp_path / "q.gguf", "Q4_K_M", dry_run=False, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {**planned, "written": True}
+    with GGUFFile(tmp_path / "q.gguf") as file:
+        assert sum(tensor.n_bytes for tensor in file.tensors.values()) == planned["n_bytes"]
+    convert_model(source, tmp_path / "q.gguf", "Q4_K_M", dry_run=True, as_json=False)
+    assert "blk.1.ffn_down.weight" in capsys.readouterr().out
+
+
+def broken_by(path: Path, how: str) -> str:
+    """Damages a directory; gives the message that should say so."""
+    weights = path / "model.safetensors"
+    if how == "nan":
+        model = tr.AutoModelForCausalLM.from_pretrained(path)
+        with torch.no_grad():
+            model.model.layers[2].mlp.down_proj.weight[1, 2] = float("nan")
+        model.save_pretrained(path)
+        return r"blk\.2\.ffn_down\.weight.*NaN or infinite"
+    if how == "shard":
+        next(path.glob("model-00002*")).unlink()
+        return "names the shard .*, which is absent"
+    if how == "dtype":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(weights)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
+        save_file(tensors, weights)
+        return r"model\.norm\.weight.*is of type I32"
+    if how == "duplicate":
+        data = weights.read_bytes()
+        weights.write_bytes(data.replace(b"layers.2.mlp.up_proj", b"layers.1.mlp.up_proj", 1))
+        return r"key 'model\.layers\.1\.mlp\.up_proj\.weight' appears twice"
+    weights.write_bytes(weights.read_bytes()[:-50])
+    return "is cut short"
+
+
+@pytest.mark.parametrize("how", ["nan", "shard", "dtype", "duplicate", "cut"])
+def test_broken_sources_leave_nothing(how: str, tmp_path: Path) -> None:
+    """Half a file under the final name, or a traceback, for a checkpoint that is broken."""
+    options = {"max_shard_size": "100KB"} if how == "shard" else {}
+    directory, _ = make(tmp_path / "hf", "llama", **options)
+    message = broken_by(directory, how)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "m.gguf").write_bytes(b"what was there before")
+    with pytest.raises(KukriError, match=message) as caught:
+        convert(directory, out / "m.gguf", "Q8_0")
+    assert "\n" not in str(caught.value)
+    assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [
+        ("m.gguf", b"what was there before")
+    ]
+
+
+def test_an_interrupt_and_a_full_disk_leave_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    """Half a file under the final name after Ctrl-C; a traceback when the disk is full."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+
+    def interrupt(step: Any) -> None:
+        if "blk.1.ffn_up" in step.name:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with open_gguf(source) as conversion:
+        with pytest.raises(KeyboardInterrupt):
+            write(with_mix(conversion, "Q8_0"), out / "m.gguf", interrupt)
+        assert not list(out.iterdir())
+        monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+        with pytest.raises(FormatError, match=r"m\.gguf: cannot be written: No space left on device"):
+            write(with_mix(conversion, "Q8_0"), out / "m.gguf", lambda step: None)
+    assert not list(out.iterdir())
+
+
+def test_targets_that_cannot_be(tmp_path: Path) -> None:
+    """A source that is overwritten while it is read; a type that is none."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+    with pytest.raises(ConfigError, match="is what would be read"):
+        convert(source, source, "Q8_0")
+    with pytest.raises(ConfigError, match="is a directory"):
+        convert(source, tmp_path, "Q8_0")
+    with pytest.raises(ConfigError, match="there is no directory"):
+        convert(source, tmp_path / "no" / "m.gguf", "Q8_0")
+    with pytest.raises(ConfigError, match="'Q9_Z' is no type to convert to: use one of F32, F16"):
+        convert(source, tmp_path / "m.gguf", "Q9_Z")
+
+
+def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
+    """A file whose text is cut otherwise than the model learned it."""
+    directory, _ = make(tmp_path / "hf", "llama")
+    path = directory / "tokenizer.json"
+    made = json.loads(path.read_text())
+    made["pre_tokenizer"] = {**made["pre_tokenizer"], "add_prefix_space": True}
+    path.write_text(json.dumps(made))
+    with pytest.raises(UnsupportedError, match="GGUF has no name for this tokenizer's way to cut text"):
+        convert(directory, tmp_path / "m.gguf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mistral", "qwen2")])
+def test_llama_cpp_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
+    """A file that only kukri understands; llama.cpp has no windows for these two in files of their kind."""
+    pytest.importorskip("llama_cpp")
+    from kukri.bench.llama_cpp import LlamaCpp
+
+    directory, _ = make(tmp_path / "hf", kind)
+    path = convert(directory, tmp_path / "m.gguf")
+    engine = LlamaCpp(path, n_threads=1, context_tokens=64, all_logits=True)
+    got, want = engine.logits(IDS[:12]), exact_logits(directory, IDS[:12])
+    engine.close()
+    assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.999
+
+
+def test_real_weights_survive(smollm2_path: Path, tmp_path: Path) -> None:
+    """A real file that loses keys or the order of its tensors' bytes: F16 of Q4_1 is not exact, but near."""
+    path = convert(smollm2_path, tmp_path / "f16.gguf", "F16")
+    with GGUFFile(smollm2_path) as before, GGUFFile(path) as after:
+        name = "blk.7.ffn_up.weight"
+        want = dequantize(before.data(name), before.tensors[name].type)
+        np.testing.assert_array_equal(after.data(name), quantize(want, QUANT_TYPES["F16"]))
+    with LLM(path, max_context=64, backend="reference") as llm:
+        assert llm.tokenizer.encode("Hello")
+        assert np.isfinite(llm.logits([1, 2, 3])).all()
