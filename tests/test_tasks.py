@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers as tr
 from test_llm_safetensors import TINY, byte_tokenizer
+from typer.testing import CliRunner
 
 from kukri import LLM
+from kukri.cli import app
 from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.models import load_model
@@ -303,6 +305,16 @@ def test_heads_generate_no_text(head: str, use: str, tmp_path: Path) -> None:
         assert seen == ["blocks.0.hook_resid_pre"]
     with pytest.raises(KukriError, match="closed"):
         llm.embed("a")
+
+
+@pytest.mark.parametrize("head", [QUESTIONS, TEXTS, TOKENS, BASE])
+def test_heads_are_not_converted(head: str, tmp_path: Path) -> None:
+    """A GGUF file without its head, or an error about a tensor's name."""
+    make(tmp_path / "from", "llama", head)
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "from"), str(tmp_path / "to.gguf")])
+    assert done.exit_code == 2
+    assert "GGUF holds language models" in done.output
+    assert not (tmp_path / "to.gguf").exists()
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Co
 
     Raises UnsupportedError for tensors and configurations that GGUF has no name for.
     """
+    if config.head.kind != "language_model":
+        raise UnsupportedError(f"{path}: GGUF holds language models, and this one's head is another, or none")
     steps = [
         Step(name, values.shape, _F32, _F32, lambda values=values: values.view(np.uint8).reshape(1, -1))  # type: ignore[misc]
         for name, values in rope_tensors(config).items()
