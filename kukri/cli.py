@@ -298,7 +298,7 @@ def convert(
     target: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
     type: Annotated[
         str | None,
-        typer.Option("--type", "-t", help="F32, F16, BF16, Q8_0, Q4_K_M, … (that of most weights)."),
+        typer.Option("--type", "-t", help="F32, BF16, Q8_0, Q4_K_M, … or a recipe (type of most weights)."),
     ] = None,
     dry_run: DryRun = False,
     json: Json = False,
@@ -313,7 +313,7 @@ def convert(
 def quantize(
     source: Annotated[Path, typer.Argument(help="A .gguf file, or a safetensors directory.")],
     target: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
-    type: Annotated[str, typer.Argument(help="Q4_K_M, Q5_K_S, Q8_0, IQ4_XS, … as in llama.cpp.")],
+    type: Annotated[str, typer.Argument(help="Q4_K_M, Q8_0, IQ4_XS, … as in llama.cpp; or a recipe.")],
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:

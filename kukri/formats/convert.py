@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.errors import ConfigError, FormatError, UnsupportedError
+from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.config_gguf import model_config
 from kukri.formats.gguf import GGUFFile, TensorSource, write_gguf
 from kukri.formats.metadata_gguf import gguf_architecture, model_metadata, rope_tensors
-from kukri.formats.names import gguf_name
+from kukri.formats.names import canonical_name, gguf_name
 from kukri.formats.safetensors import SafetensorsFile, follows_from_config, open_files
 from kukri.formats.weights import half_split_order
 from kukri.kernels.cpu.memory import forget_file_pages
 from kukri.kernels.types import ByteArray
 from kukri.quant.blocks import BLOCKS, requantize
-from kukri.quant.recipes import ALIASES, MIXES, mix_types
+from kukri.quant.mixes import MIXES
+from kukri.quant.recipes import Recipe, apply_recipe
 from kukri.quant.types import QUANT_TYPES, QuantType
 
 _F32 = QUANT_TYPES["F32"]
@@ -44,6 +45,7 @@ class Step:
     source: QuantType
     target: QuantType
     read: Callable[[], ByteArray]
+    hf_name: str = ""  # Hugging Face's, "" where there is none
 
     @property
     def n_bytes(self) -> int:
@@ -87,11 +89,22 @@ def open_gguf(path: Path) -> Iterator[Conversion]:
                     f" {', '.join(BLOCKS)}"
                 )
         steps = (
-            Step(name, tensor.shape, tensor.type, tensor.type, lambda name=name: file.data(name))  # type: ignore[misc]
+            Step(name, tensor.shape, tensor.type, tensor.type, _reader(file, name), _hf_name(name))
             for name, tensor in file.tensors.items()
         )
         metadata = {key: file.metadata[key] for key in file.metadata if not key.startswith("split.")}
         yield Conversion(model_config(file), metadata, tuple(steps))
+
+
+def _reader(file: GGUFFile, name: str) -> Callable[[], ByteArray]:
+    return lambda: file.data(name)
+
+
+def _hf_name(name: str) -> str:
+    try:
+        return canonical_name(name)
+    except UnsupportedError:
+        return ""
 
 
 def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Conversion:
@@ -127,7 +140,7 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str) -> St
         rows: ByteArray = file.data(tensor).reshape(shape[0], -1)[order]
         return rows if len(shape) > 1 else rows.reshape(1, -1)
 
-    return Step(gguf_name(name), shape, type, type if len(shape) > 1 else _F32, read)
+    return Step(gguf_name(name), shape, type, type if len(shape) > 1 else _F32, read, name)
 
 
 def _place(step: Step) -> tuple[int, str]:
@@ -136,21 +149,23 @@ def _place(step: Step) -> tuple[int, str]:
     return (int(rest.partition(".")[0]) if first == "blk" else -1, step.name)
 
 
-def with_mix(conversion: Conversion, mix: str) -> Conversion:
-    """The conversion to a mix of MIXES. Raises ConfigError for a name that is none."""
-    mix = ALIASES.get(mix.upper(), mix.upper())
-    if mix not in MIXES:
-        raise ConfigError(f"{mix!r} is no type to convert to: use one of {', '.join(MIXES)}")
-    config = conversion.config
-    shapes = {step.name: step.shape for step in conversion.steps}
-    types = mix_types(mix, shapes, config.n_heads // config.n_kv_heads)
-    steps = tuple(replace(step, target=types.get(step.name, step.target)) for step in conversion.steps)
-    metadata = {
-        **conversion.metadata,
-        "general.file_type": MIXES[mix][1],
-        "general.quantization_version": 2,
-    }
-    return replace(conversion, metadata=metadata, steps=steps)
+def with_recipe(conversion: Conversion, recipe: Recipe) -> Conversion:
+    """The conversion with the recipe's types and names. Raises ConfigError for a recipe that does not fit."""
+    config, steps = conversion.config, conversion.steps
+    types, renames = apply_recipe(
+        recipe,
+        {step.name: step.shape for step in steps},
+        config.n_heads // config.n_kv_heads,
+        {step.name: step.hf_name for step in steps},
+    )
+    changed = tuple(
+        replace(step, name=renames.get(step.name, step.name), target=types.get(step.name, step.target))
+        for step in steps
+    )
+    metadata = {**conversion.metadata, "general.quantization_version": 2}
+    if recipe.base is not None:
+        metadata["general.file_type"] = MIXES[recipe.base][1]
+    return replace(conversion, metadata=metadata, steps=changed)
 
 
 def write(conversion: Conversion, path: Path, on_tensor: Callable[[Step], None]) -> None:

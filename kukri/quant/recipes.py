@@ -1,122 +1,187 @@
-"""Which type each tensor of a file gets: llama.cpp's mixes.
+"""Recipes: which type each tensor gets, by patterns that users write.
 
-The rules and their names are those of llama.cpp (src/llama-quant.cpp, as in llama-cpp-python 0.3.36): a file
-"of type Q4_K_M" holds Q4_K, and Q6_K where it pays most. Layers count by their place among those that have
-the tensor.
+A recipe is a map, in JSON or YAML, from patterns to what becomes of the tensors in whose names, GGUF's or
+Hugging Face's, they are found:
+
+    base: Q4_K_M                      # a mix for all that no pattern says; without it they are kept
+    'self_attn\\.[qk]_proj': Q6_K
+    ffn_down: {type: Q5_K, layers: '0-3, 28-31'}
+    token_embd: keep                  # as it is in the source
+    '^blk\\.(\\d+)\\.ln': {rename: 'blk.\\1.attn_norm'}
+
+Of several patterns that match, the last counts. A pattern that matches nothing is an error.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from kukri.errors import ConfigError
+from kukri.quant.blocks import BLOCKS
+from kukri.quant.mixes import ALIASES, MIXES, Shapes, mix_types
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
-# mix -> its main type and GGUF's number for it (general.file_type, llama.h's llama_ftype)
-MIXES: dict[str, tuple[str, int]] = {
-    "F32": ("F32", 0),
-    "F16": ("F16", 1),
-    "BF16": ("BF16", 32),
-    "Q4_0": ("Q4_0", 2),
-    "Q4_1": ("Q4_1", 3),
-    "Q5_0": ("Q5_0", 8),
-    "Q5_1": ("Q5_1", 9),
-    "Q8_0": ("Q8_0", 7),
-    "Q2_K": ("Q2_K", 10),
-    "Q2_K_S": ("Q2_K", 21),
-    "Q3_K_S": ("Q3_K", 11),
-    "Q3_K_M": ("Q3_K", 12),
-    "Q3_K_L": ("Q3_K", 13),
-    "Q4_K_S": ("Q4_K", 14),
-    "Q4_K_M": ("Q4_K", 15),
-    "Q5_K_S": ("Q5_K", 16),
-    "Q5_K_M": ("Q5_K", 17),
-    "Q6_K": ("Q6_K", 18),
-    "IQ4_NL": ("IQ4_NL", 25),
-    "IQ4_XS": ("IQ4_XS", 30),
-}
 
-ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # llama.cpp's
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the tensors that a pattern is found in. `type` None keeps them as they are."""
 
-Shapes = Mapping[str, tuple[int, ...]]
+    pattern: re.Pattern[str]
+    type: QuantType | None
+    layers: frozenset[int] | None = None  # None: all, and what is in no layer
+    rename: str | None = None  # GGUF's name for them, \\1 and so on being the pattern's groups
 
-_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)\.weight")
+    def matches(self, name: str, other_name: str) -> bool:
+        """True for a tensor of this GGUF name, or of this Hugging Face name."""
+        if self.layers is not None:
+            layer = re.match(r"blk\.(\d+)\.", name)
+            if layer is None or int(layer[1]) not in self.layers:
+                return False
+        return any(self.pattern.search(text) for text in (name, other_name))
 
 
-def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """True for the tensors that a mix touches: matrices that are no norms. `name` is GGUF's."""
-    return len(shape) > 1 and name.endswith(".weight") and not name.endswith("_norm.weight")
+@dataclass(frozen=True)
+class Recipe:
+    """A mix, or None for types kept as they are, and rules of which the last that matches counts."""
+
+    base: str | None
+    rules: tuple[Rule, ...] = ()
 
 
-def mix_types(mix: str, shapes: Shapes, queries_per_key: int) -> dict[str, QuantType]:
-    """The type of each tensor that a mix of MIXES touches, by GGUF name.
+def mix_named(name: str) -> str:
+    """The mix of that name, in any case, or of its alias. Raises ConfigError for a name that is none."""
+    mix = ALIASES.get(name.upper(), name.upper())
+    if mix not in MIXES:
+        raise ConfigError(
+            f"{name!r} is no type to convert to: use a recipe (.json or .yaml), or one of {', '.join(MIXES)}"
+        )
+    return mix
 
-    `shapes` are all tensors of the file, (out, in); `queries_per_key` is query heads per key head. Where rows
-    are no whole blocks, a type's stand-in takes its place, or F16.
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe in a .json, .yaml or .yml file, or a mix. Raises ConfigError for what is neither."""
+    path = Path(name)
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        return Recipe(mix_named(name))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
+    pairs = _json_pairs(text, path) if path.suffix == ".json" else _yaml_pairs(text, path)
+    keys = [key for key, _ in pairs]
+    if again := [key for i, key in enumerate(keys) if key in keys[:i]]:
+        raise ConfigError(f"{path}: {again[0]!r} appears twice")
+    base = dict(pairs).get("base")
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"{path}: 'base' must name a mix, not {base!r}")
+    rules = tuple(_rule(key, value, path) for key, value in pairs if key != "base")
+    return Recipe(None if base is None else mix_named(base), rules)
+
+
+def _json_pairs(text: str, path: Path) -> list[tuple[Any, Any]]:
+    def keep(pairs: list[tuple[str, Any]]) -> Any:
+        return _Pairs(pairs)
+
+    try:
+        made = json.loads(text, object_pairs_hook=keep)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(made, _Pairs):
+        raise ConfigError(f"{path} must hold a map from patterns to types")
+    return [(key, dict(value) if isinstance(value, _Pairs) else value) for key, value in made]
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The pairs of a JSON object in order, told apart from a JSON list."""
+
+
+def _yaml_pairs(text: str, path: Path) -> list[tuple[Any, Any]]:
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        made = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(made, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path} must hold a map from patterns to types")
+    values = list(made.values())
+    if len(values) != len(node.value):
+        keys = [key.value for key, _ in node.value]
+        raise ConfigError(f"{path}: {next(k for i, k in enumerate(keys) if k in keys[:i])!r} appears twice")
+    return list(made.items())
+
+
+def _rule(key: Any, value: Any, path: Path) -> Rule:
+    def error(message: str) -> ConfigError:
+        return ConfigError(f"{path}: {key!r} {message}")
+
+    facts = value if isinstance(value, dict) else {"type": value}
+    if unknown := set(facts) - {"type", "layers", "rename"}:
+        raise error(f"has {min(map(repr, unknown))}: a rule has type, layers and rename")
+    try:
+        pattern = re.compile(key)
+    except (re.error, TypeError) as wrong:
+        raise error(f"is no pattern: {wrong}") from None
+    kind, rename = facts.get("type", "keep"), facts.get("rename")
+    if not isinstance(kind, str) or (kind != "keep" and kind.upper() not in BLOCKS):
+        raise error(f"asks for {kind!r}: use keep or one of {', '.join(BLOCKS)}")
+    if rename is not None and not isinstance(rename, str):
+        raise error(f"has the new name {rename!r}, which is no text")
+    type = None if kind == "keep" else QUANT_TYPES[kind.upper()]
+    return Rule(pattern, type, _layers(facts.get("layers"), error), rename)
+
+
+def _layers(stated: Any, error: Any) -> frozenset[int] | None:
+    """`0-3, 28` or a list of numbers as a set."""
+    if stated is None:
+        return None
+    ranges = [str(part).strip() for part in (stated if isinstance(stated, list) else str(stated).split(","))]
+    layers: set[int] = set()
+    for part in ranges:
+        match = re.fullmatch(r"(\d{1,4})(?:\s*-\s*(\d{1,4}))?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise error(f"has the layers {part!r}: write them like 0-3, 28")
+        layers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(layers)
+
+
+def apply_recipe(
+    recipe: Recipe, shapes: Shapes, queries_per_key: int, other_names: Mapping[str, str]
+) -> tuple[dict[str, QuantType], dict[str, str]]:
+    """The types of the tensors that change, and the new names of those that get one, by GGUF name.
+
+    `other_names` are Hugging Face's. Types are for matrices alone, with stand-ins as in a mix. Raises
+    ConfigError for a pattern that matches nothing it could change.
     """
-    main = QUANT_TYPES[MIXES[mix][0]]
-    head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
-    places = _places(shapes)
-    types: dict[str, QuantType] = {}
-    for name, shape in shapes.items():
-        if not is_quantized(name, shape):
-            continue
-        chosen = main
-        if main.block_size > 1 and name == head:
-            chosen = _head_type(main, shape[-1])
-        elif name in places:
-            chosen = QUANT_TYPES[_layer_type(mix, *places[name], queries_per_key) or main.name]
-        types[name] = fitting_type(chosen, shape[-1]) or QUANT_TYPES["F16"]
-    return types
+    types = mix_types(recipe.base, shapes, queries_per_key) if recipe.base else {}
+    renames: dict[str, str] = {}
+    for rule in recipe.rules:
+        matched = [name for name in shapes if rule.matches(name, other_names.get(name, ""))]
+        if rule.rename is None:
+            matched = [name for name in matched if len(shapes[name]) > 1]
+        if not matched:
+            raise ConfigError(f"the pattern {rule.pattern.pattern!r} matches no tensor that it could change")
+        for name in matched:
+            if rule.rename is not None:
+                renames[name] = _renamed(rule, name, other_names.get(name, ""))
+            if len(shapes[name]) > 1:
+                types.pop(name, None)
+                if rule.type is not None:
+                    types[name] = fitting_type(rule.type, shapes[name][-1]) or QUANT_TYPES["F16"]
+    return types, renames
 
 
-def _head_type(main: QuantType, n_columns: int) -> QuantType:
-    if n_columns % main.block_size or main.name == "Q8_0":
-        return QUANT_TYPES["Q8_0"]
-    return QUANT_TYPES["Q6_K"]
-
-
-def _places(shapes: Shapes) -> dict[str, tuple[str, int, int]]:
-    """What a tensor is, its place among its kind and their number, for the kinds whose type may differ."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for name in shapes:
-        if match := _LAYER.fullmatch(name):
-            kind = "attn_v" if match[2] == "attn_qkv" else match[2]
-            found.setdefault(kind, []).append((int(match[1]), name))
-    return {
-        name: (kind, place, len(layers))
-        for kind, layers in found.items()
-        for place, (_, name) in enumerate(sorted(layers))
-    }
-
-
-def _layer_type(mix: str, kind: str, i: int, n: int, queries_per_key: int) -> str | None:
-    """The type of tensor `i` of the `n` of a kind; None for the mix's main type."""
-    if kind == "attn_output":
-        return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix)
-    more = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
-    if mix in ("Q4_K_M", "Q5_K_M") and more:
-        return "Q6_K"
-    if kind == "ffn_down":
-        first = i < n // 8
-        return {
-            "Q2_K": "Q3_K",
-            "Q2_K_S": "Q4_K" if first else None,
-            "Q3_K_M": "Q5_K" if i < n // 16 else "Q4_K",
-            "Q3_K_L": "Q5_K",
-            "Q4_K_S": "Q5_K" if first else None,
-            "IQ4_NL": "Q5_K" if first else None,
-            "IQ4_XS": "Q5_K" if first else None,
-        }.get(mix)
-    shared = queries_per_key >= 4  # so few values that bits are cheap
-    chosen = {
-        "Q2_K": "Q4_K" if shared else "Q3_K",
-        "Q2_K_S": "Q4_K" if shared else None,
-        "Q3_K_M": "Q5_K" if i < 2 else "Q4_K",
-        "Q3_K_L": "Q5_K",
-        "Q4_K_S": "Q5_K" if i < 4 else None,
-        "IQ4_NL": "Q5_K" if shared else None,
-        "IQ4_XS": "Q5_K" if shared else None,
-    }.get(mix)
-    is_70b = n == 80 and queries_per_key > 1
-    return "Q5_K" if is_70b and (chosen or MIXES[mix][0]) in ("Q3_K", "Q4_K") else chosen
+def _renamed(rule: Rule, name: str, other_name: str) -> str:
+    match = rule.pattern.search(name) or rule.pattern.search(other_name)
+    assert match is not None
+    assert rule.rename is not None
+    try:
+        return match.expand(rule.rename)
+    except (re.error, IndexError) as error:
+        raise ConfigError(f"the new name {rule.rename!r} of {rule.pattern.pattern!r}: {error}") from None

@@ -10,21 +10,24 @@ from pathlib import Path
 
 from kukri.errors import ConfigError
 from kukri.formats.checkpoint import TokenizerFiles, open_checkpoint
-from kukri.formats.convert import Conversion, Step, of_directory, open_gguf, requantized, with_mix, write
+from kukri.formats.convert import Conversion, Step, of_directory, open_gguf, requantized, with_recipe, write
 from kukri.models import load_model
+from kukri.quant.recipes import Recipe, recipe_named
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts, print_table
 
 
-def convert_model(source: Path, target: Path, mix: str | None, *, dry_run: bool, as_json: bool) -> None:
+def convert_model(source: Path, target: Path, recipe: str | None, *, dry_run: bool, as_json: bool) -> None:
     """Writes a model as a GGUF file, or prints what would be written.
 
-    `mix` None keeps the types of a GGUF file, and of a directory the one most of its weights are in.
+    `recipe` is a mix or the path of a recipe; None keeps the types of a GGUF file, and of a directory the one
+    that most of its weights are in.
     """
+    wanted = None if recipe is None else recipe_named(recipe)
     with _opened(source) as conversion:
-        if mix is None and source.is_dir():
-            mix = _usual_type(conversion)
-        plan = conversion if mix is None else with_mix(conversion, mix)
+        if wanted is None and source.is_dir():
+            wanted = Recipe(_usual_type(conversion))
+        plan = conversion if wanted is None else with_recipe(conversion, wanted)
         if not dry_run:
             _check_target(source, target)
             with _progress(plan) as on_tensor:

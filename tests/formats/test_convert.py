@@ -21,10 +21,11 @@ from kukri import LLM
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.config_gguf import model_config
-from kukri.formats.convert import open_gguf, with_mix, write
+from kukri.formats.convert import open_gguf, with_recipe, write
 from kukri.formats.gguf import GGUFFile
 from kukri.quant.blocks import dequantize, quantize
-from kukri.quant.recipes import MIXES
+from kukri.quant.mixes import MIXES
+from kukri.quant.recipes import Recipe
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
 from kukri.tokenizer import Tokenizer, load_tokenizer
@@ -221,11 +222,11 @@ def test_an_interrupt_and_a_full_disk_leave_nothing(tmp_path: Path, monkeypatch:
     out.mkdir()
     with open_gguf(source) as conversion:
         with pytest.raises(KeyboardInterrupt):
-            write(with_mix(conversion, "Q8_0"), out / "m.gguf", interrupt)
+            write(with_recipe(conversion, Recipe("Q8_0")), out / "m.gguf", interrupt)
         assert not list(out.iterdir())
         monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
         with pytest.raises(FormatError, match=r"m\.gguf: cannot be written: No space left on device"):
-            write(with_mix(conversion, "Q8_0"), out / "m.gguf", lambda step: None)
+            write(with_recipe(conversion, Recipe("Q8_0")), out / "m.gguf", lambda step: None)
     assert not list(out.iterdir())
 
 
@@ -238,7 +239,9 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
         convert(source, tmp_path, "Q8_0")
     with pytest.raises(ConfigError, match="there is no directory"):
         convert(source, tmp_path / "no" / "m.gguf", "Q8_0")
-    with pytest.raises(ConfigError, match="'Q9_Z' is no type to convert to: use one of F32, F16"):
+    with pytest.raises(
+        ConfigError, match=r"'Q9_Z' is no type to convert to: use a recipe .*, or one of F32, F16"
+    ):
         convert(source, tmp_path / "m.gguf", "Q9_Z")
 
 

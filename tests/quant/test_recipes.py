@@ -1,87 +1,149 @@
-"""Types of tensors in llama.cpp's mixes, against files that llama.cpp has quantized."""
+"""Recipes: which rule counts, what is refused, and files made by them."""
 
 from __future__ import annotations
 
-import ctypes
-import os
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from tiny_gguf import tiny_config, write_tiny
 
-from kukri.bench.make_model import SHAPES, Shape, make_model, tensor_shapes
+from kukri.bench.make_model import SHAPES, tensor_shapes
+from kukri.errors import ConfigError
 from kukri.formats.gguf import GGUFFile
-from kukri.quant.recipes import MIXES, mix_types
+from kukri.formats.names import canonical_name
+from kukri.quant.mixes import MIXES, mix_types
+from kukri.quant.recipes import apply_recipe, recipe_named
+from kukri.terminal.convert import convert_model
 
-DEEP = Shape("llama", 256, 512, 24, 4, 1, 64, 512, 128, 10000.0)
-# What llama.cpp (llama-cpp-python 0.3.36) makes of DEEP: the type of the embedding, then
-# of attn_q, attn_v, attn_output and ffn_down in each of 24 layers; Qn_K by its digit, x is IQ4_XS.
-THEIRS = {
-    "Q2_K": "6 222222222222222222222222 444444444444444444444444 "
-    "333333333333333333333333 333333333333333333333333",
-    "Q3_K_S": "6 333333333333333333333333 333333333333333333333333 "
-    "333333333333333333333333 333333333333333333333333",
-    "Q3_K_M": "6 333333333333333333333333 554444444444444444444444 "
-    "444444444444444444444444 544444444444444444444444",
-    "Q3_K_L": "6 333333333333333333333333 555555555555555555555555 "
-    "555555555555555555555555 555555555555555555555555",
-    "Q4_K_S": "6 444444444444444444444444 555544444444444444444444 "
-    "444444444444444444444444 555444444444444444444444",
-    "Q4_K_M": "6 444444444444444444444444 666446446446446446446666 "
-    "444444444444444444444444 666446446446446446446666",
-    "Q5_K_S": "6 555555555555555555555555 555555555555555555555555 "
-    "555555555555555555555555 555555555555555555555555",
-    "Q5_K_M": "6 555555555555555555555555 666556556556556556556666 "
-    "555555555555555555555555 666556556556556556556666",
-    "Q6_K": "6 666666666666666666666666 666666666666666666666666 "
-    "666666666666666666666666 666666666666666666666666",
-    "IQ4_XS": "6 xxxxxxxxxxxxxxxxxxxxxxxx 555555555555555555555555 "
-    "xxxxxxxxxxxxxxxxxxxxxxxx 555xxxxxxxxxxxxxxxxxxxxx",
-}
+SHAPES_3B = tensor_shapes(SHAPES["smollm3-3b"])
+HF_NAMES = {name: canonical_name(name) for name in SHAPES_3B}
 
 
-@pytest.mark.parametrize("mix", THEIRS)
-def test_mixes_are_those_of_llama_cpp(mix):
-    """A layer too early or late in a rule; a type for a tensor that the mix leaves as it is."""
-    types = mix_types(mix, tensor_shapes(DEEP), queries_per_key=4)
-    letters = {name: "x" if type.name == "IQ4_XS" else type.name[1] for name, type in types.items()}
-    kinds = ("attn_q", "attn_v", "attn_output", "ffn_down")
-    layers = ["".join(letters[f"blk.{i}.{kind}.weight"] for i in range(24)) for kind in kinds]
-    assert " ".join([letters["token_embd.weight"], *layers]) == THEIRS[mix]
-    assert set(types) == {name for name, shape in tensor_shapes(DEEP).items() if len(shape) == 2}
+def applied(path: Path, recipe: Any) -> dict[str, str]:
+    """Types by name, of a recipe given as JSON and as YAML, which must agree."""
+    found = []
+    for file, text in (
+        (path / "r.json", json.dumps(recipe)),
+        (path / "r.yaml", yaml.safe_dump(recipe, sort_keys=False)),
+    ):
+        file.write_text(text)
+        types, renames = apply_recipe(recipe_named(str(file)), SHAPES_3B, 4, HF_NAMES)
+        assert not renames
+        found.append({name: type.name for name, type in types.items()})
+    assert found[0] == found[1]
+    return found[0]
 
 
-def test_a_head_of_its_own_gets_the_bits_and_rows_of_576_their_stand_ins():
-    """Q6_K for the embedding of an untied model; K-quants for rows that are no multiple of 256."""
-    shapes = {**tensor_shapes(DEEP), "output.weight": (512, 256), "blk.0.attn_q.bias": (256,)}
-    types = mix_types("Q4_K_M", shapes, 4)
-    assert types["output.weight"].name == "Q6_K"
-    assert types["token_embd.weight"].name == "Q4_K"
-    assert "blk.0.attn_q.bias" not in types
-    small = mix_types("Q4_K_M", tensor_shapes(SHAPES["smollm2-135m"]), 3)
-    names = ("token_embd", "blk.0.attn_q", "blk.0.attn_v", "blk.0.ffn_down", "blk.5.ffn_down")
-    assert [small[f"{name}.weight"].name for name in names] == ["Q8_0", "Q5_0", "Q8_0", "Q6_K", "Q6_K"]
-    assert mix_types("Q8_0", {"output.weight": (8, 40)}, 1)["output.weight"].name == "F16"
+@pytest.mark.parametrize("mix", [*MIXES, "q4_k_m", "Q4_K"])
+def test_a_mix_is_a_recipe(mix: str) -> None:
+    """A shipped name that is another mix than it says."""
+    types, _ = apply_recipe(recipe_named(mix), SHAPES_3B, 4, HF_NAMES)
+    assert types == mix_types({"Q4_K": "Q4_K_M"}.get(mix, mix.upper()), SHAPES_3B, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("d_model", "n_kv_heads"), [(256, 1), (256, 2), (288, 1)])
-@pytest.mark.parametrize(
-    "mix", [mix for mix in MIXES if mix != "Q2_K_S"]
-)  # llama.cpp wants an imatrix for it
-def test_mixes_are_those_that_llama_cpp_makes(mix, d_model, n_kv_heads, tmp_path):
-    """The recorded types out of date; rules that depend on heads or on the width of rows."""
-    api = pytest.importorskip("llama_cpp")
-    silence = api.llama_log_callback(lambda level, text, data: None)
-    api.llama_log_set(silence, ctypes.c_void_p(0))
-    source, made = tmp_path / "f16.gguf", tmp_path / "made.gguf"
-    make_model(source, Shape("llama", d_model, 512, 24, 4, n_kv_heads, 64, 512, 128, 10000.0), "F16", "deep")
-    params = api.llama_model_quantize_default_params()
-    params.ftype, params.nthread = MIXES[mix][1], 2
-    assert api.llama_model_quantize(os.fsencode(source), os.fsencode(made), ctypes.byref(params)) == 0
-    with GGUFFile(made) as file:
-        theirs = {name: tensor.type for name, tensor in file.tensors.items()}
-        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-        assert file.metadata["general.file_type"] == MIXES[mix][1]
-    ours = mix_types(mix, shapes, 4 // n_kv_heads)
-    assert {name: type.name for name, type in theirs.items() if len(shapes[name]) == 2} == {
-        name: type.name for name, type in ours.items()
+def test_weights_of_so_many_bits() -> None:
+    """w8a8 or w4a8 unknown, or of another width."""
+    for name, kind in (("w8a8", "Q8_0"), ("w4a8", "Q4_0")):
+        types, _ = apply_recipe(recipe_named(name), SHAPES_3B, 4, HF_NAMES)
+        assert types["blk.3.attn_q.weight"].name == kind
+
+
+def test_later_lines_win_and_both_kinds_of_names_match(tmp_path: Path) -> None:
+    """The first rule taken for the last; Hugging Face's names not found in a GGUF file."""
+    types = applied(
+        tmp_path,
+        {
+            r"^model\.layers\.\d+\.self_attn\.": "Q6_K",
+            r"attn_q\.": "q8_0",
+            r"layers\.(2|3)\.self_attn\.q_proj": "Q5_0",
+        },
+    )
+    assert set(types.values()) == {"Q6_K", "Q8_0", "Q5_0"}
+    assert len(types) == 4 * 36
+    assert [types[f"blk.{i}.attn_q.weight"] for i in (1, 2, 3, 4)] == ["Q8_0", "Q5_0", "Q5_0", "Q8_0"]
+    assert types["blk.2.attn_output.weight"] == "Q6_K"
+
+
+def test_layers_base_and_keep(tmp_path: Path) -> None:
+    """A range that is one layer short or long; a tensor to keep that the mix still takes."""
+    recipe = {
+        "base": "q4_k_s",
+        "ffn_down": {"type": "Q8_0", "layers": "0-2, 35"},
+        "attn_v": {"layers": [7], "type": "keep"},
+        "token_embd": "keep",
     }
+    types, plain = applied(tmp_path, recipe), mix_types("Q4_K_S", SHAPES_3B, 4)
+    down = {i for i in range(36) if types[f"blk.{i}.ffn_down.weight"] == "Q8_0"}
+    assert down == {0, 1, 2, 35}
+    assert set(plain) - set(types) == {"token_embd.weight", "blk.7.attn_v.weight"}
+    assert all(
+        types[name] == type.name for name, type in plain.items() if name in types and "down" not in name
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"no_such_thing": "Q8_0"}, "'no_such_thing' matches no tensor"),
+        ({"attn_norm": "Q8_0"}, "'attn_norm' matches no tensor that it could change"),
+        ({"attn_q": {"type": "Q8_0", "layers": "36"}}, "'attn_q' matches no tensor"),
+        ({"attn_q": "Q9_K"}, "'attn_q' asks for 'Q9_K': use keep or one of F32"),
+        ({"attn_q": "Q4_K_M"}, "asks for 'Q4_K_M'"),
+        ({"attn_q": 8}, "asks for 8"),
+        ({"(": "Q8_0"}, r"'\(' is no pattern"),
+        ({"attn_q": {"kind": "Q8_0"}}, "has 'kind': a rule has type, layers and rename"),
+        ({"attn_q": {"type": "Q8_0", "layers": "3-1"}}, "has the layers '3-1'"),
+        ({"base": "Q4_Z"}, "'Q4_Z' is no type"),
+        ({"base": 4}, "'base' must name a mix"),
+        (["Q4_K"], "must hold a map"),
+    ],
+    ids=str,
+)
+def test_recipes_that_make_no_sense(recipe: Any, message: str, tmp_path: Path) -> None:
+    """A misspelled pattern, type or key that silently does nothing."""
+    for dump, name in ((json.dumps, "r.json"), (yaml.safe_dump, "r.yml")):
+        (tmp_path / name).write_text(dump(recipe))
+        with pytest.raises(ConfigError, match=message) as caught:
+            apply_recipe(recipe_named(str(tmp_path / name)), SHAPES_3B, 4, HF_NAMES)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("r.json", '{"a": "Q8_0", "a": "Q4_0"}', "'a' appears twice"),
+        ("r.yaml", "a: Q8_0\na: Q4_0\n", "'a' appears twice"),
+        ("r.json", "{", "is not JSON"),
+        ("r.yaml", "a: [", "is not YAML"),
+        ("r.yaml", "a: !!python/object/apply:os.getcwd []", "is not YAML"),
+        ("r.json", None, "cannot be read: No such file"),
+    ],
+)
+def test_files_that_are_no_recipes(name: str, text: str | None, message: str, tmp_path: Path) -> None:
+    """A traceback, code that a recipe runs, one of two lines lost."""
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        recipe_named(str(tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_made_by_a_recipe(tmp_path: Path) -> None:
+    """A recipe that plans well and is not carried out; a new name that is not given."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+    recipe = {
+        "ffn_": "Q8_0",
+        r"^blk\.1\.ffn_up": "F16",
+        r"^blk\.(\d+)\.attn_norm": {"rename": r"blk.\1.norm"},
+    }
+    (tmp_path / "r.json").write_text(json.dumps(recipe))
+    convert_model(source, tmp_path / "m.gguf", str(tmp_path / "r.json"), dry_run=False, as_json=True)
+    with GGUFFile(source) as before, GGUFFile(tmp_path / "m.gguf") as after:
+        types = {name: tensor.type.name for name, tensor in after.tensors.items()}
+        assert types["blk.0.ffn_up.weight"] == "Q8_0"
+        assert types["blk.1.ffn_up.weight"] == "F16"
+        assert types["blk.0.attn_q.weight"] == "F32"
+        assert set(types) - set(before.tensors) == {"blk.0.norm", "blk.1.norm"}

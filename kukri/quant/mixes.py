@@ -1,0 +1,122 @@
+"""llama.cpp's mixes: which type each tensor of a "Q4_K_M" file gets.
+
+The rules and their names are those of src/llama-quant.cpp, as in llama-cpp-python 0.3.36: such a file holds
+Q4_K, and Q6_K where it pays most. Layers count by their place among those that have the tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
+
+# mix -> its main type and GGUF's number for it (general.file_type, llama.h's llama_ftype)
+MIXES: dict[str, tuple[str, int]] = {
+    "F32": ("F32", 0),
+    "F16": ("F16", 1),
+    "BF16": ("BF16", 32),
+    "Q4_0": ("Q4_0", 2),
+    "Q4_1": ("Q4_1", 3),
+    "Q5_0": ("Q5_0", 8),
+    "Q5_1": ("Q5_1", 9),
+    "Q8_0": ("Q8_0", 7),
+    "Q2_K": ("Q2_K", 10),
+    "Q2_K_S": ("Q2_K", 21),
+    "Q3_K_S": ("Q3_K", 11),
+    "Q3_K_M": ("Q3_K", 12),
+    "Q3_K_L": ("Q3_K", 13),
+    "Q4_K_S": ("Q4_K", 14),
+    "Q4_K_M": ("Q4_K", 15),
+    "Q5_K_S": ("Q5_K", 16),
+    "Q5_K_M": ("Q5_K", 17),
+    "Q6_K": ("Q6_K", 18),
+    "IQ4_NL": ("IQ4_NL", 25),
+    "IQ4_XS": ("IQ4_XS", 30),
+}
+
+# llama.cpp's short names; and weights of so many bits, for kukri's activations are of 8
+ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "W8A8": "Q8_0", "W4A8": "Q4_0"}
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)\.weight")
+
+
+def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
+    """True for the tensors that a mix touches: matrices that are no norms. `name` is GGUF's."""
+    return len(shape) > 1 and name.endswith(".weight") and not name.endswith("_norm.weight")
+
+
+def mix_types(mix: str, shapes: Shapes, queries_per_key: int) -> dict[str, QuantType]:
+    """The type of each tensor that a mix of MIXES touches, by GGUF name.
+
+    `shapes` are all tensors of the file, (out, in); `queries_per_key` is query heads per key head. Where rows
+    are no whole blocks, a type's stand-in takes its place, or F16.
+    """
+    main = QUANT_TYPES[MIXES[mix][0]]
+    head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
+    places = _places(shapes)
+    types: dict[str, QuantType] = {}
+    for name, shape in shapes.items():
+        if not is_quantized(name, shape):
+            continue
+        chosen = main
+        if main.block_size > 1 and name == head:
+            chosen = _head_type(main, shape[-1])
+        elif name in places:
+            chosen = QUANT_TYPES[_layer_type(mix, *places[name], queries_per_key) or main.name]
+        types[name] = fitting_type(chosen, shape[-1]) or QUANT_TYPES["F16"]
+    return types
+
+
+def _head_type(main: QuantType, n_columns: int) -> QuantType:
+    if n_columns % main.block_size or main.name == "Q8_0":
+        return QUANT_TYPES["Q8_0"]
+    return QUANT_TYPES["Q6_K"]
+
+
+def _places(shapes: Shapes) -> dict[str, tuple[str, int, int]]:
+    """What a tensor is, its place among its kind and their number, for the kinds whose type may differ."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in shapes:
+        if match := _LAYER.fullmatch(name):
+            kind = "attn_v" if match[2] == "attn_qkv" else match[2]
+            found.setdefault(kind, []).append((int(match[1]), name))
+    return {
+        name: (kind, place, len(layers))
+        for kind, layers in found.items()
+        for place, (_, name) in enumerate(sorted(layers))
+    }
+
+
+def _layer_type(mix: str, kind: str, i: int, n: int, queries_per_key: int) -> str | None:
+    """The type of tensor `i` of the `n` of a kind; None for the mix's main type."""
+    if kind == "attn_output":
+        return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix)
+    more = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+    if mix in ("Q4_K_M", "Q5_K_M") and more:
+        return "Q6_K"
+    if kind == "ffn_down":
+        first = i < n // 8
+        return {
+            "Q2_K": "Q3_K",
+            "Q2_K_S": "Q4_K" if first else None,
+            "Q3_K_M": "Q5_K" if i < n // 16 else "Q4_K",
+            "Q3_K_L": "Q5_K",
+            "Q4_K_S": "Q5_K" if first else None,
+            "IQ4_NL": "Q5_K" if first else None,
+            "IQ4_XS": "Q5_K" if first else None,
+        }.get(mix)
+    shared = queries_per_key >= 4  # so few values that bits are cheap
+    chosen = {
+        "Q2_K": "Q4_K" if shared else "Q3_K",
+        "Q2_K_S": "Q4_K" if shared else None,
+        "Q3_K_M": "Q5_K" if i < 2 else "Q4_K",
+        "Q3_K_L": "Q5_K",
+        "Q4_K_S": "Q5_K" if i < 4 else None,
+        "IQ4_NL": "Q5_K" if shared else None,
+        "IQ4_XS": "Q5_K" if shared else None,
+    }.get(mix)
+    is_70b = n == 80 and queries_per_key > 1
+    return "Q5_K" if is_70b and (chosen or MIXES[mix][0]) in ("Q3_K", "Q4_K") else chosen
