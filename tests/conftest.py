@@ -24,6 +24,9 @@ def compiled_kernels(smollm2_path: Path) -> None:
     for temperature in ("0", "1"):
         command = [sys.executable, "-m", "kukri", "run", "Hi", "-n", "2", "-t", temperature, "--top-p", "0.9"]
         subprocess.run([*command, "-m", str(smollm2_path)], stdin=subprocess.DEVNULL, capture_output=True)
+    from kukri.kernels.cpu.jit import KernelLibrary
+
+    KernelLibrary().load(["attend_masked[64]", "panel_q8"])  # of a forward with a mask
 
 
 @pytest.fixture
