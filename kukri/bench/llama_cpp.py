@@ -36,9 +36,17 @@ class LlamaCpp:
     name = "llama-cpp-python"
 
     def __init__(
-        self, path: str | os.PathLike[str], n_threads: int, context_tokens: int, all_logits: bool = False
+        self,
+        path: str | os.PathLike[str],
+        n_threads: int,
+        context_tokens: int,
+        all_logits: bool = False,
+        plain_weights: bool = False,
     ) -> None:
         """`all_logits` reserves the memory that `logits` needs.
+
+        `plain_weights` leaves them as the file has them: slower, but llama.cpp's kernels for AMX end the
+        process on virtual machines that announce AMX and do not have it.
 
         Raises UnsupportedError without llama-cpp-python, FormatError where it cannot load the file.
         """
@@ -49,6 +57,8 @@ class LlamaCpp:
         api.llama_backend_init()
         model_params = api.llama_model_default_params()
         model_params.n_gpu_layers = 0
+        if plain_weights:
+            model_params.use_extra_bufts = False
         load = getattr(api, "llama_model_load_from_file", None) or api.llama_load_model_from_file
         self._model = load(os.fsencode(path), model_params)
         if not self._model:
