@@ -11,6 +11,7 @@ from kukri.errors import UnsupportedError
 from kukri.formats.checkpoint import TokenizerFiles
 from kukri.tokenizer.hf_files import Parts
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
+from kukri.tokenizer.tokenizer import merges_from_scores
 from kukri.tokenizer.vocabulary import SPACE_MARK, Vocabulary, ends_by_text
 
 # Text that every two pre-tokenizers cut differently: contractions in both cases, digits, scripts, line ends.
@@ -36,9 +37,15 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
     }
     merges = [" ".join(pair) for pair in parts.merges()]
     if vocabulary.kind == "llama":
+        scores = _scores(vocabulary, merges)
+        implied = merges_from_scores(vocabulary, {"tokenizer.ggml.scores": scores}, files.path)
+        if set(implied) != set(parts.merges()):
+            raise UnsupportedError(
+                f"{files.path}: its merges are not those of a SentencePiece model, which GGUF needs"
+            )
         keys |= {
             "pre": "default",
-            "scores": _scores(vocabulary, merges),
+            "scores": scores,
             "add_space_prefix": text.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE_MARK),
         }
     else:
@@ -95,6 +102,11 @@ def _special_ids(vocabulary: Vocabulary, files: TokenizerFiles) -> dict[str, int
         raise UnsupportedError(
             f"{files.path}: GGUF has keys for three tokens that end a text, not {len(ends)}"
         )
+    for i in ends:
+        if i not in vocabulary.special_ids:
+            raise UnsupportedError(
+                f"{files.path}: {vocabulary.tokens[i]!r} ends a text and is an ordinary word too"
+            )
     ids = dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends))
     named = {"bos": vocabulary.bos_id, "unknown": vocabulary.unk_id, "padding": _padding(vocabulary, files)}
     return ids | {f"{name}_token_id": i for name, i in named.items() if i is not None}

@@ -235,7 +235,7 @@ def _sentencepiece(
     path: str | os.PathLike[str] | None,
 ) -> tokenizers.Tokenizer:
     """SentencePiece BPE as Llama's tokenizer.json writes it: ▁ for spaces, bytes for unknown characters."""
-    merges = _stored_merges(metadata, path) or _merges_from_scores(vocabulary, metadata, path)
+    merges = _stored_merges(metadata, path) or merges_from_scores(vocabulary, metadata, path)
     unknown = None if vocabulary.unk_id is None else vocabulary.tokens[vocabulary.unk_id]
     bpe = _bpe(vocabulary, merges, path, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     text = tokenizers.Tokenizer(bpe)
@@ -282,7 +282,7 @@ def _stored_merges(metadata: Mapping[str, Any], path: str | os.PathLike[str] | N
     return merges  # type: ignore[return-value]  # checked: pairs
 
 
-def _merges_from_scores(
+def merges_from_scores(
     vocabulary: Vocabulary, metadata: Mapping[str, Any], path: str | os.PathLike[str] | None
 ) -> list[tuple[str, str]]:
     """The merges that SentencePiece's scores amount to: each way to cut a token into two, best token first.

@@ -1,0 +1,121 @@
+"""Tokenizer keys that a converter writes: the same ids as the tokenizer.json they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from hard_texts import HARD_TEXTS
+from test_hf_files import byte_level, files, prepending, save
+from tiny_tokenizers import CORPUS, train_sentencepiece
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from kukri.errors import UnsupportedError
+from kukri.formats.gguf import GGUFFile, write_gguf
+from kukri.tokenizer import Tokenizer, load_tokenizer
+from kukri.tokenizer.metadata_gguf import tokenizer_metadata
+from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
+
+
+def read_back(metadata: dict[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer of a file with these keys, which the `gguf` package must read too."""
+    write_gguf(path, {"general.architecture": "llama", **metadata}, {})
+    fields = gguf.GGUFReader(path).fields
+    assert len(fields["tokenizer.ggml.tokens"].contents()) == len(metadata["tokenizer.ggml.tokens"])
+    with GGUFFile(path) as file:
+        return Tokenizer.from_gguf(file)
+
+
+def assert_same(ours: Tokenizer, theirs: Tokenizer) -> None:
+    for text in [*HARD_TEXTS, *CORPUS[:20], "<s>a</s> <|im_end|>b"]:
+        for options in ({}, {"add_special": True}):
+            ids = theirs.encode(text, **options)
+            assert ours.encode(text, **options) == ids
+            assert ours.decode(ids) == theirs.decode(ids)
+    assert ours.special_ids == theirs.special_ids
+    assert ours.eos_ids >= theirs.eos_ids  # readers of GGUF know more ends by their text
+    assert (ours.bos_id, ours.eos_token, ours.add_bos) == (theirs.bos_id, theirs.eos_token, theirs.add_bos)
+
+
+def sentencepiece_json() -> HFTokenizer:
+    """A SentencePiece model as transformers converts it: a merge for each way to cut a token in two."""
+    trained = train_sentencepiece()
+    pieces = [(trained.id_to_piece(i), trained.get_score(i)) for i in range(trained.get_piece_size())]
+    vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
+    cuts = [
+        (-score, vocabulary[piece[:k]], vocabulary[piece[k:]], piece[:k], piece[k:])
+        for piece, score in pieces
+        for k in range(1, len(piece))
+        if piece[:k] in vocabulary and piece[k:] in vocabulary and trained.is_byte(vocabulary[piece]) is False
+    ]
+    merges = [(left, right) for *_, left, right in sorted(cuts)]
+    made = HFTokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>", "<|im_end|>"])
+    return made
+
+
+def without_nfc() -> HFTokenizer:
+    """The byte-level tokenizer with a way of cutting text that GGUF has a name for."""
+    return HFTokenizer.from_str(json.dumps({**json.loads(byte_level().to_str()), "normalizer": None}))
+
+
+@pytest.mark.parametrize("make", [without_nfc, sentencepiece_json])
+def test_ids_are_those_of_tokenizer_json(make: Any, tmp_path: Path) -> None:
+    """Tokens under other ids, merges in another order, ends of text lost, a space before the text or none."""
+    directory = save(tmp_path / "hf", make())
+    source = files(directory)
+    assert_same(read_back(tokenizer_metadata(source), tmp_path / "m.gguf"), load_tokenizer(source))
+
+
+def test_a_way_of_cutting_text_that_has_no_name_is_refused(tmp_path: Path) -> None:
+    """The next best name, with which text is cut otherwise: Llama 3's words, but in NFC."""
+    with pytest.raises(UnsupportedError, match="GGUF has no name for this tokenizer's way to cut text"):
+        tokenizer_metadata(files(save(tmp_path / "hf", byte_level())))
+
+
+def test_a_word_that_ends_a_text_is_refused(tmp_path: Path) -> None:
+    """A word that a reader takes out of all text because it also ends an answer."""
+    source = files(save(tmp_path / "hf", without_nfc()), eos_token_id=2)
+    with pytest.raises(UnsupportedError, match="'#' ends a text and is an ordinary word too"):
+        tokenizer_metadata(source)
+
+
+def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path) -> None:
+    """A file that cuts words otherwise, for readers merge whatever two tokens make a third."""
+    directory = save(tmp_path / "hf", prepending())
+    with pytest.raises(UnsupportedError, match="its merges are not those of a SentencePiece model"):
+        tokenizer_metadata(files(directory, eos_token_id=2))
+
+
+@pytest.mark.parametrize("name", list(PRE_TOKENIZERS))
+def test_every_pre_tokenizer_is_found_by_what_it_does(name: str, tmp_path: Path) -> None:
+    """Two that the texts do not tell apart; one that is not found at all."""
+    rules = PRE_TOKENIZERS[name]
+    made = HFTokenizer(models.BPE(ignore_merges=rules.ignore_merges))
+    made.pre_tokenizer, made.decoder = rules.build(), decoders.ByteLevel()
+    if rules.nfc:
+        made.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(CORPUS[:5], trainer)
+    made.add_special_tokens(["<s>", "<|im_end|>"])
+    contents = json.loads(made.to_str())
+    contents["model"]["ignore_merges"] = rules.ignore_merges
+    directory = save(tmp_path / "hf", HFTokenizer.from_str(json.dumps(contents)))
+    found = tokenizer_metadata(files(directory))["tokenizer.ggml.pre"]
+    known = PRE_TOKENIZERS[found]
+    assert (known.patterns, known.nfc, known.ignore_merges) == (
+        rules.patterns,
+        rules.nfc,
+        rules.ignore_merges,
+    )
