@@ -305,3 +305,16 @@ def test_a_failing_processor_is_named(returned: Any, message: str) -> None:
     sampler = RequestSampler(SamplingParams(logits_processors=[fault]), [1], 5)
     with pytest.raises(SamplingError, match=message):
         sampler(np.zeros(5, np.float32))
+
+
+def test_dry_is_that_of_llama_cpp(llama: LlamaCpp) -> None:
+    """Would catch a window, a length or a power that differs from the original's."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        tokens = rng.integers(0, 4, int(rng.integers(3, 60))).tolist()
+        allowed, reach = int(rng.integers(1, 4)), int(rng.choice([5, 20, 4096]))
+        no_breakers = (ctypes.c_char_p * 1)()
+        arguments = (None, 1.0, 1.5, allowed, reach, no_breakers, 0)
+        left = llama.left("dry", *arguments, row=np.zeros(50, np.float32), accepted=tokens)
+        found = losses(tokens, dry_base=1.5, dry_allowed_length=allowed, dry_penalty_last_n=reach)
+        assert found == pytest.approx({i: -x for i, x in left.items() if x}, rel=1e-5)
