@@ -75,8 +75,9 @@ class LLM:
     default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0", "Q4_K" …, packs a
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
     for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
-    steps of `max_step_tokens`. `rope_scaling`, "linear", "dynamic" or "yarn", stretches the model's context
-    `rope_factor` times. The KV cache takes `kv_bytes`, or what `max_requests` answers at a time may need.
+    steps of `max_step_tokens`. Up to `max_requests` prompts of a list are answered side by side, in a cache
+    with room for as many contexts, or of `kv_bytes`. `rope_scaling`, "linear", "dynamic" or "yarn", stretches
+    the model's context `rope_factor` times.
 
     Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
     """
@@ -89,11 +90,11 @@ class LLM:
         n_threads: int | None = None,
         backend: Literal["cpu", "reference"] = "cpu",
         max_step_tokens: int = 512,
+        max_requests: int = 1,
+        kv_bytes: int | None = None,
         quantize: str | None = None,
         rope_scaling: str | None = None,
         rope_factor: float | None = None,
-        max_requests: int = 1,
-        kv_bytes: int | None = None,
     ) -> None:
         self.engine_config = EngineConfig(
             backend=backend,

@@ -31,7 +31,7 @@ def import_llama_cpp() -> Any:
 
 
 class LlamaCpp:
-    """A model loaded by llama.cpp on the CPU, with one context of `context_tokens`."""
+    """A model loaded by llama.cpp on the CPU: `n_streams` requests at a time of `context_tokens`."""
 
     name = "llama-cpp-python"
 
@@ -42,6 +42,7 @@ class LlamaCpp:
         context_tokens: int,
         all_logits: bool = False,
         plain_weights: bool = False,
+        n_streams: int = 1,
     ) -> None:
         """`all_logits` reserves the memory that `logits` needs.
 
@@ -64,12 +65,12 @@ class LlamaCpp:
         if not self._model:
             raise FormatError("llama.cpp cannot load this file", path=path)
         params = api.llama_context_default_params()
-        params.n_ctx = context_tokens
+        params.n_ctx, params.n_seq_max = context_tokens * n_streams, n_streams
         params.n_batch, params.n_ubatch = _BATCH_TOKENS, _MICRO_BATCH_TOKENS
         params.n_threads = params.n_threads_batch = n_threads
         params.no_perf = True
-        if all_logits and hasattr(params, "n_outputs_max"):
-            params.n_outputs_max = _MICRO_BATCH_TOKENS
+        if hasattr(params, "n_outputs_max") and (all_logits or n_streams > 1):
+            params.n_outputs_max = _MICRO_BATCH_TOKENS if all_logits else n_streams
         init = getattr(api, "llama_init_from_model", None) or api.llama_new_context_with_model
         self._context = init(self._model, params)
         if not self._context:
@@ -92,6 +93,21 @@ class LlamaCpp:
         started = time.perf_counter()
         for token_id in ids:
             self._decode([token_id])
+        return time.perf_counter() - started
+
+    def batch_decode_s(self, n_streams: int, n_prompt: int, n_tokens: int) -> float:
+        """Seconds of the steps in which all streams generate all but their first of `n_tokens`.
+
+        A step decodes one random id of each stream, with its logits, as llama-batched-bench does.
+        """
+        self._clear()
+        prompts = self._random.integers(0, self.n_vocab, (n_streams, n_prompt)).tolist()
+        for stream, ids in enumerate(prompts):
+            self._decode_streams([(token_id, i, stream) for i, token_id in enumerate(ids)], 1)
+        ids = self._random.integers(0, self.n_vocab, (n_tokens - 1, n_streams)).tolist()
+        started = time.perf_counter()
+        for i, row in enumerate(ids):
+            self._decode_streams([(token_id, n_prompt + i, s) for s, token_id in enumerate(row)], n_streams)
         return time.perf_counter() - started
 
     def logits(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
@@ -129,12 +145,17 @@ class LlamaCpp:
             self._run(self._api.llama_batch_get_one(tokens, len(part)))
 
     def _decode_for_logits(self, ids: list[int], first_position: int) -> None:
-        batch = self._api.llama_batch_init(len(ids), 0, 1)
+        self._decode_streams([(token_id, first_position + i, 0) for i, token_id in enumerate(ids)], len(ids))
+
+    def _decode_streams(self, tokens: list[tuple[int, int, int]], n_logits: int) -> None:
+        """One batch of (token id, position, stream), with the logits of the last `n_logits`."""
+        batch = self._api.llama_batch_init(len(tokens), 0, 1)
         try:
-            batch.n_tokens = len(ids)
-            for i, token_id in enumerate(ids):
-                batch.token[i], batch.pos[i], batch.logits[i] = token_id, first_position + i, 1
-                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.n_tokens = len(tokens)
+            for i, (token_id, position, stream) in enumerate(tokens):
+                batch.token[i], batch.pos[i] = token_id, position
+                batch.logits[i] = i >= len(tokens) - n_logits
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, stream
             self._run(batch)
         finally:
             self._api.llama_batch_free(batch)

@@ -29,6 +29,7 @@ from kukri.errors import ConfigError
 from kukri.formats import hub
 from kukri.kernels.cpu.pool import usable_cores
 from kukri.kernels.types import FloatArray, ForwardBatch
+from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,9 +38,9 @@ FIRST_TOKEN_PROMPT = 128  # tokens of the prompt that first-token latency is mea
 
 
 class Kukri:
-    """A loaded model that is timed on random token ids, with room for `context_tokens`. Attributes: llm.
+    """A loaded model that is timed on random token ids: requests of up to `context_tokens`.
 
-    `options` are LLM's.
+    `options` are LLM's. Attributes: llm.
     """
 
     name = "kukri"
@@ -63,6 +64,27 @@ class Kukri:
     def decode_s(self, n_tokens: int) -> float:
         """Seconds to generate `n_tokens`, as many steps, after a prompt of one random id."""
         return self._generate_s(1, n_tokens)
+
+    def batch_decode_s(self, n_streams: int, n_prompt: int, n_tokens: int) -> float:
+        """Seconds in which all streams generate all but their first of `n_tokens`, after their prompts."""
+        engine, n_vocab = self.llm.engine, self.llm.config.n_vocab
+        params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
+        prompts = self._random.integers(0, n_vocab, (n_streams, n_prompt))
+        requests = [engine.make_request(prompt, params) for prompt in prompts]
+        n_prompts_left = n_streams
+        for request in requests:
+            engine.add_request(request)
+        while n_prompts_left:
+            n_prompts_left = sum(not request.n_generated for request in requests)
+            if n_prompts_left:
+                engine.step()
+        n_before = sum(request.n_generated for request in requests)
+        started = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        spent_s = time.perf_counter() - started
+        n_counted = sum(request.n_generated for request in requests) - n_before
+        return spent_s * n_streams * (n_tokens - 1) / n_counted
 
     def engine_overhead(self, n_tokens: int) -> float:
         """The share of a decode step that is not the model's forward: scheduling, sampling, text."""

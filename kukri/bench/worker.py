@@ -17,20 +17,26 @@ from typing import Any
 from kukri.errors import KukriError
 
 ENGINES = ("kukri", "llama-cpp-python")
-_METHODS = ("prefill_s", "decode_s", "versions")
+_METHODS = ("prefill_s", "decode_s", "batch_decode_s", "versions")
 
 
 class Worker:
     """A running worker. Raises KukriError with the worker's own message where it cannot do what is asked.
 
-    `n_threads` and `context_tokens` are the engine's; use it in a `with` block, which ends the process.
+    `n_threads` and `context_tokens` are the engine's, which runs `n_streams` requests of that context at a
+    time; use it in a `with` block, which ends the process.
     """
 
     def __init__(
-        self, engine: str, path: str | os.PathLike[str], n_threads: int, context_tokens: int
+        self,
+        engine: str,
+        path: str | os.PathLike[str],
+        n_threads: int,
+        context_tokens: int,
+        n_streams: int = 1,
     ) -> None:
         self.engine = engine
-        arguments = [engine, os.fspath(path), str(n_threads), str(context_tokens)]
+        arguments = [engine, os.fspath(path), str(n_threads), str(context_tokens), str(n_streams)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kukri.bench.worker", *arguments],
             stdin=subprocess.PIPE,
@@ -49,6 +55,10 @@ class Worker:
     def decode_tokens_per_s(self, n_tokens: int) -> float:
         """Tokens per second of one generation."""
         return n_tokens / float(self._ask("decode_s", n_tokens))
+
+    def batch_decode_tokens_per_s(self, n_streams: int, n_prompt: int, n_tokens: int) -> float:
+        """Tokens per second of all of `n_streams` generations side by side, after prompts of `n_prompt`."""
+        return n_streams * (n_tokens - 1) / float(self._ask("batch_decode_s", n_streams, n_prompt, n_tokens))
 
     def versions(self) -> dict[str, str]:
         """What runs in the worker."""
@@ -95,14 +105,14 @@ class Worker:
         return answer["result"]
 
 
-def _make_engine(engine: str, path: str, n_threads: int, context_tokens: int) -> Any:
+def _make_engine(engine: str, path: str, n_threads: int, context_tokens: int, n_streams: int) -> Any:
     if engine == "kukri":
         from kukri.bench.offline import Kukri
 
-        return Kukri(path, n_threads=n_threads, context_tokens=context_tokens)
+        return Kukri(path, n_threads, context_tokens, max_requests=n_streams)
     from kukri.bench.llama_cpp import LlamaCpp
 
-    return LlamaCpp(path, n_threads, context_tokens)
+    return LlamaCpp(path, n_threads, context_tokens, n_streams=n_streams)
 
 
 def _serve(arguments: Sequence[str]) -> None:
@@ -111,7 +121,7 @@ def _serve(arguments: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        engine = _make_engine(arguments[0], arguments[1], int(arguments[2]), int(arguments[3]))
+        engine = _make_engine(arguments[0], arguments[1], *map(int, arguments[2:]))
     except KukriError as error:
         print(json.dumps({"error": str(error)}), file=answers)
         return
