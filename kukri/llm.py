@@ -76,8 +76,8 @@ class LLM:
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
     for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
     steps of `max_step_tokens`. Up to `max_requests` prompts of a list are answered side by side, in a cache
-    with room for as many contexts, or of `kv_bytes`. `rope_scaling`, "linear", "dynamic" or "yarn", stretches
-    the model's context `rope_factor` times.
+    with room for as many contexts, or of `kv_bytes`, in float16 or q8_0. `rope_scaling`, "linear", "dynamic"
+    or "yarn", stretches the model's context `rope_factor` times.
 
     Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
     """
@@ -92,6 +92,7 @@ class LLM:
         max_step_tokens: int = 512,
         max_requests: int = 1,
         kv_bytes: int | None = None,
+        kv_type: Literal["f16", "q8_0"] = "f16",
         quantize: str | None = None,
         rope_scaling: str | None = None,
         rope_factor: float | None = None,
@@ -102,6 +103,7 @@ class LLM:
             max_requests=max_requests,
             max_step_tokens=max_step_tokens,
             kv_bytes=kv_bytes,
+            kv_type=kv_type,
             n_threads=n_threads,
         )
         self.path = hub.resolve(model)

@@ -114,7 +114,7 @@ def exact_logits(directory: Path, ids: list[int]) -> np.ndarray:
         model = load_model(checkpoint.weights(checkpoint.config), checkpoint.config)
     n, config = len(ids), model.config
     n_pages = -(-n // PAGE_TOKENS)
-    cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, np.float32)
+    cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, "f32")
     program = make_backend("reference").compile(model, cache, StepLimits(n, 1, n, n_pages), {})
     model.rope.ensure(n)
     steps = np.arange(n, dtype=np.int32)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class FidelityReport:
     model: str
     n_tokens: int
     kukri: Distance
+    kukri_q8_0_cache: Distance
     kukri_reference: Distance | None
     llama_cpp: Distance | None
 
@@ -76,12 +77,14 @@ def compare(
     llama_cpp = _llama_cpp_logits(path, ids, n_threads)
     say("kukri", silent=silent)
     kukri = distance(judge, _kukri_logits(path, ids, n_threads))
+    say("kukri, q8_0 cache", silent=silent)
+    q8_0_cache = distance(judge, _kukri_logits(path, ids, n_threads, "q8_0"))
     reference = None
     if with_reference:
         say("kukri's reference backend", silent=silent)
         reference = distance(judge, _reference_logits(path, ids))
     peer = None if llama_cpp is None else distance(judge, llama_cpp)
-    return FidelityReport(str(path), n_tokens, kukri, reference, peer)
+    return FidelityReport(str(path), n_tokens, kukri, q8_0_cache, reference, peer)
 
 
 def distance(judge: FloatArray, other: FloatArray) -> Distance:
@@ -162,8 +165,10 @@ def _judge_config(transformers: Any, config: ModelConfig) -> Any:
     )
 
 
-def _kukri_logits(path: Path, ids: Sequence[int], n_threads: int) -> FloatArray:
-    with LLM(path, n_threads=n_threads, max_context=len(ids)) as llm:
+def _kukri_logits(
+    path: Path, ids: Sequence[int], n_threads: int, kv_type: Literal["f16", "q8_0"] = "f16"
+) -> FloatArray:
+    with LLM(path, n_threads=n_threads, max_context=len(ids), kv_type=kv_type) as llm:
         return llm.logits(ids)
 
 
@@ -205,7 +210,7 @@ def main() -> None:
         given.model, text, given.tokens, threads, with_reference=not given.no_reference, silent=given.json
     )
     if not given.json:
-        rows = [_row("kukri", report.kukri)]
+        rows = [_row("kukri", report.kukri), _row("kukri, q8_0 cache", report.kukri_q8_0_cache)]
         if report.llama_cpp is not None:
             rows.append(_row("llama-cpp-python", report.llama_cpp))
         if report.kukri_reference is not None:

@@ -17,7 +17,7 @@ from kukri.engine.request import Request, RequestState
 from kukri.engine.runner import Runner
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
-from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, StepLimits
+from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, StepLimits, kv_bytes
 from kukri.models import Model
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SEED_MAX
@@ -50,9 +50,9 @@ class Engine:
         max_rows = config.max_requests + self._rows_per_step
         limits = StepLimits(config.max_step_tokens, config.max_requests, max_rows, max_pages)
         try:
-            self.runner = Runner(model, backend, n_pages, limits)
+            self.runner = Runner(model, backend, n_pages, limits, config.kv_type)
         except MemoryError:
-            n_gib = n_pages * PAGE_TOKENS * model.config.kv_bytes_per_token / 2**30
+            n_gib = n_pages * _page_bytes(config, model) / 2**30
             raise ConfigError(f"no memory for a KV cache of {n_gib:.1f} GiB: lower max_context") from None
         self.pool = PagePool(n_pages)
         self.scheduler = Scheduler(
@@ -255,10 +255,15 @@ class Engine:
 def _n_pages(config: EngineConfig, model: Model, max_pages: int) -> int:
     if config.kv_bytes is None:
         return config.max_requests * max_pages
-    page_bytes = model.config.kv_bytes_per_token * PAGE_TOKENS
+    page_bytes = _page_bytes(config, model)
     if config.kv_bytes < page_bytes:
         raise ConfigError(f"a KV pool of {config.kv_bytes} bytes holds no page of {page_bytes}: give it more")
     return config.kv_bytes // page_bytes
+
+
+def _page_bytes(config: EngineConfig, model: Model) -> int:
+    m = model.config
+    return PAGE_TOKENS * kv_bytes(m.n_layers, m.n_kv_heads, m.d_head, config.kv_type)
 
 
 def _seed(seed: int) -> int:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kukri.kernels.types import Backend, CompiledProgram, FloatArray, ForwardBatch, Hook, PagedKV, StepLimits
+from kukri.kernels.types import (
+    Backend,
+    CompiledProgram,
+    FloatArray,
+    ForwardBatch,
+    Hook,
+    KVType,
+    PagedKV,
+    StepLimits,
+)
 from kukri.models import Model
 
 
 class Runner:
     """A model compiled for a backend. The program without hooks is made once, at the start, and kept."""
 
-    def __init__(self, model: Model, backend: Backend, n_pages: int, limits: StepLimits) -> None:
+    def __init__(
+        self, model: Model, backend: Backend, n_pages: int, limits: StepLimits, kv_type: KVType = "f16"
+    ) -> None:
         config = model.config
         self.model, self.backend, self.limits = model, backend, limits
-        self.cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head)
+        self.cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, kv_type)
         self.hooks: dict[str, list[Hook]] = {}
         self._plain = backend.compile(model, self.cache, limits, {})
         self._program: CompiledProgram | None = self._plain  # None: to be compiled with the hooks of now

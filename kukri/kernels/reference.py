@@ -17,11 +17,13 @@ from kukri.config import PAGE_TOKENS
 from kukri.errors import HookError, ShapeError
 from kukri.kernels.reference_rows import ReferenceRowOps
 from kukri.kernels.types import (
+    KV_BLOCK,
     AttentionSpec,
     CompiledProgram,
     FloatArray,
     ForwardBatch,
     Hook,
+    KVType,
     PagedKV,
     Program,
     RopeTable,
@@ -38,7 +40,7 @@ class ReferenceBackend:
     """Runs programs with `ReferenceOps`. Keeps each weight's float32 matrix once it was used."""
 
     name = "reference"
-    exact_kv_dtype: npt.DTypeLike = np.float32
+    exact_kv_type: KVType = "f32"
 
     def __init__(self) -> None:
         self.row_ops = ReferenceRowOps()
@@ -199,18 +201,40 @@ class ReferenceOps:
         """Writes k and v [T, G*K] to the cache, limited to what its dtype can hold."""
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         page, offset = np.divmod(batch.slots, PAGE_TOKENS)
-        limit = np.finfo(keys.dtype).max
+        limit = np.finfo(np.float32 if self.cache.kv_type == "f32" else np.float16).max
         shape = (batch.n_tokens, spec.n_kv_heads, spec.d_head)
-        keys[page, :, :, offset] = k.reshape(shape).clip(-limit, limit)
-        values[page, :, offset] = v.reshape(shape).clip(-limit, limit)
+        k, v = k.reshape(shape).clip(-limit, limit), v.reshape(shape).clip(-limit, limit)
+        if self.cache.kv_type == "q8_0":
+            key_quants, key_scales = _quantize(k)
+            value_quants, value_scales = _quantize(v)
+            keys["quants"][page, ..., offset], keys["scales"][page, ..., offset] = key_quants, key_scales
+            values["quants"][page, :, offset] = value_quants.reshape(shape)
+            values["scales"][page, :, offset] = value_scales
+        else:
+            keys[page, :, :, offset], values[page, :, offset] = k, v
 
     def _context(self, layer: int, page_table: Array, n_context: int) -> tuple[FloatArray, FloatArray]:
         """A sequence's pages side by side: keys float32 [G, K, n], values [G, n, K], n >= n_context."""
         pages = page_table[: -(-n_context // PAGE_TOKENS)]
-        keys = self.cache.keys[layer, pages].astype(np.float32).transpose(1, 2, 0, 3)
-        values = self.cache.values[layer, pages].astype(np.float32).transpose(1, 0, 2, 3)
+        keys, values = self.cache.keys[layer, pages], self.cache.values[layer, pages]
+        if self.cache.kv_type == "q8_0":
+            keys = keys["quants"] * keys["scales"].astype(np.float32)[..., None, :]
+            keys = keys.reshape(*keys.shape[:2], -1, PAGE_TOKENS)
+            values = values["quants"] * np.repeat(values["scales"].astype(np.float32), KV_BLOCK, axis=-1)
+        keys = keys.astype(np.float32).transpose(1, 2, 0, 3)
+        values = values.astype(np.float32).transpose(1, 0, 2, 3)
         n_groups, d_head = keys.shape[:2]
         return keys.reshape(n_groups, d_head, -1), values.reshape(n_groups, -1, d_head)
+
+
+def _quantize(x: FloatArray) -> tuple[Array, Array]:
+    """(int8 [T, G, K/32, 32], float16 scales [T, G, K/32]) of x [T, G, K]; NaN stays in the scale."""
+    blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+        quants = np.nan_to_num(np.rint(blocks * inverse)).astype(np.int8)
+    return quants, (largest[..., 0] / np.float32(127)).astype(np.float16)
 
 
 def call_hooks(name: str, hooks: Sequence[Hook], x: FloatArray) -> FloatArray:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS
-from kukri.errors import ShapeError
+from kukri.errors import ShapeError, UnsupportedError
 from kukri.kernels.rows import RowRecord
 from kukri.quant.types import QuantType
 
@@ -117,6 +117,11 @@ class ForwardBatch:
         return len(self.logit_rows)
 
 
+KVType = Literal["f16", "q8_0", "f32"]
+KV_BLOCK = 32  # values that share a scale in a q8_0 cache
+_KV_BYTES = {"f16": 2.0, "q8_0": 1.0 + 2 / KV_BLOCK, "f32": 4.0}  # of a value
+
+
 class PagedKV:
     """The KV cache of all layers: `keys` float16 [L, P, G, K, B], `values` float16 [L, P, G, B, K].
 
@@ -124,15 +129,36 @@ class PagedKV:
     at once and taken from the system as it is written, in pieces of up to 2 MiB: so a page's layers lie
     together, and a short context does not touch one such piece per layer. Numbers beyond float16 are limited;
     NaN stays, so that its request fails and no other sees it.
-    `dtype` float32 is for checks on the reference backend, where rounding would hide what is compared.
+
+    `kv_type` q8_0 keeps int8 "quants" and a float16 of "scales" for each 32 dimensions of a token's head:
+    keys are records [L, P, G, K/32] of quants [32, B] and scales [B], values records [L, P, G] of quants
+    [B, K] and scales [B, K/32]. f32 is for checks on the reference backend, where rounding would hide what is
+    compared.
     """
 
     def __init__(
-        self, n_layers: int, n_pages: int, n_kv_heads: int, d_head: int, dtype: npt.DTypeLike = np.float16
+        self, n_layers: int, n_pages: int, n_kv_heads: int, d_head: int, kv_type: KVType = "f16"
     ) -> None:
+        """Raises UnsupportedError where q8_0 cannot hold heads of this size."""
         self.n_layers, self.n_pages, self.n_kv_heads, self.d_head = n_layers, n_pages, n_kv_heads, d_head
-        self.keys = np.zeros((n_pages, n_layers, n_kv_heads, d_head, PAGE_TOKENS), dtype).swapaxes(0, 1)
-        self.values = np.zeros((n_pages, n_layers, n_kv_heads, PAGE_TOKENS, d_head), dtype).swapaxes(0, 1)
+        self.kv_type = kv_type
+        pages = n_pages, n_layers, n_kv_heads
+        if kv_type == "q8_0":
+            if d_head % KV_BLOCK:
+                raise UnsupportedError(f"a q8_0 KV cache needs a head size of {KV_BLOCK} n, not {d_head}")
+            n_blocks = d_head // KV_BLOCK
+            key = [("quants", np.int8, (KV_BLOCK, PAGE_TOKENS)), ("scales", np.float16, (PAGE_TOKENS,))]
+            value = [
+                ("quants", np.int8, (PAGE_TOKENS, d_head)),
+                ("scales", np.float16, (PAGE_TOKENS, n_blocks)),
+            ]
+            keys, values = np.zeros((*pages, n_blocks), key), np.zeros(pages, value)
+        else:
+            dtype = np.float32 if kv_type == "f32" else np.float16
+            keys = np.zeros((*pages, d_head, PAGE_TOKENS), dtype)
+            values = np.zeros((*pages, PAGE_TOKENS, d_head), dtype)
+        self.keys: npt.NDArray[Any] = keys.swapaxes(0, 1)
+        self.values: npt.NDArray[Any] = values.swapaxes(0, 1)
 
     @property
     def page_stride(self) -> int:
@@ -143,6 +169,11 @@ class PagedKV:
     def n_bytes(self) -> int:
         """Bytes reserved for keys and values."""
         return self.keys.nbytes + self.values.nbytes
+
+
+def kv_bytes(n_layers: int, n_kv_heads: int, d_head: int, kv_type: KVType) -> int:
+    """Bytes of one token's keys and values."""
+    return int(2 * n_layers * n_kv_heads * d_head * _KV_BYTES[kv_type])
 
 
 @dataclass(frozen=True)
@@ -261,7 +292,7 @@ class Backend(Protocol):
     """Runs programs. `kukri.kernels.make_backend(name)` makes one."""
 
     name: str
-    exact_kv_dtype: npt.DTypeLike  # the widest numbers that its KV cache can hold
+    exact_kv_type: KVType  # the widest numbers that its KV cache can hold
 
     @property
     def row_ops(self) -> RowOps:

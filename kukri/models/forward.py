@@ -22,6 +22,7 @@ from kukri.kernels.types import (
     ForwardBatch,
     Hook,
     IntArray,
+    KVType,
     PagedKV,
     Program,
     StepLimits,
@@ -47,7 +48,7 @@ class KVCache:
     Attributes: batch_size; max_tokens of a row; n_tokens of a row so far, pads included.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, max_tokens: int, dtype: npt.DTypeLike) -> None:
+    def __init__(self, config: ModelConfig, batch_size: int, max_tokens: int, kv_type: KVType) -> None:
         if not 1 <= max_tokens <= config.max_context:
             raise _error(
                 f"a cache of {max_tokens} tokens: it may have 1 to {config.max_context}", "max_tokens"
@@ -57,7 +58,9 @@ class KVCache:
         self.batch_size, self.max_tokens, self.n_tokens = batch_size, max_tokens, 0
         n_pages = -(-max_tokens // PAGE_TOKENS)
         try:
-            self.kv = PagedKV(config.n_layers, batch_size * n_pages, config.n_kv_heads, config.d_head, dtype)
+            self.kv = PagedKV(
+                config.n_layers, batch_size * n_pages, config.n_kv_heads, config.d_head, kv_type
+            )
         except MemoryError:
             raise _error(f"no memory for {batch_size} x {max_tokens} cached tokens", "max_tokens") from None
         self.page_table = np.arange(batch_size * n_pages, dtype=np.int32).reshape(batch_size, n_pages)
@@ -90,7 +93,7 @@ class Forward:
         """An empty cache; `max_tokens` None takes the model's whole context."""
         config = self.model.config
         n_tokens = config.max_context if max_tokens is None else max_tokens
-        return KVCache(config, batch_size, n_tokens, self.backend.exact_kv_dtype)
+        return KVCache(config, batch_size, n_tokens, self.backend.exact_kv_type)
 
     def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
         """Makes each hook listen on its full name, after those that already do."""

@@ -11,7 +11,7 @@ import pytest
 from random_blocks import HALVES, random_rows
 
 from kukri.config import PAGE_TOKENS
-from kukri.errors import CapacityError, MissingKernelError, ShapeError
+from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeTable, StepLimits, Weight
@@ -339,7 +339,16 @@ def test_rope(backend, rotary, d_head):
     assert_close(*both(backend, program, plain_batch(9)))
 
 
-def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new):
+def fill(array, rng):
+    """Random numbers of any size in a cache; scales of q8_0 are at most 1 / 127."""
+    if array.dtype.names:
+        array["quants"] = rng.integers(-127, 128, array["quants"].shape)
+        array["scales"] = rng.uniform(0, 1 / 127, array["scales"].shape)
+    else:
+        array[:] = rng.standard_normal(array.shape)
+
+
+def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_type="f16"):
     """A program and a batch of several sequences, their pages scattered, on caches with the same past."""
     n_tokens = sum(n_new)
     width = (group + 2) * n_kv_heads * d_head
@@ -362,9 +371,9 @@ def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new):
         table,
         np.arange(n_tokens, dtype=np.int32),
     )
-    past = PagedKV(1, sum(n_pages) + 5, n_kv_heads, d_head)
-    past.keys[:] = rng.standard_normal(past.keys.shape)
-    past.values[:] = rng.standard_normal(past.values.shape)
+    past = PagedKV(1, sum(n_pages) + 5, n_kv_heads, d_head, kv_type)
+    fill(past.keys, rng)
+    fill(past.values, rng)
 
     def program(ops, batch):
         sizes = (group * n_kv_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head)
@@ -375,27 +384,44 @@ def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new):
 
 
 def copy_of(cache):
-    new = PagedKV(cache.n_layers, cache.n_pages, cache.n_kv_heads, cache.d_head)
+    new = PagedKV(cache.n_layers, cache.n_pages, cache.n_kv_heads, cache.d_head, cache.kv_type)
     new.keys[:], new.values[:] = cache.keys, cache.values
     return new
 
 
 @pytest.mark.parametrize("window", [None, 10, 100])
 @pytest.mark.parametrize(
-    ("group", "n_kv_heads", "d_head"), [(1, 3, 16), (3, 2, 64), (4, 1, 32), (8, 2, 48), (12, 1, 16)]
+    ("group", "n_kv_heads", "d_head", "kv_type"),
+    [
+        *((1, 3, 16, "f16"), (3, 2, 64, "f16"), (4, 1, 32, "f16"), (8, 2, 48, "f16"), (12, 1, 16, "f16")),
+        *((3, 2, 64, "q8_0"), (4, 1, 96, "q8_0")),
+    ],
 )
-def test_attention(backend, group, n_kv_heads, d_head, window):
-    """Would catch a mask that forgets the cache, heads of the wrong group, pages mixed up, a lost window."""
+def test_attention(backend, group, n_kv_heads, d_head, kv_type, window):
+    """Would catch a mask that forgets the cache, heads of the wrong group, pages mixed up, a lost window,
+    a scale of another token or block."""
     rng = np.random.default_rng(group)
-    program, batch, past = attention_case(
-        rng, group, n_kv_heads, d_head, window, contexts=(1, 70, 200, 130, 64), n_new=(1, 1, 20, 130, 3)
-    )
+    contexts, n_new = (1, 70, 200, 130, 64), (1, 1, 20, 130, 3)
+    program, batch, past = attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_type)
     caches = copy_of(past), copy_of(past)
     got = run(backend, program, batch, caches[0], max_sequences=5)
     want = run(ReferenceBackend(), program, batch, caches[1], max_sequences=5)
     assert_close(got, want, relative=1e-5)
     np.testing.assert_array_equal(caches[0].keys, caches[1].keys)
     np.testing.assert_array_equal(caches[0].values, caches[1].values)
+
+
+def test_a_q8_0_cache_is_close_to_float16(backend):
+    """Would catch quantization that is wrong in the same way on both backends."""
+    logits = []
+    for kv_type in ("f16", "q8_0"):
+        rng = np.random.default_rng(3)
+        program, batch, past = attention_case(rng, 3, 2, 64, None, (70, 130), (70, 130), kv_type)
+        logits.append(run(backend, program, batch, past, max_sequences=2))
+    error = np.abs(logits[0] - logits[1])
+    assert 1e-4 < error.max() < 0.05
+    with pytest.raises(UnsupportedError, match="head size"):
+        PagedKV(1, 1, 1, 16, "q8_0")
 
 
 def test_attention_ignores_what_lies_outside_the_context(backend):

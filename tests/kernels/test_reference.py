@@ -140,7 +140,7 @@ def test_attention_matches_torch_over_holes_and_offsets(group: int, window: int 
     spec = AttentionSpec(1, group * n_kv_heads, n_kv_heads, d_head, 0.3, window)
     lengths = [(37, 3), (0, 1), (63, 1), (0, 65), (15, 2)]
     batch, table = make_batch(lengths, n_pages)
-    cache = PagedKV(2, n_pages, n_kv_heads, d_head, np.float32)
+    cache = PagedKV(2, n_pages, n_kv_heads, d_head, "f32")
     cache.keys[:], cache.values[:] = np.nan, np.nan
     widths = (spec.n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head)
     contexts = [[normal(old + new, width) for width in widths] for old, new in lengths]

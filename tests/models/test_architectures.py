@@ -74,7 +74,7 @@ def test_greedy_ids_on_the_cpu_are_transformers_own(name: str, weight_type: str,
         ids.append(int(hf_forward(hf, ids)[0][-1].argmax()))
     backend = make_backend("cpu", 2)
     try:
-        driver = Driver(model, backend, kv_dtype=np.float16)
+        driver = Driver(model, backend, kv_type="f16")
         got = [*IDS, int(driver.run(IDS, [13])[-1].argmax())]
         while len(got) < len(ids):
             got.append(int(driver.step(got[-1:])[-1].argmax()))
@@ -115,12 +115,12 @@ def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Bac
     """An op that leaves stale or no int8 input to the packed matrices after it."""
     _, model = loaded(name, "gguf", tmp_path, "Q8_0")
     rounded: Any = WithInt8Inputs(model)
-    want = Driver(rounded, reference, kv_dtype=np.float16).run(IDS, [N_TOKENS])
+    want = Driver(rounded, reference, kv_type="f16").run(IDS, [N_TOKENS])
     backend = make_backend("cpu", 2)
     try:
-        got = Driver(model, backend, kv_dtype=np.float16).run(IDS, [N_TOKENS])
+        got = Driver(model, backend, kv_type="f16").run(IDS, [N_TOKENS])
         taps = {f"blocks.{i}.ln1.hook_normalized": [lambda n, x: None] for i in range(2)}
-        tapped = Driver(model, backend, taps, kv_dtype=np.float16).run(IDS, [N_TOKENS])
+        tapped = Driver(model, backend, taps, kv_type="f16").run(IDS, [N_TOKENS])
     finally:
         backend.close()  # type: ignore[attr-defined]
     np.testing.assert_array_equal(tapped, got)
@@ -133,9 +133,9 @@ def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
     """An op that works on a row differently when others are beside it."""
     _, config, source = make(name)
     model = load_model(source, config)
-    whole = Driver(model, backend, kv_dtype=np.float16).run(IDS, [N_TOKENS])
+    whole = Driver(model, backend, kv_type="f16").run(IDS, [N_TOKENS])
     for chunks in ([1], [7, 16, 3]):
-        np.testing.assert_array_equal(Driver(model, backend, kv_dtype=np.float16).run(IDS, chunks), whole)
+        np.testing.assert_array_equal(Driver(model, backend, kv_type="f16").run(IDS, chunks), whole)
 
 
 @pytest.mark.parametrize("name", TINY)

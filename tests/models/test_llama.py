@@ -99,8 +99,8 @@ def test_chunking_a_prompt_changes_no_bit(shape: str, chunks: list[int], backend
     _, config, source = make_pair(**SHAPES[shape])
     model = load_model(source, config)
     ids = random_ids(101, config.n_vocab)
-    whole = Driver(model, backend, kv_dtype=np.float16).run(ids, [101])
-    np.testing.assert_array_equal(Driver(model, backend, kv_dtype=np.float16).run(ids, chunks), whole)
+    whole = Driver(model, backend, kv_type="f16").run(ids, [101])
+    np.testing.assert_array_equal(Driver(model, backend, kv_type="f16").run(ids, chunks), whole)
 
 
 def test_a_hook_that_only_looks_changes_no_bit(backend: Backend) -> None:
@@ -108,10 +108,10 @@ def test_a_hook_that_only_looks_changes_no_bit(backend: Backend) -> None:
     _, config, source = make_pair()
     model = load_model(source, config)
     ids = random_ids(33, config.n_vocab)
-    want = Driver(model, backend, kv_dtype=np.float16).run(ids, [20, 1])
+    want = Driver(model, backend, kv_type="f16").run(ids, [20, 1])
     seen: set[str] = set()
     hooks = {name: [lambda n, x: seen.add(n)] for name in tap_names(model)}
-    got = Driver(model, backend, hooks, kv_dtype=np.float16).run(ids, [20, 1])
+    got = Driver(model, backend, hooks, kv_type="f16").run(ids, [20, 1])
     np.testing.assert_array_equal(got, want)
     assert seen == set(tap_names(model))
 
@@ -131,7 +131,7 @@ def test_a_hook_that_edits_is_seen_downstream(name: str, backend: Backend, refer
 
     plain = Driver(model, reference).run(ids, [18])
     want = Driver(model, reference, {name: [edit]}).run(ids, [18])
-    got = Driver(model, backend, {name: [edit]}, kv_dtype=np.float16).run(ids, [18])
+    got = Driver(model, backend, {name: [edit]}, kv_type="f16").run(ids, [18])
     assert np.abs(want - plain).max() > 0.1
     np.testing.assert_allclose(got, want, atol=0.02)  # float16 keys and values
 
@@ -166,12 +166,12 @@ def test_a_window_hides_older_tokens(backend: Backend) -> None:
     _, config, source = make_pair(n_layers=1, layers=[LayerConfig(window=5)])
     model = load_model(source, config)
     ids = random_ids(40, config.n_vocab)
-    logits = Driver(model, backend, kv_dtype=np.float16).run(ids, [40])
-    np.testing.assert_array_equal(Driver(model, backend, kv_dtype=np.float16).run(ids, [9, 3, 1]), logits)
+    logits = Driver(model, backend, kv_type="f16").run(ids, [40])
+    np.testing.assert_array_equal(Driver(model, backend, kv_type="f16").run(ids, [9, 3, 1]), logits)
     for position, changes in ((34, False), (35, True)):
         changed = [*ids]
         changed[position] ^= 1
-        last = Driver(model, backend, kv_dtype=np.float16).run(changed, [40])[-1]
+        last = Driver(model, backend, kv_type="f16").run(changed, [40])[-1]
         assert (last != logits[-1]).any() == changes, position
 
 
@@ -261,7 +261,7 @@ def test_what_attention_and_the_mlp_add(backend: Backend) -> None:
     seen: dict[str, np.ndarray] = {}
     names = ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
     hooks = {f"blocks.1.hook_{n}": [lambda name, x: seen.update({name: x.copy()})] for n in names}
-    Driver(model, backend, hooks, kv_dtype=np.float16).run(ids, [20])
+    Driver(model, backend, hooks, kv_type="f16").run(ids, [20])
     pre, attention, mid, mlp, post = (seen[f"blocks.1.hook_{n}"] for n in names)
     np.testing.assert_array_equal(pre + attention, mid)
     np.testing.assert_array_equal(mid + mlp, post)
@@ -274,5 +274,5 @@ def test_what_attention_and_the_mlp_add(backend: Backend) -> None:
     end: list[np.ndarray] = []
     zero["blocks.1.hook_resid_post"] = [lambda name, x: end.append(x.copy())]
     zero["hook_embed"] = [lambda name, x: end.append(x.copy())]
-    Driver(model, backend, zero, kv_dtype=np.float16).run(ids, [20])
+    Driver(model, backend, zero, kv_type="f16").run(ids, [20])
     np.testing.assert_array_equal(end[0], end[1])

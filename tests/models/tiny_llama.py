@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kukri.config import PAGE_TOKENS, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnusedTensorError
-from kukri.kernels.types import Backend, ForwardBatch, PagedKV, StepLimits, Weight
+from kukri.kernels.types import Backend, ForwardBatch, KVType, PagedKV, StepLimits, Weight
 from kukri.models import Model
 from kukri.quant.types import QUANT_TYPES
 
@@ -117,13 +117,13 @@ class Driver:
         model: Model,
         backend: Backend,
         hooks: Mapping[str, list] | None = None,
-        kv_dtype: type = np.float32,
+        kv_type: KVType = "f32",
         n_pages: int = 32,
         max_tokens: int = 256,
     ) -> None:
         config = model.config
         self.model = model
-        self.cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, kv_dtype)
+        self.cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, kv_type)
         self.pages = np.random.default_rng(7).permutation(n_pages).astype(np.int32)
         limits = StepLimits(max_tokens, 1, max_tokens, n_pages)
         self.program = backend.compile(model, self.cache, limits, dict(hooks or {}))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import CapacityError, ShapeError
@@ -28,6 +27,7 @@ from kukri.kernels.types import (
     FloatArray,
     ForwardBatch,
     Hook,
+    KVType,
     PagedKV,
     Program,
     StepLimits,
@@ -39,7 +39,7 @@ class CpuBackend:
     """Runs models on the CPU. Holds the thread pool, the kernels and the packed weights."""
 
     name = "cpu"
-    exact_kv_dtype: npt.DTypeLike = np.float16
+    exact_kv_type: KVType = "f16"
 
     def __init__(self, n_threads: int | None = None) -> None:
         self.kernels = KernelLibrary()

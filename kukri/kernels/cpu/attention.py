@@ -11,7 +11,8 @@ them. Scores of a page of 16 keys are one vector: lanes are keys.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.elementwise import first_row, quantize_row, row_tiles, stop_row
@@ -24,12 +25,14 @@ from kukri.kernels.cpu.simd import (
     load_f16x16,
     load_f32,
     load_f32x16,
+    load_i8x16,
     load_i32,
     load_i64,
     mask_outside,
     max_lanes,
     maximum,
     splat,
+    splat_f16,
     stack_bytes,
     store_f32,
     store_f32x16,
@@ -42,6 +45,7 @@ from kukri.kernels.cpu.simd import (
 from kukri.kernels.cpu.state import (
     CHUNK_PAGES,
     CHUNK_TOKENS,
+    KEY_BLOCK_BYTES,
     MAX_PAGES,
     MAX_TILE_ROWS,
     N_TOKENS,
@@ -60,11 +64,61 @@ from kukri.kernels.cpu.state import (
     partial_bytes,
     query_tokens,
 )
+from kukri.kernels.types import KV_BLOCK, KVType, kv_bytes
 
 _NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
 _SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
 _VALUES = 8 * MAX_TILE_ROWS
 _PAGE_BYTES = 8 * CHUNK_PAGES  # page offsets of a chunk
+
+
+# --- how a cache is read: two functions each for keys and values, and the bytes of a head in a page ---
+
+
+@device
+def _no_scale(keys, block):
+    return splat(1.0)
+
+
+@device
+def _key_f16(keys, block, d, scale):
+    return load_f16x16(keys + (block * KV_BLOCK + d) * (2 * PAGE_TOKENS))
+
+
+@device
+def _value_f16(page, key, i, d_head):
+    return load_f16x16(page + (key * d_head + 16 * i) * 2)
+
+
+@device
+def _key_scale_q8_0(keys, block):
+    return load_f16x16(keys + block * KEY_BLOCK_BYTES + KV_BLOCK * PAGE_TOKENS)
+
+
+@device
+def _key_q8_0(keys, block, d, scale):
+    return load_i8x16(keys + block * KEY_BLOCK_BYTES + d * PAGE_TOKENS) * scale
+
+
+@device
+def _value_q8_0(page, key, i, d_head):
+    scales = page + PAGE_TOKENS * d_head + key * (d_head // KV_BLOCK) * 2
+    return load_i8x16(page + key * d_head + 16 * i) * splat_f16(scales + (i >> 1) * 2)
+
+
+class _Reader(NamedTuple):
+    """The functions of one kind of cache."""
+
+    kv_type: KVType
+    key_scale: Any  # of a page's 16 keys and a block of 32 dimensions
+    key: Any  # dimension d of a block, of a page's 16 keys
+    value: Any  # 16 dimensions of one key's value
+
+
+_READERS = (
+    _Reader("f16", _no_scale, _key_f16, _value_f16),
+    _Reader("q8_0", _key_scale_q8_0, _key_q8_0, _value_q8_0),
+)
 
 
 @device
@@ -104,9 +158,11 @@ def _finish(state, row, y, d_head):
         store_f32x16(y + i, load_f32x16(state + _VALUES + row * d_head * 4 + i) / total)
 
 
-def _make_chunk(rows: int, d_head: int) -> Any:
+def _make_chunk(reader: _Reader, rows: int, d_head: int) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
+    _, key_scale, load_key, load_value = reader
     n_vectors = d_head // 16
+    n_blocks, block_size = (d_head // KV_BLOCK, KV_BLOCK) if d_head % KV_BLOCK == 0 else (1, d_head)
     row_scores = 4 * CHUNK_TOKENS
     few_rows = rows <= 4  # then several pages or value vectors at a time keep the FMA units busy
     together = 4 if few_rows and n_vectors % 4 == 0 else 2 if few_rows and n_vectors % 2 == 0 else 1
@@ -114,8 +170,10 @@ def _make_chunk(rows: int, d_head: int) -> Any:
     @device
     def page_scores(q, keys, scores):
         s = tile_zeros_f32(rows)
-        for d in range(d_head):
-            s = tile_fma(s, load_f16x16(keys + d * 32), q + 4 * d, 4 * d_head)
+        for b in range(n_blocks):
+            scale = key_scale(keys, b)
+            for d in range(block_size):
+                s = tile_fma(s, load_key(keys, b, d, scale), q + 4 * (b * block_size + d), 4 * d_head)
         tile_store(s, scores, row_scores, rows)
 
     @device
@@ -124,11 +182,17 @@ def _make_chunk(rows: int, d_head: int) -> Any:
         s1 = tile_zeros_f32(rows)
         s2 = tile_zeros_f32(rows)
         s3 = tile_zeros_f32(rows)
-        for d in range(d_head):
-            s0 = tile_fma(s0, load_f16x16(k0 + d * 32), q + 4 * d, 4 * d_head)
-            s1 = tile_fma(s1, load_f16x16(k1 + d * 32), q + 4 * d, 4 * d_head)
-            s2 = tile_fma(s2, load_f16x16(k2 + d * 32), q + 4 * d, 4 * d_head)
-            s3 = tile_fma(s3, load_f16x16(k3 + d * 32), q + 4 * d, 4 * d_head)
+        for b in range(n_blocks):
+            scale0 = key_scale(k0, b)
+            scale1 = key_scale(k1, b)
+            scale2 = key_scale(k2, b)
+            scale3 = key_scale(k3, b)
+            for d in range(block_size):
+                at = q + 4 * (b * block_size + d)
+                s0 = tile_fma(s0, load_key(k0, b, d, scale0), at, 4 * d_head)
+                s1 = tile_fma(s1, load_key(k1, b, d, scale1), at, 4 * d_head)
+                s2 = tile_fma(s2, load_key(k2, b, d, scale2), at, 4 * d_head)
+                s3 = tile_fma(s3, load_key(k3, b, d, scale3), at, 4 * d_head)
         tile_store(s0, scores, row_scores, rows)
         tile_store(s1, scores + 64, row_scores, rows)
         tile_store(s2, scores + 128, row_scores, rows)
@@ -163,13 +227,14 @@ def _make_chunk(rows: int, d_head: int) -> Any:
             o2 = tile_zeros_f32(rows)
             o3 = tile_zeros_f32(rows)
             for key in range(n_keys):
-                v = values + load_i64(pages + 8 * (key >> 4)) + (key & 15) * (2 * d_head) + 32 * i
-                o0 = tile_fma(o0, load_f16x16(v), scores + 4 * key, row_scores)
+                page = values + load_i64(pages + 8 * (key >> 4))
+                at = scores + 4 * key
+                o0 = tile_fma(o0, load_value(page, key & 15, i, d_head), at, row_scores)
                 if together > 1:
-                    o1 = tile_fma(o1, load_f16x16(v + 32), scores + 4 * key, row_scores)
+                    o1 = tile_fma(o1, load_value(page, key & 15, i + 1, d_head), at, row_scores)
                 if together > 2:
-                    o2 = tile_fma(o2, load_f16x16(v + 64), scores + 4 * key, row_scores)
-                    o3 = tile_fma(o3, load_f16x16(v + 96), scores + 4 * key, row_scores)
+                    o2 = tile_fma(o2, load_value(page, key & 15, i + 2, d_head), at, row_scores)
+                    o3 = tile_fma(o3, load_value(page, key & 15, i + 3, d_head), at, row_scores)
             out = part + _VALUES + 64 * i
             tile_store(o0, out, 4 * d_head, rows)
             if together > 1:
@@ -196,10 +261,10 @@ def _make_chunk(rows: int, d_head: int) -> Any:
     return chunk_part
 
 
-def _make_entry(group: int, n_query_tokens: int, d_head: int) -> Any:
+def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int) -> Any:
     """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
     rows = group * n_query_tokens
-    chunk_part = _make_chunk(rows, d_head)
+    chunk_part = _make_chunk(reader, rows, d_head)
     scratch_bytes = partial_bytes(rows, d_head)
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
 
@@ -251,11 +316,11 @@ def _make_entry(group: int, n_query_tokens: int, d_head: int) -> Any:
     return entry_part
 
 
-def _make_attend(group: int, d_head: int) -> KernelSource:
-    """`attend[group,d_head]`: every work entry for every key head."""
-    one_token = _make_entry(group, 1, d_head)
-    many_tokens = _make_entry(group, query_tokens(group), d_head)
-    head_bytes = d_head * PAGE_TOKENS * 2
+def _make_attend(reader: _Reader, group: int, d_head: int) -> KernelSource:
+    """`attend_f16[group,d_head]`: every work entry for every key head."""
+    one_token = _make_entry(reader, group, 1, d_head)
+    many_tokens = _make_entry(reader, group, query_tokens(group), d_head)
+    head_bytes = kv_bytes(1, 1, d_head, reader.kv_type) * PAGE_TOKENS // 2
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     def attend(
@@ -275,7 +340,7 @@ def _make_attend(group: int, d_head: int) -> KernelSource:
             many_tokens(batch, entry, head, q, q_stride, s, k, v, page_stride, window, partial, y, y_stride)
         return 0
 
-    return KernelSource(f"attend[{group},{d_head}]", attend)
+    return KernelSource(f"attend_{reader.kv_type}[{group},{d_head}]", attend)
 
 
 def _make_attend_finish(group: int, d_head: int) -> KernelSource:
@@ -317,6 +382,6 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
 
 
 KERNELS = {
-    "attend": _make_attend,
+    **{f"attend_{reader.kv_type}": partial(_make_attend, reader) for reader in _READERS},
     "attend_finish": _make_attend_finish,
 }

@@ -6,6 +6,9 @@ Each has the definition in `kukri.kernels.reference`. `rows` is always the addre
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from kukri.config import PAGE_TOKENS
@@ -37,6 +40,9 @@ from kukri.kernels.cpu.simd import (
     store_f16x16,
     store_f32,
     store_f32x16,
+    store_first_f16,
+    store_i8,
+    store_i8x16,
     store_i32,
     store_words,
     sum_lanes,
@@ -44,7 +50,8 @@ from kukri.kernels.cpu.simd import (
     to_f16_range,
     to_i32,
 )
-from kukri.kernels.cpu.state import N_TOKENS, ROPE_POSITIONS, SLOTS
+from kukri.kernels.cpu.state import KEY_BLOCK_BYTES, N_TOKENS, ROPE_POSITIONS, SLOTS
+from kukri.kernels.types import KV_BLOCK
 
 
 @device
@@ -317,29 +324,77 @@ def _store_token(k, v, key_page, value_page, offset, n_heads, d_head):
             store_f16x16(values + 2 * d, to_f16_range(load_f32x16(v + source)))
 
 
-def rope_store(
-    tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values, page_stride
-):
-    """Rotates q and k by position (unless cos is 0), then writes k and v to the cache (unless keys is 0)."""
-    n_rows = load_i64(batch + N_TOKENS)
-    if tile < 0:
-        return row_tiles(n_rows)
-    positions = load_i64(batch + ROPE_POSITIONS)
-    slots = load_i64(batch + SLOTS)
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        if cos != 0:
-            angle = load_i32(positions + 4 * row) * half * 4
-            for head in range(n_heads):
-                _rotate(q + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
-            for head in range(n_kv_heads):
-                _rotate(k + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
-        if keys != 0:
-            slot = load_i32(slots + 4 * row)
-            page = (slot >> 4) * page_stride
-            _store_token(
-                k + row * stride, v + row * stride, keys + page, values + page, slot & 15, n_kv_heads, d_head
-            )
-    return 0
+@device
+def _store_token_q8(k, v, key_page, value_page, offset, n_heads, d_head):
+    """The same for a q8_0 cache, whose layout `PagedKV` has."""
+    n_blocks = d_head // KV_BLOCK
+    head_bytes = n_blocks * KEY_BLOCK_BYTES
+    for head in range(n_heads):
+        keys = key_page + head * head_bytes
+        values = value_page + head * head_bytes
+        scales = values + PAGE_TOKENS * d_head + offset * n_blocks * 2
+        for b in range(n_blocks):
+            source = (head * d_head + KV_BLOCK * b) * 4
+            low, high, scale = _to_int8(k + source)
+            block = keys + b * KEY_BLOCK_BYTES
+            store_i8(block + offset, low, PAGE_TOKENS)
+            store_i8(block + 16 * PAGE_TOKENS + offset, high, PAGE_TOKENS)
+            store_first_f16(block + KV_BLOCK * PAGE_TOKENS + 2 * offset, scale)
+            low, high, scale = _to_int8(v + source)
+            store_i8x16(values + offset * d_head + KV_BLOCK * b, low)
+            store_i8x16(values + offset * d_head + KV_BLOCK * b + 16, high)
+            store_first_f16(scales + 2 * b, scale)
+
+
+@device
+def _to_int8(x):
+    """32 float32 as two vectors of int8 and their scale; what float16 cannot hold is limited first."""
+    a = to_f16_range(load_f32x16(x))
+    b = to_f16_range(load_f32x16(x + 64))
+    largest = max_lanes(maximum(absolute(a), absolute(b)))
+    inverse = splat(np.float32(127.0 / largest if largest > 0.0 else largest))  # keeps nan
+    return (
+        to_i32(round_even(a * inverse)),
+        to_i32(round_even(b * inverse)),
+        splat(np.float32(largest / 127.0)),
+    )
+
+
+def _make_rope_store(name: str, store_token: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel for one kind of cache."""
+
+    def rope_store(
+        tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values, page_stride
+    ):
+        """Rotates q and k by position (unless cos is 0), then stores k and v (unless keys is 0)."""
+        n_rows = load_i64(batch + N_TOKENS)
+        if tile < 0:
+            return row_tiles(n_rows)
+        positions = load_i64(batch + ROPE_POSITIONS)
+        slots = load_i64(batch + SLOTS)
+        for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+            if cos != 0:
+                angle = load_i32(positions + 4 * row) * half * 4
+                for head in range(n_heads):
+                    _rotate(q + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
+                for head in range(n_kv_heads):
+                    _rotate(k + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
+            if keys != 0:
+                slot = load_i32(slots + 4 * row)
+                page = (slot >> 4) * page_stride
+                store_token(
+                    k + row * stride,
+                    v + row * stride,
+                    keys + page,
+                    values + page,
+                    slot & 15,
+                    n_kv_heads,
+                    d_head,
+                )
+        return 0
+
+    rope_store.__name__ = name
+    return rope_store
 
 
 def gather_rows(tile, rows, indices, x, x_stride, n, y, y_stride):
@@ -365,7 +420,8 @@ KERNELS = {
         layer_norm,
         silu_mul,
         gelu,
-        rope_store,
+        _make_rope_store("rope_store_f16", _store_token),
+        _make_rope_store("rope_store_q8_0", _store_token_q8),
         gather_rows,
     )
 }

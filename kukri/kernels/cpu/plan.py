@@ -256,8 +256,9 @@ class Recorder:
         """See Ops.attention. The cache write joins the RoPE before it when nothing lies between."""
         group = spec.n_heads // spec.n_kv_heads
         self._require_multiple("the head size", spec.d_head, 16)
-        if self._cache.keys.dtype != np.float16:
-            raise MissingKernelError(f"a KV cache of {self._cache.keys.dtype}; the CPU backend runs float16")
+        kv_type = self._cache.kv_type
+        if kv_type == "f32":
+            raise MissingKernelError("a KV cache of f32; the CPU backend runs f16 and q8_0")
         if group > MAX_TILE_ROWS:
             raise MissingKernelError(
                 f"{group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}"
@@ -266,7 +267,11 @@ class Recorder:
         values = address_of(self._cache.values[spec.layer])
         last = self._ops[-1]
         ends_segment = self._segments and self._segments[-1].stop == len(self._ops)
-        if last.kernel == "rope_store" and last.fields["k"] == Ref(k.buffer, k.offset) and not ends_segment:
+        if (
+            last.kernel == f"rope_store_{kv_type}"
+            and last.fields["k"] == Ref(k.buffer, k.offset)
+            and not ends_segment
+        ):
             last.fields |= {"v": Ref(v.buffer, v.offset), "keys": keys, "values": values}
             self._touch(last)
         else:
@@ -277,7 +282,7 @@ class Recorder:
             return y
         partials = Ref(self._partial_buffer(spec, group))
         self._emit(
-            f"attend[{group},{spec.d_head}]",
+            f"attend_{kv_type}[{group},{spec.d_head}]",
             batch=self._batch,
             q=Ref(q.buffer, q.offset),
             q_stride=q.stride,
@@ -400,6 +405,8 @@ class Recorder:
         return y
 
     def _attend_masked(self, q: Value, y: Value, spec: AttentionSpec, keys: int, values: int) -> None:
+        if self._cache.kv_type != "f16":
+            raise MissingKernelError(f"masks over a KV cache of {self._cache.kv_type}: they need f16")
         self._emit(
             f"attend_masked[{spec.d_head}]",
             batch=self._batch,
@@ -473,7 +480,7 @@ class Recorder:
         if not q.stride == k.stride == v.stride:
             raise ShapeError("attention needs q, k and v side by side")
         self._emit(
-            "rope_store",
+            f"rope_store_{self._cache.kv_type}",
             batch=self._batch,
             q=Ref(q.buffer, q.offset),
             k=Ref(k.buffer, k.offset),

@@ -292,6 +292,22 @@ def load_f16x16(builder: Any, address: Any) -> Any:
 
 
 @_operation(F32x16, types.int64)
+def load_i8x16(builder: Any, address: Any) -> Any:
+    """16 int8, as float32."""
+    wide = builder.load(_pointer(builder, address, ir.VectorType(_I8, 16)), align=1)
+    return builder.sitofp(builder.sext(wide, I32x16.llvm), F32x16.llvm)
+
+
+@_operation(F32x16, types.int64)
+def splat_f16(builder: Any, address: Any) -> Any:
+    """A vector of 16 times the float16 at an address."""
+    bits = builder.load(_pointer(builder, address, _I16), align=2)
+    lanes = builder.insert_element(ir.Constant(ir.VectorType(_I16, 16), ir.Undefined), bits, _I32(0))
+    places = ir.Constant(ir.VectorType(_I32, 16), [0] * 16)
+    return _half_to_float(builder, builder.shuffle_vector(lanes, lanes, places))
+
+
+@_operation(F32x16, types.int64)
 def load_bf16x16(builder: Any, address: Any) -> Any:
     """16 bfloat16, widened to float32."""
     bits = builder.load(_pointer(builder, address, ir.VectorType(_I16, 16)), align=1)
@@ -525,6 +541,29 @@ def store_words(builder: Any, address: Any, value: Any) -> None:
     for i in range(4):
         where = _pointer(builder, _at(builder, address, 32 * i), _I32)
         builder.store(builder.extract_element(words, _I32(i)), where, align=4)
+
+
+@_operation(types.void, types.int64, I32x16)
+def store_i8x16(builder: Any, address: Any, value: Any) -> None:
+    """Stores 16 int32 within int8 as bytes."""
+    narrow = builder.trunc(value, ir.VectorType(_I8, 16))
+    builder.store(narrow, _pointer(builder, address, narrow.type), align=1)
+
+
+@_operation(types.void, types.int64, I32x16, types.int64)
+def store_i8(builder: Any, address: Any, value: Any, stride: Any) -> None:
+    """Stores 16 int32 within int8 as bytes, `stride` apart."""
+    narrow = builder.trunc(value, ir.VectorType(_I8, 16))
+    for i in range(16):
+        where = _pointer(builder, _at(builder, address, builder.mul(stride, _I64(i))), _I8)
+        builder.store(builder.extract_element(narrow, _I32(i)), where, align=1)
+
+
+@_operation(types.void, types.int64, F32x16)
+def store_first_f16(builder: Any, address: Any, value: Any) -> None:
+    """Stores the first of 16 values rounded to float16; the caller keeps it in its range."""
+    first = builder.extract_element(_float_to_half(builder, value), _I32(0))
+    builder.store(first, _pointer(builder, address, first.type), align=2)
 
 
 @_operation(U8x64, U8x64)

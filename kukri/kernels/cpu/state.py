@@ -59,6 +59,7 @@ WORK_CHUNK_STOP = 32
 WORK_PARTIAL = 40  # number of the partial result to write, or -1: the entry is complete in itself
 WORK_BYTES = 48
 
+KEY_BLOCK_BYTES = 544  # of a q8_0 cache: 32 dimensions of a page's 16 keys, then their float16 scales
 CHUNK_PAGES = 4
 CHUNK_TOKENS = 64  # keys whose softmax is taken together: fixed in absolute position, whatever the batch
 MAX_TILE_ROWS = 16  # query rows (tokens x heads of a group) that attend together
