@@ -7,7 +7,7 @@ nothing but itself.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -300,12 +300,15 @@ def convert(
         str | None,
         typer.Option("--type", "-t", help="F32, BF16, Q8_0, Q4_K_M, … or a recipe (type of most weights)."),
     ] = None,
+    to: Annotated[Literal["gguf", "hf"], typer.Option(help="hf: a safetensors directory.")] = "gguf",
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint as a GGUF file."""
-    from kukri.terminal.convert import convert_model
+    """Write a checkpoint as a GGUF file, or a GGUF file as a safetensors directory."""
+    from kukri.terminal.convert import convert_model, convert_to_directory
 
+    if to == "hf":
+        return convert_to_directory(source, target, type, as_json=json)
     convert_model(source, target, type, dry_run=dry_run, as_json=json)
 
 

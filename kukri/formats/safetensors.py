@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -193,6 +193,25 @@ def open_files(directory: Path) -> dict[str, SafetensorsFile]:
     pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt*"))
     way_out = ": kukri does not read pickles; save the model as safetensors" if pickled else ""
     raise FormatError(f"holds neither {SINGLE_NAME} nor {INDEX_NAME}{way_out}", path=directory)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], Callable[[], ByteArray]]]
+) -> None:
+    """Writes a file from (dtype, shape, a function that gives the bytes), one tensor in memory at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape, _) in tensors.items():
+        start, end = end, end + prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, _, make in tensors.values():
+            file.write(np.ascontiguousarray(make()).reshape(-1).data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_json(path: Path, *, max_bytes: int = 100_000_000) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`kukri convert` and `kukri quantize`: a model as a GGUF file of another type."""
+"""`kukri convert` and `kukri quantize`: a model as a file of another format or type."""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ from pathlib import Path
 
 from kukri.errors import ConfigError
 from kukri.formats.checkpoint import TokenizerFiles, open_checkpoint
-from kukri.formats.convert import Conversion, Step, of_directory, open_gguf, requantized, with_recipe, write
+from kukri.formats.convert import (
+    Conversion,
+    NamedWeights,
+    Step,
+    of_directory,
+    open_gguf,
+    requantized,
+    with_recipe,
+    write,
+    write_directory,
+)
+from kukri.formats.gguf import GGUFFile
 from kukri.models import load_model
 from kukri.quant.recipes import Recipe, recipe_named
-from kukri.terminal.output import n_bytes_text
+from kukri.terminal.output import n_bytes_text, printable
 from kukri.terminal.tables import print_facts, print_table
+
+FLOATS = ("F32", "F16", "BF16")
 
 
 def convert_model(source: Path, target: Path, recipe: str | None, *, dry_run: bool, as_json: bool) -> None:
@@ -33,6 +46,31 @@ def convert_model(source: Path, target: Path, recipe: str | None, *, dry_run: bo
             with _progress(plan) as on_tensor:
                 write(plan, target, on_tensor)
         _report(plan, target, dry_run=dry_run, as_json=as_json)
+
+
+def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_json: bool) -> None:
+    """Writes a GGUF model as a safetensors directory; `dtype` None keeps floats and makes the rest F16."""
+    from kukri.tokenizer.files_hf import tokenizer_files
+
+    if source.is_dir():
+        raise ConfigError(f"{source} is a directory already: --to hf is for GGUF files")
+    if target.exists():
+        raise ConfigError(f"{target} exists: name a directory that does not")
+    if dtype is not None and dtype.upper() not in FLOATS:
+        raise ConfigError(f"a safetensors directory holds {', '.join(FLOATS)}, not {dtype!r}")
+    with open_checkpoint(source) as checkpoint:
+        weights = NamedWeights(checkpoint.weights(checkpoint.config))
+        types = {p.type for p in load_model(weights, checkpoint.config).parameters if len(p.shape) == 2}
+        kept = types.pop() if len(types) == 1 else "F16"
+        made = dtype.upper() if dtype else kept if kept in FLOATS else "F16"
+        assert isinstance(checkpoint.tokenizer, GGUFFile)
+        text = tokenizer_files(checkpoint.tokenizer)
+        with _bar(len(weights.matrices)) as advance:
+            write_directory(target, checkpoint.config, weights, made, text, lambda name: advance(1, name))
+    if as_json:
+        print(json.dumps({"path": str(target), "type": made, "tensors": len(weights.matrices)}))
+    else:
+        print_facts([("wrote", str(target)), ("type", made)])
 
 
 @contextmanager
@@ -69,21 +107,27 @@ def _check_target(source: Path, target: Path) -> None:
 
 @contextmanager
 def _progress(plan: Conversion) -> Iterator[Callable[[Step], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A bar of bytes read."""
+    with _bar(sum(step.source_bytes for step in plan.steps)) as advance:
+        yield lambda step: advance(step.source_bytes, f"{step.name} ({step.target.name})")
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar on a terminal, nothing elsewhere; what is told to it is under way."""
     if not sys.stderr.isatty():
-        yield lambda step: None
+        yield lambda amount, text: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=sum(step.source_bytes for step in plan.steps))
-        done = [0]
+        task, under_way = bar.add_task("", total=total), [0]
 
-        def advance(step: Step) -> None:
-            bar.update(task, advance=done[0], description=f"{step.name} ({step.target.name})")
-            done[0] = step.source_bytes
+        def advance(amount: int, text: str) -> None:
+            bar.update(task, advance=under_way[0], description=printable(text))
+            under_way[0] = amount
 
         yield advance
 

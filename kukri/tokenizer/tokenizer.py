@@ -47,7 +47,7 @@ class Tokenizer:
         `specials` are the special tokens where they take spaces beside them along; `later_text` stands in for
         `text` behind a special token.
         """
-        self._vocabulary, self._text, self._later_text = vocabulary, text, later_text or text
+        self.vocabulary, self.text, self._later_text = vocabulary, text, later_text or text
         self._marks = _special_finder(vocabulary, specials)
         self._bytes: dict[SupportsIndex, bytes] = {}
         self.n_vocab = len(vocabulary.tokens)
@@ -107,8 +107,8 @@ class Tokenizer:
         ids = self._encode_sections(text) if parse_special else self._encode_text(text)
         if add_special:
             self._add_bos(ids)
-            if self.add_eos and self._vocabulary.eos_id is not None:
-                ids.append(self._vocabulary.eos_id)
+            if self.add_eos and self.vocabulary.eos_id is not None:
+                ids.append(self.vocabulary.eos_id)
         return ids
 
     def encode_spans(
@@ -124,7 +124,7 @@ class Tokenizer:
             if not isinstance(given, str):
                 raise RequestError(f"text must be str, not {type(given).__name__}", param="prompt")
         first, *second = (_SURROGATES.sub("\ufffd", given) for given in texts)
-        encoding = self._text.encode(first, second[0] if second else None)
+        encoding = self.text.encode(first, second[0] if second else None)
         ids: list[int] = encoding.ids
         spans: list[tuple[int, int] | None] = [
             span if sequence == len(second) else None
@@ -133,7 +133,7 @@ class Tokenizer:
         self._add_bos(ids)
         if len(ids) > len(spans):
             spans.insert(0, None)
-        eos = self._vocabulary.eos_id
+        eos = self.vocabulary.eos_id
         if self.add_eos and eos is not None and ids[-1:] != [eos]:
             ids.append(eos)
             spans.append(None)
@@ -170,15 +170,15 @@ class Tokenizer:
         """
         data = self._bytes.get(token_id)
         if data is None:
-            data = self._bytes[token_id] = self._vocabulary.bytes_of(token_id)
+            data = self._bytes[token_id] = self.vocabulary.bytes_of(token_id)
         return data
 
     def token_text(self, token_id: SupportsIndex) -> str:
         """A token as the file spells it; raises RequestError for an id outside the vocabulary."""
-        return self._vocabulary.tokens[self._vocabulary.checked(token_id)]
+        return self.vocabulary.tokens[self.vocabulary.checked(token_id)]
 
     def _encode_text(self, text: str) -> list[int]:
-        return self._text.encode(text, add_special_tokens=False).ids
+        return self.text.encode(text, add_special_tokens=False).ids
 
     def _add_bos(self, ids: list[int]) -> None:
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -197,7 +197,7 @@ class Tokenizer:
 
     def _encode_section(self, text: str, start: int, stop: int, mark: str) -> list[int]:
         section = text[start:stop].replace(mark, "")
-        tokenizer = self._later_text if start else self._text
+        tokenizer = self._later_text if start else self.text
         return tokenizer.encode(section, add_special_tokens=False).ids
 
 

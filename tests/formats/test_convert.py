@@ -27,7 +27,7 @@ from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.mixes import MIXES
 from kukri.quant.recipes import Recipe
 from kukri.quant.types import QUANT_TYPES
-from kukri.terminal.convert import convert_model
+from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.tokenizer import Tokenizer, load_tokenizer
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 50).tolist()
@@ -164,6 +164,57 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, capsys:
         assert sum(tensor.n_bytes for tensor in file.tensors.values()) == planned["n_bytes"]
     convert_model(source, tmp_path / "q.gguf", "Q4_K_M", dry_run=True, as_json=False)
     assert "blk.1.ffn_down.weight" in capsys.readouterr().out
+
+
+WRITTEN_BACK = [kind for kind in KINDS if not kind.startswith("starcoder2")]
+
+
+@pytest.mark.parametrize("kind", WRITTEN_BACK)
+def test_there_and_back(kind: str, tmp_path: Path) -> None:
+    """A directory that transformers reads as another model than the one it saved."""
+    directory, model = make(tmp_path / "hf", kind)
+    path = convert(directory, tmp_path / "m.gguf")
+    convert_to_directory(path, tmp_path / "back", None, as_json=False)
+    again = tr.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    assert type(again) is type(model)
+    state = again.state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=0)
+    with torch.no_grad():
+        want, got = model(torch.tensor([IDS])).logits, again(torch.tensor([IDS])).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+    np.testing.assert_allclose(
+        exact_logits(tmp_path / "back", IDS),
+        exact_logits(directory, IDS),
+        atol=2e-5 * float(want.abs().max()),
+    )
+    ours, theirs = (tr.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("back", "hf"))
+    for text in ("Hello wörld\n\n 1234 日本", "<s> a <|im_end|>"):
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_a_quantized_file_becomes_floats(smollm2_path: Path, tmp_path: Path) -> None:
+    """Weights that are dequantized wrongly, a chat template lost, a directory that is overwritten."""
+    convert_to_directory(smollm2_path, tmp_path / "hf", None, as_json=True)
+    with GGUFFile(smollm2_path) as file, open_checkpoint(tmp_path / "hf") as checkpoint:
+        config = checkpoint.config
+        shape = (config.d_ffn, config.d_model)
+        up = checkpoint.weights(config).matrix("model.layers.7.mlp.up_proj.weight", shape)
+        assert up.type.name == "F16"
+        np.testing.assert_array_equal(
+            up.data, quantize(file.array("blk.7.ffn_up.weight"), QUANT_TYPES["F16"])
+        )
+        ours, theirs = load_tokenizer(checkpoint.tokenizer), Tokenizer.from_gguf(file)
+        text = "Hello, wörld! 1234\n\n<|im_start|>"
+        for options in ({}, {"parse_special": True}):
+            assert ours.encode(text, **options) == theirs.encode(text, **options)
+        assert ours.chat_template == theirs.chat_template
+        assert ours.eos_ids == theirs.eos_ids
+    with pytest.raises(ConfigError, match="exists: name a directory that does not"):
+        convert_to_directory(smollm2_path, tmp_path / "hf", None, as_json=True)
+    with pytest.raises(ConfigError, match="holds F32, F16, BF16, not 'Q8_0'"):
+        convert_to_directory(smollm2_path, tmp_path / "x", "Q8_0", as_json=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def broken_by(path: Path, how: str) -> str:

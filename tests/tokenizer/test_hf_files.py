@@ -203,7 +203,7 @@ def test_eos_ids_are_those_that_transformers_stops_at(tmp_path, generation, conf
     directory = save(tmp_path, byte_level())
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     ours = load_tokenizer(files(directory, eos_token_id=config))
-    assert ours.eos_ids - {ours._vocabulary.eos_id} == want
+    assert ours.eos_ids - {ours.vocabulary.eos_id} == want
 
 
 def edited(directory: Path, change) -> Path:

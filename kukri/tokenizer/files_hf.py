@@ -1,0 +1,62 @@
+"""tokenizer.json and its companions for the tokenizer in a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, processors
+
+from kukri.formats.gguf import GGUFFile
+from kukri.tokenizer.tokenizer import Tokenizer
+from kukri.tokenizer.vocabulary import SPACE_MARK, UNUSED, USER_DEFINED
+
+
+def tokenizer_files(gguf: GGUFFile) -> dict[str, Any]:
+    """The contents of each file by its name: objects for JSON, text for the chat template."""
+    tokenizer = Tokenizer.from_gguf(gguf)
+    text, vocabulary = tokenizer.text, tokenizer.vocabulary
+    made = json.loads(text.to_str())
+    unused = {i for i, kind in enumerate(vocabulary.types) if kind == UNUSED}
+    made["model"]["vocab"] = {token: i for token, i in vocabulary.id_of.items() if i not in unused}
+    defined = {i for i, kind in enumerate(vocabulary.types) if kind == USER_DEFINED}
+    made["added_tokens"] = [
+        {
+            **{"id": i, "content": vocabulary.tokens[i], "special": i in vocabulary.special_ids},
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+        }
+        for i in sorted(vocabulary.special_ids | defined)
+        if vocabulary.tokens[i]
+    ]
+    whole = tokenizers.Tokenizer.from_str(json.dumps(made))
+    whole.decoder = decoders.ByteLevel() if vocabulary.kind == "gpt2" else _spaced(tokenizer)
+    _add_ends(whole, tokenizer)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    named = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id, "unk_token": vocabulary.unk_id}
+    settings |= {name: vocabulary.tokens[i] for name, i in named.items() if i is not None}
+    files: dict[str, Any] = {
+        "tokenizer.json": whole.to_str(),
+        "tokenizer_config.json": settings,
+        "generation_config.json": {"eos_token_id": sorted(vocabulary.eos_ids)},
+    }
+    if tokenizer.chat_template is not None:
+        files["chat_template.jinja"] = tokenizer.chat_template
+    return files
+
+
+def _spaced(tokenizer: Tokenizer) -> Any:
+    steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence(
+        [*steps, *([decoders.Strip(" ", 1, 0)] if tokenizer.drops_leading_space else [])]
+    )
+
+
+def _add_ends(whole: tokenizers.Tokenizer, tokenizer: Tokenizer) -> None:
+    """Has BOS and EOS put around a text as the file wants them."""
+    before = [(tokenizer.bos_token, tokenizer.bos_id)] if tokenizer.add_bos else []
+    after = [(tokenizer.eos_token, tokenizer.vocabulary.eos_id)] if tokenizer.add_eos else []
+    if before or after:
+        single = " ".join([*(text for text, _ in before), "$A", *(text for text, _ in after)])
+        pair = f"{single} $B"
+        whole.post_processor = processors.TemplateProcessing(single, pair, [*before, *after])
