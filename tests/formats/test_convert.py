@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -278,6 +279,24 @@ def test_an_interrupt_and_a_full_disk_leave_nothing(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
         with pytest.raises(FormatError, match=r"m\.gguf: cannot be written: No space left on device"):
             write(with_recipe(conversion, Recipe("Q8_0")), out / "m.gguf", lambda step: None)
+    assert not list(out.iterdir())
+
+
+def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path) -> None:
+    """A real failure to write in the middle of the tensors: a traceback, or what was written so far."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-m", "kukri", "quantize", str(source), str(out / "m.gguf"), "Q8_0"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)),
+    )
+    assert done.returncode == 2
+    assert "m.gguf: cannot be written: File too large" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert not list(out.iterdir())
 
 
