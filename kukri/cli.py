@@ -193,6 +193,9 @@ def serve(
     kv_memory: Annotated[
         str | None, typer.Option(help="Size of the KV cache, such as 2GiB; by default what these may need.")
     ] = None,
+    kv_type: Annotated[
+        str, typer.Option(help="Numbers in the KV cache: f16, or q8_0 in half of it.")
+    ] = "f16",
     max_waiting: Annotated[int, typer.Option(help="Requests in the queue; more get 503.")] = 256,
     max_body: Annotated[str, typer.Option(help="Largest body of a request; a larger one gets 413.")] = "2MiB",
     rate_limit: Annotated[
@@ -222,6 +225,7 @@ def serve(
         max_context=max_context,
         max_requests=max_requests,
         kv_memory=kv_memory,
+        kv_type=kv_type,
         n_threads=threads,
         quantize=quantize,
         rope_scaling=rope_scaling,

@@ -55,7 +55,7 @@ def _containing(breakers: Iterable[Any], tokenizer: TextTokenizer) -> Iterable[t
         _VOCABULARIES[tokenizer] = vocabulary
     for breaker in breakers:
         if isinstance(breaker, str):
-            text = breaker.encode()
+            text = breaker.encode("utf-8", "replace")  # JSON can spell half a character
             found: list[tuple[int, ...]] = [(i,) for i, token in enumerate(vocabulary) if text in token]
             yield from found or [tuple(tokenizer.encode(breaker))]
         else:

@@ -21,6 +21,7 @@ NO_TOOLS = "this server calls no tools"
 NO_STORE = "nothing is stored on this server"
 MAX_TEMPLATE_VARIABLES = 32
 _MOST_TOKENS = 2**31 - 1
+Phrases = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]
 MaxTokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
@@ -80,6 +81,8 @@ class Sampling(Body):
     dry_base: Annotated[float, Field(ge=1, le=1e6)] | None = None
     dry_allowed_length: Annotated[int, Field(ge=1)] | None = None
     dry_penalty_last_n: Annotated[int, Field(ge=-1)] | None = None
+    dry_sequence_breakers: Phrases | None = None
+    bad_words: Phrases | None = None
     samplers: Annotated[list[str], Field(max_length=32)] | None = None
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from kukri.errors import ConfigError, UnsupportedError
 
@@ -28,6 +28,7 @@ def serve_model(
     max_context: int | None,
     max_requests: int,
     kv_memory: str | None,
+    kv_type: str,
     n_threads: int | None,
     quantize: str | None,
     rope_scaling: str | None,
@@ -71,6 +72,7 @@ def serve_model(
             rope_factor=rope_factor,
             max_requests=max_requests,
             kv_bytes=None if kv_memory is None else n_bytes(kv_memory, "kv_memory"),
+            kv_type=cast("Any", kv_type),  # checked by EngineConfig
         ) as llm:
             _warm_up(llm)
             app = create_app(llm, settings)
@@ -147,10 +149,14 @@ def _warm_up(llm: Any) -> None:
 
 def _announce(settings: Any, bound: socket.socket, llm: Any) -> None:
     """Says on stderr what is served, to whom, and how much memory that takes."""
+    from kukri.config import PAGE_TOKENS
+    from kukri.kernels.types import kv_bytes
+
     host, port = bound.getsockname()[:2]
     engine, config = llm.engine, llm.engine_config
-    n_tokens = engine.pool.n_pages * 16
-    size = n_tokens * llm.config.kv_bytes_per_token / 2**20
+    n_tokens = engine.pool.n_pages * PAGE_TOKENS
+    c = llm.config
+    size = n_tokens * kv_bytes(c.n_layers, c.n_kv_heads, c.d_head, config.kv_type) / 2**20
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {', '.join(settings.model_names)} on http://{shown}:{port}/v1", file=sys.stderr)
     print(

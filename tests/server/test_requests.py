@@ -299,6 +299,26 @@ def test_echo_without_scores(served):
     assert "".join(chunk.choices[0].text for chunk in chunks) == options["prompt"] + plain
 
 
+def test_parameters_beyond_openais_count(served):
+    """Catches parameters that are taken and never reach the sampler, texts among them."""
+    prompt = "one two three " * 6
+    options = {"model": MODEL, "prompt": prompt.strip(), "max_tokens": 6, "temperature": 0}
+    with served.http() as http:
+        plain = http.post(TEXT, json=options).json()["choices"][0]["text"]
+        for more in (
+            {"bad_words": ["two"]},
+            {"repetition_penalty": 2.0},
+            {"dry_multiplier": 50.0, "dry_base": 4.0},
+        ):
+            assert http.post(TEXT, json=options | more).json()["choices"][0]["text"] != plain
+        one_left = {"temperature": 1.9, "top_k": 1, "samplers": ["top_k", "temperature"]}
+        assert http.post(TEXT, json=options | one_left).json()["choices"][0]["text"] == plain
+        half = {"content-type": "application/json"}
+        for field in (b'"bad_words"', b'"dry_multiplier":1,"dry_sequence_breakers"'):
+            body = b'{"model":"smol","prompt":"a","max_tokens":1,%s:["\\ud800"]}' % field
+            assert http.post(TEXT, content=body, headers=half).status_code in (200, 400)
+
+
 # --- usage
 
 

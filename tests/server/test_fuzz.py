@@ -1,0 +1,80 @@
+"""Requests made up from the served OpenAPI document: the server answers as it says, whatever is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from conftest import MODEL, Served, serving
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from kukri import LLM
+
+HANG_S = 20.0  # nothing that fits into the little context takes as long
+GENERATED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+BODIES = ("/tokenize", "/detokenize", "/apply-template")
+GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics")
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def little(smollm2_path) -> Iterator[Served]:
+    """A server with a context so short that every answer ends soon."""
+    with LLM(smollm2_path, max_context=96, max_requests=8) as llm, serving(llm, max_waiting=32) as server:
+        yield server
+
+
+def fuzz(server: Served, path: str, mode: GenerationMode, n_examples: int) -> None:
+    """Sends what schemathesis makes of a path; where a model is named, it is the one that is served."""
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(document)
+    for method in document["paths"][path]:
+        strategy = schema[path][method].as_strategy(generation_mode=mode)
+
+        @settings(
+            max_examples=n_examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=strategy)
+        def send(case) -> None:
+            if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+                case.body["model"] = MODEL
+            response = case.call(base_url=server.url, timeout=HANG_S)
+            case.validate_response(response, checks=CHECKS)
+
+        send()
+    with server.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+    server.wait_until(lambda: server.pages_used() == 0)
+
+
+# (path, mode): a request without fields has no wrong form, and any text is a name
+CASES = [
+    *((path, mode) for path in (*GENERATED, *BODIES) for mode in GenerationMode),
+    *((path, GenerationMode.POSITIVE) for path in GETS),
+]
+
+
+@pytest.mark.parametrize(("path", "mode"), CASES)
+def test_made_up_requests_get_answers(little, path, mode):
+    """Catches a 5xx, a hang, and an answer that the document does not announce."""
+    fuzz(little, path, mode, 8 if path in GENERATED else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "mode"), CASES)
+def test_many_made_up_requests_get_answers(little, path, mode):
+    """The same for longer."""
+    fuzz(little, path, mode, 400)
