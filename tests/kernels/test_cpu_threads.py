@@ -70,6 +70,21 @@ def test_ops_run_in_order_and_whole(kernels, n_threads):
     pool.close()
 
 
+def test_a_thread_that_slept_through_a_change_takes_the_right_tiles(kernels):
+    """Would catch a tile that ran twice and another that never did: a thread back from sleep knows how many
+    threads shared the last plan's ops, not this one's. More threads than cores, so that some always sleep."""
+    pool = ThreadPool(kernels, 8)
+    rng = np.random.default_rng(3)
+    ops, buffers, keep = copy_chain(kernels, [190] * 6)
+    for step in range(6000):
+        buffers[0][:] = step
+        pool._set_active(int(rng.integers(1, 9)))
+        pool.run(address_of(ops), len(ops))
+        assert (buffers[-1] == step).all(), f"a tile of step {step} was not run"
+    del keep
+    pool.close()
+
+
 def test_ops_without_tiles_are_passed_over(kernels):
     """Would catch a hang when a step has, say, no logit rows."""
     pool = ThreadPool(kernels, 2)

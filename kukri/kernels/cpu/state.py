@@ -9,6 +9,7 @@ OPS = 64  # address of the plan's ops, OP_BYTES each
 N_OPS = 72
 N_ACTIVE = 80  # threads that may take tiles in this step
 STOP = 88  # not 0: workers return
+N_SHARES = 104  # threads that the current op's tiles were cut for: who slept may remember another N_ACTIVE
 N_STALLS = 96  # times a thread waited for long in the middle of a plan: the system took a core away
 WORDS = 128  # a ticket word per thread, see threads.py
 MAX_THREADS = 128

@@ -36,6 +36,7 @@ from kukri.kernels.cpu.state import (
     IDLE,
     N_ACTIVE,
     N_OPS,
+    N_SHARES,
     N_STALLS,
     OP_BYTES,
     OP_KERNEL,
@@ -74,6 +75,7 @@ def open_op(state, op):
         n_tiles = call_kernel(load_i64(entry + OP_KERNEL), load_i64(entry + OP_RECORD), -1)
         if n_tiles > 0:
             store_i64(entry + OP_N_TILES, n_tiles)
+            store_i64(state + N_SHARES, n_threads)
             store_i64(state + DONE, 0)
             # range 0 last: until it is out the op cannot end, so no later op's words are overwritten
             for thread in range(n_threads - 1, -1, -1):
@@ -87,7 +89,10 @@ def open_op(state, op):
 
 @device
 def take_tile(state, thread, n_threads):
-    """Takes a tile, from the thread's own range or the next that has one, and runs it -> its op, or -1."""
+    """Takes a tile, from the thread's own range or the next that has one, and runs it -> its op, or -1.
+
+    `n_threads` may be that of an earlier plan: it only says where to look.
+    """
     for i in range(n_threads):
         owner = thread + i
         if owner >= n_threads:
@@ -99,9 +104,11 @@ def take_tile(state, thread, n_threads):
         left = (ticket & _LOW) - BIAS
         if left <= 0:
             continue
+        # with a tile in hand the op cannot end, so all that belongs to it stays as it is
         op = ticket >> 32
         entry = load_i64(state + OPS) + op * OP_BYTES
-        tile = range_start(load_i64(entry + OP_N_TILES), owner + 1, n_threads) - left
+        stop = range_start(load_i64(entry + OP_N_TILES), owner + 1, load_i64(state + N_SHARES))
+        tile = stop - left
         call_kernel(load_i64(entry + OP_KERNEL), load_i64(entry + OP_RECORD), tile)
         return op
     return -1
@@ -111,9 +118,12 @@ def take_tile(state, thread, n_threads):
 def upcoming_weights(state, thread, n_threads):
     """Where this thread will begin to read in the next op that streams weights, or 0."""
     op = (atomic_load(state + WORDS) >> 32) + 1
+    ops = load_i64(state + OPS)
     stop = min(op + _OPS_AHEAD, load_i64(state + N_OPS))
+    if (atomic_load(state + WORDS) >> 32) + 1 != op:
+        return 0  # the plan may have changed between the two: one's length with the other's address
     while op < stop:
-        entry = load_i64(state + OPS) + op * OP_BYTES
+        entry = ops + op * OP_BYTES
         weights = load_i64(entry + OP_WEIGHTS)
         if weights != 0:
             return weights + load_i64(entry + OP_WEIGHT_BYTES) * thread // n_threads
