@@ -39,6 +39,10 @@ Threads = Annotated[
     int | None, typer.Option("--threads", help="Threads; by default one for each usable core.")
 ]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")]
+Text = Annotated[Path | None, typer.Option(help="A UTF-8 file; by default the opening of a novel.")]
+Window = Annotated[int, typer.Option(help="Tokens that the model reads at once.")]
+Stride = Annotated[int, typer.Option(help="Tokens from a window to the next, which are scored.")]
+Imatrix = Annotated[Path | None, typer.Option(help="A file of `kukri imatrix`, or of llama.cpp.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be written.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 TopK = Annotated[int | None, typer.Option(help="Choose among the k most likely tokens.")]
@@ -321,13 +325,85 @@ def quantize(
     source: Annotated[Path, typer.Argument(help="A .gguf file, or a safetensors directory.")],
     target: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
     type: Annotated[str, typer.Argument(help="Q4_K_M, Q8_0, IQ4_XS, … as in llama.cpp; or a recipe.")],
+    imatrix: Imatrix = None,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Write a model with its weights in another type."""
     from kukri.terminal.convert import convert_model
 
-    convert_model(source, target, type, dry_run=dry_run, as_json=json)
+    convert_model(source, target, type, dry_run=dry_run, as_json=json, imatrix=imatrix)
+
+
+@app.command()
+def perplexity(
+    model: ModelArgument = None,
+    text: Text = None,
+    window: Window = 512,
+    stride: Stride = 256,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Measure how well a model predicts a text."""
+    from kukri.terminal.evaluate import Reading, show_perplexity
+
+    show_perplexity(model, Reading(text, window, stride, threads), as_json=json)
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(help="The model that the other is measured by.")],
+    b: Annotated[str | None, typer.Argument(help="The other; none with --types.")] = None,
+    text: Text = None,
+    types: Annotated[
+        str | None, typer.Option(help="Compare A with itself in these types: Q8_0,Q6_K,Q4_K_M or recipes.")
+    ] = None,
+    imatrix: Imatrix = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a PNG: error by layer, or loss by size.")] = None,
+    window: Window = 512,
+    stride: Stride = 256,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Measure what a model loses against another: KL divergence, tokens, perplexity, layers."""
+    from kukri.terminal.evaluate import Reading, compare_models
+
+    reading = Reading(text, window, stride, threads)
+    compare_models(a, b, reading, types=types, imatrix=imatrix, plot=plot, as_json=json)
+
+
+@app.command("tune-recipe")
+def tune_recipe(
+    model: Annotated[str, typer.Argument(help="A .gguf file or a safetensors directory, not quantized yet.")],
+    size: Annotated[str, typer.Option(help="What all weights may take, such as 90MB.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write: .yaml or .json.")],
+    text: Text = None,
+    types: Annotated[
+        str, typer.Option(help="Types to choose from.")
+    ] = "Q2_K,Q3_K,IQ4_XS,Q4_K,Q5_K,Q6_K,Q8_0",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text that are read, at most.")] = 512,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Choose a type for each tensor by what it costs, and write the recipe for `kukri quantize`."""
+    from kukri.terminal.tune import write_tuned_recipe
+
+    write_tuned_recipe(model, size, output, text, types, max_tokens=tokens, n_threads=threads, as_json=json)
+
+
+@app.command()
+def imatrix(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    text: Annotated[Path, typer.Argument(help="A UTF-8 file of what the model is to be good at.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    chunk: Annotated[int, typer.Option(help="Tokens read at a time.")] = 512,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Write how much each column of the weights matters on a text, for `kukri quantize --imatrix`."""
+    from kukri.terminal.evaluate import write_importances
+
+    write_importances(model, text, output, chunk, n_threads=threads, as_json=json)
 
 
 @app.command()

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,8 @@ from kukri.bench.command import model_path, parser, positive, print_table, run, 
 from kukri.bench.llama_cpp import LlamaCpp, import_llama_cpp
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.evaluate.divergence import log_softmax
+from kukri.evaluate.text import read_text
 from kukri.formats.config_gguf import model_config
 from kukri.formats.gguf import GGUFFile
 from kukri.formats.names import canonical_name
@@ -32,7 +33,6 @@ from kukri.kernels.types import FloatArray
 from kukri.quant.blocks import dequantize
 from kukri.tokenizer import Tokenizer
 
-PROSE = "prose.txt"  # Jane Austen, Pride and Prejudice (1813), its opening
 _ROWS = 64  # of logits compared at a time
 
 
@@ -93,18 +93,11 @@ def distance(judge: FloatArray, other: FloatArray) -> Distance:
     n_same, difference = 0, 0.0
     for start in range(0, len(judge), _ROWS):
         a, b = judge[start : start + _ROWS], other[start : start + _ROWS]
-        log_p, log_q = _log_softmax(a), _log_softmax(b)
+        log_p, log_q = log_softmax(a), log_softmax(b)
         kl[start : start + _ROWS] = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)
         n_same += int((a.argmax(axis=1) == b.argmax(axis=1)).sum())
         difference = max(difference, float(np.abs(a - b).max()))
     return Distance(float(kl.mean()), float(kl.max()), n_same / len(judge), difference)
-
-
-def _log_softmax(logits: FloatArray) -> np.ndarray[Any, np.dtype[np.float64]]:
-    x = logits.astype(np.float64)
-    x -= x.max(axis=1, keepdims=True)
-    x -= np.log(np.exp(x).sum(axis=1, keepdims=True))
-    return x
 
 
 def _judge_modules() -> tuple[Any, Any]:
@@ -204,7 +197,7 @@ def main() -> None:
     options.add_argument("--text", type=Path, help="a UTF-8 file to take them from (the opening of a novel)")
     options.add_argument("--no-reference", action="store_true", help="leave the slow reference backend out")
     given = options.parse_args()
-    text = _read(given.text) if given.text else (files("kukri.bench") / PROSE).read_text("utf-8")
+    text = read_text(given.text)
     threads = given.threads or usable_cores()
     report = compare(
         given.model, text, given.tokens, threads, with_reference=not given.no_reference, silent=given.json
@@ -219,13 +212,6 @@ def main() -> None:
         print_table(title, ["", "mean KL", "max KL", "same top", "max logit diff"], rows)
         print()
     print(json.dumps(asdict(report)))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from None
 
 
 if __name__ == "__main__":

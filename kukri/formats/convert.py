@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.errors import FormatError, UnsupportedError
+from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.config_gguf import model_config
 from kukri.formats.gguf import GGUFFile, TensorSource, write_gguf
+from kukri.formats.imatrix import ImportanceMatrix
 from kukri.formats.metadata_gguf import gguf_architecture, model_metadata, rope_tensors
 from kukri.formats.metadata_hf import hf_config
 from kukri.formats.names import canonical_name, gguf_name
@@ -56,6 +57,7 @@ class Step:
     target: QuantType
     read: Callable[[], ByteArray]
     hf_name: str = ""  # Hugging Face's, "" where there is none
+    importance: FloatArray | None = field(default=None, compare=False)  # of each column
 
     @property
     def n_bytes(self) -> int:
@@ -70,7 +72,7 @@ class Step:
     def make(self) -> ByteArray:
         """The tensor in its new type. What was read of the source leaves memory again."""
         rows = self.read()
-        made = requantize(rows, self.source, self.target, tensor=self.name)
+        made = requantize(rows, self.source, self.target, self.importance, tensor=self.name)
         if made is not rows:
             forget_file_pages(rows)
         return made
@@ -176,6 +178,27 @@ def with_recipe(conversion: Conversion, recipe: Recipe) -> Conversion:
     if recipe.base is not None:
         metadata["general.file_type"] = MIXES[recipe.base][1]
     return replace(conversion, metadata=metadata, steps=changed)
+
+
+def with_importance(conversion: Conversion, matrix: ImportanceMatrix, path: Path) -> Conversion:
+    """The conversion with the columns' importances, as the file says, which is `matrix` in the file `path`.
+
+    Raises ConfigError for the matrix of another model.
+    """
+    steps = tuple(
+        replace(step, importance=matrix.importance(step.name, step.shape[-1])) for step in conversion.steps
+    )
+    n_entries = sum(step.importance is not None for step in steps)
+    if not n_entries:
+        raise ConfigError(f"{path} has importances for no tensor of this model: it was made with another")
+    metadata = {
+        **conversion.metadata,
+        "quantize.imatrix.file": path.name,
+        "quantize.imatrix.dataset": ", ".join(matrix.datasets),
+        "quantize.imatrix.entries_count": np.int32(n_entries),
+        "quantize.imatrix.chunks_count": np.int32(min(matrix.n_chunks, 2**31 - 1)),
+    }
+    return replace(conversion, metadata=metadata, steps=steps)
 
 
 def write(conversion: Conversion, path: Path, on_tensor: Callable[[Step], None]) -> None:

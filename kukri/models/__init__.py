@@ -14,12 +14,21 @@ from kukri.models.phi import Phi
 from kukri.models.phi3 import Phi3
 from kukri.models.qwen3 import Qwen3
 from kukri.models.starcoder2 import Starcoder2
-from kukri.models.taps import tap_names
+from kukri.models.taps import linear_inputs, tap_names
 
 if TYPE_CHECKING:
     from kukri.formats.weights import WeightSource
 
-__all__ = ["ARCHITECTURES", "Forward", "KVCache", "Model", "Parameter", "load_model", "tap_names"]
+__all__ = [
+    "ARCHITECTURES",
+    "Forward",
+    "KVCache",
+    "Model",
+    "Parameter",
+    "linear_inputs",
+    "load_model",
+    "tap_names",
+]
 
 
 class Model(Protocol):

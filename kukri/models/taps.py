@@ -15,11 +15,22 @@ def tap_names(program: Program) -> list[str]:
     return ops.names
 
 
+def linear_inputs(program: Program) -> dict[str, str]:
+    """By the name of each weight that is multiplied, the full name of the hook that sees what it multiplies.
+
+    A weight whose input no hook sees is left out.
+    """
+    ops = _TapOps()
+    program(ops, None)
+    return ops.inputs
+
+
 class _TapOps:
-    """The op set, on values that are None."""
+    """The op set, on values that are the full name of the tap which shows them, or None."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.inputs: dict[str, str] = {}
 
     def embed(self, weight: Weight, batch: Any) -> Tensor:
         return None
@@ -41,7 +52,11 @@ class _TapOps:
         residual: Tensor | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
-        return None if tap is None else self.tap(*tap, None)
+        if x is not None:
+            self.inputs |= {weight.name: x for weight in weights}
+        if tap is not None:
+            self.tap(*tap, None)
+        return None  # for what the tap shows is not the result: a residual is added
 
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         return (None,) * len(widths)
@@ -64,5 +79,6 @@ class _TapOps:
         return None
 
     def tap(self, name: str, layer: int | None, x: Tensor) -> Tensor:
-        self.names.append(tap_name(name, layer))
-        return x
+        full_name = tap_name(name, layer)
+        self.names.append(full_name)
+        return full_name

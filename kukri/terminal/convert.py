@@ -17,27 +17,38 @@ from kukri.formats.convert import (
     of_directory,
     open_gguf,
     requantized,
+    with_importance,
     with_recipe,
     write,
     write_directory,
 )
 from kukri.formats.gguf import GGUFFile
+from kukri.formats.imatrix import read_imatrix
 from kukri.models import load_model
 from kukri.quant.recipes import Recipe, recipe_named
-from kukri.terminal.output import n_bytes_text, printable
+from kukri.terminal.output import n_bytes_text
+from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
 
 FLOATS = ("F32", "F16", "BF16")
 
 
-def convert_model(source: Path, target: Path, recipe: str | None, *, dry_run: bool, as_json: bool) -> None:
+def convert_model(
+    source: Path,
+    target: Path,
+    recipe: str | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    imatrix: Path | None = None,
+) -> None:
     """Writes a model as a GGUF file, or prints what would be written.
 
     `recipe` is a mix or the path of a recipe; None keeps the types of a GGUF file, and of a directory the one
-    that most of its weights are in.
+    that most of its weights are in. `imatrix` names a file of importances.
     """
     wanted = None if recipe is None else recipe_named(recipe)
-    with _opened(source) as conversion:
+    with _opened(source, imatrix) as conversion:
         if wanted is None and source.is_dir():
             wanted = Recipe(_usual_type(conversion))
         plan = conversion if wanted is None else with_recipe(conversion, wanted)
@@ -46,6 +57,14 @@ def convert_model(source: Path, target: Path, recipe: str | None, *, dry_run: bo
             with _progress(plan) as on_tensor:
                 write(plan, target, on_tensor)
         _report(plan, target, dry_run=dry_run, as_json=as_json)
+
+
+def quantized_file(source: Path, target: Path, recipe: str, imatrix: Path | None) -> int:
+    """Writes a model by a mix or recipe, in silence -> bytes of its tensors."""
+    with _opened(source, imatrix) as conversion:
+        plan = with_recipe(conversion, recipe_named(recipe))
+        write(plan, target, lambda step: None)
+        return sum(step.n_bytes for step in plan.steps)
 
 
 def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_json: bool) -> None:
@@ -65,7 +84,7 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
         made = dtype.upper() if dtype else kept if kept in FLOATS else "F16"
         assert isinstance(checkpoint.tokenizer, GGUFFile)
         text = tokenizer_files(checkpoint.tokenizer)
-        with _bar(len(weights.matrices)) as advance:
+        with progress_bar(len(weights.matrices)) as advance:
             write_directory(target, checkpoint.config, weights, made, text, lambda name: advance(1, name))
     if as_json:
         print(json.dumps({"path": str(target), "type": made, "tensors": len(weights.matrices)}))
@@ -74,7 +93,18 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
 
 
 @contextmanager
-def _opened(source: Path) -> Iterator[Conversion]:
+def _opened(source: Path, imatrix: Path | None) -> Iterator[Conversion]:
+    """The model's conversion as it is, with the importances in a file."""
+    matrix = None if imatrix is None else read_imatrix(imatrix)
+    with _as_it_is(source) as conversion:
+        if matrix is None or imatrix is None:
+            yield conversion
+        else:
+            yield with_importance(conversion, matrix, imatrix)
+
+
+@contextmanager
+def _as_it_is(source: Path) -> Iterator[Conversion]:
     if not source.is_dir():
         with open_gguf(source) as conversion:
             yield conversion
@@ -108,28 +138,8 @@ def _check_target(source: Path, target: Path) -> None:
 @contextmanager
 def _progress(plan: Conversion) -> Iterator[Callable[[Step], None]]:
     """A bar of bytes read."""
-    with _bar(sum(step.source_bytes for step in plan.steps)) as advance:
+    with progress_bar(sum(step.source_bytes for step in plan.steps)) as advance:
         yield lambda step: advance(step.source_bytes, f"{step.name} ({step.target.name})")
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on a terminal, nothing elsewhere; what is told to it is under way."""
-    if not sys.stderr.isatty():
-        yield lambda amount, text: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, under_way = bar.add_task("", total=total), [0]
-
-        def advance(amount: int, text: str) -> None:
-            bar.update(task, advance=under_way[0], description=printable(text))
-            under_way[0] = amount
-
-        yield advance
 
 
 def _report(plan: Conversion, target: Path, *, dry_run: bool, as_json: bool) -> None:

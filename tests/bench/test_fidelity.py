@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 
 from kukri.bench import fidelity
 from kukri.errors import ConfigError
+from kukri.evaluate.text import prose
 from kukri.tokenizer import Tokenizer
 
 
@@ -42,7 +42,7 @@ def test_distance_over_many_tokens() -> None:
 
 def test_the_prose_is_long_enough(smollm2_path: Path) -> None:
     """Would catch a text cut short, which would make the mean meaningless."""
-    text = (files("kukri.bench") / fidelity.PROSE).read_text("utf-8")
+    text = prose()
     assert text.startswith("It is a truth universally acknowledged")
     assert len(Tokenizer.from_gguf(smollm2_path).encode(text)) >= 1024
 

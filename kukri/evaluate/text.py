@@ -1,0 +1,91 @@
+"""Text to measure on, cut into windows of tokens, and the logits of a window piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from kukri.errors import ConfigError, UnsupportedError
+from kukri.kernels.types import FloatArray
+from kukri.llm import LLM
+from kukri.models import KVCache
+from kukri.tokenizer import Tokenizer
+
+STEP_TOKENS = 128  # whose logits are in memory at a time
+WINDOW_TOKENS, STRIDE_TOKENS = 512, 256
+
+
+@dataclass(frozen=True)
+class Window:
+    """Token ids that a model reads at once, and how many of them, the last ones, it is scored on."""
+
+    ids: tuple[int, ...]
+    n_scored: int
+
+
+def prose() -> str:
+    """The opening of Jane Austen's Pride and Prejudice (1813), some 1,200 tokens."""
+    return (files("kukri.evaluate") / "prose.txt").read_text("utf-8")
+
+
+def read_text(path: Path | None) -> str:
+    """A file's text, or `prose()` for None. Raises ConfigError where it cannot be read as UTF-8."""
+    if path is None:
+        return prose()
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from None
+
+
+def windows(ids: Sequence[int], bos: Sequence[int], size: int, stride: int) -> list[Window]:
+    """Windows of at most `size` tokens, each behind `bos`: every token of `ids` but the first is scored once.
+
+    A window begins `stride` tokens after the one before and scores its last `stride` tokens, the first window
+    all of its own: so a token comes after all text before it, or at least size - stride tokens of that.
+    Raises ConfigError for sizes that leave no context, and for fewer than 2 tokens.
+    """
+    room = size - len(bos)
+    if not 1 <= stride < room:
+        raise ConfigError(
+            f"a stride of {stride} tokens must be at least 1 and less than the {room} of a window"
+        )
+    if len(ids) < 2:
+        raise ConfigError(f"a text of {len(ids)} tokens says nothing: use a longer one")
+    end = min(room, len(ids))
+    made = [Window((*bos, *ids[:end]), end - 1)]
+    while end < len(ids):
+        before, end = end, min(end + stride, len(ids))
+        made.append(Window((*bos, *ids[end - room : end]), end - before))
+    return made
+
+
+def text_windows(tokenizer: Tokenizer, text: str, size: int, stride: int) -> list[Window]:
+    """The `windows` of a text, behind BOS where the model wants it."""
+    return windows(tokenizer.encode(text), bos_ids(tokenizer), size, stride)
+
+
+def bos_ids(tokenizer: Tokenizer) -> list[int]:
+    """What stands before a text: BOS, or nothing where the model wants none."""
+    return [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+
+
+def check_language_model(llm: LLM) -> None:
+    """Raises UnsupportedError for a model that predicts no tokens."""
+    if llm.config.head.kind != "language_model":
+        raise UnsupportedError(f"{llm.path} predicts no tokens: only language models can be measured")
+
+
+def steps(n_tokens: int) -> Iterator[slice]:
+    """Pieces of at most STEP_TOKENS of the tokens whose next one is in the window."""
+    return (
+        slice(start, min(start + STEP_TOKENS, n_tokens - 1)) for start in range(0, n_tokens - 1, STEP_TOKENS)
+    )
+
+
+def step_logits(llm: LLM, cache: KVCache, ids: Sequence[int]) -> FloatArray:
+    """Logits float32 [T, V] of the next tokens of what is in the cache."""
+    logits: FloatArray = llm.model.forward(list(ids), cache=cache)[0]
+    return logits
