@@ -775,7 +775,7 @@ def _dot4_signed(builder: Any, acc: Any, w: Any, s: Any) -> Any:
 # --- tiles --------------------------------------------------------------------------------------------
 
 
-_FEW_TOKENS = 4  # with more, a tile of weights is used often enough not to be waited for
+_FEW_TOKENS = 8  # as many as a panel has: with two or three panels, too, weights are waited for
 _AHEAD_BYTES = 4096
 
 
