@@ -4,6 +4,7 @@
   llama.cpp decoding as many streams a step; in turns, each engine in a process of its own.
 - **lateness**: the times between the tokens of 15 streams while prompts of 1,000 tokens keep arriving.
 - **prefix**: the first token of a second request whose prompt begins with the same 1,000 tokens.
+- **http**: one stream of 256 tokens from `kukri serve`, client included, against `LLM.generate`, in turns.
 
 Prompts are random ids and sampling is greedy; what is timed includes scheduling and sampling, not text.
 """
@@ -11,9 +12,14 @@ Prompts are random ids and sampling is greedy; what is timed includes scheduling
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -25,12 +31,13 @@ from kukri.bench.offline import Kukri
 from kukri.bench.peers import SETTLE_S
 from kukri.bench.worker import ENGINES, Worker
 from kukri.engine import Engine, Request
-from kukri.errors import UnsupportedError
+from kukri.errors import KukriError, UnsupportedError
 from kukri.kernels.cpu.pool import usable_cores
 from kukri.sampling import SamplingParams
 
 _PROMPT, _NEW = 128, 64  # tokens of each stream
 _LONG_PROMPT = 1000
+_STORY, _N_STREAMED = "Once upon a time", 256
 _N_LATE_TOKENS = 200  # of each stream whose lateness is measured
 
 
@@ -68,6 +75,15 @@ class Prefix:
 
 
 @dataclass(frozen=True)
+class Http:
+    """Tokens per second of one stream, round by round, and the median of 1 - http / offline."""
+
+    offline: tuple[float, ...]
+    http: tuple[float, ...]
+    overhead: float
+
+
+@dataclass(frozen=True)
 class ServingReport:
     """What `python -m kukri.bench.serving` found."""
 
@@ -76,6 +92,7 @@ class ServingReport:
     batch: Batch
     lateness: Lateness
     prefix: Prefix
+    http: Http | None  # None where the `serve` extra is not installed
 
 
 def measure(
@@ -90,8 +107,10 @@ def measure(
     lateness = _lateness(kukri.llm.engine, n_streams)
     say("a shared prefix", silent=silent)
     prefix = _prefix(kukri.llm.engine, rounds)
+    say("one stream over HTTP", silent=silent)
+    http = _http(kukri, path, n_threads, rounds) if find_spec("uvicorn") else None
     kukri.close()
-    return ServingReport(str(path), n_threads, batch, lateness, prefix)
+    return ServingReport(str(path), n_threads, batch, lateness, prefix, http)
 
 
 def _batch(path: Path, n_threads: int, n_streams: int, rounds: int) -> Batch:
@@ -179,6 +198,53 @@ def _prefix(engine: Engine, rounds: int) -> Prefix:
     return Prefix(tuple(firsts[1:]), tuple(seconds[1:]), ratio)
 
 
+def _http(kukri: Kukri, path: Path, n_threads: int, rounds: int) -> Http:
+    options = ["--port", "0", "--alias", "model", "--max-context", "512", "--log-level", "warning"]
+    command = [sys.executable, "-m", "kukri", "serve", str(path), "--threads", str(n_threads), *options]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        started = re.search(r":(\d+)/v1", server.stderr.readline())
+        if started is None:
+            raise KukriError("the server did not start: try `kukri serve`")
+        offline, http = [], []
+        for _ in range(rounds + 1):
+            time.sleep(SETTLE_S)
+            done = kukri.llm.generate(_STORY, _greedy(_N_STREAMED))
+            offline.append(done.timings.decode_tokens_per_s)
+            time.sleep(SETTLE_S)
+            http.append(_stream(int(started[1])))
+    finally:
+        server.terminate()
+        server.wait()
+    overhead = median(1 - b / a for a, b in zip(offline[1:], http[1:], strict=True))
+    return Http(tuple(offline[1:]), tuple(http[1:]), overhead)
+
+
+def _stream(port: int) -> float:
+    """Tokens a second, from the first piece of the answer to the last, as a client sees them."""
+    body = {"model": "model", "prompt": _STORY, "max_tokens": _N_STREAMED, "temperature": 0}
+    client = HTTPConnection("127.0.0.1", port)
+    client.request(
+        "POST",
+        "/v1/completions",
+        json.dumps({**body, "ignore_eos": True, "stream": True}),
+        {"Content-Type": "application/json"},
+    )
+    response = client.getresponse()
+    first_s = last_s = 0.0
+    n_pieces = 0
+    while line := response.readline():
+        if line.startswith(b"data: {"):
+            last_s = time.perf_counter()
+            first_s = first_s or last_s
+            n_pieces += 1
+    client.close()
+    if n_pieces < _N_STREAMED // 2:
+        raise KukriError(f"the server answered with status {response.status} and {n_pieces} pieces")
+    return (_N_STREAMED - 1) / (last_s - first_s)
+
+
 def _request(engine: Engine, random: np.random.Generator, n_prompt: int, n_new: int) -> Request:
     prompt = random.integers(0, engine.model.config.n_vocab, n_prompt)
     return engine.make_request(prompt, _greedy(n_new))
@@ -197,6 +263,11 @@ def _print(report: ServingReport) -> None:
     if batch.to_llama_cpp is not None:
         name = f"llama.cpp, {batch.n_streams} streams"
         rows.append([name, f"{median(batch.llama_cpp):.0f}", f"{batch.to_llama_cpp:.2f}"])
+    if report.http is not None:
+        print(
+            f"one stream: {median(report.http.offline):.0f} tokens/s offline, "
+            f"{median(report.http.http):.0f} over HTTP ({report.http.overhead:.1%} less)\n"
+        )
     print_table("generated tokens/s in all", ["", "tokens/s", "16 streams / this"], rows)
     print(
         f"\n{late.n_streams} streams, {late.prompts_per_s:.1f} prompts of {_LONG_PROMPT} a second: "
