@@ -209,6 +209,7 @@ def serve(
         float | None, typer.Option(help="Seconds that an answer may take; then it is ended.")
     ] = None,
     drain: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.")] = 60.0,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Serve no page to chat on at /.")] = False,
     threads: Threads = None,
     quantize: Quantize = None,
     rope_scaling: RopeScaling = None,
@@ -216,7 +217,7 @@ def serve(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, one object a line.")] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API: chat, completions, responses."""
+    """Serve a model over HTTP: OpenAI's API, and a page to chat on."""
     from kukri.terminal.serve import serve_model
 
     serve_model(
@@ -239,6 +240,7 @@ def serve(
         rate_limit=rate_limit,
         deadline_s=deadline,
         drain_s=drain,
+        has_page=not no_page,
         log_json=log_json,
         log_level=log_level,
     )

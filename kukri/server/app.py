@@ -20,6 +20,7 @@ from kukri.server.chat import complete_chat
 from kukri.server.completions import complete
 from kukri.server.errors import on_http_error, on_invalid_body, on_kukri_error
 from kukri.server.guards import Guard
+from kukri.server.page import add_page
 from kukri.server.responses import respond
 from kukri.server.schema import (
     ChatBody,
@@ -87,6 +88,8 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     _add_openai_routes(app, service)
     _add_token_routes(app, service)
     _add_state_routes(app, service)
+    if settings.has_page:
+        add_page(app, service)
     _describe(app)
     return app
 

@@ -24,7 +24,8 @@ from kukri.server.metrics import Metrics
 from kukri.server.settings import ServerSettings
 
 log = logging.getLogger("kukri.server")
-OPEN_PATHS = frozenset({"/health"})  # need no key
+OPEN_PATHS = frozenset({"/health", "/"})  # need no key
+OPEN_FOLDERS = ("/ui/static/", "/ui/vendor/", "/ui/answers/")  # files of the page; answers have secret names
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_CLIENTS = 10_000  # whose rates are known
 
@@ -112,7 +113,7 @@ class Guard:
         """The response to a request that may not pass; notes whose request it is."""
         client = scope["client"][0] if scope.get("client") else "local"
         scope["kukri.client"] = client
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             return None
         if self._keys:
             key = self._keys.find(headers.get("authorization"))

@@ -25,6 +25,7 @@ class ServerSettings:
     read_s: float = 30.0  # until a request's body has to be there
     keep_alive_s: float = 15.0  # of silence before a stream gets a comment
     drain_s: float = 60.0  # for running answers once the server was told to end
+    has_page: bool = True  # at /, to chat in a browser
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""

@@ -38,6 +38,7 @@ def serve_model(
     rate_limit: int | None,
     deadline_s: float | None,
     drain_s: float,
+    has_page: bool,
     log_json: bool,
     log_level: str,
 ) -> None:
@@ -55,6 +56,7 @@ def serve_model(
         rate_limit=rate_limit,
         deadline_s=deadline_s,
         drain_s=drain_s,
+        has_page=has_page,
     )
     if log_level not in _LOG_LEVELS:
         raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {log_level!r}")
@@ -158,7 +160,8 @@ def _announce(settings: Any, bound: socket.socket, llm: Any) -> None:
     c = llm.config
     size = n_tokens * kv_bytes(c.n_layers, c.n_kv_heads, c.d_head, config.kv_type) / 2**20
     shown = f"[{host}]" if ":" in host else host
-    print(f"serving {', '.join(settings.model_names)} on http://{shown}:{port}/v1", file=sys.stderr)
+    page = f", a page to chat on at http://{shown}:{port}/" if settings.has_page else ""
+    print(f"serving {', '.join(settings.model_names)} on http://{shown}:{port}/v1{page}", file=sys.stderr)
     print(
         f"KV cache {size:,.0f} MiB: {n_tokens:,} tokens, {config.max_requests} requests at a time, "
         f"{engine.max_context:,} tokens of context",

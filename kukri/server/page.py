@@ -1,0 +1,205 @@
+"""The page at `/`: its files, and answers as events that it shows while they grow.
+
+Conversations live in the browser; the server keeps an answer until its stream is opened, and nothing after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from secrets import token_urlsafe
+from typing import Annotated, Any, ClassVar
+
+from fastapi import FastAPI, Request
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from kukri import __version__
+from kukri.errors import KukriError
+from kukri.sampling import SamplingParams
+from kukri.server.bridge import Call
+from kukri.server.chat import Choice
+from kukri.server.reply import Reply
+from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling
+from kukri.server.service import Service
+
+OPEN_S = 5.0  # until the stream of an answer has to be opened
+_UI = Path(__file__).parent / "ui"
+_MAX_SEED = 2**53 - 1  # the largest whole number of JavaScript
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class Control:
+    """An input for a field of SamplingParams; `step` None takes any number, `value` is where it begins."""
+
+    name: str
+    label: str
+    hint: str
+    low: int
+    high: int | None
+    step: int | None = None
+    value: float | None = None
+
+
+_CONTROLS = (  # they begin as `kukri chat` does
+    Control("temperature", "Temperature", "0 takes the likeliest token, always", 0, 2, value=0.2),
+    Control("top_p", "Top p", "probability that is kept", 0, 1, value=0.9),
+    Control("top_k", "Top k", "tokens that are kept; 0 keeps all", 0, None, 1),
+    Control("min_p", "Min p", "least share of the likeliest token's probability", 0, 1),
+    Control("max_tokens", "Max tokens", "empty: as many as the context holds", 1, None, 1),
+    Control("seed", "Seed", "empty: another answer each time", 0, _MAX_SEED, 1),
+)
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams)} | {"max_tokens": None}
+
+
+class PageBody(Sampling):
+    """What the page asks."""
+
+    refused: ClassVar[Refused] = {"stream": ((True,), "the page's answers are streams")}
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: MaxTokens | None = None
+    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
+
+
+def add_page(app: FastAPI, service: Service) -> None:
+    """Adds the page's routes. `guards.py` says which of them need no key."""
+    templates = Environment(
+        loader=FileSystemLoader(_UI / "templates"), autoescape=True, undefined=StrictUndefined
+    )
+    unopened = UnopenedAnswers(service)
+
+    def html(template: str, **values: Any) -> Response:
+        return HTMLResponse(templates.get_template(template).render(**values), headers=_HEADERS)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The page, with nothing in it that a key protects."""
+        return html("page.html", needs_key=bool(service.settings.api_keys), version=__version__)
+
+    @app.get("/ui/model", include_in_schema=False)
+    async def model() -> Response:
+        """The fragment that names the model and has a control for each setting."""
+        return html(
+            "model.html",
+            model=service.settings.model_names[0],
+            max_context=service.llm.engine.max_context,
+            controls=_CONTROLS,
+            defaults=_DEFAULTS,
+        )
+
+    @app.post("/ui/answers", include_in_schema=False)
+    async def ask(body: PageBody, request: Request) -> Response:
+        """Begins an answer and gives the fragment that opens its stream."""
+        service.check_model(body.model)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        prompt = await service.encode_chat(messages, None)
+        params = service.params(body, max_tokens=body.max_tokens)
+        call = await service.open_call(request, [prompt], params, body, where="messages", continues=True)
+        writer = PageWriter(call, inside=service.ends_in_thoughts(prompt))
+        name = unopened.add(call, Reply(service, call, writer, stream=True))
+        return html("answer.html", name=name)
+
+    @app.get("/ui/answers/{name}", include_in_schema=False)
+    async def answer(name: str) -> Response:
+        """The events of an answer, once."""
+        reply = unopened.take(name)
+        if reply is None:
+            raise HTTPException(404)
+        return reply
+
+    for folder in ("static", "vendor"):
+        app.mount(f"/ui/{folder}", Files(directory=_UI / folder))
+
+
+class Files(StaticFiles):
+    """Files that a browser asks about each time, so that it never mixes two versions of the page."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """The file, or 304."""
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "no-cache"
+        return response
+
+
+class UnopenedAnswers:
+    """Answers under way whose stream has not been opened, by names that cannot be guessed.
+
+    A browser's EventSource sends no API key: who knows the name has sent it with the question.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._answers: dict[str, tuple[Call, Reply, asyncio.TimerHandle]] = {}
+
+    def add(self, call: Call, reply: Reply) -> str:
+        """Keeps an answer for OPEN_S and gives its name; then it is ended."""
+        name = token_urlsafe(32)
+        timer = asyncio.get_running_loop().call_later(OPEN_S, self._end, name)
+        self._answers[name] = call, reply, timer
+        return name
+
+    def take(self, name: str) -> Reply | None:
+        """The answer of that name, which is forgotten; None where there is none."""
+        _, reply, timer = self._answers.pop(name, (None, None, None))
+        if timer is not None:
+            timer.cancel()
+        return reply
+
+    def _end(self, name: str) -> None:
+        call, _, _ = self._answers.pop(name)
+        call.leave()
+        self._service.metrics.on_end(call)
+
+
+class PageWriter:
+    """Writes an answer as events: `delta` while it grows, then `end` or `failed`. Their data is JSON."""
+
+    def __init__(self, call: Call, *, inside: bool) -> None:
+        self._call, self._answer = call, call.answers[0]
+        self._choice = Choice(self._answer, inside=inside)
+
+    def advance(self) -> bytes:
+        """An event with the text that came; none where a character or a stop string is not whole."""
+        thoughts, content = self._choice.advance()
+        if not (thoughts or content):
+            return b""
+        return _event("delta", thoughts=thoughts, content=content, **self._counts())
+
+    def end(self) -> bytes:
+        """What is left and how the answer ended: it may have done so before its stream was opened."""
+        last = self.advance()
+        return last + _event("end", finish_reason=self._answer.finish_reason, **self._counts())
+
+    def fail(self, error: KukriError) -> bytes:
+        """An event that says what went wrong."""
+        return _event("failed", message=str(error))
+
+    def body(self) -> dict[str, Any]:
+        """The numbers of the answer alone: its text was streamed."""
+        return self._counts()
+
+    def _counts(self) -> dict[str, Any]:
+        return {
+            "n_prompt": self._call.n_prompt_tokens,
+            "n_generated": self._answer.n_tokens,
+            "tokens_per_s": round(self._answer.request.timings.decode_tokens_per_s, 1),
+        }
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    """A server-sent event whose data cannot be taken for HTML, whatever the model wrote."""
+    text = json.dumps(data, separators=(",", ":"))
+    text = text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+    return f"event: {kind}\ndata: {text}\n\n".encode()

@@ -1,0 +1,348 @@
+// The page: questions go out through htmx, answers come in through its SSE extension. conversations.js is the
+// browser's memory, markdown.js turns text into nodes.
+import * as store from "./conversations.js"
+import { show } from "./markdown.js"
+
+const $ = (id) => document.getElementById(id)
+const messages = $("messages"), prompt = $("prompt"), stream = $("stream")
+const ENDS = { length: "cut at the limit", stopped: "stopped", failed: "broken off" }
+const SETTINGS = "kukri.settings", KEY = "kukri.key"
+
+let chat = store.all()[0] ?? store.create()
+let live = null // the answer that grows
+let frame = 0 // in which the browser will show what came
+
+// --- what is shown
+
+function fill(template, index) {
+  const element = $(template).content.cloneNode(true).firstElementChild
+  element.dataset.index = index
+  return element
+}
+
+function draw(message, index) {
+  const article = fill(`${message.role}-message`, index)
+  if (message.role === "user") article.querySelector(".body").textContent = message.content
+  else drawAnswer(article, message)
+  return article
+}
+
+function drawAnswer(article, message) {
+  show(article.querySelector(".body"), message.content)
+  article.querySelector("details").hidden = !message.thoughts
+  article.querySelector(".thoughts").textContent = message.thoughts ?? ""
+  article.querySelector(".actions").hidden = message === live
+  const { n_generated: n, tokens_per_s: rate } = message.numbers ?? {}
+  const facts = [n && `${n} tokens`, rate && `${Math.round(rate)} tokens/s`, ENDS[message.end]]
+  article.querySelector(".stats").textContent = facts.filter(Boolean).join(" · ")
+}
+
+function drawChat() {
+  messages.replaceChildren(...chat.messages.map(draw))
+  if (!chat.messages.length) messages.append(fill("welcome", -1))
+  messages.scrollTop = messages.scrollHeight
+  $("system").value = chat.system
+  say("")
+  warn(chat.messages.at(-1)?.role === "user" ? "This message has no answer yet." : "")
+  drawNumbers()
+  drawList()
+}
+
+function drawList() {
+  $("title").textContent = chat.title || "New chat"
+  document.title = chat.title ? `${chat.title} · kukri` : "kukri"
+  const items = store.all().map(({ id, title }) => {
+    const item = fill("conversation", id)
+    item.firstElementChild.textContent = title || "New chat"
+    item.firstElementChild.ariaCurrent = String(id === chat.id)
+    item.lastElementChild.ariaLabel = `Delete ${title || "New chat"}`
+    return item
+  })
+  $("conversations").replaceChildren(...items)
+}
+
+function drawNumbers() {
+  const numbers = chat.messages.findLast((message) => message.numbers)?.numbers
+  const used = numbers ? numbers.n_prompt + numbers.n_generated : 0
+  const size = Number($("sampling")?.dataset.context ?? 0)
+  Object.assign($("context"), { max: size || 1, low: size * 0.75, high: size * 0.9, value: used })
+  $("context-text").textContent = size ? `${used.toLocaleString()} of ${size.toLocaleString()} tokens` : ""
+  $("rate").textContent = numbers?.tokens_per_s ? `${Math.round(numbers.tokens_per_s)} tokens/s` : ""
+}
+
+function say(text) {
+  $("status").textContent = text
+}
+
+function warn(text) {
+  $("notice").hidden = !text
+  $("notice").firstElementChild.textContent = text
+}
+
+// --- asking
+
+function send(text) {
+  if (!text.trim()) return
+  if (live) stop()
+  messages.querySelector(".welcome")?.remove()
+  chat.messages.push({ role: "user", content: text })
+  chat.title ||= text.trim().replace(/\s+/g, " ").slice(0, 60)
+  messages.append(draw(chat.messages.at(-1), chat.messages.length - 1))
+  ask()
+}
+
+// Asks for the answer to what the conversation ends with.
+function ask() {
+  keep()
+  if (!$("sampling") || lacksKey()) return begin()
+  live = { role: "assistant", content: "", thoughts: "" }
+  chat.messages.push(live)
+  messages.append(draw(live, chat.messages.length - 1))
+  messages.scrollTop = messages.scrollHeight
+  setBusy(true)
+  warn("")
+  say("Answering …")
+  htmx.trigger(stream, "ask")
+}
+
+function keep() {
+  try {
+    store.save(chat)
+    drawList()
+  } catch {
+    say("This browser's storage is full: delete a conversation to keep this one.")
+  }
+}
+
+function question() {
+  const body = { model: $("sampling").dataset.model, messages: [] }
+  for (const { name, value } of inputs()) if (value !== "") body[name] = Number(value)
+  if (chat.system.trim()) body.messages.push({ role: "system", content: chat.system })
+  for (const { role, content } of chat.messages) if (content) body.messages.push({ role, content })
+  return body
+}
+
+const inputs = () => [...$("model").querySelectorAll("input")]
+
+function setBusy(isBusy) {
+  if (document.activeElement === $("stop") || document.activeElement === $("send")) prompt.focus()
+  $("send").hidden = isBusy
+  $("stop").hidden = !isBusy
+  messages.ariaBusy = String(isBusy)
+}
+
+function grow({ thoughts, content, ...numbers }) {
+  live.thoughts += thoughts
+  live.content += content
+  live.numbers = numbers
+  frame ||= requestAnimationFrame(paint)
+}
+
+function paint() {
+  cancelAnimationFrame(frame)
+  frame = 0
+  const isAtEnd = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 80
+  drawAnswer(messages.lastElementChild, chat.messages.at(-1))
+  drawNumbers()
+  if (isAtEnd) messages.scrollTop = messages.scrollHeight
+}
+
+// The answer that grew is over: `end` is "stop", "length", "stopped" or "failed".
+function finish(end, numbers = live.numbers) {
+  htmx.swap(stream, "", { swapStyle: "innerHTML" }) // closes the stream
+  Object.assign(live, { end, numbers })
+  const isEmpty = !live.content && !live.thoughts && end !== "stop"
+  live = null
+  setBusy(false)
+  paint()
+  if (isEmpty) {
+    chat.messages.pop()
+    drawChat()
+  }
+  say(end === "failed" ? "" : end === "stopped" ? "Stopped" : "Answer complete")
+  keep()
+}
+
+function stop() {
+  htmx.trigger(stream, "htmx:abort")
+  finish("stopped")
+}
+
+function fail(text) {
+  if (live) finish("failed")
+  warn(text)
+}
+
+htmx.defineExtension("chat-body", {
+  encodeParameters: () => JSON.stringify(question()),
+  onEvent(name, event) {
+    if (name === "htmx:configRequest") event.detail.headers["Content-Type"] = "application/json"
+  },
+})
+
+function on(name, react) {
+  document.body.addEventListener(name, react)
+}
+
+on("htmx:configRequest", ({ detail }) => {
+  const key = sessionStorage.getItem(KEY)
+  if (key) detail.headers.Authorization = `Bearer ${key}`
+})
+on("htmx:sseBeforeMessage", (event) => {
+  event.preventDefault() // nothing that a model wrote is swapped in as HTML
+  if (!live) return
+  const { message, finish_reason: reason, ...numbers } = JSON.parse(event.detail.data)
+  if (event.detail.type === "delta") grow(numbers)
+  else if (event.detail.type === "end") finish(reason, numbers)
+  else fail(message)
+})
+on("htmx:sseError", () => live && fail("The connection was lost before the answer was complete."))
+on("htmx:sendError", () => fail("The server cannot be reached."))
+on("htmx:responseError", ({ detail: { xhr } }) => {
+  if (xhr.status === 401) sessionStorage.removeItem(KEY)
+  let text = `The server answered with status ${xhr.status}.`
+  try {
+    text = JSON.parse(xhr.responseText).error.message
+  } catch {
+    // it is no error of this server's own: a proxy's, say
+  }
+  fail(xhr.status === 401 ? "The server does not know this API key." : text)
+})
+
+// --- what buttons and keys do
+
+const actions = {
+  start: (button) => send(button.textContent),
+  edit: (button) => edit(button.closest("article")),
+  cancel: drawChat,
+  copy: (button) => copy(chat.messages[button.closest("article").dataset.index].content, button),
+  "copy-code": (button) => copy(button.closest("figure").querySelector("code").textContent, button),
+  regenerate() {
+    chat.messages.pop()
+    messages.lastElementChild.remove()
+    ask()
+  },
+  open: (button) => open(store.all().find(({ id }) => id === button.parentElement.dataset.index)),
+  delete(button) {
+    const id = button.parentElement.dataset.index
+    if (!confirm("Delete this conversation?")) return
+    if (live && id === chat.id) stop()
+    store.remove(id)
+    if (id === chat.id) open(store.all()[0])
+    else drawList()
+  },
+}
+
+function open(conversation) {
+  if (live) stop()
+  chat = conversation ?? store.create()
+  drawChat()
+  setMenu(false)
+  prompt.focus()
+}
+
+function edit(article) {
+  if (live) stop()
+  const index = Number(article.dataset.index)
+  const form = fill("edit-form", index)
+  const input = form.querySelector("textarea")
+  input.value = chat.messages[index].content
+  article.replaceChildren(form)
+  input.focus()
+  form.addEventListener("submit", (event) => {
+    event.preventDefault()
+    if (!input.value.trim()) return
+    chat.messages.length = index
+    drawChat()
+    send(input.value)
+    prompt.focus()
+  })
+}
+
+async function copy(text, button) {
+  const label = button.textContent
+  try {
+    await navigator.clipboard.writeText(text)
+    button.textContent = "Copied"
+  } catch {
+    button.textContent = "Not allowed" // by the browser: a page over plain HTTP, for one
+  }
+  setTimeout(() => (button.textContent = label), 1500)
+}
+
+function setMenu(isOpen) {
+  document.body.classList.toggle("menu-open", isOpen)
+  $("menu").ariaExpanded = String(isOpen)
+  if (isOpen) $("new-chat").focus()
+}
+
+on("click", ({ target }) => {
+  const button = target.closest("[data-do]")
+  if (button) actions[button.dataset.do](button)
+})
+on("keydown", (event) => {
+  const isMessage = event.target.matches("#prompt, .edit textarea")
+  if (event.key === "Enter" && isMessage && !event.shiftKey && !event.isComposing) {
+    event.preventDefault()
+    event.target.form.requestSubmit()
+  } else if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
+    if (live) stop()
+    else if (event.target.closest(".edit")) drawChat()
+    setMenu(false)
+  }
+})
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault()
+  const text = prompt.value
+  prompt.value = ""
+  send(text)
+})
+const press = (id, react) => $(id).addEventListener("click", react)
+press("stop", stop)
+press("retry", () => (chat.messages.at(-1)?.role === "user" ? ask() : begin()))
+press("new-chat", () => open(null))
+press("menu", () => setMenu(!document.body.classList.contains("menu-open")))
+press("open-settings", () => $("settings").showModal())
+$("theme").addEventListener("change", ({ target }) => {
+  localStorage.setItem("kukri.theme", target.value)
+  document.documentElement.dataset.theme = target.value
+})
+window.addEventListener("pagehide", () => live && stop())
+
+// --- settings, and the key
+
+$("system").addEventListener("change", () => {
+  chat.system = $("system").value
+  keep()
+})
+$("model").addEventListener("htmx:afterSwap", () => {
+  const kept = store.read(SETTINGS) ?? {}
+  for (const input of inputs()) input.value = kept[input.name] ?? input.value
+  $("model-name").textContent = $("sampling").dataset.model
+  drawChat()
+})
+$("model").addEventListener("change", () => {
+  store.write(SETTINGS, Object.fromEntries(inputs().map(({ name, value }) => [name, value])))
+})
+press("defaults", () => {
+  store.write(SETTINGS, {})
+  for (const input of inputs()) input.value = input.defaultValue
+})
+$("key-dialog").addEventListener("submit", () => {
+  sessionStorage.setItem(KEY, $("key").value)
+  $("key").value = ""
+  begin()
+})
+$("key-dialog").addEventListener("cancel", () => warn("This server wants an API key."))
+
+// Asks what the server serves, and for the key that it may want first.
+function begin() {
+  if (lacksKey()) $("key-dialog").showModal()
+  else htmx.trigger(document.body, "ready")
+}
+
+const lacksKey = () => "needsKey" in document.body.dataset && !sessionStorage.getItem(KEY)
+
+$("theme").value = document.documentElement.dataset.theme
+drawChat()
+document.addEventListener("DOMContentLoaded", begin) // after htmx has read the page
