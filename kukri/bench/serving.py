@@ -38,7 +38,8 @@ from kukri.sampling import SamplingParams
 _PROMPT, _NEW = 128, 64  # tokens of each stream
 _LONG_PROMPT = 1000
 _STORY, _N_STREAMED = "Once upon a time", 256
-_N_LATE_TOKENS = 200  # of each stream whose lateness is measured
+_BUDGETS = (32, 64, 128, 256)  # tokens of prompts in a step beside the streams
+_N_LATE_TOKENS = 100  # of each stream whose lateness is measured
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class ServingReport:
     model: str
     n_threads: int
     batch: Batch
-    lateness: Lateness
+    lateness: tuple[Lateness, ...]  # with prompt budgets of _BUDGETS, the engine's own among them
     prefix: Prefix
     http: Http | None  # None where the `serve` extra is not installed
 
@@ -104,7 +105,7 @@ def measure(
     batch = _batch(path, n_threads, n_streams, rounds)
     kukri = Kukri(path, n_threads, _LONG_PROMPT + 4 * _N_LATE_TOKENS, max_requests=n_streams)
     say("times between tokens", silent=silent)
-    lateness = _lateness(kukri.llm.engine, n_streams)
+    lateness = tuple(_lateness(kukri.llm.engine, n_streams, budget) for budget in _BUDGETS)
     say("a shared prefix", silent=silent)
     prefix = _prefix(kukri.llm.engine, rounds)
     say("one stream over HTTP", silent=silent)
@@ -148,8 +149,9 @@ def _installed() -> tuple[str, ...]:
     return ENGINES
 
 
-def _lateness(engine: Engine, n_streams: int) -> Lateness:
+def _lateness(engine: Engine, n_streams: int, max_prompt_tokens: int) -> Lateness:
     """All streams but one generate; in its place a prompt arrives when the last one has its token."""
+    engine.scheduler.max_prompt_tokens = max_prompt_tokens
     random = np.random.default_rng(1)
     streams = [_request(engine, random, _PROMPT, 3 * _N_LATE_TOKENS) for _ in range(n_streams - 1)]
     for stream in streams:
@@ -175,9 +177,7 @@ def _lateness(engine: Engine, n_streams: int) -> Lateness:
     for request in list(engine.scheduler.running):
         engine.abort(request)
     p50, p99 = (float(x) for x in np.percentile(late, (50, 99)))
-    return Lateness(
-        len(streams), engine.config.max_prompt_tokens, p50, p99, p99 / p50, max(n_prompts - 1, 0) / spent_s
-    )
+    return Lateness(len(streams), max_prompt_tokens, p50, p99, p99 / p50, max(n_prompts - 1, 0) / spent_s)
 
 
 def _prefix(engine: Engine, rounds: int) -> Prefix:
@@ -255,7 +255,7 @@ def _greedy(n_new: int) -> SamplingParams:
 
 
 def _print(report: ServingReport) -> None:
-    batch, late, prefix = report.batch, report.lateness, report.prefix
+    batch, prefix = report.batch, report.prefix
     rows = [
         [f"kukri, {batch.n_streams} streams", f"{median(batch.kukri):.0f}", ""],
         ["kukri, one stream", f"{median(batch.kukri_one):.0f}", f"{batch.to_one:.2f}"],
@@ -269,10 +269,14 @@ def _print(report: ServingReport) -> None:
             f"{median(report.http.http):.0f} over HTTP ({report.http.overhead:.1%} less)\n"
         )
     print_table("generated tokens/s in all", ["", "tokens/s", "16 streams / this"], rows)
-    print(
-        f"\n{late.n_streams} streams, {late.prompts_per_s:.1f} prompts of {_LONG_PROMPT} a second: "
-        f"{late.median_ms:.1f} ms between tokens, p99 {late.p99_ms:.1f} ms ({late.ratio:.2f} times)"
-    )
+    print()
+    rows = []
+    for late in report.lateness:
+        times = [f"{late.median_ms:.1f}", f"{late.p99_ms:.1f}", f"{late.ratio:.2f}"]
+        rows.append([str(late.max_prompt_tokens), *times, f"{late.prompts_per_s:.2f}"])
+    title = f"ms between tokens of {batch.n_streams - 1} streams while prompts of {_LONG_PROMPT} arrive"
+    print_table(title, ["prompt tokens a step", "median", "p99", "ratio", "prompts/s"], rows)
+    print()
     print(
         f"first token of a {_LONG_PROMPT}-token prompt: {median(prefix.first_ms):.0f} ms, with a known "
         f"prefix {median(prefix.second_ms):.0f} ms ({prefix.median_ratio:.1%})\n"

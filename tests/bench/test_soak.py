@@ -11,7 +11,6 @@ from kukri.bench.soak import Load, SoakReport, soak
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
-@pytest.mark.slow
 def test_a_server_survives_its_clients(smollm2_path):
     """Catches lost or crossed tokens, pages that leak, a 5xx, and answers that SIGTERM cuts off."""
     report = asyncio.run(soak(smollm2_path, seconds=20, n_clients=16, seed=1, n_threads=None))
