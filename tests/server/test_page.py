@@ -212,6 +212,21 @@ def test_leaving_in_the_middle_keeps_what_came(visit, site, forced):
     site.wait_until(lambda: site.pages_used() == 0)
 
 
+def test_thoughts_are_folded_and_not_sent_again(visit, forced):
+    """Catches thoughts in the middle of an answer, as HTML, or in the next prompt."""
+    forced("<think>Hm, <b>who</b> is it?</think>Hello!")
+    visit.ask("Hi")
+    visit.wait_done()
+    assert visit.answers() == ["Hello!"]
+    assert not visit.page.is_visible(".thoughts")
+    visit.page.click("summary")
+    assert visit.page.inner_text(".thoughts") == "Hm, <b>who</b> is it?"
+    with visit.page.expect_request("**/ui/answers") as asked:
+        visit.ask("And now?")
+    visit.wait_done()
+    assert "who" not in asked.value.post_data
+
+
 def test_regenerate_and_edit_begin_again_from_there(visit, forced):
     """Catches old answers that stay, and a prompt that still has them in it."""
     forced("One.")
