@@ -4,7 +4,8 @@ An encoder is `f(rows, importance, into)`: float32 [n, columns], float32 [column
 uint8 [n, row_bytes], which it fills. It holds no lock, so threads may run it on parts of a matrix. Layouts of
 blocks are those of `kukri.quant.blocks`.
 
-Q4_0 to Q8_0 and Q8_K round exactly as GGML's reference does. The others look for scales: each group of 16 or
+Q4_0 to Q8_0 and Q8_K round exactly as GGML's reference does, but for Q4_0 to Q5_1 with importances. The
+others look for scales: each group of 16 or
 32 weights tries a row of scales and takes the one whose least-squares fit loses least, then the block's own
 scale (and minimum) is fitted again to the quants that came out. What is made small is the squared error, that
 of large weights and of important columns counting more, as in GGML.
@@ -99,25 +100,34 @@ def _put_five_bits(block, high, low, q):
 
 
 @njit(**_EXACT)
-def _encode_0(rows, into, most, block_bytes):
-    """Q4_0 and Q5_0: the weight of largest size becomes q = 0; `most` is the largest quant."""
+def _encode_0(rows, importance, into, most, block_bytes):
+    """Q4_0 and Q5_0: the weight of largest size becomes q = 0; `most` is the largest quant.
+
+    With importances the scale is looked for.
+    """
     middle = np.float32((most + 1) // 2)
-    q = np.zeros(32, np.uint8)
+    q, w = np.zeros(32, np.uint8), np.zeros(32, np.float32)
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // 32):
             x, block = rows[r, 32 * b : 32 * b + 32], into[r, block_bytes * b : block_bytes * (b + 1)]
             scale = _extreme(x) / -middle
+            if len(importance):
+                _weigh(x, importance, 32 * b, 32, w)
+                scale = _rounded(_fit_symmetric(x, w, (most + 1) // 2))
             inverse = _inverse(scale)
             for i in range(32):
-                q[i] = min(np.int32(x[i] * inverse + (middle + _HALF)), most)
+                q[i] = max(0, min(np.int32(x[i] * inverse + (middle + _HALF)), most))
             _put_half(block, 0, scale)
             _put_quants(block, 2, q, most)
 
 
 @njit(**_EXACT)
-def _encode_1(rows, into, most, block_bytes):
-    """Q4_1 and Q5_1: the smallest weight becomes q = 0, the largest `most`."""
-    q = np.zeros(32, np.uint8)
+def _encode_1(rows, importance, into, most, block_bytes):
+    """Q4_1 and Q5_1: the smallest weight becomes q = 0, the largest `most`.
+
+    With importances scale and minimum are looked for.
+    """
+    q, w = np.zeros(32, np.uint8), np.zeros(32, np.float32)
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // 32):
             x, block = rows[r, 32 * b : 32 * b + 32], into[r, block_bytes * b : block_bytes * (b + 1)]
@@ -125,9 +135,13 @@ def _encode_1(rows, into, most, block_bytes):
             for i in range(32):
                 least, largest = min(least, x[i]), max(largest, x[i])
             scale = (largest - least) / np.float32(most)
+            if len(importance):
+                _weigh(x, importance, 32 * b, 32, w)
+                scale, minimum = _fit_affine(x, w, most, -0.9, 0.1, 19)
+                scale, least = _rounded(scale), -_rounded(minimum)
             inverse = _inverse(scale)
             for i in range(32):
-                q[i] = min(np.int32((x[i] - least) * inverse + _HALF), most)
+                q[i] = max(0, min(np.int32((x[i] - least) * inverse + _HALF), most))
             _put_half(block, 0, scale)
             _put_half(block, 2, least)
             _put_quants(block, 4, q, most)
@@ -145,25 +159,25 @@ def _put_quants(block, at, q, most):
 @njit(**_EXACT)
 def encode_q4_0(rows, importance, into):
     """Blocks of Q4_0."""
-    _encode_0(rows, into, 15, 18)
+    _encode_0(rows, importance, into, 15, 18)
 
 
 @njit(**_EXACT)
 def encode_q5_0(rows, importance, into):
     """Blocks of Q5_0."""
-    _encode_0(rows, into, 31, 22)
+    _encode_0(rows, importance, into, 31, 22)
 
 
 @njit(**_EXACT)
 def encode_q4_1(rows, importance, into):
     """Blocks of Q4_1."""
-    _encode_1(rows, into, 15, 20)
+    _encode_1(rows, importance, into, 15, 20)
 
 
 @njit(**_EXACT)
 def encode_q5_1(rows, importance, into):
     """Blocks of Q5_1."""
-    _encode_1(rows, into, 31, 24)
+    _encode_1(rows, importance, into, 31, 24)
 
 
 @njit(**_EXACT)

@@ -167,6 +167,21 @@ def test_files_that_are_cut_or_lie(tmp_path: Path) -> None:
         read_imatrix(tmp_path / "nowhere.gguf")
 
 
+@pytest.mark.parametrize(
+    "name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+)
+def test_every_type_listens_to_importances(name: str) -> None:
+    """A type that rounds as if there were none, or to weights of the wrong columns."""
+    rng = np.random.default_rng(1)
+    rows, columns = rng.standard_normal((64, 512)).astype(np.float32), rng.random(512).astype(np.float32) ** 6
+    f32, type = QUANT_TYPES["F32"], QUANT_TYPES[name]
+    errors = []
+    for importance in (None, columns):
+        made = requantize(quantize(rows, f32), f32, type, importance)
+        errors.append(float(((dequantize(made, type) - rows) ** 2 @ columns).sum()))
+    assert errors[1] < 0.95 * errors[0]
+
+
 def test_the_commands(tmp_path: Path) -> None:
     """Importances that are made and not used, or used for another tensor; a foreign file taken."""
     source, text = write_tiny(tmp_path / "m.gguf", tiny_config()), tmp_path / "text.txt"
