@@ -68,6 +68,14 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _list_recipes(wanted: bool) -> None:
+    if wanted:
+        from kukri.terminal.convert import show_recipes
+
+        show_recipes()
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -329,6 +337,12 @@ def quantize(
     type: Annotated[str, typer.Argument(help="Q4_K_M, Q8_0, IQ4_XS, … as in llama.cpp; or a recipe.")],
     imatrix: Imatrix = None,
     dry_run: DryRun = False,
+    list_recipes: Annotated[
+        bool,
+        typer.Option(
+            "--list-recipes", callback=_list_recipes, is_eager=True, help="Print kukri's own recipes."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write a model with its weights in another type."""

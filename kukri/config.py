@@ -106,13 +106,16 @@ HEADS = (
 )
 
 
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """What stands on top of the last norm; `labels` are those of a classification."""
 
     kind: str = "language_model"  # one of HEADS
     labels: tuple[str, ...] = ()
-    problem_type: str | None = None  # of a sequence classification, as transformers names it
+    problem_type: str | None = None  # of a sequence classification, one of PROBLEM_TYPES
     pad_id: int | None = None  # a sequence classification looks at the last token that is another
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.gguf import GGUFFile, write_gguf
 from kukri.models import load_model
 from kukri.tasks import last_token
 
@@ -307,14 +309,70 @@ def test_heads_generate_no_text(head: str, use: str, tmp_path: Path) -> None:
         llm.embed("a")
 
 
-@pytest.mark.parametrize("head", [QUESTIONS, TEXTS, TOKENS, BASE])
-def test_heads_are_not_converted(head: str, tmp_path: Path) -> None:
-    """A GGUF file without its head, or an error about a tensor's name."""
-    make(tmp_path / "from", "llama", head)
-    done = CliRunner().invoke(app, ["convert", str(tmp_path / "from"), str(tmp_path / "to.gguf")])
+@pytest.mark.parametrize(
+    ("architecture", "head"), [pair for pair in HEADS if pair[0] in ("llama", "qwen2", "phi")]
+)
+def test_heads_are_converted(architecture: str, head: str, tmp_path: Path) -> None:
+    """A GGUF file without its head, labels or what its scores mean; a head that a mix makes coarse."""
+    facts = {"problem_type": "multi_label_classification", "pad_token_id": 5} if head == TEXTS else {}
+    make(tmp_path / "from", architecture, head, **facts)
+    for name, options in (("to", []), ("q8", ["--type", "Q8_0"])):
+        command = ["convert", str(tmp_path / "from"), str(tmp_path / f"{name}.gguf"), *options]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    use = {
+        QUESTIONS: lambda llm: llm.answer(QUESTION, CONTEXT, top_k=3),
+        TEXTS: lambda llm: llm.classify(TEXT),
+        TOKENS: lambda llm: llm.classify_tokens(TEXT),
+        BASE: lambda llm: llm.embed([TEXT, "a"]).tolist(),
+    }[head]
+    ids = np.random.default_rng(1).integers(0, 250, (1, 30))
+    with (
+        LLM(tmp_path / "from", backend="reference") as before,
+        LLM(tmp_path / "to.gguf", backend="reference") as after,
+        LLM(tmp_path / "q8.gguf", backend="reference") as coarse,
+    ):
+        assert after.model.config.head == before.model.config.head
+        want = before.model.forward(ids)
+        np.testing.assert_allclose(after.model.forward(ids), want, atol=2e-5 * np.abs(want).max())
+        assert 0 < np.abs(coarse.model.forward(ids) - want).max() < 0.1 * np.abs(want).max()
+        heads = [p.type for p in coarse.model.parameters if p.name in ("score.weight", "qa_outputs.weight")]
+        assert heads == ([] if head == BASE else ["F32"])
+        got, expected = use(after), use(before)
+        if head == BASE:
+            np.testing.assert_allclose(got, expected, atol=1e-4)
+            return
+        for one, other in zip(got, expected, strict=True):
+            assert one.score == pytest.approx(other.score, abs=1e-4)
+            assert replace(one, score=0) == replace(other, score=0)
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "to.gguf"), str(tmp_path / "x"), "--to", "hf"])
     assert done.exit_code == 2
-    assert "GGUF holds language models" in done.output
-    assert not (tmp_path / "to.gguf").exists()
+    assert "kukri writes directories of language models, and this one's head is" in done.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_labels_alone_are_a_classification(tmp_path: Path) -> None:
+    """A classifier without kukri's own keys, as llama.cpp's converter writes it, taken for something else."""
+    make(tmp_path / "from", "qwen3", TEXTS)
+    source, target = tmp_path / "from", tmp_path / "to.gguf"
+    assert CliRunner().invoke(app, ["convert", str(source), str(target)]).exit_code == 0
+    with GGUFFile(target) as file:
+        theirs = {key: file.metadata[key] for key in file.metadata if ".head." not in key}
+        tensors = {name: (t.type, file.data(name), t.shape) for name, t in file.tensors.items()}
+        write_gguf(tmp_path / "theirs.gguf", theirs, tensors)
+        write_gguf(tmp_path / "odd.gguf", {**theirs, "qwen3.head.kind": "language_model"}, tensors)
+        write_gguf(tmp_path / "worse.gguf", {**theirs, "qwen3.head.problem_type": "guess"}, tensors)
+        write_gguf(tmp_path / "bare.gguf", {**theirs, "qwen3.classifier.output_labels": ["a"]}, tensors)
+    with LLM(tmp_path / "theirs.gguf", backend="reference") as llm:
+        assert llm.model.config.head.kind == "sequence_classification"
+        assert {label.label for label in llm.classify(TEXT)} == set(LABELS.values())
+    for name, error, message in (
+        ("odd", FormatError, "a language_model head with 3 labels"),
+        ("worse", UnsupportedError, "problem_type' is 'guess': kukri knows regression"),
+        ("bare", FormatError, r"cls\.output\.weight.*has shape \(3, \d+\)"),
+    ):
+        with pytest.raises(error, match=message):
+            LLM(tmp_path / f"{name}.gguf", backend="reference")
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

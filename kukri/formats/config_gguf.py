@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.gguf import GGUFFile, brief
+from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 # kukri's own key, which its writer adds: the indices of the layers without RoPE.
 NOPE_KEY = "attention.nope_layers"
+# Heads. Labels are GGUF's own; kukri's keys say which task, how scores are meant, and what pads look like.
+LABELS_KEY = "classifier.output_labels"
+HEAD_KEY = "head.kind"
+PROBLEM_KEY = "head.problem_type"
+PAD_KEY = "head.pad_token_id"
 
 # Larger claims are damage, and memory is reserved by these.
 MAX_CONTEXT = 1 << 24  # tokens
@@ -64,6 +70,10 @@ _READ = frozenset(
         "attention.sliding_window",
         "attention.sliding_window_pattern",
         NOPE_KEY,
+        LABELS_KEY,
+        HEAD_KEY,
+        PROBLEM_KEY,
+        PAD_KEY,
         "rope.dimension_count",
         "rope.freq_base",
         "rope.scaling.type",
@@ -124,7 +134,32 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         rope=rope,
         layers=_layers(keys, n_layers, fixed.nope_interval),
         name=_Keys(gguf, "general").text("name", gguf.path.stem),
+        head=_head(keys, n_vocab),
     )
+
+
+def activations_per_token(gguf: GGUFFile) -> bool:
+    """True where the file wants one activation scale a token. Raises UnsupportedError for other wishes."""
+    if ACTIVATIONS_KEY not in gguf.metadata:
+        return False
+    wanted = gguf.metadata[ACTIVATIONS_KEY]
+    if not isinstance(wanted, str) or wanted != PER_TOKEN:
+        raise UnsupportedError(f"{gguf.path}: key {ACTIVATIONS_KEY!r} is {brief(wanted)}, not {PER_TOKEN!r}")
+    return True
+
+
+def _head(keys: _Keys, n_vocab: int) -> HeadConfig:
+    """A language model's, or what the keys say; labels alone mean a sequence's, as in llama.cpp."""
+    labels = keys.text_list(LABELS_KEY) if keys.has(LABELS_KEY) else []
+    kind = keys.text(HEAD_KEY, "sequence_classification" if labels else "language_model")
+    problem = keys.text(PROBLEM_KEY) if keys.has(PROBLEM_KEY) else None
+    if problem not in (None, *PROBLEM_TYPES):
+        raise keys.unsupported(PROBLEM_KEY, f"is {brief(problem)}: kukri knows {', '.join(PROBLEM_TYPES)}")
+    pad_id = keys.whole(PAD_KEY, least=0, most=n_vocab - 1) if keys.has(PAD_KEY) else None
+    try:
+        return HeadConfig(kind, tuple(labels), problem, pad_id)
+    except ConfigError as error:
+        raise FormatError(str(error), path=keys.gguf.path) from None
 
 
 class _Keys:
@@ -191,6 +226,13 @@ class _Keys:
         if isinstance(value, list) and all(isinstance(number, int) for number in value):
             return [int(number) for number in value]
         raise self.error(key, "must be a list of whole numbers")
+
+    def text_list(self, key: str) -> list[str]:
+        """Strings."""
+        value = self.value(key)
+        if isinstance(value, list) and all(isinstance(text, str) for text in value):
+            return value
+        raise self.error(key, "must be a list of texts")
 
     def expect(self, key: str, value: int, what: str) -> None:
         """Raises FormatError unless the key holds `value`, which is that of `what`."""

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kukri.config import ROPE_SCALINGS, HeadConfig, LayerConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import (
+    PROBLEM_TYPES,
+    ROPE_SCALINGS,
+    HeadConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    RopeScaling,
+)
 from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.config_gguf import MAX_CONTEXT, MAX_HEAD
 from kukri.formats.gguf import brief
@@ -235,7 +243,6 @@ _HEAD_CLASSES = {
     "ForTokenClassification": "token_classification",
     "Model": "none",
 }
-_PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 _MAX_LABELS = 1 << 20
 
 
@@ -248,8 +255,8 @@ def _head(keys: _Keys) -> HeadConfig:
     if kind is None or not kind.endswith("classification"):
         return HeadConfig(kind or "language_model")
     problem_type, pad_id = keys.value("problem_type"), keys.value("pad_token_id")
-    if problem_type is not None and problem_type not in _PROBLEM_TYPES:
-        raise keys.unsupported("problem_type", f"is {brief(problem_type)}: kukri knows {_PROBLEM_TYPES}")
+    if problem_type is not None and problem_type not in PROBLEM_TYPES:
+        raise keys.unsupported("problem_type", f"is {brief(problem_type)}: kukri knows {PROBLEM_TYPES}")
     if pad_id is not None and type(pad_id) is not int:
         raise keys.error("pad_token_id", f"must be a token id, not {brief(pad_id)}")
     return HeadConfig(kind, _labels(keys), problem_type, pad_id)

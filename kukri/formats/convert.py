@@ -31,6 +31,7 @@ from kukri.formats.safetensors import (
     SINGLE_NAME,
     SafetensorsFile,
     follows_from_config,
+    model_prefix,
     open_files,
     write_safetensors,
 )
@@ -38,7 +39,8 @@ from kukri.formats.weights import WeightSource, half_split_order
 from kukri.kernels.cpu.memory import forget_file_pages
 from kukri.kernels.types import ByteArray, FloatArray, Weight
 from kukri.quant.blocks import BLOCKS, requantize
-from kukri.quant.mixes import MIXES
+from kukri.quant.mixes import MIXES, file_type
+from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 from kukri.quant.recipes import Recipe, apply_recipe
 from kukri.quant.types import QUANT_TYPES, QuantType
 
@@ -124,20 +126,22 @@ def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Co
 
     Raises UnsupportedError for tensors and configurations that GGUF has no name for.
     """
-    if config.head.kind != "language_model":
-        raise UnsupportedError(f"{path}: GGUF holds language models, and this one's head is another, or none")
     steps = [
         Step(name, values.shape, _F32, _F32, lambda values=values: values.view(np.uint8).reshape(1, -1))  # type: ignore[misc]
         for name, values in rope_tensors(config).items()
     ]
-    for name, file in open_files(path).items():
+    files = open_files(path)
+    prefix = model_prefix(files)
+    for name, file in files.items():
         if not follows_from_config(name, config.tie_embeddings):
-            steps.append(_of_safetensors(config, file, name))
+            inside = name.startswith(prefix)
+            canonical = f"model.{name.removeprefix(prefix)}" if inside else name
+            steps.append(_of_safetensors(config, file, name, gguf_name(canonical)))
     steps.sort(key=_place)
     return Conversion(config, {**model_metadata(config), **text}, tuple(steps))
 
 
-def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str) -> Step:
+def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, stored_name: str) -> Step:
     tensor = file.tensors[name]
     if tensor.dtype not in ("F32", "F16", "BF16"):
         raise UnsupportedError(
@@ -152,7 +156,7 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str) -> St
         rows: ByteArray = file.data(tensor).reshape(shape[0], -1)[order]
         return rows if len(shape) > 1 else rows.reshape(1, -1)
 
-    return Step(gguf_name(name), shape, type, type if len(shape) > 1 else _F32, read, name)
+    return Step(stored_name, shape, type, type if len(shape) > 1 else _F32, read, name)
 
 
 def _place(step: Step) -> tuple[int, str]:
@@ -174,10 +178,19 @@ def with_recipe(conversion: Conversion, recipe: Recipe) -> Conversion:
         replace(step, name=renames.get(step.name, step.name), target=types.get(step.name, step.target))
         for step in steps
     )
-    metadata = {**conversion.metadata, "general.quantization_version": 2}
-    if recipe.base is not None:
-        metadata["general.file_type"] = MIXES[recipe.base][1]
+    stated: dict[str, Any] = {
+        **conversion.metadata,
+        "general.quantization_version": 2,
+        "general.file_type": MIXES[recipe.base][1] if recipe.base else _file_type(changed),
+    }
+    if recipe.base or recipe.per_token:
+        stated[ACTIVATIONS_KEY] = PER_TOKEN if recipe.per_token else None
+    metadata = {key: value for key, value in stated.items() if value is not None}
     return replace(conversion, metadata=metadata, steps=changed)
+
+
+def _file_type(steps: Iterable[Step]) -> int | None:
+    return file_type({s.name: s.target for s in steps}, {s.name: s.shape for s in steps})
 
 
 def with_importance(conversion: Conversion, matrix: ImportanceMatrix, path: Path) -> Conversion:

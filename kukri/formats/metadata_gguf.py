@@ -10,7 +10,16 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig, RopeScaling
 from kukri.errors import UnsupportedError
-from kukri.formats.config_gguf import GGUF_ARCHITECTURES, NOPE_KEY, ROPE_TENSORS, GGUFArchitecture
+from kukri.formats.config_gguf import (
+    GGUF_ARCHITECTURES,
+    HEAD_KEY,
+    LABELS_KEY,
+    NOPE_KEY,
+    PAD_KEY,
+    PROBLEM_KEY,
+    ROPE_TENSORS,
+    GGUFArchitecture,
+)
 
 _GGUF_OF = {fixed.architecture: name for name, fixed in GGUF_ARCHITECTURES.items()} | {"mistral": "llama"}
 
@@ -43,12 +52,27 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
     nope = [i for i, layer in enumerate(config.layers) if not layer.use_rope]
     if fixed.nope_interval or nope:
         keys[NOPE_KEY] = np.array(nope, np.int32)
+    keys |= _head(config)
     return {
         "general.architecture": name,
         "general.type": "model",
         "general.name": config.name or name,
         **{f"{name}.{key}": value for key, value in keys.items()},
     }
+
+
+def _head(config: ModelConfig) -> dict[str, Any]:
+    head = config.head
+    if head.kind == "language_model":
+        return {}
+    keys: dict[str, Any] = {HEAD_KEY: head.kind}
+    if head.labels:
+        keys[LABELS_KEY] = list(head.labels)
+    if head.problem_type is not None:
+        keys[PROBLEM_KEY] = head.problem_type
+    if head.pad_id is not None and 0 <= head.pad_id < config.n_vocab:  # another is in no text
+        keys[PAD_KEY] = head.pad_id
+    return keys
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, npt.NDArray[np.float32]]:

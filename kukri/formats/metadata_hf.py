@@ -29,6 +29,11 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
 
     Raises UnsupportedError for what no key can say.
     """
+    if config.head.kind != "language_model":
+        raise UnsupportedError(
+            f"kukri writes directories of language models, and this one's head is {config.head.kind}:"
+            " transformers names such a model's tensors otherwise in each architecture"
+        )
     windows = [layer.window for layer in config.layers]
     kind = config.architecture
     if kind == "llama" and any(windows):

@@ -11,6 +11,8 @@ _OUTSIDE = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "score": "cls.output",
+    "qa_outputs": "qa_output",  # kukri's own: GGUF has no name for it
 }
 # Names of single architectures for modules that GGUF names like others'.
 _OUTSIDE_ALSO = {"model.final_layernorm": "output_norm"}

@@ -98,8 +98,7 @@ class SafetensorsWeights:
         self.path, self._config = Path(directory), config
         self._target = None if quantize_to is None else packed_type(quantize_to)
         self._files = open_files(self.path)
-        found = (prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in self._files)
-        self._prefix = next(found, _PREFIXES[0])
+        self._prefix = model_prefix(self._files)
         self._taken: set[str] = set()
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
@@ -168,6 +167,12 @@ def follows_from_config(name: str, tied: bool) -> bool:
     """True for a tensor that is no parameter; `tied` if the head is the embedding."""
     # transformers ties the head to the embedding and drops the copy that some checkpoints hold
     return (tied and name == "lm_head.weight") or _IGNORABLE.fullmatch(name) is not None
+
+
+def model_prefix(names: Collection[str]) -> str:
+    """What stands before the names of the model below a head, in a checkpoint of these tensors."""
+    found = (prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in names)
+    return next(found, _PREFIXES[0])
 
 
 def packed_type(name: str) -> QuantType:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
-from kukri.formats.config_gguf import GGUF_ARCHITECTURES, ROPE_TENSORS
+from kukri.formats.config_gguf import GGUF_ARCHITECTURES, ROPE_TENSORS, activations_per_token
 from kukri.formats.gguf import GGUFFile, GGUFTensor, brief
 from kukri.formats.names import gguf_name
 from kukri.kernels.types import FloatArray, Weight
@@ -48,6 +48,7 @@ class GGUFWeights:
         self._taken = set(ROPE_TENSORS) if config.rope.scaling is not None else set[str]()
         architecture = GGUF_ARCHITECTURES[str(gguf.metadata["general.architecture"])]
         self._interleaved = architecture.interleaved_rope
+        self._per_token = activations_per_token(gguf)
         _check_biases(gguf, architecture.biases)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
@@ -55,7 +56,7 @@ class GGUFWeights:
         tensor = self._take(name, shape)
         data = self._gguf.data(tensor.name)
         order = self._row_order(name, shape[0])
-        return Weight(data if order is None else data[order], tensor.type, shape, name)
+        return Weight(data if order is None else data[order], tensor.type, shape, name, self._per_token)
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""

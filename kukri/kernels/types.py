@@ -25,12 +25,16 @@ ByteArray = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A matrix of `shape` (out, in) as stored: `data` is uint8 [out, bytes per row], a view of the file."""
+    """A matrix of `shape` (out, in) as stored: `data` is uint8 [out, bytes per row], a view of the file.
+
+    `per_token` asks for activations of one scale a token where it is Q4_0 (`kukri.quant.per_token`).
+    """
 
     data: ByteArray
     type: QuantType
     shape: tuple[int, int]
     name: str = ""
+    per_token: bool = False
 
     def __post_init__(self) -> None:
         """Raises ShapeError unless `data` holds exactly the rows that `shape` and `type` imply."""

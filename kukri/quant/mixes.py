@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import prod
 
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
@@ -35,8 +36,7 @@ MIXES: dict[str, tuple[str, int]] = {
     "IQ4_XS": ("IQ4_XS", 30),
 }
 
-# llama.cpp's short names; and weights of so many bits, for kukri's activations are of 8
-ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "W8A8": "Q8_0", "W4A8": "Q4_0"}
+ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # llama.cpp's short names
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -44,8 +44,26 @@ _LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)\.weight
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """True for the tensors that a mix touches: matrices that are no norms. `name` is GGUF's."""
+    """True for the tensors that a mix touches: matrices that are no norms. `name` is GGUF's.
+
+    Heads for tasks stay as they are: a few rows on which every output depends.
+    """
+    if name in ("cls.output.weight", "qa_output.weight"):
+        return False
     return len(shape) > 1 and name.endswith(".weight") and not name.endswith("_norm.weight")
+
+
+def file_type(types: Mapping[str, QuantType], shapes: Shapes) -> int | None:
+    """GGUF's number (general.file_type) of the type that most weights of matrices are in, if it has one."""
+    n_weights: dict[str, int] = {}
+    for name, type in types.items():
+        if len(shapes[name]) > 1:
+            n_weights[type.name] = n_weights.get(type.name, 0) + prod(shapes[name])
+    if not n_weights:
+        return None
+    most = max(n_weights, key=n_weights.__getitem__)
+    mix = ALIASES.get(most, most)
+    return MIXES[mix][1] if mix in MIXES else None
 
 
 def mix_types(mix: str, shapes: Shapes, queries_per_key: int) -> dict[str, QuantType]:

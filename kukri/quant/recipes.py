@@ -9,7 +9,9 @@ Hugging Face's, they are found:
     token_embd: keep                  # as it is in the source
     '^blk\\.(\\d+)\\.ln': {rename: 'blk.\\1.attn_norm'}
 
-Of several patterns that match, the last counts. A pattern that matches nothing is an error.
+Of several patterns that match, the last counts. A pattern that matches nothing is an error. Beside `base` a
+recipe may state `activations: per-token`, which files keep for their Q4_0 matrices (`kukri.quant.per_token`),
+and `about`, a line for people. `kukri quantize --list-recipes` shows those in the directory recipes/.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from typing import Any
 from kukri.errors import ConfigError
 from kukri.quant.blocks import BLOCKS
 from kukri.quant.mixes import ALIASES, MIXES, Shapes, mix_types
+from kukri.quant.per_token import PER_TOKEN
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
+
+SHIPPED = Path(__file__).with_name("recipes")
+_FACTS = ("base", "activations", "about")  # keys that are no patterns
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Recipe:
 
     base: str | None
     rules: tuple[Rule, ...] = ()
+    per_token: bool = False  # activations of Q4_0 matrices with one scale a token
+    about: str = ""
 
 
 def mix_named(name: str) -> str:
@@ -58,16 +66,24 @@ def mix_named(name: str) -> str:
     mix = ALIASES.get(name.upper(), name.upper())
     if mix not in MIXES:
         raise ConfigError(
-            f"{name!r} is no type to convert to: use a recipe (.json or .yaml), or one of {', '.join(MIXES)}"
+            f"{name!r} is no type to convert to: use a recipe (.json or .yaml), or one of"
+            f" {', '.join((*MIXES, *shipped_recipes()))}"
         )
     return mix
 
 
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with kukri."""
+    return sorted(path.stem for path in SHIPPED.glob("*.json"))
+
+
 def recipe_named(name: str) -> Recipe:
-    """The recipe in a .json, .yaml or .yml file, or a mix. Raises ConfigError for what is neither."""
+    """The recipe in a .json, .yaml or .yml file, a shipped one, or a mix; ConfigError for what is none."""
     path = Path(name)
     if path.suffix not in (".json", ".yaml", ".yml"):
-        return Recipe(mix_named(name))
+        if name.lower() not in shipped_recipes():
+            return Recipe(mix_named(name))
+        path = SHIPPED / f"{name.lower()}.json"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -76,11 +92,15 @@ def recipe_named(name: str) -> Recipe:
     keys = [key for key, _ in pairs]
     if again := [key for i, key in enumerate(keys) if key in keys[:i]]:
         raise ConfigError(f"{path}: {again[0]!r} appears twice")
-    base = dict(pairs).get("base")
+    base, activations, about = (dict(pairs).get(key) for key in _FACTS)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: 'base' must name a mix, not {base!r}")
-    rules = tuple(_rule(key, value, path) for key, value in pairs if key != "base")
-    return Recipe(None if base is None else mix_named(base), rules)
+    if activations not in (None, PER_TOKEN):
+        raise ConfigError(f"{path}: 'activations' must be {PER_TOKEN!r}, not {activations!r}")
+    rules = tuple(_rule(key, value, path) for key, value in pairs if key not in _FACTS)
+    return Recipe(
+        None if base is None else mix_named(base), rules, activations == PER_TOKEN, str(about or "")
+    )
 
 
 def _json_pairs(text: str, path: Path) -> list[tuple[Any, Any]]:

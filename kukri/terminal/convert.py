@@ -25,7 +25,7 @@ from kukri.formats.convert import (
 from kukri.formats.gguf import GGUFFile
 from kukri.formats.imatrix import read_imatrix
 from kukri.models import load_model
-from kukri.quant.recipes import Recipe, recipe_named
+from kukri.quant.recipes import Recipe, recipe_named, shipped_recipes
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
@@ -90,6 +90,13 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
         print(json.dumps({"path": str(target), "type": made, "tensors": len(weights.matrices)}))
     else:
         print_facts([("wrote", str(target)), ("type", made)])
+
+
+def show_recipes() -> None:
+    """Prints the recipes that come with kukri."""
+    names = shipped_recipes()
+    for name in names:
+        print(f"{name:<{max(map(len, names)) + 2}}{recipe_named(name).about}")
 
 
 @contextmanager

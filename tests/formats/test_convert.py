@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -298,6 +301,27 @@ def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path) -> None:
     assert "m.gguf: cannot be written: File too large" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not list(out.iterdir())
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """A disk that is full in the middle of the tensors: a traceback, or what was written so far."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-m", "kukri", "quantize", str(source), str(out / "m.gguf"), "Q8_0"]
+    # a disk of 32 KiB that this process alone sees; where no mount is allowed, files may not grow beyond that
+    script = f"""
+        mount -t tmpfs -o size=32k none {shlex.quote(str(out))} 2>/dev/null || ulimit -f 64
+        {shlex.join(command)}
+        echo status $? && ls -A {shlex.quote(str(out))}
+    """
+    alone = ["unshare", "--user", "--map-root-user", "--mount"] if shutil.which("unshare") else []
+    if alone and subprocess.run([*alone, "true"], capture_output=True).returncode:
+        alone = []
+    done = subprocess.run([*alone, "sh", "-c", script], capture_output=True, text=True)
+    assert done.stdout == "status 2\n"
+    assert re.search(r"m\.gguf: cannot be written: (No space left on device|File too large)", done.stderr)
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_targets_that_cannot_be(tmp_path: Path) -> None:

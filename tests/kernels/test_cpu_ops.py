@@ -15,7 +15,8 @@ from kukri.errors import CapacityError, MissingKernelError, ShapeError, Unsuppor
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeTable, StepLimits, Weight
-from kukri.quant.blocks import quantize
+from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.per_token import linear_per_token
 from kukri.quant.types import QUANT_TYPES
 
 QUANTIZED = tuple(HALVES)  # every quantized type that kukri runs
@@ -137,6 +138,77 @@ def test_weights_side_by_side(backend, names):
         return ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), parts, bias), batch)
 
     assert_close(*both(backend, program, plain_batch(9)))
+
+
+def per_token(w):
+    return Weight(w.data, w.type, w.shape, w.name, per_token=True)
+
+
+def shifted_rows(rng, n_rows, n):
+    """Rows of another mean and size each, so that zero points matter."""
+    x = rng.standard_normal((n_rows, n)) + rng.uniform(-3, 3, (n_rows, 1))
+    return (x * np.exp2(rng.integers(-9, 9, (n_rows, 1)))).astype(np.float32)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 5, 8, 9, 63, 130])
+@pytest.mark.parametrize("n_out", [1, 17, 80])
+def test_one_scale_a_token_is_its_definition(backend, n_out, n_tokens):
+    """Would catch a quant off by one step, a zero point or row sum of another row, a tile's tail missed."""
+    rng = np.random.default_rng(n_tokens)
+    w = per_token(weight(rng, "Q4_0", n_out, 96))
+    x = shifted_rows(rng, n_tokens, 96)
+    got = run(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        plain_batch(n_tokens),
+    )
+    want = linear_per_token(x, w.data)
+    assert np.isfinite(got).all()
+    # both terms may be many times their difference
+    sizes = np.abs(x).max(axis=1, keepdims=True) * np.abs(dequantize(w.data, w.type)).sum(axis=1)
+    assert (np.abs(got - want) <= RELATIVE * sizes).all()
+
+
+def test_one_scale_a_token_beside_others(backend):
+    """Would catch a bias, residual or column of a neighbour lost, and types that it is not for."""
+    rng = np.random.default_rng(3)
+    x = exact_rows(rng, 9, 64)
+    parts = tuple(weight(rng, name, n, 64) for name, n in (("Q4_0", 32), ("Q4_0", 16), ("Q8_0", 15)))
+    mixed = (per_token(parts[0]), per_token(parts[1]), per_token(parts[2]))
+    bias = rng.standard_normal(63).astype(np.float32)
+    residual = rng.standard_normal((9, 63)).astype(np.float32)
+
+    def program(ops, batch):
+        added = ops.embed(f32_weight(residual), batch)
+        rows = ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), mixed, bias, added), batch)
+        assert rows.width == 63
+        return rows
+
+    def heads(ops, batch):
+        return ops.linear(ops.logit_rows(ops.embed(f32_weight(x), batch), batch), mixed[:2])
+
+    got, head = run(backend, program, plain_batch(9)), run(backend, heads, plain_batch(9))
+    int4 = np.hstack([linear_per_token(x, part.data) for part in parts[:2]])
+    int8 = x.astype(np.float64) @ dequantize(parts[2].data, parts[2].type).T
+    np.testing.assert_allclose(got, np.hstack([int4, int8]) + bias + residual, atol=2e-5 * np.abs(got).max())
+    np.testing.assert_allclose(head, int4, atol=2e-5 * np.abs(head).max())
+
+
+def test_one_scale_a_token_of_odd_rows(backend):
+    """Would catch division by an empty range, an inverse that overflows, and NaN that becomes a number."""
+    w = per_token(weight(np.random.default_rng(4), "Q4_0", 16, 32))
+    x = np.zeros((5, 32), np.float32)
+    x[1], x[2, 3], x[3, 3] = 1e-40, np.nan, -np.inf
+    x[4] = 2.5
+    got = run(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        plain_batch(5),
+    )
+    assert not got[0].any()
+    assert np.abs(got[1]).max() < 1e-30
+    assert np.isnan(got[2:4]).all()
+    np.testing.assert_allclose(got[4], linear_per_token(x[4:], w.data)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("type_name", QUANTIZED)

@@ -6,16 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from tiny_gguf import tiny_config, write_tiny
+from typer.testing import CliRunner
 
+from kukri import LLM
 from kukri.bench.make_model import SHAPES, tensor_shapes
-from kukri.errors import ConfigError
+from kukri.cli import app
+from kukri.errors import ConfigError, UnsupportedError
 from kukri.formats.gguf import GGUFFile
 from kukri.formats.names import canonical_name
-from kukri.quant.mixes import MIXES, mix_types
-from kukri.quant.recipes import apply_recipe, recipe_named
+from kukri.quant.mixes import MIXES, file_type, mix_types
+from kukri.quant.per_token import ACTIVATIONS_KEY
+from kukri.quant.recipes import apply_recipe, recipe_named, shipped_recipes
+from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
 
 SHAPES_3B = tensor_shapes(SHAPES["smollm3-3b"])
@@ -44,11 +50,77 @@ def test_a_mix_is_a_recipe(mix: str) -> None:
     assert types == mix_types({"Q4_K": "Q4_K_M"}.get(mix, mix.upper()), SHAPES_3B, 4)
 
 
-def test_weights_of_so_many_bits() -> None:
-    """w8a8 or w4a8 unknown, or of another width."""
-    for name, kind in (("w8a8", "Q8_0"), ("w4a8", "Q4_0")):
-        types, _ = apply_recipe(recipe_named(name), SHAPES_3B, 4, HF_NAMES)
-        assert types["blk.3.attn_q.weight"].name == kind
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("w8a8", "Q8_0"), ("w4a8", "Q4_0"), ("W4A8_per_token", "Q4_0"), ("q4_k_m_q8_attention", "Q8_0")],
+)
+def test_recipes_that_ship(name: str, kind: str) -> None:
+    """A shipped recipe unknown, of other weights than its name says, or without a line for people."""
+    recipe = recipe_named(name)
+    types, _ = apply_recipe(recipe, SHAPES_3B, 4, HF_NAMES)
+    assert types["blk.3.attn_q.weight"].name == kind
+    assert recipe.per_token == name.endswith("per_token")
+
+
+def test_all_that_ship_are_listed() -> None:
+    """A file that is no recipe, or that the list leaves out."""
+    done = CliRunner().invoke(app, ["quantize", "--list-recipes"])
+    assert done.exit_code == 0
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == shipped_recipes()
+    assert {"w4a8", "w8a8", "q4_k_m", "q5_k_m", "w4a8_per_token"} <= set(names)
+    for name in names:
+        assert apply_recipe(recipe_named(name), SHAPES_3B, 4, HF_NAMES)[0]
+        assert recipe_named(name).about in done.stdout
+        assert recipe_named(name).about
+
+
+def test_the_file_type_says_what_most_weights_are(tmp_path: Path) -> None:
+    """A file made without a mix that still calls itself F32, or that lies where GGUF has no number."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+    for recipe, number in (
+        ({"blk": "Q8_0"}, 7),
+        ({"blk": "Q8_0", "ffn_|attn_output": "Q4_1"}, 3),
+        ({"token_embd": "Q8_0"}, 0),
+        ({"base": "Q5_0", "ffn_": "Q8_0"}, 8),
+        ({"weight$": "MXFP4"}, None),
+    ):
+        (tmp_path / "r.json").write_text(json.dumps(recipe))
+        if number is None:
+            with pytest.raises(ConfigError, match="asks for 'MXFP4'"):
+                recipe_named(str(tmp_path / "r.json"))
+            continue
+        convert_model(source, tmp_path / "m.gguf", str(tmp_path / "r.json"), dry_run=False, as_json=True)
+        with GGUFFile(tmp_path / "m.gguf") as file:
+            assert file.metadata["general.file_type"] == number
+    shapes = {"a": (2, 256), "b": (4, 256), "c": (9,)}
+    types = {"a": QUANT_TYPES["Q4_0"], "b": QUANT_TYPES["Q4_K"], "c": QUANT_TYPES["F32"]}
+    assert file_type(types, shapes) == MIXES["Q4_K_M"][1]
+    assert file_type({**types, "b": QUANT_TYPES["Q8_K"]}, shapes) is None
+
+
+def test_activations_are_kept_in_the_file(tmp_path: Path) -> None:
+    """int4 dynamic that runs like any Q4_0, a wish that outlives its types, or a strange one obeyed."""
+    source = write_tiny(tmp_path / "f32.gguf", tiny_config())
+    logits = {}
+    for name in ("w4a8", "w4a8_per_token"):
+        convert_model(source, tmp_path / f"{name}.gguf", name, dry_run=False, as_json=True)
+        for backend in ("cpu", "reference"):
+            with LLM(tmp_path / f"{name}.gguf", backend=backend, n_threads=1) as llm:
+                logits[name, backend] = llm.logits([1, 5, 9, 2])
+    exact, fine, coarse = (
+        logits["w4a8", "reference"], logits["w4a8", "cpu"], logits["w4a8_per_token", "cpu"],
+    )  # fmt: skip
+    np.testing.assert_array_equal(logits["w4a8_per_token", "reference"], exact)
+    assert 0 < np.abs(fine - coarse).max() < 0.2 * np.abs(exact).max()
+    assert np.abs(coarse - exact).max() < 0.2 * np.abs(exact).max()
+    convert_model(tmp_path / "w4a8_per_token.gguf", tmp_path / "q8.gguf", "Q8_0", dry_run=False, as_json=True)
+    with GGUFFile(tmp_path / "q8.gguf") as file:
+        assert ACTIVATIONS_KEY not in file.metadata
+    data = (tmp_path / "w4a8_per_token.gguf").read_bytes()
+    (tmp_path / "odd.gguf").write_bytes(data.replace(b"per-token", b"per-world"))
+    with pytest.raises(UnsupportedError, match=r"'kukri\.activations' is 'per-world', not 'per-token'"):
+        LLM(tmp_path / "odd.gguf")
 
 
 def test_later_lines_win_and_both_kinds_of_names_match(tmp_path: Path) -> None:
@@ -98,6 +170,7 @@ def test_layers_base_and_keep(tmp_path: Path) -> None:
         ({"attn_q": {"type": "Q8_0", "layers": "3-1"}}, "has the layers '3-1'"),
         ({"base": "Q4_Z"}, "'Q4_Z' is no type"),
         ({"base": 4}, "'base' must name a mix"),
+        ({"activations": "int8"}, "'activations' must be 'per-token', not 'int8'"),
         (["Q4_K"], "must hold a map"),
     ],
     ids=str,

@@ -20,6 +20,7 @@ from kukri.kernels.cpu.layouts import (
     Q8_NEGATIVE_SUMS,
     Q8_SCALED_SUMS,
     Q8_SCALES,
+    Q8T_TAIL_BYTES,
     TOKENS,
 )
 from kukri.kernels.cpu.simd import (
@@ -34,6 +35,7 @@ from kukri.kernels.cpu.simd import (
     load_i64,
     max_lanes,
     maximum,
+    minimum,
     round_even,
     splat,
     store_f16,
@@ -76,6 +78,19 @@ def stop_row(tile, n_rows):
 
 
 @device
+def store_block(low, high, scale, target, lane):
+    """Writes 32 int8 and their scale as one token's share of a panel block -> their sum."""
+    store_words(target + 4 * lane, low)
+    store_words(target + 128 + 4 * lane, high)
+    first = sum_lanes_i32(low)
+    last = sum_lanes_i32(high)
+    store_f32(target + Q8_SCALES + 4 * lane, scale)
+    store_i32(target + Q8_NEGATIVE_SUMS + 4 * lane, -first)
+    store_i32(target + Q8_NEGATIVE_SUMS + 32 + 4 * lane, -last)
+    return first + last
+
+
+@device
 def quantize_block(a, b, target, lane):
     """Writes 32 values as one token's share (`lane` 0 to 7) of a q8 panel block -> (scale, its inverse)."""
     largest = max_lanes(maximum(absolute(a), absolute(b)))
@@ -83,14 +98,8 @@ def quantize_block(a, b, target, lane):
     inverse = np.float32(127.0 / largest if largest > 0.0 else largest)  # keeps nan
     low = to_i32(round_even(a * splat(inverse)))
     high = to_i32(round_even(b * splat(inverse)))
-    store_words(target + 4 * lane, low)
-    store_words(target + 128 + 4 * lane, high)
-    first = sum_lanes_i32(low)
-    last = sum_lanes_i32(high)
-    store_f32(target + Q8_SCALES + 4 * lane, scale)
-    store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * (first + last))
-    store_i32(target + Q8_NEGATIVE_SUMS + 4 * lane, -first)
-    store_i32(target + Q8_NEGATIVE_SUMS + 32 + 4 * lane, -last)
+    total = store_block(low, high, scale, target, lane)
+    store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
     return scale, inverse
 
 
@@ -129,6 +138,48 @@ def panel_q8x2(tile, rows, x, x_stride, n, panels):
             high = fma(round_even(high * splat(inverse)), splat(-scale), high)
             quantize_block(low, high, target + term_bytes, row & 7)
             target += Q8_BLOCK_BYTES
+    return 0
+
+
+@device
+def _row_range(x, n):
+    """(the least, the largest) of n values and 0; nan where a value is infinite or nan."""
+    low = splat(0.0)
+    high = splat(0.0)
+    spoiled = splat(0.0)
+    for i in range(0, 4 * n, 64):
+        v = load_f32x16(x + i)
+        low = minimum(v, low)
+        high = maximum(v, high)
+        spoiled = fma(v, splat(0.0), spoiled)
+    return -max_lanes(splat(0.0) - low), max_lanes(high) + sum_lanes(spoiled)
+
+
+@device
+def _with_zero(x, inverse, zero):
+    return to_i32(maximum(minimum(round_even(load_f32x16(x) * inverse) + zero, splat(127.0)), splat(-128.0)))
+
+
+def panel_q8t(tile, rows, x, x_stride, n, panels):
+    """Quantizes rows of n float32 to q8t panels, as `kukri.quant.per_token.quantize_tokens`."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    panel_step = n // Q8_BLOCK * Q8_BLOCK_BYTES + Q8T_TAIL_BYTES
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        source = x + row * x_stride
+        least, largest = _row_range(source, n)
+        span = largest - least
+        scale = np.float32(span * (1.0 / 255.0))
+        inverse = np.float32(255.0 / span if span > 1e-35 else span * 0.0)  # keeps nan
+        zero = round_even(splat(np.float32(-128.0 - least * inverse)))
+        target = panels + (row >> 3) * panel_step
+        for i in range(0, 4 * n, 128):
+            low = _with_zero(source + i, splat(inverse), zero)
+            high = _with_zero(source + i + 64, splat(inverse), zero)
+            store_block(low, high, scale, target, row & 7)
+            target += Q8_BLOCK_BYTES
+        store_f32(target + 4 * (row & 7), -scale * max_lanes(zero))
     return 0
 
 
@@ -414,6 +465,7 @@ KERNELS = {
     for kernel in (
         panel_q8,
         panel_q8x2,
+        panel_q8t,
         panel_f32,
         rms_norm,
         head_norm,

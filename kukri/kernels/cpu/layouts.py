@@ -18,6 +18,15 @@ Activations come in *panels* of 8 tokens. For int8 ("q8") a panel holds per bloc
 A panel of two terms ("q8x2") has all blocks a second time: what the first left over, quantized again. The
 rows that become logits are taken so: their error would reach the logits undamped.
 
+A panel with one scale and zero point a token ("q8t", `kukri.quant.per_token`) has these blocks, with the
+token's scale in each and no scaled sums, and after the last block
+
+    8 x 4 bytes       -scale * zero of each token (float32)
+
+which meets what a weight tile for such panels has after its last block
+
+    16 x 4 bytes      the sum of each row's weights (float32)
+
 For float weights ("f32") a panel is just 8 x 4 bytes per input: that input of each token.
 """
 
@@ -34,9 +43,12 @@ Q8_SCALES = 256
 Q8_SCALED_SUMS = 288
 Q8_NEGATIVE_SUMS = 320  # of the first half; the second's follow 32 bytes later
 Q8_BLOCK_BYTES = 384
+Q8T_TAIL_BYTES = 4 * TOKENS
+ROW_SUM_BYTES = 4 * ROWS
 F32_INPUT_BYTES = 4 * TOKENS
 
-PanelKind = Literal["q8", "q8x2", "f32"]
+PanelKind = Literal["q8", "q8x2", "q8t", "f32"]
+PER_TOKEN_TYPE = "Q4_0"  # the weight type that q8t panels are for
 
 
 @dataclass(frozen=True)
@@ -81,4 +93,10 @@ def panel_bytes(kind: PanelKind, n_inputs: int) -> int:
     """Bytes of one panel of 8 tokens."""
     if kind == "f32":
         return n_inputs * F32_INPUT_BYTES
-    return n_inputs // Q8_BLOCK * Q8_BLOCK_BYTES * (2 if kind == "q8x2" else 1)
+    blocks = n_inputs // Q8_BLOCK * Q8_BLOCK_BYTES
+    return {"q8": blocks, "q8x2": 2 * blocks, "q8t": blocks + Q8T_TAIL_BYTES}[kind]
+
+
+def linear_kernel(weight_type: str, kind: PanelKind) -> str:
+    """The name of the kernel that multiplies weights of a type with panels of a kind."""
+    return f"linear_{weight_type}" + {"q8": "", "f32": "", "q8x2": "_x2", "q8t": "_t"}[kind]

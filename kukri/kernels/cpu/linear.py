@@ -14,19 +14,38 @@ from typing import Any
 
 from kukri.kernels.cpu.blocks import BLOCK_FUNCTIONS
 from kukri.kernels.cpu.jit import KernelSource
-from kukri.kernels.cpu.layouts import LAYOUTS, ROWS, TOKENS, panel_bytes
-from kukri.kernels.cpu.simd import device, load_i64, tile_add, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.layouts import (
+    LAYOUTS,
+    PER_TOKEN_TYPE,
+    Q8T_TAIL_BYTES,
+    ROW_SUM_BYTES,
+    ROWS,
+    TOKENS,
+    PanelKind,
+    linear_kernel,
+    panel_bytes,
+)
+from kukri.kernels.cpu.simd import (
+    device,
+    load_f32x16,
+    load_i64,
+    tile_add,
+    tile_fma,
+    tile_store,
+    tile_zeros_f32,
+)
 
 _CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
 _ROW_TILES_PER_CLAIM = 4
 
 
-def _make_linear(weight_type: str, two_terms: bool) -> KernelSource:
-    """The kernel of a weight type, for panels of one term or (q8x2) two."""
+def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
+    """The kernel of a weight type, for panels of a kind."""
     layout, block = LAYOUTS[weight_type], BLOCK_FUNCTIONS[weight_type]
     w_step, x_step = layout.tile_block_bytes, panel_bytes(layout.panel, layout.block_size)
-    name = f"linear_{weight_type}" + ("_x2" if two_terms else "")
+    two_terms, per_token = kind == "q8x2", kind == "q8t"
+    w_tail, x_tail = (ROW_SUM_BYTES, Q8T_TAIL_BYTES) if per_token else (0, 0)
 
     def make_row_tile(n: int) -> Callable[..., Any]:
         @device
@@ -40,6 +59,8 @@ def _make_linear(weight_type: str, two_terms: bool) -> KernelSource:
                     out = block(out, w, x + term_step)
                 w += w_step
                 x += x_step
+            if per_token:
+                out = tile_fma(out, load_f32x16(w), x, 4)
             if bias != 0:
                 out = tile_add(out, bias, 0, count)
             if residual != 0:
@@ -54,7 +75,7 @@ def _make_linear(weight_type: str, two_terms: bool) -> KernelSource:
         """`rows` is the address of the number of tokens; strides are bytes; 0 for no bias or residual."""
         n_tokens = load_i64(rows)
         n_panels = (n_tokens + TOKENS - 1) >> 3
-        w_tile_bytes = n_blocks * w_step
+        w_tile_bytes = n_blocks * w_step + w_tail
         if n_tokens <= TOKENS:
             per_claim = max(_CLAIM_BYTES // w_tile_bytes, 1)
         else:
@@ -65,7 +86,7 @@ def _make_linear(weight_type: str, two_terms: bool) -> KernelSource:
         first_row = (tile % n_row_claims) * per_claim
         first_panel = (tile // n_row_claims) * _PANELS_PER_CLAIM
         stop_row = min(first_row + per_claim, n_row_tiles)
-        panel_step = n_blocks * x_step * (2 if two_terms else 1)
+        panel_step = n_blocks * x_step * (2 if two_terms else 1) + x_tail
         for panel in range(first_panel, min(first_panel + _PANELS_PER_CLAIM, n_panels)):
             token = panel * TOKENS
             count = min(n_tokens - token, TOKENS)
@@ -85,11 +106,14 @@ def _make_linear(weight_type: str, two_terms: bool) -> KernelSource:
                     row_tile_8(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
         return 0
 
-    return KernelSource(name, linear)
+    return KernelSource(linear_kernel(weight_type, kind), linear)
 
 
-KERNELS: dict[str, KernelSource] = {}
-for _type in BLOCK_FUNCTIONS:
-    for _two_terms in (False,) if LAYOUTS[_type].panel == "f32" else (False, True):
-        _source = _make_linear(_type, _two_terms)
-        KERNELS[_source.name] = _source
+def _panel_kinds(weight_type: str) -> list[PanelKind]:
+    if LAYOUTS[weight_type].panel == "f32":
+        return ["f32"]
+    return ["q8", "q8x2", "q8t"] if weight_type == PER_TOKEN_TYPE else ["q8", "q8x2"]
+
+
+_SOURCES = [_make_linear(name, kind) for name in BLOCK_FUNCTIONS for kind in _panel_kinds(name)]
+KERNELS = {source.name: source for source in _SOURCES}

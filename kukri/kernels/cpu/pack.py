@@ -8,10 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from kukri.errors import MissingKernelError
-from kukri.kernels.cpu.layouts import LAYOUTS, ROWS, TileLayout
+from kukri.kernels.cpu.layouts import (
+    LAYOUTS,
+    PER_TOKEN_TYPE,
+    ROW_SUM_BYTES,
+    ROWS,
+    PanelKind,
+    TileLayout,
+)
 from kukri.kernels.cpu.memory import address_of, aligned_zeros, forget_file_pages
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.types import ByteArray, Weight
+from kukri.quant.per_token import row_sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +27,7 @@ class PackedWeight:
     """Rows of one or more weights of one type as weight tiles: uint8, 16 rows a tile, padded with zeros."""
 
     type_name: str
+    panel: PanelKind  # the form that activations take
     tiles: ByteArray
     n_rows: int
     n_row_tiles: int
@@ -45,7 +54,10 @@ def pack(weights: Sequence[Weight], pool: ThreadPool) -> PackedWeight:
     n_rows = sum(w.shape[0] for w in weights)
     n_row_tiles = -(-n_rows // ROWS)
     n_blocks = weights[0].shape[1] // layout.block_size
-    tiles = aligned_zeros(n_row_tiles * n_blocks * layout.tile_block_bytes)
+    per_token = weights[0].per_token and weights[0].type.name == PER_TOKEN_TYPE
+    blocks_bytes = n_blocks * layout.tile_block_bytes
+    tile_bytes = blocks_bytes + (ROW_SUM_BYTES if per_token else 0)
+    tiles = aligned_zeros(n_row_tiles * tile_bytes)
     data = [np.ascontiguousarray(w.data) for w in weights]
     zero_row = np.zeros(max(data[0].shape[1], 64), np.uint8)
     addresses = np.full(n_row_tiles * ROWS, address_of(zero_row), np.int64)
@@ -65,7 +77,13 @@ def pack(weights: Sequence[Weight], pool: ThreadPool) -> PackedWeight:
         half=layout.half,
         n_halves=layout.n_halves,
         out=address_of(tiles),
+        tile_bytes=tile_bytes,
     )
+    if per_token:
+        sums = np.zeros((n_row_tiles, ROWS), np.float32)
+        sums.reshape(-1)[:n_rows] = np.concatenate([row_sums(rows) for rows in data])
+        tiles.reshape(n_row_tiles, tile_bytes)[:, blocks_bytes:] = sums.view(np.uint8)
     for w in weights:
         forget_file_pages(w.data)
-    return PackedWeight(weights[0].type.name, tiles, n_rows, n_row_tiles, n_blocks)
+    panel: PanelKind = "q8t" if per_token else layout.panel
+    return PackedWeight(weights[0].type.name, panel, tiles, n_rows, n_row_tiles, n_blocks)

@@ -22,15 +22,16 @@ def turn_bits(word):
 
 
 def pack(
-    tile, row_addresses, n_row_tiles, n_blocks, block_bytes, word, n_words, bit_word, half, n_halves, out
-):
+    tile, row_addresses, n_row_tiles, n_blocks, block_bytes, word, n_words, bit_word, half, n_halves, out,
+    tile_bytes,
+):  # fmt: skip
     """`row_addresses`: int64 per row, padded to whole tiles; the rest as in TileLayout."""
     if tile < 0:
         return n_row_tiles
     tile_block_bytes = ROWS * (4 * n_words + 2 * n_halves)
     for row in range(ROWS):
         source = load_i64(row_addresses + 8 * (tile * ROWS + row))
-        target = out + tile * n_blocks * tile_block_bytes
+        target = out + tile * tile_bytes
         for _ in range(n_blocks):
             for j in range(n_words):
                 value = load_i32(source + word + 4 * j)

@@ -19,7 +19,7 @@ import numpy as np
 from kukri.config import PAGE_TOKENS
 from kukri.errors import MissingKernelError, ShapeError
 from kukri.kernels.cpu.jit import KernelLibrary, float_bits
-from kukri.kernels.cpu.layouts import LAYOUTS, TOKENS, PanelKind, panel_bytes
+from kukri.kernels.cpu.layouts import TOKENS, PanelKind, linear_kernel, panel_bytes
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pack import PackedWeight, layout_of
 from kukri.kernels.cpu.state import (
@@ -208,12 +208,11 @@ class Recorder:
         column = 0
         for group in _by_type(weights):
             packed = self._pack(group)
-            kind = LAYOUTS[packed.type_name].panel
             # logit rows are few and their product is bound by memory: two terms cost nothing there
-            kind = "q8x2" if kind == "q8" and x.rows == "N" else kind
+            kind: PanelKind = "q8x2" if packed.panel == "q8" and x.rows == "N" else packed.panel
             panel = self._panel(x, kind)
             op = self._emit(
-                f"linear_{packed.type_name}{'_x2' if kind == 'q8x2' else ''}",
+                linear_kernel(packed.type_name, kind),
                 rows=self._count(x.rows),
                 w=address_of(packed.tiles),
                 x=Ref(panel),
@@ -533,7 +532,9 @@ def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
     groups: list[list[Weight]] = []
     for weight in weights:
         layout_of(weight)
-        if groups and groups[-1][0].type is weight.type and sum(w.shape[0] for w in groups[-1]) % 16 == 0:
+        last = groups[-1][0] if groups else weight
+        is_like_it = (last.type, last.per_token) == (weight.type, weight.per_token)
+        if groups and is_like_it and sum(w.shape[0] for w in groups[-1]) % 16 == 0:
             groups[-1].append(weight)
         else:
             groups.append([weight])
