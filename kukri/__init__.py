@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kukri import errors
     from kukri.engine import Timings
     from kukri.llm import LLM, Chunk, Result, load
-    from kukri.sampling import SampledToken, SamplingParams
+    from kukri.sampling import Grammar, SampledToken, SamplingParams
     from kukri.tasks import Label, Span, TokenLabel
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Chunk",
+    "Grammar",
     "Label",
     "Result",
     "SampledToken",
@@ -44,6 +45,7 @@ _HOMES = {
     "TokenLabel": "kukri.tasks",
     "Chunk": "kukri.llm",
     "Result": "kukri.llm",
+    "Grammar": "kukri.sampling",
     "SampledToken": "kukri.sampling",
     "SamplingParams": "kukri.sampling",
     "Timings": "kukri.engine",

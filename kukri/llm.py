@@ -144,7 +144,7 @@ class LLM:
         model wants around a text; control tokens spelled out in it stay text. Raises RequestError on anything
         wrong with a prompt or the parameters, before a token is computed.
         """
-        checked = _params(params, overrides)
+        checked = resolve_texts(_params(params, overrides), self.tokenizer)
         many = _is_many(prompt)
         answers = [self._answer(self._encode(p), checked) for p in (prompt if many else [prompt])]
         results = self._run(answers)

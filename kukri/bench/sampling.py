@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -29,6 +30,24 @@ _MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 3, "bad_words": [[100], [101, 102]]},
 )
 
+# an answer that does not end for long: records with each kind of value
+_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 10_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "role": {"enum": ["admin", "user", "guest"]},
+            "scores": {"type": "array", "items": {"type": "number"}, "maxItems": 3},
+            "active": {"type": "boolean"},
+        },
+        "required": ["name", "age", "role", "scores", "active"],
+        "additionalProperties": False,
+    },
+}
+
 
 @dataclass(frozen=True)
 class SamplingReport:
@@ -40,64 +59,114 @@ class SamplingReport:
     step_ms: float
     sampling_ms: float
     share: float  # of sampling in the step, at the median
+    masks_ms: float  # of grammars, within the sampling
+    masks_share: float  # of grammars in the step, at the median
 
 
 def measure(
-    model: str | None, n_requests: int, n_steps: int, n_threads: int | None, *, silent: bool = False
+    model: str | None,
+    n_requests: int,
+    n_steps: int,
+    n_threads: int | None,
+    *,
+    constrained: bool = False,
+    silent: bool = False,
 ) -> SamplingReport:
-    """Decodes with `n_requests` requests of mixed settings. Raises ConfigError where they do not fit."""
+    """Decodes with `n_requests` requests of mixed settings, or of a JSON schema that each has to follow.
+
+    Raises ConfigError where they do not fit.
+    """
     from kukri.llm import LLM
-    from kukri.sampling import SamplingParams
+    from kukri.sampling import Grammar, SamplingParams, resolve_texts
+    from kukri.sampling.grammar import Matcher
 
     n_prompt, n_new = 32, n_steps + 8
     path = model_path(model, n_prompt + n_new)
     llm = LLM(path, n_threads=n_threads, max_requests=n_requests, max_context=n_prompt + n_new)
     engine = llm.engine
     for i in range(n_requests):
-        fields = _MIXED[i % len(_MIXED)] | {"seed": i, "max_tokens": n_new, "ignore_eos": True}
+        fields: dict[str, Any] = {"temperature": 1.0, "grammar": Grammar.json(_SCHEMA)}
+        if not constrained:
+            fields = _MIXED[i % len(_MIXED)] | {"ignore_eos": True}
+        params = resolve_texts(SamplingParams(**fields, seed=i, max_tokens=n_new), llm.tokenizer)
         prompt = [(7 * i + 13 * j) % 1000 + 300 for j in range(n_prompt)]
-        engine.add_request(engine.make_request(prompt, SamplingParams(**fields)))
-    choose, sampling_s = engine._sample, [0.0]
-
-    def timed(*arguments: Any) -> Any:
-        started = time.perf_counter()
-        result = choose(*arguments)
-        sampling_s[0] = time.perf_counter() - started
-        return result
-
-    engine._sample = timed  # type: ignore[method-assign, assignment]
+        engine.add_request(engine.make_request(prompt, params))
+    sampling_s, masks_s = [0.0], [0.0]
+    engine._sample = _timed(engine._sample, sampling_s)  # type: ignore[method-assign]
     say(f"{n_requests} requests decode for {n_steps} steps", silent=silent)
-    while any(request.n_generated == 0 for request in engine.scheduler.running) or engine.scheduler.waiting:
-        engine.step()
-    steps: list[tuple[float, float]] = []
-    while len(steps) < n_steps and len(engine.scheduler.running) == n_requests:
-        started = time.perf_counter()
-        engine.step()
-        steps.append((time.perf_counter() - started, sampling_s[0]))
+    update, take = Matcher.update, Matcher.take
+    Matcher.update = _timed(update, masks_s)  # type: ignore[method-assign]
+    Matcher.take = _timed(take, masks_s)  # type: ignore[method-assign]
+    try:
+        steps = _steps(engine, n_requests, n_steps, sampling_s, masks_s)
+    finally:
+        Matcher.update, Matcher.take = update, take  # type: ignore[method-assign]
     return SamplingReport(
         str(path),
         n_requests,
         len(steps),
-        1e3 * median(step for step, _ in steps),
-        1e3 * median(sampling for _, sampling in steps),
-        median(sampling / step for step, sampling in steps),
+        1e3 * median(step for step, _, _ in steps),
+        1e3 * median(sampling for _, sampling, _ in steps),
+        median(sampling / step for step, sampling, _ in steps),
+        1e3 * median(masks for _, _, masks in steps),
+        median(masks / step for step, _, masks in steps),
     )
+
+
+def _timed(function: Callable[..., Any], spent_s: list[float]) -> Callable[..., Any]:
+    """The function, whose time is added to `spent_s`."""
+
+    def timed(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*arguments)
+        spent_s[0] += time.perf_counter() - started
+        return result
+
+    return timed
+
+
+def _steps(
+    engine: Any, n_requests: int, n_steps: int, sampling_s: list[float], masks_s: list[float]
+) -> list[tuple[float, float, float]]:
+    """Seconds of each step, of its sampling, and of the grammars in that."""
+    while any(request.n_generated == 0 for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    steps: list[tuple[float, float, float]] = []
+    while len(steps) < n_steps and len(engine.scheduler.running) == n_requests:
+        sampling_s[0] = masks_s[0] = 0.0
+        started = time.perf_counter()
+        engine.step()
+        steps.append((time.perf_counter() - started, sampling_s[0], masks_s[0]))
+    return steps
 
 
 def main() -> None:
     """The program."""
     options = parser("sampling", "the share of sampling in a step of requests with mixed settings")
     options.add_argument("-n", "--n-requests", type=positive, default=32, help="requests at once (32)")
+    options.add_argument(
+        "--grammar", action="store_true", help="requests with a JSON schema, at temperature 1"
+    )
     options.add_argument("-s", "--n-steps", type=positive, default=200, help="steps (200)")
     given = options.parse_args()
-    report = measure(given.model, given.n_requests, given.n_steps, given.threads, silent=given.json)
+    report = measure(
+        given.model,
+        given.n_requests,
+        given.n_steps,
+        given.threads,
+        constrained=given.grammar,
+        silent=given.json,
+    )
     if not given.json:
         rows = [
             ["step", f"{report.step_ms:.3f}"],
             ["sampling", f"{report.sampling_ms:.3f}"],
             ["share", f"{100 * report.share:.1f}%"],
+            ["grammars in that", f"{report.masks_ms:.3f}"],
+            ["share of the step", f"{100 * report.masks_share:.1f}%"],
         ]
-        print_table(f"{report.n_requests} requests with mixed settings", ["median", "ms"], rows)
+        kind = "a JSON schema" if given.grammar else "mixed settings"
+        print_table(f"{report.n_requests} requests with {kind}", ["median", "ms"], rows)
     print(json.dumps(asdict(report)))
 
 

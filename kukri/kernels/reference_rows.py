@@ -140,6 +140,9 @@ def edit_row(candidates: Candidates, record: RowRecord) -> None:
     if record.n_bias:
         ids, values = record.table("bias")
         candidates.edit(ids, lambda logits: logits + values)
+    if record.n_allowed:
+        bits = np.unpackbits(record.table("allowed")[0].view(np.uint8), bitorder="little")
+        candidates.logits[bits[: len(candidates.logits)] == 0] = -np.inf
     if record.n_forbidden:
         candidates.logits[record.table("forbidden")[0]] = -np.inf
 

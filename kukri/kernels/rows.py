@@ -56,6 +56,7 @@ _INTEGERS = (
     "n_seen", "seen_ids", "seen_counts", "generated_counts",  # int32 each: tokens to be penalized
     "n_dry", "dry_ids", "dry_values",  # int32, float64: DRY's penalties
     "n_forbidden", "forbidden_ids",  # int32: tokens that may not come
+    "n_allowed", "allowed_words",  # int32: where there are any, the tokens whose bits are 0 may not come
     "status", "token",
 )  # fmt: skip
 _DOUBLES = (
@@ -74,6 +75,7 @@ _TABLES = {
     "seen": ("seen_ids", "seen_counts", "generated_counts"),
     "dry": ("dry_ids", "dry_values"),
     "forbidden": ("forbidden_ids",),
+    "allowed": ("allowed_words",),
     "top": ("top_ids", "top_logits"),
 }
 

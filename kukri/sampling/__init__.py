@@ -4,7 +4,8 @@ A row of logits goes through these, those left out that would change nothing:
 
 1. `logits_processors`, functions of the caller, edit a copy of it
 2. `logit_bias` is added
-3. tokens that may not come are removed: `bad_words`, and before `min_tokens` those that end the text
+3. tokens that may not come are removed: those that the `grammar` does not allow, `bad_words`, and before
+   `min_tokens` those that end the text
 4. the stages of `samplers`, in the order given there; by default that of llama.cpp's chain:
    - `penalties`: repetition (prompt and generated tokens), then presence and frequency (generated tokens),
      looking back on `repeat_last_n` tokens
@@ -26,11 +27,12 @@ as vLLM reports them. A token depends on the request's seed, history and logits 
 step.
 """
 
-from kukri.sampling.params import SamplingParams
+from kukri.sampling.grammar import CompiledGrammar, Grammar
+from kukri.sampling.params import SamplingParams, ThoughtLimit
 from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError, sample_rows, token_logprobs
 from kukri.sampling.texts import resolve_texts
 
 __all__ = [
-    "RequestSampler", "SampledToken", "SamplingError", "SamplingParams", "resolve_texts", "sample_rows",
-    "token_logprobs",
+    "CompiledGrammar", "Grammar", "RequestSampler", "SampledToken", "SamplingError", "SamplingParams",
+    "ThoughtLimit", "resolve_texts", "sample_rows", "token_logprobs",
 ]  # fmt: skip

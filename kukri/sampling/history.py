@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.kernels.rows import RowRecord
-from kukri.sampling.params import SamplingParams
+from kukri.sampling.params import SamplingParams, ThoughtLimit
 
 IntArray = npt.NDArray[np.int32]
 Phrase = tuple[int, ...]
@@ -59,6 +59,27 @@ class BadPhrases:
             return []
         phrases = self._by_last_but_one.get(int(tokens.ids[-1]), ())
         return [phrase[-1] for phrase in phrases if tokens.end_with(phrase[:-1], tokens.n)]
+
+
+class Thoughts:
+    """How long a request has been thinking."""
+
+    def __init__(self, limit: ThoughtLimit) -> None:
+        self.limit = limit
+        self._is_open, self._n_tokens = limit.is_open, 0
+
+    @property
+    def are_over(self) -> bool:
+        """Whether they have to be closed now."""
+        return self._is_open and self._n_tokens >= self.limit.n_tokens
+
+    def add(self, token_id: int) -> None:
+        """Takes in a generated token."""
+        if self._is_open:
+            self._n_tokens += 1
+            self._is_open = token_id != self.limit.close_id
+        else:
+            self._is_open = token_id == self.limit.open_id
 
 
 class SeenTokens:

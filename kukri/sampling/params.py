@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, cast
 
 from kukri.errors import RequestError
+from kukri.sampling.grammar import CompiledGrammar, Grammar
 
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_LOGPROBS = 1000
@@ -24,6 +25,24 @@ SAMPLERS = (
 
 # processor(token ids so far: int32 [n], a row of logits: float32 [V]) edits the row, or returns another.
 LogitsProcessor = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class ThoughtLimit:
+    """How long a model may think: after `n_tokens` of thoughts, the token that closes them comes.
+
+    They begin with the token `open_id`, or with the answer where the prompt has opened them.
+    """
+
+    n_tokens: int
+    open_id: int
+    close_id: int
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises RequestError on a limit below 0."""
+        if not _is_integer(self.n_tokens) or self.n_tokens < 0:
+            raise _wrong("thoughts", "a limit of tokens, at least 0", self.n_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +82,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     bad_words: Sequence[str | Sequence[int]] = ()  # texts, or sequences of token ids, that may not come
     logits_processors: Sequence[LogitsProcessor] = ()  # functions that edit the logits, before all else
+    grammar: Grammar | CompiledGrammar | None = None  # what the text has to be
+    thoughts: ThoughtLimit | None = None  # None: as long as the model thinks
     seed: int | None = None  # None: other tokens each time
     max_tokens: int | None = 256  # generated at most; None: until the context is full
     min_tokens: int = 0  # generated before an end-of-text or stop id may come
@@ -119,6 +140,7 @@ class SamplingParams:
         self._set("logits_processors", _checked_processors(self.logits_processors))
         self._set("samplers", _checked_samplers(self.samplers))
         self._check_stages()
+        self._check_grammar()
 
     @property
     def is_greedy(self) -> bool:
@@ -162,6 +184,18 @@ class SamplingParams:
                 raise _wrong("samplers", f"a list that names {stage}, which is set", list(self.samplers))
             if is_on and self.mirostat and stage not in ("penalties", "dry", "temperature"):
                 raise _wrong("mirostat", f"0 where {stage} is set, whose place it takes", self.mirostat)
+
+    def _check_grammar(self) -> None:
+        if self.thoughts is not None and not isinstance(self.thoughts, ThoughtLimit):
+            raise _wrong("thoughts", "a ThoughtLimit or None", self.thoughts)
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, Grammar | CompiledGrammar):
+            raise _wrong("grammar", "a Grammar, such as Grammar.json(schema), or None", self.grammar)
+        if self.ignore_eos:
+            raise _wrong("ignore_eos", "False where a grammar says when the text ends", True)
+        if self.min_tokens:
+            raise _wrong("min_tokens", "0 where a grammar says when the text ends", self.min_tokens)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -19,7 +19,8 @@ from kukri.kernels import rows
 from kukri.kernels.reference_rows import ReferenceRowOps
 from kukri.kernels.rows import RowRecord
 from kukri.kernels.types import RowOps
-from kukri.sampling.history import BadPhrases, DryRepetitions, SeenTokens, Tokens
+from kukri.sampling.grammar import Grammar
+from kukri.sampling.history import BadPhrases, DryRepetitions, SeenTokens, Thoughts, Tokens
 from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
@@ -70,6 +71,8 @@ class RequestSampler:
         bad_words = _phrase_ids("bad_words", params, n_vocab)
         _check_ids("logit_bias", params.logit_bias or (), n_vocab)
         _check_ids("stop_token_ids", params.stop_token_ids, n_vocab)
+        if params.thoughts is not None:
+            _check_ids("thoughts", (params.thoughts.open_id, params.thoughts.close_id), n_vocab)
         self._record = _record_of(params)
         long_words = tuple(phrase for phrase in bad_words if len(phrase) > 1)
         self._bad_phrases = BadPhrases(long_words) if long_words else None
@@ -87,6 +90,13 @@ class RequestSampler:
             self._dry = DryRepetitions(params, self._tokens, breakers)
         if "penalties" in stages:
             self._seen = SeenTokens(params, prompt_ids)
+        if isinstance(params.grammar, Grammar):
+            raise RequestError("grammar must be compiled here: give it to LLM or the server", param="grammar")
+        self._matcher = None if params.grammar is None else params.grammar.matcher()
+        if self._matcher is not None:
+            words = self._matcher.allowed
+            self._record.set_table("allowed", len(words), words)
+        self._thoughts = None if params.thoughts is None else Thoughts(params.thoughts)
         self._mu = 2.0 * params.mirostat_tau
         seed = None if params.seed is None else params.seed % 2**64
         self._random = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
@@ -124,10 +134,26 @@ class RequestSampler:
             self._seen.fill(record)
         if self._dry is not None:
             self._dry.fill(record)
+        if self._thoughts is not None:
+            self._close_thoughts(self._thoughts, record)
         return record
 
+    def _close_thoughts(self, thoughts: Thoughts, record: RowRecord) -> None:
+        """Has the record give the token that ends the thoughts, where they are over."""
+        close_id = thoughts.limit.close_id
+        record.is_given = thoughts.are_over and (self._matcher is None or self._matcher.accepts(close_id))
+        if record.is_given:
+            record.token, record.probability = close_id, 1.0
+
     def process(self, row: FloatArray) -> None:
-        """Has the request's own processors edit a copy of the row. Raises SamplingError where one fails."""
+        """Has the grammar say what it allows, and the caller's functions edit a copy of the row.
+
+        Raises SamplingError where one fails.
+        """
+        if self._matcher is not None:
+            error = self._matcher.update()
+            if error:
+                raise SamplingError(f"the grammar gave up: {error[:300]}")
         if self._processors and self._tokens is not None:
             row = row.copy()
             for processor in self._processors:
@@ -147,6 +173,10 @@ class RequestSampler:
             self._tokens.add(token_id)
         if self._dry is not None:
             self._dry.update()
+        if self._matcher is not None:
+            self._matcher.take(token_id)
+        if self._thoughts is not None:
+            self._thoughts.add(token_id)
         if self.params.mirostat and self._random is not None:
             surprise = -math.log2(record.probability)
             self._mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
@@ -171,7 +201,7 @@ def sample_rows(
     records = []
     for i, sampler in enumerate(samplers):
         records.append(sampler.prepare(allow_end))
-        if sampler.params.logits_processors:
+        if sampler.params.logits_processors or sampler.params.grammar is not None:
             try:
                 sampler.process(logits[i])
             except KukriError as error:

@@ -4,42 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from kukri.sampling.grammar import Grammar, GrammarTokenizer, compiled
 from kukri.sampling.params import SamplingParams
-
-
-class TextTokenizer(Protocol):
-    """What is needed of a tokenizer."""
-
-    n_vocab: int
-
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The text of a token, in UTF-8."""
-
 
 _VOCABULARIES: WeakKeyDictionary[Any, list[bytes]] = WeakKeyDictionary()
 
 
-def resolve_texts(params: SamplingParams, tokenizer: TextTokenizer) -> SamplingParams:
-    """`params` with the texts of bad_words and dry_sequence_breakers as token ids.
+def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> SamplingParams:
+    """`params` with the texts of bad_words and dry_sequence_breakers as token ids, and the grammar compiled.
 
     A bad word is banned as it is tokenized at the start of a text and after a space. A breaker stands for
-    all tokens that contain it; where none does, for the tokens that it is encoded as.
+    all tokens that contain it; where none does, for the tokens that it is encoded as. Raises RequestError on
+    a grammar that cannot be served.
     """
     changes: dict[str, Any] = {}
     if any(isinstance(word, str) for word in params.bad_words):
         changes["bad_words"] = list(_encoded(params.bad_words, tokenizer))
     if "dry" in params.active_stages and any(isinstance(text, str) for text in params.dry_sequence_breakers):
         changes["dry_sequence_breakers"] = list(_containing(params.dry_sequence_breakers, tokenizer))
+    if isinstance(params.grammar, Grammar):
+        changes["grammar"] = compiled(params.grammar, tokenizer)
     return replace(params, **changes) if changes else params
 
 
-def _encoded(words: Iterable[Any], tokenizer: TextTokenizer) -> Iterable[tuple[int, ...]]:
+def _encoded(words: Iterable[Any], tokenizer: GrammarTokenizer) -> Iterable[tuple[int, ...]]:
     for word in words:
         if isinstance(word, str):
             yield tuple(tokenizer.encode(word))
@@ -48,7 +39,7 @@ def _encoded(words: Iterable[Any], tokenizer: TextTokenizer) -> Iterable[tuple[i
             yield word
 
 
-def _containing(breakers: Iterable[Any], tokenizer: TextTokenizer) -> Iterable[tuple[int, ...]]:
+def _containing(breakers: Iterable[Any], tokenizer: GrammarTokenizer) -> Iterable[tuple[int, ...]]:
     vocabulary = _VOCABULARIES.get(tokenizer)
     if vocabulary is None:
         vocabulary = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]

@@ -33,6 +33,7 @@ from kukri.server.schema import (
 )
 from kukri.server.service import Service
 from kukri.server.settings import ServerSettings
+from kukri.server.structure import messages_of
 
 _STOP_S = 5.0  # for what still runs when every connection is closed
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -139,7 +140,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         """The token ids of a text or a conversation."""
         service.check_model(body.model)
         if body.messages is not None:
-            messages = [message.model_dump(exclude_none=True) for message in body.messages]
+            messages = messages_of(body.messages)
             ids = await service.encode_chat(
                 messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
             )
@@ -171,7 +172,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
     async def apply_template(body: TemplateBody) -> Response:
         """The prompt that a conversation becomes."""
         service.check_model(body.model)
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        messages = messages_of(body.messages)
         text = await service.render(
             messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
         )

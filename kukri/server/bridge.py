@@ -31,12 +31,18 @@ class Answer:
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, index: int, tokenizer: Tokenizer, *, continues: bool = False
+        self,
+        request: Request,
+        index: int,
+        tokenizer: Tokenizer,
+        *,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self.request, self.index = request, index
         self.n_tokens = 0
         self.finish_reason: str | None = None
-        self._stream = TextStream(tokenizer, continues=continues)
+        self._stream = TextStream(tokenizer, continues=continues, shown=shown)
         self._stops = StopStrings(request.params.stop_strings)
         self._pieces: list[str] = []
         self._n_decoded = self._n_shown = (

@@ -19,6 +19,7 @@ from kukri.server.logprobs import legacy_logprobs
 from kukri.server.reply import DONE, Reply
 from kukri.server.schema import CompletionBody
 from kukri.server.service import Service
+from kukri.server.structure import grammar_of
 from kukri.tokenizer import TextStream
 
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -33,6 +34,7 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
         max_tokens=max(max_tokens, 1),  # of none at all, one is computed and not shown
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
+        grammar=grammar_of(body),
     )
     prompts = await _prompts(service, body)
     call = await service.open_call(http, prompts, params, body, where="prompt", continues=True)

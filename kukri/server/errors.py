@@ -16,7 +16,7 @@ from kukri.errors import CapacityError, KukriError, RequestError
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_UNION_TAGS = {"str", "int", "float", "bool"}
+_UNION_TAGS = {"str", "int", "float", "bool", "NamedTool"}
 
 
 def error_body(

@@ -20,19 +20,22 @@ from kukri.server.logprobs import chat_logprobs
 from kukri.server.reply import Reply
 from kukri.server.schema import InputItem, ResponseBody
 from kukri.server.service import Service
+from kukri.server.structure import grammar_of
 
 
 async def respond(service: Service, body: ResponseBody, http: Request) -> Response:
     """The response to a response request."""
     model = service.check_model(body.model)
     wants_logprobs = body.top_logprobs is not None or bool(body.include)
+    prompt = await service.encode_chat(
+        _messages(body), body.chat_template_kwargs, effort=body.reasoning.effort if body.reasoning else None
+    )
+    grammar = grammar_of(body)
     params = service.params(
         body,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-    )
-    prompt = await service.encode_chat(
-        _messages(body), body.chat_template_kwargs, effort=body.reasoning.effort if body.reasoning else None
+        grammar=None if grammar is None else service.after_thoughts(grammar, prompt),
     )
     call = await service.open_call(http, [prompt], params, body, where="input", continues=True)
     inside = service.ends_in_thoughts(prompt)
@@ -222,7 +225,7 @@ class ResponseWriter:
             "safety_identifier": None,
             "service_tier": "default",
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": self._format(), "verbosity": "medium"},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
@@ -231,6 +234,12 @@ class ResponseWriter:
             "usage": self._usage() if is_over else None,
             "user": body.user,
         }
+
+    def _format(self) -> dict[str, Any]:
+        text = self._body.text
+        if text is None or text.format is None:
+            return {"type": "text"}
+        return text.format.model_dump(exclude_none=True, by_alias=True)
 
     def _usage(self) -> Mapping[str, Any]:
         call = self._call

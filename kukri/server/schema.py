@@ -17,7 +17,7 @@ from kukri.errors import RequestError
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
 TEXT_ONLY = "the model reads and writes text alone"
-NO_TOOLS = "this server calls no tools"
+NO_TOOLS = "tools are for /v1/chat/completions"
 NO_STORE = "nothing is stored on this server"
 MAX_TEMPLATE_VARIABLES = 32
 _MOST_TOKENS = 2**31 - 1
@@ -49,6 +49,26 @@ class StreamOptions(Body):
 
     refused = {"include_obfuscation": ((False,), "events are not padded")}
     include_usage: bool | None = None
+
+
+class StructuredOutputs(Body):
+    """What the text of an answer has to be, as vLLM spells it: one of these."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=10_000)] | None
+    ) = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None  # Lark or GBNF
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1 or None in (getattr(self, n) for n in self.model_fields_set):
+            raise RequestError(
+                "give one of json, json_object, regex, choice and grammar", param="structured_outputs"
+            )
+        return self
 
 
 class Sampling(Body):
@@ -84,6 +104,7 @@ class Sampling(Body):
     dry_sequence_breakers: Phrases | None = None
     bad_words: Phrases | None = None
     samplers: Annotated[list[str], Field(max_length=32)] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class GenerationBody(Sampling):
@@ -146,28 +167,77 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
 
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool: functions are the one kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Body):
+    """A schema; `strict` or not, answers follow it."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                "json_schema belongs to the type json_schema, and that to it", param="response_format"
+            )
+        return self
+
+
 class ChatBody(GenerationBody):
     """A request to /v1/chat/completions."""
 
     refused = {
         "audio": ((), TEXT_ONLY),
-        "function_call": (("none", "auto"), NO_TOOLS),
-        "functions": (([],), NO_TOOLS),
+        "function_call": (("none", "auto"), "it is deprecated: use tool_choice"),
+        "functions": (([],), "it is deprecated: use tools"),
         "modalities": ((["text"],), TEXT_ONLY),
         "moderation": ((), "nothing is moderated here"),
-        "parallel_tool_calls": ((True, False), NO_TOOLS),
         "prediction": ((), "there is no speculation on a given text"),
         "prompt_cache_key": ((), "prompts are cached without keys"),
         "prompt_cache_options": ((), "prompts are cached without options"),
         "prompt_cache_retention": (("in_memory",), "prompts are cached in memory alone"),
-        "response_format": (({"type": "text"},), "the form of the output cannot be enforced"),
         "safety_identifier": ((), "there are no safety checks; name a user in `user`"),
         "service_tier": (("auto", "default"), "there is one tier"),
         "store": ((False,), NO_STORE),
-        "tool_choice": (("none", "auto"), NO_TOOLS),
-        "tools": (([],), NO_TOOLS),
         "verbosity": (("medium",), "the model takes no such hint"),
-        "web_search_options": ((), NO_TOOLS),
+        "web_search_options": ((), "this server searches nothing"),
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: MaxTokens | None = None
@@ -175,9 +245,26 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: dict[str, str] | None = None
+    response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> ChatBody:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise RequestError("two tools have the same name", param="tools", code="invalid_value")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise RequestError("tool_choice names none of the tools", param="tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise RequestError("tool_choice is required, and there are no tools", param="tool_choice")
+        return self
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatBody:
@@ -244,20 +331,29 @@ class InputItem(Body):
 
 
 class TextFormat(Body):
-    """The form of the output: text."""
+    """What a response has to be: as `ResponseFormat`, without a level between."""
 
-    refused = {"verbosity": (("medium",), "the model takes no such hint")}
-    format: dict[str, str] | None = None
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
 
     @model_validator(mode="after")
-    def _is_text(self) -> TextFormat:
-        if self.format not in (None, {"type": "text"}):
-            raise RequestError(
-                "text.format is not supported: the form of the output cannot be enforced",
-                param="text.format",
-                code="unsupported_parameter",
-            )
+    def _agrees(self) -> TextFormat:
+        has_both = self.name is not None and self.schema_ is not None
+        if self.type == "json_schema" and not has_both:
+            raise RequestError("the type json_schema needs name and schema", param="text.format")
+        if self.type != "json_schema" and self.model_fields_set != {"type"}:
+            raise RequestError(f"the type {self.type} takes nothing else", param="text.format")
         return self
+
+
+class TextOptions(Body):
+    """How a response is written."""
+
+    refused = {"verbosity": (("medium",), "the model takes no such hint")}
+    format: TextFormat | None = None
 
 
 class Reasoning(Body):
@@ -304,7 +400,7 @@ class ResponseBody(Sampling):
     max_output_tokens: MaxTokens | None = None
     metadata: dict[str, str] | None = None
     reasoning: Reasoning | None = None
-    text: TextFormat | None = None
+    text: TextOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -14,18 +14,22 @@ from kukri import __version__
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
 from kukri.llm import LLM
-from kukri.sampling import SamplingParams, resolve_texts
+from kukri.sampling import Grammar, SamplingParams, ThoughtLimit, resolve_texts
 from kukri.server.bridge import Answer, Bridge, Call
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.metrics import Metrics
-from kukri.server.reasoning import OPEN
+from kukri.server.reasoning import CLOSE, OPEN
 from kukri.server.schema import MAX_TEMPLATE_VARIABLES, Sampling
 from kukri.server.settings import ServerSettings
+from kukri.server.tools import ToolDialect, dialect_of
 
 # names that the template gets from elsewhere
 _RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "tokenizer", "self"}
 # fields of SamplingParams that bodies give in another form, or not at all
-_OTHER_FORM = {"top_k", "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "logits_processors"}
+_OTHER_FORM = {
+    "top_k", "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "logits_processors", "grammar",
+    "thoughts",
+}  # fmt: skip
 _SAME_NAME = tuple(f.name for f in fields(SamplingParams) if f.name not in _OTHER_FORM)
 
 
@@ -35,6 +39,7 @@ class Service:
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self.llm, self.settings = llm, settings
         self.tokenizer, self.template = llm.tokenizer, llm.chat_template
+        self.dialect = dialect_of(self.template.source, self.tokenizer.vocabulary.id_of)
         self.metrics = Metrics(settings.model_names[0])
         self.bridge = Bridge(llm.engine, self.metrics, max_waiting=settings.max_waiting)
         self.metrics.watch_engine(self.bridge.loop.status)
@@ -58,11 +63,12 @@ class Service:
         *,
         effort: str | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """The token ids of a conversation; `variables` and the effort to reason go to its template."""
         given = {**self._effort(effort), **self._variables(variables)}
         return await asyncio.to_thread(
-            self.template.encode, self.tokenizer, messages, add_generation_prompt, **given
+            self.template.encode, self.tokenizer, messages, add_generation_prompt, tools, **given
         )
 
     async def render(
@@ -75,7 +81,31 @@ class Service:
 
     def ends_in_thoughts(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the template has begun the model's thoughts for it."""
-        return self.tokenizer.decode(prompt_ids[-8:]).rstrip().endswith(OPEN)
+        return self._end_of(prompt_ids).endswith(OPEN)
+
+    def after_thoughts(self, grammar: Grammar, prompt_ids: Sequence[int]) -> Grammar:
+        """The grammar of an answer to a prompt, before which the model may think where it knows how to."""
+        end = self._end_of(prompt_ids)
+        if end.endswith(OPEN):
+            return replace(grammar, thoughts="open")
+        thinks = OPEN in (self.template.source or "") and not end.endswith(CLOSE)
+        return replace(grammar, thoughts="possible") if thinks else grammar
+
+    def thought_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ThoughtLimit | None:
+        """The limit of thoughts in the answer to a prompt. Raises RequestError where the model has none."""
+        if n_tokens is None:
+            return None
+        ids = [self.tokenizer.vocabulary.id_of.get(tag) for tag in (OPEN, CLOSE)]
+        if ids[0] is None or ids[1] is None:
+            raise RequestError(
+                f"the model has no tokens {OPEN} and {CLOSE} to think between",
+                param="thinking_token_budget",
+                code="unsupported_parameter",
+            )
+        return ThoughtLimit(n_tokens, ids[0], ids[1], self.ends_in_thoughts(prompt_ids))
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(prompt_ids[-8:]).rstrip()
 
     async def open_call(
         self,
@@ -86,6 +116,7 @@ class Service:
         *,
         where: str,
         continues: bool = False,
+        dialect: ToolDialect | None = None,
     ) -> Call:
         """Queues the requests of all prompts and gives the call that waits for them.
 
@@ -119,7 +150,11 @@ class Service:
             raise
         except CapacityError as error:  # not even alone: trying later is no help
             raise RequestError(str(error), param="max_tokens") from None
-        answers = [Answer(r, i, self.tokenizer, continues=continues) for i, r in enumerate(requests)]
+        ids = self.tokenizer.vocabulary.id_of
+        shown = frozenset(ids[mark] for mark in (dialect.marks if dialect else ()) if mark in ids)
+        answers = [
+            Answer(r, i, self.tokenizer, continues=continues, shown=shown) for i, r in enumerate(requests)
+        ]
         call = Call(self.bridge, answers, len(prompts), http.scope["kukri.id"])
         self.bridge.submit(call, self.settings.deadline_s)
         return call

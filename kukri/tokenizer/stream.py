@@ -17,9 +17,17 @@ class TextStream:
     and `continues`. Cost per token does not depend on how many came before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown` are special tokens that are not skipped with the others."""
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special else frozenset()
         self._pending = b""  # the beginning of a character
         self._drop_space = tokenizer.drops_leading_space and not continues
 

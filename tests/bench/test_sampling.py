@@ -14,6 +14,9 @@ def test_a_short_run_is_measured(smollm2_path: Path) -> None:
     assert (report.n_requests, report.n_steps) == (14, 5)
     assert 0 < report.sampling_ms < report.step_ms
     assert 0 < report.share < 1
+    assert report.masks_ms == 0
+    constrained = sampling.measure(str(smollm2_path), 3, 5, None, constrained=True, silent=True)
+    assert 0 < constrained.masks_ms < constrained.sampling_ms
 
 
 def test_the_mix_has_every_stage() -> None:

@@ -62,6 +62,9 @@ def make_record(stages: Any, n_vocab: int, rng: np.random.Generator, **fields: A
         elif name != "forbidden":
             values = [rng.normal(0, 3, n)]
         record.set_table(name, n, ids, *values)
+    if rng.random() < 0.3:  # words without a bit, words of nothing else, and mixed ones
+        words = rng.choice([0, -1, 0x0F0F, -(2**31), 0x7FFF0000], -(-n_vocab // 32)).astype(np.int32)
+        record.set_table("allowed", len(words), words)
     n_top = int(rng.choice([-1, 0, 3, 30]))
     if n_top >= 0:
         record.set_table("top", n_top, np.zeros(n_top, np.int32), np.zeros(n_top, np.float32))

@@ -125,7 +125,7 @@ WRONG = [
     (RESPONSE, {"input": []}, "input"),
     (RESPONSE, {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, None),
     (RESPONSE, {"include": ["file_search_call.results"]}, "include[0]"),
-    (RESPONSE, {"text": {"format": {"type": "json_object"}}}, "text.format"),
+    (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
     (RESPONSE, {"input": "word " * 2000}, "input"),
 ]  # fmt: skip
 

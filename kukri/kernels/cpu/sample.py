@@ -90,6 +90,7 @@ _N_SEEN, _SEEN_IDS = _FIELDS.n_seen.offset, _FIELDS.seen_ids.offset
 _SEEN_COUNTS, _GENERATED_COUNTS = _FIELDS.seen_counts.offset, _FIELDS.generated_counts.offset
 _N_DRY, _DRY_IDS, _DRY_VALUES = _FIELDS.n_dry.offset, _FIELDS.dry_ids.offset, _FIELDS.dry_values.offset
 _N_FORBIDDEN, _FORBIDDEN_IDS = _FIELDS.n_forbidden.offset, _FIELDS.forbidden_ids.offset
+_N_ALLOWED, _ALLOWED_WORDS = _FIELDS.n_allowed.offset, _FIELDS.allowed_words.offset
 _STATUS, _TOKEN, _U = _FIELDS.status.offset, _FIELDS.token.offset, _FIELDS.u.offset
 _TOP_P, _TYPICAL_P, _MIN_P_DEPTH = (
     _FIELDS.top_p.offset,
@@ -435,12 +436,27 @@ def _take(table, values, n, logits, ids, m, scale):
 
 
 @routine
-def _edit_row(record, row):
+def _allow(words, n, row):
+    """Makes -inf those of n elements whose bits are 0 in int32 words."""
+    for i in range(0, n, 16):
+        bits = (load_i32(words + 4 * (i >> 5)) >> (i & 16)) & 0xFFFF
+        if bits == 0:
+            store_f32x16(row + 4 * i, splat(-_INFINITE))
+        elif bits != 0xFFFF:
+            for lane in range(16):
+                if (bits >> lane) & 1 == 0:
+                    store_f32(row + 4 * (i + lane), np.float32(-_INFINITE))
+
+
+@routine
+def _edit_row(record, n, row):
     """The bias, and the tokens that may not come."""
     ids, values = load_i64(record + _BIAS_IDS), load_i64(record + _BIAS_VALUES)
     for i in range(load_i64(record + _N_BIAS)):
         where = row + 4 * load_i32(ids + 4 * i)
         store_f32(where, np.float32(np.float64(load_f32(where)) + load_f64(values + 8 * i)))
+    if load_i64(record + _N_ALLOWED) != 0:
+        _allow(load_i64(record + _ALLOWED_WORDS), n, row)
     forbidden = load_i64(record + _FORBIDDEN_IDS)
     for i in range(load_i64(record + _N_FORBIDDEN)):
         store_f32(row + 4 * load_i32(forbidden + 4 * i), np.float32(-_INFINITE))
@@ -700,6 +716,7 @@ def _store_status(record, peak):
 def _is_read_only(record, n):
     """Whether the row can be looked at where it is: nothing edits it, and it is whole vectors."""
     n_edits = load_i64(record + _N_BIAS) + load_i64(record + _N_FORBIDDEN) + (n & 15)
+    n_edits += load_i64(record + _N_ALLOWED)
     for i in range(rows.MAX_STAGES):
         stage = load_i64(record + _STAGES + 8 * i)
         if stage == rows.PENALTIES or stage == rows.DRY or stage == rows.XTC:
@@ -732,7 +749,7 @@ def _choose(record, n, scratch, scratch_padded):
         _report_top(record, row, padded, maxima, peak, ids, logits, histogram)
     if load_i64(record + _IS_GIVEN) != 0:
         return
-    _edit_row(record, row)
+    _edit_row(record, n, row)
     is_greedy = load_i64(record + _IS_GREEDY) != 0
     m = np.int64(-1)
     scale = 1.0

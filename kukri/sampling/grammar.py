@@ -1,0 +1,248 @@
+"""What an answer has to be: JSON of a schema, a regular expression, one of some texts, a grammar.
+
+A `Grammar` is the wish, `compiled` fits it to a model's tokens, and a `Matcher` goes along with one answer
+and says at each token which may come next. The automata are those of llguidance, the package of the extra
+`grammar`; it is imported when the first grammar is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary, WeakMethod
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.errors import RequestError, UnsupportedError
+
+MAX_CHARS = 1 << 18  # of a grammar's source
+# between the tokens of JSON: a space, or the end of a line and the next one's indent. A model that is unsure
+# could go on with white space for ever
+_WHITE_SPACE = r"\x20|\x0A[\x20\x09]{0,32}"
+_THOUGHTS = r"/(.|\n)*<\/think>/"
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+Thoughts = Literal["none", "possible", "open"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text of an answer has to be: use `json`, `regex`, `choice` or `text` to make one.
+
+    `thoughts` may come before it, up to </think>: "open" where the prompt has begun them, "possible" where
+    the model may, with <think>. `param` is the field that errors name. Errors in the source show when it is
+    compiled for a model.
+    """
+
+    kind: Kind
+    source: str  # of the kind json: a schema, of choice: a list
+    thoughts: Thoughts = "none"
+    param: str = field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises RequestError where the source is too long."""
+        if len(self.source) > MAX_CHARS:
+            raise self.error(f"it is longer than {MAX_CHARS:,} characters")
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | None = None, *, param: str = "grammar") -> Grammar:
+        """JSON that a schema accepts, with its properties in the schema's order; by default any object.
+
+        Raises RequestError where the schema is no JSON object.
+        """
+        wanted = {"type": "object"} if schema is None else schema
+        if not isinstance(wanted, Mapping):
+            raise RequestError("a JSON schema must be an object", param=param, code="invalid_value")
+        try:
+            return cls("json", json.dumps(wanted), param=param)
+        except (TypeError, ValueError, RecursionError):
+            message = "a JSON schema must itself be JSON"
+            raise RequestError(message, param=param, code="invalid_value") from None
+
+    @classmethod
+    def regex(cls, pattern: str, *, param: str = "grammar") -> Grammar:
+        """A text that a regular expression matches from beginning to end."""
+        return cls("regex", pattern, param=param)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], *, param: str = "grammar") -> Grammar:
+        """One of some texts."""
+        if not texts or isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
+            raise RequestError(
+                "a choice must be among texts that are not empty", param=param, code="invalid_value"
+            )
+        return cls("choice", json.dumps(list(texts)), param=param)
+
+    @classmethod
+    def text(cls, source: str, *, param: str = "grammar") -> Grammar:
+        """A grammar written in Lark's syntax, or in llama.cpp's GBNF."""
+        return cls("grammar", source, param=param)
+
+    def error(self, reason: str) -> RequestError:
+        """The error that says why the grammar cannot be served."""
+        reason = " ".join(reason.split())
+        return RequestError(
+            f"{self.param} cannot be served: {reason[:500]}", param=self.param, code="invalid_value"
+        )
+
+
+class CompiledGrammar:
+    """A grammar fitted to a model's tokens."""
+
+    def __init__(self, grammar: Grammar, start: Any, n_vocab: int) -> None:
+        self.grammar = grammar
+        self._start, self._n_vocab = start, n_vocab
+
+    def matcher(self) -> Matcher:
+        """A matcher for one answer."""
+        return Matcher(self._start.deep_copy(), self._n_vocab)
+
+
+class Matcher:
+    """Goes along with one answer. `allowed` are the tokens that may come next: a bit each, in int32 words."""
+
+    def __init__(self, automaton: Any, n_vocab: int) -> None:
+        self._automaton = automaton
+        self.allowed: npt.NDArray[np.int32] = np.zeros(-(-n_vocab // 32), np.int32)
+        self._address, self._n_bytes = self.allowed.__array_interface__["data"][0], self.allowed.nbytes
+
+    def update(self) -> str:
+        """Sets `allowed`: end-of-text alone where nothing may follow. Gives what went wrong, or ""."""
+        self._automaton.unsafe_compute_mask_ptr(self._address, self._n_bytes)
+        return " ".join(self._automaton.get_error().split()) if self._automaton.is_error() else ""
+
+    def accepts(self, token_id: int) -> bool:
+        """Whether a token may come next."""
+        return bool(self._automaton.validate_tokens([token_id]))
+
+    def take(self, token_id: int) -> None:
+        """Goes on by a token; one that was not allowed is an error at the next `update`."""
+        self._automaton.consume_token(token_id)
+
+
+class GrammarTokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    n_vocab: int
+    eos_ids: frozenset[int]
+    special_ids: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The text of a token, in UTF-8."""
+
+
+def compiled(grammar: Grammar, tokenizer: GrammarTokenizer) -> CompiledGrammar:
+    """The grammar over a tokenizer's tokens. Safe to call from any thread.
+
+    Raises RequestError, naming the grammar's `param`, where the source is wrong or asks for what cannot be
+    enforced, and UnsupportedError where llguidance is not installed.
+    """
+    llguidance = _llguidance()
+    tokens = _tokens_of(tokenizer, grammar)
+    try:
+        source = _source(grammar, llguidance)
+        is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, tokens)
+    except (ValueError, RecursionError) as error:
+        raise grammar.error(str(error)) from None
+    if is_wrong:
+        raise grammar.error(messages[0])
+    start = llguidance.LLMatcher(tokens, source, log_level=0)
+    if start.is_error():
+        raise grammar.error(start.get_error())
+    return CompiledGrammar(grammar, start, tokenizer.n_vocab)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON that a schema accepts, as the body of a rule in Lark's syntax."""
+    return f"%json {json.dumps(_with_white_space(schema))}"
+
+
+def lark_string(text: str) -> str:
+    """A text as Lark's syntax quotes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UnsupportedError(
+            "grammars need the package llguidance: install it with pip install 'kukri[grammar]'"
+        ) from None
+    return llguidance
+
+
+def _source(grammar: Grammar, llguidance: Any) -> str:
+    """The grammar as llguidance takes it."""
+    body = _body(grammar, llguidance)
+    if grammar.thoughts == "none":
+        return json.dumps({"grammars": [body]})
+    begin = '"<think>"' if grammar.thoughts == "possible" else ""
+    before = "(thoughts WHITE)?" if grammar.thoughts == "possible" else "thoughts WHITE"
+    rules = f"start: {before} @answer\nthoughts: {begin} inside\ninside[lazy]: {_THOUGHTS}\n"
+    rules += "WHITE: /\\n{0,2}/\n"
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "answer", **body}]})
+
+
+def _body(grammar: Grammar, llguidance: Any) -> dict[str, Any]:
+    if grammar.kind == "json":
+        return {"json_schema": _with_white_space(json.loads(grammar.source))}
+    if grammar.kind == "regex":
+        return {"lark_grammar": f"start: /{llguidance.regex_to_lark(grammar.source, '')}/"}
+    if grammar.kind == "choice":
+        return {"lark_grammar": "start: " + " | ".join(map(lark_string, json.loads(grammar.source)))}
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return {"lark_grammar": any_to_lark(grammar.source)}
+    except Exception as error:  # it has errors of its own, and fails in other ways
+        raise ValueError(f"it is neither Lark nor GBNF: {error}") from None
+
+
+def _with_white_space(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+
+
+_TOKENS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what llguidance makes of a vocabulary
+_TOKENS_LOCK = threading.Lock()
+
+
+def _tokens_of(tokenizer: GrammarTokenizer, grammar: Grammar) -> Any:
+    if not tokenizer.eos_ids:
+        raise grammar.error("the model has no token that ends a text")
+    with _TOKENS_LOCK:
+        tokens = _TOKENS.get(tokenizer)
+        if tokens is None:
+            tokens = _TOKENS[tokenizer] = _make_tokens(tokenizer)
+    return tokens
+
+
+def _make_tokens(tokenizer: GrammarTokenizer) -> Any:
+    llguidance = _llguidance()
+    eos_ids = sorted(tokenizer.eos_ids)
+    specials = tokenizer.special_ids | tokenizer.eos_ids
+    encode = WeakMethod(tokenizer.encode)  # what is kept for a tokenizer must not keep the tokenizer
+
+    class Vocabulary:
+        """The tokenizer as llguidance asks for it."""
+
+        eos_token_id, bos_token_id = eos_ids[0], None
+        tokens = tuple(tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab))
+        special_token_ids = tuple(sorted(specials))
+
+        def __call__(self, text: bytes | str) -> list[int]:
+            """The token ids of a text."""
+            method = encode()
+            assert method is not None, "the tokenizer is in use"
+            return method(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+    return llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(Vocabulary()), n_vocab=tokenizer.n_vocab, eos_token=eos_ids
+    )

@@ -1,0 +1,371 @@
+"""Tool calls told apart from text, however it is cut, and those of the real model by the openai client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import openai
+import pytest
+from bodies import check_chat, check_chunk, check_error, events
+from conftest import MODEL, Served, serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kukri import LLM
+from kukri.server.tools import (
+    HERMES,
+    LLAMA_3,
+    MISTRAL,
+    MISTRAL_NAMES,
+    CallDelta,
+    ToolDialect,
+    ToolSplit,
+    dialect_of,
+)
+
+CODE = ToolDialect("hermes", "<tool_call>", "</tool_call>", reads_code=True)
+PARAMETERS = {"add": ["a", "b"]}
+WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
+
+
+def split(dialect: ToolDialect, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+    """(what is said, the calls) of a text in pieces."""
+    parser, text, calls = ToolSplit(dialect, PARAMETERS), "", []
+    for event in [event for piece in pieces for event in parser.push(piece)] + parser.flush():
+        if isinstance(event, CallDelta):
+            if event.name is not None:
+                assert event.place == len(calls)
+                calls.append((event.name, ""))
+            name, arguments = calls[event.place]
+            calls[event.place] = name, arguments + event.arguments
+        else:
+            text += event
+    return text, calls
+
+
+CASES: list[tuple[ToolDialect, str, str, list[tuple[str, Any]]]] = [
+    (HERMES, f"<tool_call>\n{WEATHER}\n</tool_call>", "", [("weather", {"city": "Paris"})]),
+    (HERMES, "Hello there. \n", "Hello there. \n", []),
+    (
+        HERMES,
+        f"Let me see.\n\n<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>"
+        '{"name": "f", "arguments": {"x": "</tool_call> {\\"", "y": [{}, "}"]}}</tool_call>\nDone. ',
+        "Let me see.Done. ",
+        [("weather", {"city": "Paris"}), ("f", {"x": '</tool_call> {"', "y": [{}, "}"]})],
+    ),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", {"a": 1})]),
+    (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", {})]),
+    (HERMES, r'<tool_call>{"name": "f", "arguments": "{\"a\": \"é\"}"}', "", [("f", {"a": "é"})]),
+    (HERMES, '<tool_call>{"id": {"name": "no"}, "name": "f", "parameters": {}}', "", [("f", {})]),
+    (HERMES, "a <tool_call> b", "a <tool_call> b", []),
+    (HERMES, "<tool_call>{broken}</tool_call> b", "<tool_call>{broken}</tool_call> b", []),
+    (HERMES, '<tool_call>{"no": "name"}</tool_call>', '<tool_call>{"no": "name"}</tool_call>', []),
+    (HERMES, 'x <tool_call>\n{"name": "f', 'x <tool_call>\n{"name": "f', []),
+    (HERMES, "if a <tool", "if a <tool", []),
+    (LLAMA_3, ' {"name": "f", "parameters": {"a": "b"}}', "", [("f", {"a": "b"})]),
+    (
+        LLAMA_3,
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        "",
+        [("f", {"a": 1}), ("g", {})],
+    ),
+    (LLAMA_3, 'Say {"name": "f"}.', 'Say {"name": "f"}.', []),
+    (LLAMA_3, '{"answer": 42} is JSON', '{"answer": 42} is JSON', []),
+    (
+        MISTRAL,
+        'Well. [TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}] ',
+        "Well.",
+        [("f", {"a": [1]}), ("g", {})],
+    ),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {}}][TOOL', "[TOOL", [("f", {})]),
+    (
+        MISTRAL_NAMES,
+        '[TOOL_CALLS]f[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}',
+        "",
+        [("f", {"a": {"b": "}"}}), ("g", {})],
+    ),
+    (MISTRAL_NAMES, "[TOOL_CALLS] what is this? {", "[TOOL_CALLS] what is this? {", []),
+    (
+        CODE,
+        "<code>\nadd(1, b='x')\nr = f(c=[1, None])\n</code>",
+        "",
+        [("add", {"a": 1, "b": "x"}), ("f", {"c": [1, None]})],
+    ),
+    (CODE, "See <code>x + 1</code> there", "See <code>x + 1</code> there", []),
+    (CODE, "<code>add(1, 2, 3)</code>", "<code>add(1, 2, 3)</code>", []),
+    (CODE, "<code>import os\nos.remove('x')</code>", "<code>import os\nos.remove('x')</code>", []),
+]
+
+
+@pytest.mark.parametrize(("dialect", "text", "said", "calls"), CASES)
+def test_calls_are_found_whole_and_letter_by_letter(dialect, text, said, calls):
+    """Catches a family's form that is read wrongly, and text that is taken for a call or lost with one."""
+    for pieces in ([text], text):
+        found, found_calls = split(dialect, *pieces)
+        assert found == said
+        assert [(name, json.loads(arguments)) for name, arguments in found_calls] == calls
+
+
+FRAGMENTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "[ARGS]",
+    "<code>",
+    "</code>",
+    WEATHER,
+    WEATHER[:20],
+    '{"name": "f", "arguments": {}}',
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ",",
+    ";",
+    ":",
+    " ",
+    "\n",
+    "f",
+    "add(1)",
+    "<tool",
+    "[TOOL",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    dialect=st.sampled_from([HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, CODE]),
+    text=st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_size=12).map("".join),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+)
+def test_however_a_text_is_cut_the_calls_are_the_same(dialect, text, cuts):
+    """Catches anything that depends on where a chunk ends, and text that is neither said nor called."""
+    whole = split(dialect, text)
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    assert split(dialect, *(text[a:b] for a, b in pairwise(places))) == whole
+    assert split(dialect, *text) == whole
+    if not whole[1]:
+        assert whole[0] == text
+
+
+def test_arguments_are_streamed():
+    """Catches arguments that are held back until the call is whole."""
+    parser = ToolSplit(HERMES)
+    assert parser.push('<tool_call>{"name": "f", "arguments": {"a": "some ') == [
+        CallDelta(0, "f", '{"a": "some ')
+    ]
+    assert parser.push("more") == [CallDelta(0, None, "more")]
+    assert parser.push('"}}</tool_call>') == [CallDelta(0, None, '"}')]
+    assert parser.flush() == []
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "expected"),
+    [
+        ("{% if tools %}<tool_call>", {}, HERMES),
+        ("{% if tools %}[TOOL_CALLS]", {"[TOOL_CALLS]": 5}, MISTRAL),
+        ("{% if tools %}[TOOL_CALLS][ARGS]", {}, MISTRAL_NAMES),
+        ("{% if tools %}", {"<|python_tag|>": 9}, LLAMA_3),
+        ("{% if tools %}", {}, None),
+        ("<tool_call>", {}, None),
+        (None, {"<|python_tag|>": 9}, None),
+    ],
+)
+def test_the_template_tells_the_dialect(template, tokens, expected):
+    """Catches a model whose calls are read as another family's."""
+    assert dialect_of(template, tokens) == expected
+
+
+# ---- the real model, with the template of a model that calls tools
+
+TEMPLATE = """{%- if tools %}<|im_start|>system
+You may call these functions: {% for tool in tools %}{{ tool.function | tojson }} {% endfor %}
+Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.name is defined %}{{ message.name }}: {% endif %}{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "maxLength": 20},
+                    "unit": {"$ref": "#/$defs/unit"},
+                },
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+                "$defs": {"unit": {"enum": ["C", "F"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "get_time"}},
+]
+QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+@pytest.fixture(scope="module")
+def tooled(smollm2_path) -> Iterator[Served]:
+    with LLM(smollm2_path, max_context=1024, max_requests=4) as llm:
+        llm.tokenizer.chat_template = TEMPLATE
+        with serving(llm) as server:
+            yield server
+
+
+def check_weather(call: Any) -> None:
+    assert call.function.name == "get_weather"
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"city", "unit"}
+    assert arguments["unit"] in "CF"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_required_call_comes_and_fits_its_schema(tooled, choice):
+    """Catches a call that is text, arguments outside of the schema, and a $ref that points elsewhere."""
+    for seed in range(4):
+        options = {
+            "messages": QUESTION,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "model": MODEL,
+            "temperature": 1,
+            "seed": seed,
+            "max_tokens": 120,
+        }
+        answer = tooled.client.chat.completions.create(**options).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.content is None
+        (call,) = answer.message.tool_calls
+        if call.function.name == "get_weather" or choice != "required":
+            check_weather(call)
+        with tooled.client.chat.completions.stream(**options) as stream:
+            whole = stream.get_final_completion().choices[0]
+        (streamed,) = whole.message.tool_calls
+        assert streamed.function.arguments == call.function.arguments
+        assert whole.finish_reason == "tool_calls"
+
+
+def test_bodies_with_calls_fit_the_schema(tooled):
+    """Catches fields of calls that the client's types do not have, or lack."""
+    options = {
+        "messages": QUESTION,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "model": MODEL,
+        "temperature": 0,
+        "max_tokens": 40,
+    }
+    with tooled.http() as http:
+        check_chat(http.post("/v1/chat/completions", json=options).json())
+        for chunk in events(http.post("/v1/chat/completions", json=options | {"stream": True})):
+            check_chunk(chunk)
+
+
+def test_an_answer_without_calls_is_plain(tooled):
+    """Catches white space that tools take from an answer, and a reason that speaks of calls."""
+    options = {"messages": QUESTION, "model": MODEL, "temperature": 0, "max_tokens": 30}
+    plain = tooled.client.chat.completions.create(**options)
+    chosen = tooled.client.chat.completions.create(tools=TOOLS, tool_choice="none", **options)
+    assert chosen.choices[0].message == plain.choices[0].message
+    auto = tooled.client.chat.completions.create(tools=TOOLS, **options)
+    assert auto.usage.prompt_tokens > plain.usage.prompt_tokens, "the template saw the tools"
+    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
+    for seed in range(3):
+        answer = tooled.client.chat.completions.create(
+            messages=[{"role": "user", "content": "Call get_weather."}],
+            tools=strict,
+            model=MODEL,
+            temperature=1,
+            seed=seed,
+            max_tokens=60,
+        )
+        for call in answer.choices[0].message.tool_calls or ():
+            if answer.choices[0].finish_reason == "tool_calls":
+                check_weather(call)
+
+
+def test_history_with_results_reaches_the_template(tooled):
+    """Catches arguments that are quoted twice, and results that lost the name of their tool."""
+    call = {"id": "c1", "type": "function", "function": {"name": "get_time", "arguments": '{"a": "é"}'}}
+    history = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+    ]
+    with tooled.http() as http:
+        prompt = http.post("/apply-template", json={"messages": history}).json()["prompt"]
+    assert '<tool_call>{"name": "get_time", "arguments": {"a": "\\u00e9"}}</tool_call>' in prompt.replace(
+        "é", "\\u00e9"
+    )
+    answer = tooled.client.chat.completions.create(messages=history, model=MODEL, max_tokens=2)
+    ids = tooled.service.tokenizer.encode("get_time: noon")
+    assert answer.usage.prompt_tokens >= len(ids)
+    assert "get_time: noon" in prompt
+
+
+def test_thoughts_end_within_their_budget(tooled):
+    """Catches a grammar that begins inside the thoughts, and a template variable that is lost."""
+    answer = tooled.client.chat.completions.create(
+        messages=QUESTION,
+        model=MODEL,
+        temperature=1,
+        seed=1,
+        max_tokens=400,
+        response_format={"type": "json_object"},
+        extra_body={"chat_template_kwargs": {"enable_thinking": True}, "structured_outputs": None},
+    ).choices[0]
+    if answer.finish_reason == "stop":
+        json.loads(answer.message.content)
+    else:
+        assert answer.message.reasoning_content
+    with tooled.http() as http:
+        body = {"model": MODEL, "messages": QUESTION, "thinking_token_budget": 5}
+        assert "<think>" in check_error(
+            http.post("/v1/chat/completions", json=body), 400, "thinking_token_budget"
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"tools": TOOLS * 2}, "tools"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ],
+)
+def test_wrong_tools_are_named(tooled, changes, param):
+    """Catches a request about tools that fails late, or that is taken for another."""
+    with tooled.http() as http:
+        body = {"model": MODEL, "messages": QUESTION, "max_tokens": 1} | changes
+        check_error(http.post("/v1/chat/completions", json=body), 400, param)
+
+
+def test_a_model_without_tools_says_so(served):
+    """Catches tools that are taken and never shown to the model."""
+    with pytest.raises(openai.BadRequestError, match="knows no tools"):
+        served.client.chat.completions.create(messages=QUESTION, model=MODEL, tools=TOOLS)
