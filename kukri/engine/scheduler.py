@@ -95,7 +95,8 @@ class Scheduler:
         `copies` then lists the pages to copy before the step.
         """
         self.copies = []
-        self._give_way()
+        if self.waiting:
+            self._give_way()
         chunks: list[ScheduledChunk] = []
         budget = _Budget(self)
         n_preemptions = self.n_preemptions
@@ -104,7 +105,7 @@ class Scheduler:
             self._schedule(self.running[i], budget, chunks)
             i += 1
         if self.n_preemptions == n_preemptions:  # who just lost its pages must not take them back at once
-            while budget.n_tokens and budget.n_prompt_tokens:
+            while self.waiting and budget.n_tokens and budget.n_prompt_tokens:
                 request = self.waiting.first(_may_run)
                 if request is None or not self._admit(request):
                     break
@@ -296,8 +297,10 @@ class _Budget:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
-        if any(_generates(request) for request in scheduler.running):
-            self.n_prompt_tokens = scheduler.max_prompt_tokens
+        for request in scheduler.running:
+            if _generates(request):
+                self.n_prompt_tokens = scheduler.max_prompt_tokens
+                break
         self.n_rows = scheduler.max_logit_rows - scheduler.max_requests  # beyond the one that each may want
 
     def take(self, request: Request) -> tuple[int, int]:
