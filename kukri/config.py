@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kukri.errors import ConfigError
 
@@ -178,6 +178,7 @@ class ModelConfig:
 
 
 PAGE_TOKENS = 16  # tokens per KV page: one SIMD vector of scores
+Speculation = Literal["off", "ngram", "draft"]
 
 
 @dataclass(frozen=True)
@@ -192,13 +193,19 @@ class EngineConfig:
     kv_bytes: int | None = None  # of the KV pool; None: room for max_requests of max_context tokens
     caches_prefixes: bool = True  # keys and values of past requests are used again where the tokens are equal
     n_threads: int | None = None  # None: the cores this process may use
+    speculation: Speculation = "ngram"  # where guesses at tokens to come are from, unless a request says
+    max_draft_tokens: int = 15  # such guesses of a request in a step
     kv_type: Literal["f16", "q8_0"] = "f16"  # of the cache: q8_0 takes 53% of the memory
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
         if self.kv_type not in ("f16", "q8_0"):
             raise ConfigError(f"kv_type must be f16 or q8_0, not {self.kv_type!r}")
-        for name in ("max_requests", "max_step_tokens", "max_prompt_tokens"):
+        if self.speculation not in get_args(Speculation):
+            raise ConfigError(
+                f"speculation must be one of {', '.join(get_args(Speculation))}, not {self.speculation!r}"
+            )
+        for name in ("max_requests", "max_step_tokens", "max_prompt_tokens", "max_draft_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("max_context", "n_threads", "kv_bytes"):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
-from kukri.formats.gguf import write_gguf
+from kukri.formats.gguf_writer import write_gguf
 from kukri.quant.blocks import quantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -105,16 +105,21 @@ def write_tiny(
     config: ModelConfig | None = None,
     arrays: Mapping[str, np.ndarray] | None = None,
     weight_type: str = "F32",
+    control: Sequence[str] = CONTROL,
+    plain: Sequence[str] = (),
     **metadata: Any,
 ) -> Path:
-    """Writes the file and gives its path; `metadata` sets keys, `.` written `__`, and None removes one."""
+    """Writes the file and gives its path; `metadata` sets keys, `.` written `__`, and None removes one.
+
+    Behind the bytes come control tokens, the last of which ends a text, and `plain` ones that every text has.
+    """
     config = config or tiny_config()
     letters = [chr(b) for b in [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]]
     bytes_left = [b for b in range(256) if chr(b) not in letters]
     letter_of = {ord(letter): letter for letter in letters} | {
         b: chr(256 + i) for i, b in enumerate(bytes_left)
     }
-    tokens = [letter_of[b] for b in range(256)] + list(CONTROL)
+    tokens = [letter_of[b] for b in range(256)] + [*control, *plain]
     tokens += [f"<|unused{i}|>" for i in range(config.n_vocab - len(tokens))]
     keys: dict[str, Any] = {
         "general.architecture": "llama",
@@ -133,9 +138,11 @@ def write_tiny(
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens[: config.n_vocab],
-        "tokenizer.ggml.token_type": [1 if i < 256 else 3 for i in range(config.n_vocab)],
+        "tokenizer.ggml.token_type": [
+            1 if i < 256 else 4 if token in plain else 3 for i, token in enumerate(tokens[: config.n_vocab])
+        ],
         "tokenizer.ggml.merges": [],
-        "tokenizer.ggml.eos_token_id": min(END_ID, config.n_vocab - 1),
+        "tokenizer.ggml.eos_token_id": min(255 + len(control), config.n_vocab - 1),
         "tokenizer.chat_template": TEMPLATE,
     }
     keys |= {name.replace("__", "."): value for name, value in metadata.items()}

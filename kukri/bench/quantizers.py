@@ -100,9 +100,14 @@ def _loss(found: Comparison, path: Path, seconds: float) -> Loss:
     )
 
 
-def _kukri(source: Path, target: Path, mix: str) -> None:
+def write_as(source: Path, target: Path, recipe: Recipe) -> None:
+    """Writes a GGUF file's weights in other types, by kukri."""
     with open_gguf(source) as conversion:
-        write(with_recipe(conversion, Recipe(mix)), target, lambda step: None)
+        write(with_recipe(conversion, recipe), target, lambda step: None)
+
+
+def _kukri(source: Path, target: Path, mix: str) -> None:
+    write_as(source, target, Recipe(mix))
 
 
 def _llama_cpp(n_threads: int) -> Callable[[Path, Path, str], None]:

@@ -22,7 +22,8 @@ import numpy as np
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile, TensorSource, write_gguf
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf_writer import TensorSource, write_gguf
 from kukri.formats.imatrix import ImportanceMatrix
 from kukri.formats.metadata_gguf import gguf_architecture, model_metadata, rope_tensors
 from kukri.formats.metadata_hf import hf_config

@@ -1,4 +1,4 @@
-"""GGUF files: a memory-mapped reader that believes nothing a file claims, and a writer.
+"""GGUF files: a memory-mapped reader that believes nothing a file claims.
 
 The layout (docs/gguf.md of ggml; versions 2 and 3 are the same), little-endian throughout:
 
@@ -17,12 +17,12 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ MAX_NAME_BYTES = 255  # the specification says 64
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
 
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+BOOL_ID, STRING_ID, ARRAY_ID = 7, 8, 9
 _NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
@@ -54,12 +54,12 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
     4: np.dtype("<u4"),
     5: np.dtype("<i4"),
     6: np.dtype("<f4"),
-    _BOOL: np.dtype("?"),
+    BOOL_ID: np.dtype("?"),
     10: np.dtype("<u8"),
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-_NUMBER_IDS = {dtype: number_id for number_id, dtype in _NUMBERS.items()}
+NUMBER_IDS = {dtype: number_id for number_id, dtype in _NUMBERS.items()}
 
 _OTHER_MAGIC = {
     b"PK\x03\x04": "a zip archive or PyTorch checkpoint",
@@ -157,7 +157,7 @@ class _Part:
         cursor = _Cursor(self.bytes, path)
         self.version, n_tensors, n_keys = _read_header(cursor)
         self.metadata = Metadata(cursor, n_keys)
-        self.alignment = _alignment(self.metadata, path)
+        self.alignment = alignment_of(self.metadata, path)
         self.tensors = _read_tensors(cursor, n_tensors, self.alignment)
 
     def whole(self, key: str) -> int:
@@ -431,13 +431,13 @@ def _count(cursor: _Cursor, what: str, limit: int, least_bytes: int) -> int:
 def _read_value(cursor: _Cursor, key: str) -> Scalar | _StringArray | _NumberArray:
     what, start = f"key {brief(key)}", cursor.position
     value_type = cursor.u32(f"the type of {what}")
-    if value_type == _STRING:
+    if value_type == STRING_ID:
         return cursor.text(what)
-    if value_type == _ARRAY:
+    if value_type == ARRAY_ID:
         return _read_array(cursor, what)
     if value_type not in _NUMBERS:
         raise cursor.error(f"{what} has the unknown value type {value_type}", start)
-    if value_type == _BOOL:
+    if value_type == BOOL_ID:
         offset = cursor.take(1, what)
         cursor.check_booleans(offset, 1, key)
         return bool(cursor.data[offset])
@@ -447,9 +447,9 @@ def _read_value(cursor: _Cursor, key: str) -> Scalar | _StringArray | _NumberArr
 def _read_array(cursor: _Cursor, what: str) -> _StringArray | _NumberArray:
     start = cursor.position
     item_type = cursor.u32(f"the item type of {what}")
-    if item_type == _ARRAY:
+    if item_type == ARRAY_ID:
         raise cursor.error(f"{what} is an array of arrays, which no model needs", start)
-    if item_type == _STRING:
+    if item_type == STRING_ID:
         n = _count(cursor, f"strings in {what}", MAX_ARRAY_STRINGS, least_bytes=8)
         return _StringArray(cursor.skip_strings(n, what))
     if item_type not in _NUMBERS:
@@ -459,7 +459,8 @@ def _read_array(cursor: _Cursor, what: str) -> _StringArray | _NumberArray:
     return _NumberArray(dtype, cursor.take(n * dtype.itemsize, what), n)
 
 
-def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
+def alignment_of(metadata: Mapping[str, Any], path: Path) -> int:
+    """Bytes to a multiple of which tensors are placed. Raises FormatError unless it is a power of two."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     alignment = int(alignment) if isinstance(alignment, np.integer) else alignment
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -530,7 +531,7 @@ def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, 
         if tensor.offset % alignment:
             raise cursor.error(f"offset {tensor.offset} is not a multiple of {alignment}", start, tensor.name)
         tensors[tensor.name] = tensor
-    data_start = _align(cursor.position, alignment)
+    data_start = aligned(cursor.position, alignment)
     placed = {name: replace(tensor, offset=data_start + tensor.offset) for name, tensor in tensors.items()}
     _check_extents(cursor, placed)
     return placed
@@ -548,12 +549,12 @@ def _read_tensor_info(cursor: _Cursor) -> GGUFTensor:
     if type_id not in QUANT_TYPES_BY_ID:
         raise cursor.error(f"unknown weight type {type_id}", start, name)
     weight_type = QUANT_TYPES_BY_ID[type_id]
-    if reason := _impossible_shape(weight_type, shape):
+    if reason := impossible_shape(weight_type, shape):
         raise cursor.error(reason, start, name)
-    return GGUFTensor(name, weight_type, shape, offset, _n_bytes(weight_type, shape))
+    return GGUFTensor(name, weight_type, shape, offset, n_bytes_of(weight_type, shape))
 
 
-def _impossible_shape(type: QuantType, shape: Sequence[int]) -> str | None:
+def impossible_shape(type: QuantType, shape: Sequence[int]) -> str | None:
     """Why no tensor of this type has this shape, or None."""
     if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
         return f"shape {tuple(shape)} holds no weights or has more than {MAX_DIMS} dimensions"
@@ -562,7 +563,7 @@ def _impossible_shape(type: QuantType, shape: Sequence[int]) -> str | None:
     return None
 
 
-def _n_bytes(type: QuantType, shape: Sequence[int]) -> int:
+def n_bytes_of(type: QuantType, shape: Sequence[int]) -> int:
     """Bytes of a tensor; exact, whatever the shape."""
     n = type.row_bytes(shape[-1])
     for size in shape[:-1]:
@@ -582,110 +583,6 @@ def _check_extents(cursor: _Cursor, tensors: Mapping[str, GGUFTensor]) -> None:
         previous = tensor
 
 
-def _align(position: int, alignment: int) -> int:
+def aligned(position: int, alignment: int) -> int:
+    """The next multiple of `alignment` from a position on, both in bytes."""
     return -(-position // alignment) * alignment
-
-
-# What a tensor is written from: type, data (or a function that makes it when its turn comes), shape.
-TensorData = npt.NDArray[Any] | Callable[[], npt.NDArray[Any]]
-TensorSource = tuple[QuantType, TensorData, tuple[int, ...]]
-
-
-def write_gguf(
-    path: str | os.PathLike[str], metadata: Mapping[str, Any], tensors: Mapping[str, TensorSource]
-) -> None:
-    """Writes a GGUF file, version 3; it appears under `path` complete or not at all.
-
-    Metadata values: str, bool, int (u32 where it fits, else i32, u64 or i64), float (f32), NumPy scalars
-    of the type wanted, lists of these, 1-D arrays. Tensor data is uint8 [rows, row_bytes] or the type's
-    own NumPy dtype; functions that make it are called one at a time. Raises FormatError for what
-    GGUF cannot hold.
-    """
-    target = Path(path)
-    alignment = _alignment(metadata, target)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(_encode_header(metadata, tensors, alignment))
-            for name, (weight_type, data, shape) in tensors.items():
-                _pad(file, alignment)
-                _write_tensor(file, name, weight_type, data() if callable(data) else data, shape)
-            _pad(file, alignment)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, target)
-    except OSError as error:
-        raise FormatError(f"cannot be written: {error.strerror}", path=target) from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _encode_header(metadata: Mapping[str, Any], tensors: Mapping[str, TensorSource], alignment: int) -> bytes:
-    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
-    for key, value in metadata.items():
-        parts += [_encode_text(key, MAX_KEY_BYTES), *_encode_value(key, value)]
-    offset = 0
-    for name, (weight_type, _, shape) in tensors.items():
-        if reason := _impossible_shape(weight_type, shape):
-            raise FormatError(reason, tensor=name)
-        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        parts += [_encode_text(name, MAX_NAME_BYTES), dims, struct.pack("<IQ", weight_type.ggml_id, offset)]
-        offset = _align(offset + _n_bytes(weight_type, shape), alignment)
-    return b"".join(parts)
-
-
-def _encode_text(text: str, max_bytes: int | None = None) -> bytes:
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError:
-        raise FormatError(f"text {brief(text)} holds lone surrogates, which UTF-8 cannot") from None
-    if max_bytes is not None and len(encoded) > max_bytes:
-        raise FormatError(f"name {brief(text)} is longer than {max_bytes} bytes")
-    return _U64.pack(len(encoded)) + encoded
-
-
-def _encode_value(key: str, value: Any) -> list[bytes]:
-    if isinstance(value, str):
-        return [_U32.pack(_STRING), _encode_text(value)]
-    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-        return [struct.pack("<IIQ", _ARRAY, _STRING, len(value)), *map(_encode_text, value)]
-    numbers = value if isinstance(value, np.ndarray | np.generic) else _as_numbers(key, value)
-    number_id = _NUMBER_IDS.get(numbers.dtype)
-    if number_id is None or numbers.ndim > 1:
-        raise FormatError(f"key {key!r}: GGUF cannot hold {brief(value)}")
-    if numbers.ndim == 0:
-        return [_U32.pack(number_id), numbers.tobytes()]
-    return [struct.pack("<IIQ", _ARRAY, number_id, numbers.size), numbers.tobytes()]
-
-
-def _as_numbers(key: str, value: Any) -> npt.NDArray[Any]:
-    """Python numbers as the type that other readers expect: 32 bits where they fit."""
-    try:
-        numbers = np.asarray(value)
-    except (ValueError, OverflowError):
-        raise FormatError(f"key {key!r}: GGUF cannot hold {brief(value)}") from None
-    if numbers.dtype.kind == "f":
-        return numbers.astype(np.float32)
-    if numbers.dtype.kind in "iu" and numbers.size:
-        low, high = int(numbers.min()), int(numbers.max())
-        scalar = (np.uint32, np.int32, np.uint64, np.int64)
-        for dtype in (np.int32, np.uint32, np.int64, np.uint64) if numbers.ndim else scalar:
-            if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
-                return numbers.astype(dtype)
-    return numbers
-
-
-def _write_tensor(
-    file: BinaryIO, name: str, type: QuantType, data: npt.NDArray[Any], shape: tuple[int, ...]
-) -> None:
-    own_dtype = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}.get(type.name)
-    if data.dtype != np.uint8 and data.dtype != own_dtype:
-        raise FormatError(f"{data.dtype} data cannot be written as {type.name}", tensor=name)
-    if data.nbytes != _n_bytes(type, shape):
-        message = f"{data.nbytes} bytes of data for shape {shape}, which takes {_n_bytes(type, shape)}"
-        raise FormatError(message, tensor=name)
-    file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
-
-
-def _pad(file: BinaryIO, alignment: int) -> None:
-    file.write(b"\0" * (-file.tell() % alignment))

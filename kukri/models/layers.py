@@ -188,12 +188,15 @@ class GatedMLP:
 
 
 class MLP:
-    """fc2(gelu(fc1(x)))."""
+    """down(gelu(up(x))), under the names that the architecture gives the two."""
+
+    up_name = "fc1"
+    down_name = "fc2"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
-        self.up = Linear(source, [f"{name}.fc1"], (config.d_ffn,), config.d_model)
-        self.down = Linear(source, [f"{name}.fc2"], (config.d_model,), config.d_ffn)
+        self.up = Linear(source, [f"{name}.{self.up_name}"], (config.d_ffn,), config.d_model)
+        self.down = Linear(source, [f"{name}.{self.down_name}"], (config.d_model,), config.d_ffn)
         self.parameters = self.up.parameters + self.down.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:

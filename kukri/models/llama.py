@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 class Block:
     """One layer: attention and MLP, each behind its norm, each added to the residual stream."""
 
+    norm_type: Callable[..., Any] = RMSNorm
     attention_type = Attention
-    mlp_type = GatedMLP
+    mlp_type: Callable[..., Any] = GatedMLP
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int, rope: RopeTable) -> None:
-        name = f"model.layers.{layer}"
+        name, eps = f"model.layers.{layer}", config.norm_eps
         self.layer = layer
-        self.attention_norm = RMSNorm(source, f"{name}.input_layernorm", config.d_model, config.norm_eps)
+        self.attention_norm = self.norm_type(source, f"{name}.input_layernorm", config.d_model, eps)
         self.attention = self.attention_type(source, f"{name}.self_attn", config, layer, rope)
-        self.mlp_norm = RMSNorm(source, f"{name}.post_attention_layernorm", config.d_model, config.norm_eps)
+        self.mlp_norm = self.norm_type(source, f"{name}.post_attention_layernorm", config.d_model, eps)
         self.mlp = self.mlp_type(source, f"{name}.mlp", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:

@@ -55,9 +55,9 @@ class ChatTemplate:
     ) -> list[int]:
         """The token ids of `render`, where control tokens come from the template alone.
 
-        Their texts inside messages and tools stay text, so that a user cannot end a turn or begin one of
-        the system's. BOS is added where the model wants it and the template does not write it. Errors as
-        for `render`.
+        Their texts inside messages, tools and `kwargs` stay text, so that a user cannot end a turn or begin
+        one of the system's. BOS is added where the model wants it and the template does not write it.
+        Errors as for `render`.
         """
         specials = [text for i in tokenizer.special_ids if (text := tokenizer.token_text(i))]
 
@@ -69,8 +69,9 @@ class ChatTemplate:
             return text
 
         guarded_messages: list[dict[str, Any]] = _map_texts(_checked(messages), guard)
+        guarded_tools = _map_texts(_checked_tools(tools), guard)
         prompt = self._render(
-            guarded_messages, add_generation_prompt, _map_texts(_checked_tools(tools), guard), kwargs
+            guarded_messages, add_generation_prompt, guarded_tools, _map_texts(kwargs, guard)
         )
         return tokenizer.encode_marked(prompt)
 
@@ -85,6 +86,8 @@ class ChatTemplate:
         variables = {
             name: text for name, text in variables.items() if text
         }  # unset ones are undefined, not ""
+        if tools is not None and "xml_tools" in (self.source or ""):
+            kwargs = {"xml_tools": tools, **kwargs}  # SmolLM3's name for them
         return self._run(
             {
                 "documents": None,

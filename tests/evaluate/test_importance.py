@@ -19,7 +19,8 @@ from kukri.cli import app
 from kukri.errors import ConfigError, FormatError
 from kukri.evaluate.importance import importance_matrix
 from kukri.evaluate.text import prose
-from kukri.formats.gguf import GGUFFile, write_gguf
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf_writer import write_gguf
 from kukri.formats.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from kukri.formats.names import gguf_name
 from kukri.models import linear_inputs, tap_names

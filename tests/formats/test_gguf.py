@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import FormatError, KukriError, UnsupportedError
-from kukri.formats.gguf import GGUFFile, write_gguf
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf_writer import write_gguf
 from kukri.quant.blocks import quantize
 from kukri.quant.types import QUANT_TYPES
 

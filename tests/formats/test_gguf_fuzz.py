@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from kukri.errors import FormatError, KukriError
 from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile, write_gguf
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf_writer import write_gguf
 from kukri.formats.weights import GGUFWeights
 from kukri.quant.blocks import BLOCKS, quantize
 from kukri.quant.types import QUANT_TYPES

@@ -11,7 +11,8 @@ import pytest
 
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile, write_gguf
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf_writer import write_gguf
 from kukri.formats.names import canonical_name, gguf_name
 from kukri.formats.weights import GGUFWeights, half_split_order
 from kukri.quant.blocks import dequantize, quantize

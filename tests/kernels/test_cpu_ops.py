@@ -16,7 +16,7 @@ from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeTable, StepLimits, Weight
 from kukri.quant.blocks import dequantize, quantize
-from kukri.quant.per_token import linear_per_token
+from kukri.quant.per_token import linear_per_token, quantize_tokens
 from kukri.quant.types import QUANT_TYPES
 
 QUANTIZED = tuple(HALVES)  # every quantized type that kukri runs
@@ -140,6 +140,22 @@ def test_weights_side_by_side(backend, names):
     assert_close(*both(backend, program, plain_batch(9)))
 
 
+@pytest.mark.parametrize("sizes", [(24, 24), (17, 31), (8, 8)])
+def test_a_tile_that_starts_inside_another_ends_in_its_row(backend, sizes):
+    """Would catch the last tile of one type written over the first columns of the next token."""
+    rng = np.random.default_rng(2)
+    x, width = exact_rows(rng, 9, 64), sum(sizes)
+    parts = tuple(weight(rng, name, n, 64) for name, n in zip(("Q4_1", "Q8_0"), sizes, strict=True))
+    bias = rng.standard_normal(width).astype(np.float32)
+    residual = rng.standard_normal((9, width)).astype(np.float32)
+
+    def program(ops, batch):
+        added = ops.embed(f32_weight(residual), batch)
+        return ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), parts, bias, added), batch)
+
+    assert_close(*both(backend, program, plain_batch(9)))
+
+
 def per_token(w):
     return Weight(w.data, w.type, w.shape, w.name, per_token=True)
 
@@ -256,6 +272,55 @@ def test_extreme_activations(backend, type_name):
         plain_batch(4),
     )
     assert_close(got, want)
+
+
+def extreme_weight(rng, type_name):
+    """Rows of 256 weights whose quants are all of the least or all of the largest, or alternate.
+
+    The largest nibble is 15, five bits 31, six 63; of signed bytes the largest are 127 and -128.
+    """
+    type = QUANT_TYPES[type_name]
+    rows = random_rows(rng, type_name, (17, 256))
+    bits = np.resize(np.uint8([0xFF, 0x00, 0x7F, 0x80]), 17)[:, None, None]
+    blocks = rows.reshape(17, -1, type.block_bytes)
+    for byte in range(type.block_bytes):
+        if not any(byte - at in (0, 1) for at in HALVES[type_name]):
+            blocks[:, :, byte] = bits[:, :, 0]
+    return Weight(rows, type, (17, 256))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_extreme_weights_with_extreme_activations(backend, type_name, n_tokens):
+    """Would catch a run of products that is too long for the 16 bits in which AVX2 sums it."""
+    rng = np.random.default_rng(n_tokens)
+    w = extreme_weight(rng, type_name)
+    x = np.full((n_tokens, 256), 127, np.float32)
+    x[1::2] = -127
+    x[2::4] = rng.choice([-127, 127], 256)
+    got, want = both(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        plain_batch(n_tokens),
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 4, 5, 8])
+def test_extreme_activations_with_one_scale_a_token(backend, n_tokens):
+    """Would catch that these activations, unlike others, may be -128."""
+    w = per_token(extreme_weight(np.random.default_rng(0), "Q4_0"))
+    x = np.full((n_tokens, 256), -1, np.float32)
+    assert (quantize_tokens(x)[0] == -128).all()
+    x[1::2] = 1
+    got = run(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        plain_batch(n_tokens),
+    )
+    want = linear_per_token(x, w.data)
+    sizes = np.abs(dequantize(w.data, w.type)).sum(axis=1)
+    assert (np.abs(got - want) <= RELATIVE * sizes).all()
 
 
 def test_rows_of_zeros_give_zeros(backend):

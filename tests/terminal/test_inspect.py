@@ -18,7 +18,7 @@ from tiny_models import TINY, make, write
 from typer.testing import CliRunner
 
 from kukri.cli import app
-from kukri.formats.gguf import write_gguf
+from kukri.formats.gguf_writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
 
 SIZES = {

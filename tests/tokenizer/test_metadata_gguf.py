@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from kukri.errors import UnsupportedError
-from kukri.formats.gguf import GGUFFile, write_gguf
+from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf_writer import write_gguf
 from kukri.tokenizer import Tokenizer, load_tokenizer
 from kukri.tokenizer.metadata_gguf import tokenizer_metadata
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS

@@ -9,6 +9,7 @@ from hard_texts import HARD_TEXTS, any_text
 from hypothesis import given
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoTokenizer
+from yardstick import yardstick_s
 
 from kukri.tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -99,4 +100,4 @@ print(min(times))
     run = subprocess.run(
         [sys.executable, "-c", program, smollm2_path], capture_output=True, text=True, check=True
     )
-    assert float(run.stdout) < 0.15
+    assert float(run.stdout) < 150 * min(yardstick_s() for _ in range(20))

@@ -2,7 +2,7 @@
 
 Follow a step: `plan.py` records the model, `pool.py` runs the recorded ops on its threads through the
 executor (`threads.py`); kernels live in `linear`, `attention`, `elementwise`, `batch` and `sample`, made
-of the vector values of `simd.py` and compiled by `jit.py`.
+of the operations of `intrinsics`, `simd` and `tiles`, and compiled by `jit.py`.
 """
 
 from __future__ import annotations

@@ -16,31 +16,30 @@ from typing import Any, NamedTuple
 
 from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.elementwise import first_row, quantize_row, row_tiles, stop_row
-from kukri.kernels.cpu.jit import KernelSource
-from kukri.kernels.cpu.simd import (
+from kukri.kernels.cpu.intrinsics import (
     device,
-    exponential,
     f32_of_bits,
-    fma,
-    load_f16x16,
     load_f32,
-    load_f32x16,
-    load_i8x16,
     load_i32,
     load_i64,
+    stack_bytes,
+    store_f32,
+    store_i64,
+)
+from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.simd import (
+    exponential,
+    fma,
+    load_f16x16,
+    load_f32x16,
+    load_i8x16,
     mask_outside,
     max_lanes,
     maximum,
     splat,
     splat_f16,
-    stack_bytes,
-    store_f32,
     store_f32x16,
-    store_i64,
     sum_lanes,
-    tile_fma,
-    tile_store,
-    tile_zeros_f32,
 )
 from kukri.kernels.cpu.state import (
     CHUNK_PAGES,
@@ -63,6 +62,11 @@ from kukri.kernels.cpu.state import (
     WORK_TOKEN,
     partial_bytes,
     query_tokens,
+)
+from kukri.kernels.cpu.tiles import (
+    tile_fma,
+    tile_store,
+    tile_zeros_f32,
 )
 from kukri.kernels.types import KV_BLOCK, KVType, kv_bytes
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kukri.config import PAGE_TOKENS
+from kukri.kernels.cpu.intrinsics import device, load_i32, load_i64, store_i64
 from kukri.kernels.cpu.jit import KernelSource
-from kukri.kernels.cpu.simd import device, load_i32, load_i64, store_i64
 from kukri.kernels.cpu.state import (
     CHUNK_TOKENS,
     CONTEXT_LEN,

@@ -7,6 +7,7 @@ are drawn in `kukri.quant.blocks`; in a tile, word j of a block is the 64 bytes 
 
 from __future__ import annotations
 
+from kukri.kernels.cpu.intrinsics import device
 from kukri.kernels.cpu.layouts import (
     Q8_BLOCK_BYTES,
     Q8_NEGATIVE_SUMS,
@@ -17,10 +18,8 @@ from kukri.kernels.cpu.layouts import (
 from kukri.kernels.cpu.simd import (
     byte_bits,
     byte_to_f32,
-    device,
     either,
     either_word,
-    fetch_ahead,
     high_nibbles,
     load_bf16x16,
     load_f16x16,
@@ -31,18 +30,23 @@ from kukri.kernels.cpu.simd import (
     look_up,
     low_nibbles,
     signed_byte_to_f32,
-    signed_dot_shift,
     splat,
-    tile_dot4,
+    word_bits,
+    words_to_f32,
+)
+from kukri.kernels.cpu.tiles import (
+    fetch_ahead,
+    signed_dot_shift,
+    tile_dot4_short,
     tile_dot4_signed,
     tile_fma,
     tile_fold,
     tile_offset_add,
     tile_offset_start,
+    tile_short_end,
+    tile_short_start,
     tile_take_min,
     tile_zeros_like,
-    word_bits,
-    words_to_f32,
 )
 from kukri.quant.blocks import IQ4_VALUES
 
@@ -88,24 +92,32 @@ def _offset_start(out, x, shift):
 @device
 def _dot_nibbles(acc, w, x):
     """acc += 32 nibbles: byte 4j+b of a row holds input 4j+b (low) and 16+4j+b (high)."""
+    short = tile_short_start(acc)
     for j in range(4):
         packed = load_u8x64(w + 64 * j)
-        acc = tile_dot4(acc, low_nibbles(packed), x + j * _GROUP, 4)
-        acc = tile_dot4(acc, high_nibbles(packed), x + (4 + j) * _GROUP, 4)
-    return acc
+        short = tile_dot4_short(short, low_nibbles(packed), x + j * _GROUP, 4)
+        short = tile_dot4_short(short, high_nibbles(packed), x + (4 + j) * _GROUP, 4)
+    return tile_short_end(acc, short)
+
+
+@device
+def _dot_five_bit_words(acc, w, x, bits, first):
+    """acc += 16 nibbles of 2 words and their fifth bits."""
+    short = tile_short_start(acc)
+    for j in range(first, first + 2):
+        packed = load_u8x64(w + 64 + 64 * j)
+        low = either(low_nibbles(packed), byte_bits(bits, j, 1, 4))
+        high = either(high_nibbles(packed), byte_bits(bits, 4 + j, 1, 4))
+        short = tile_dot4_short(short, low, x + j * _GROUP, 4)
+        short = tile_dot4_short(short, high, x + (4 + j) * _GROUP, 4)
+    return tile_short_end(acc, short)
 
 
 @device
 def _dot_five_bits(acc, w, x):
     """acc += 32 nibbles and fifth bits: word 0 holds the bits (turned when packed), then the nibbles."""
     bits = load_u8x64(w)
-    for j in range(4):
-        packed = load_u8x64(w + 64 + 64 * j)
-        low = either(low_nibbles(packed), byte_bits(bits, j, 1, 4))
-        high = either(high_nibbles(packed), byte_bits(bits, 4 + j, 1, 4))
-        acc = tile_dot4(acc, low, x + j * _GROUP, 4)
-        acc = tile_dot4(acc, high, x + (4 + j) * _GROUP, 4)
-    return acc
+    return _dot_five_bit_words(_dot_five_bit_words(acc, w, x, bits, 0), w, x, bits, 2)
 
 
 @device
@@ -205,9 +217,11 @@ def _fold_with_min(out, acc, d, scales, dmin, mins, g, x):
 def _q4_k_group(out, w, x, g, d, scales, dmin, mins):
     """Group g: nibbles of the 8 words that it shares with its neighbour."""
     acc = tile_zeros_like(out)
+    short = tile_short_start(acc)
     for j in range(8):
         packed = load_u8x64(w + 256 * (g & 6) + 64 * j)
-        acc = tile_dot4(acc, byte_bits(packed, 4 * (g & 1), 15, 0), x + j * _GROUP, 4)
+        short = tile_dot4_short(short, byte_bits(packed, 4 * (g & 1), 15, 0), x + j * _GROUP, 4)
+    acc = tile_short_end(acc, short)
     return _fold_with_min(out, acc, d, scales, dmin, mins, g, x)
 
 
@@ -230,13 +244,20 @@ def _q4_k(out, w, x):
 
 
 @device
-def _q5_k_group(out, w, x, g, d, scales, dmin, mins):
-    """Group g: nibbles as in Q4_K, and bit g of the 8 words before them."""
-    acc = tile_zeros_like(out)
-    for j in range(8):
+def _q5_k_half_group(acc, w, x, g, first):
+    """acc += 16 weights of group g: nibbles as in Q4_K, and bit g of the 8 words before them."""
+    short = tile_short_start(acc)
+    for j in range(first, first + 4):
         four = byte_bits(load_u8x64(w + 512 + 256 * (g & 6) + 64 * j), 4 * (g & 1), 15, 0)
         fifth = byte_bits(load_u8x64(w + 64 * j), g, 1, 4)
-        acc = tile_dot4(acc, either(four, fifth), x + j * _GROUP, 4)
+        short = tile_dot4_short(short, either(four, fifth), x + j * _GROUP, 4)
+    return tile_short_end(acc, short)
+
+
+@device
+def _q5_k_group(out, w, x, g, d, scales, dmin, mins):
+    acc = _q5_k_half_group(tile_zeros_like(out), w, x, g, 0)
+    acc = _q5_k_half_group(acc, w, x, g, 4)
     return _fold_with_min(out, acc, d, scales, dmin, mins, g, x)
 
 
@@ -264,10 +285,13 @@ def _q5_k(out, w, x):
 @device
 def _q6_k_half_group(acc, low, shift, high, high_shift, x):
     """acc += 16 weights of 4 low and 2 high bits: 4 words at `low` and at `high`."""
-    for j in range(4):
-        four = byte_bits(load_u8x64(low + 64 * j), shift, 15, 0)
-        two = byte_bits(load_u8x64(high + 64 * j), high_shift, 3, 4)
-        acc = tile_dot4(acc, either(four, two), x + j * _GROUP, 4)
+    for run in range(2):
+        short = tile_short_start(acc)
+        for j in range(2 * run, 2 * run + 2):
+            four = byte_bits(load_u8x64(low + 64 * j), shift, 15, 0)
+            two = byte_bits(load_u8x64(high + 64 * j), high_shift, 3, 4)
+            short = tile_dot4_short(short, either(four, two), x + j * _GROUP, 4)
+        acc = tile_short_end(acc, short)
     return acc
 
 
@@ -294,11 +318,12 @@ def _q6_k(out, w, x):
 @device
 def _q3_k_half_group(acc, low, shift, high, high_shift, x):
     """acc += 16 weights of 2 low bits and a high one."""
+    short = tile_short_start(acc)
     for j in range(4):
         two = byte_bits(load_u8x64(low + 64 * j), shift, 3, 0)
         one = byte_bits(load_u8x64(high + 64 * j), high_shift, 1, 2)
-        acc = tile_dot4(acc, either(two, one), x + j * _GROUP, 4)
-    return acc
+        short = tile_dot4_short(short, either(two, one), x + j * _GROUP, 4)
+    return tile_short_end(acc, short)
 
 
 @device
@@ -330,9 +355,11 @@ def _q3_k(out, w, x):
 @device
 def _q2_k_half_group(acc, low, shift, x):
     """acc += 16 weights of 2 bits."""
+    short = tile_short_start(acc)
     for j in range(4):
-        acc = tile_dot4(acc, byte_bits(load_u8x64(low + 64 * j), shift, 3, 0), x + j * _GROUP, 4)
-    return acc
+        two = byte_bits(load_u8x64(low + 64 * j), shift, 3, 0)
+        short = tile_dot4_short(short, two, x + j * _GROUP, 4)
+    return tile_short_end(acc, short)
 
 
 @device

@@ -12,6 +12,15 @@ from typing import Any
 import numpy as np
 
 from kukri.config import PAGE_TOKENS
+from kukri.kernels.cpu.intrinsics import (
+    device,
+    f32_of_bits,
+    load_f32,
+    load_i32,
+    load_i64,
+    store_f32,
+    store_i32,
+)
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.layouts import (
     F32_INPUT_BYTES,
@@ -25,14 +34,9 @@ from kukri.kernels.cpu.layouts import (
 )
 from kukri.kernels.cpu.simd import (
     absolute,
-    device,
     exponential,
-    f32_of_bits,
     fma,
-    load_f32,
     load_f32x16,
-    load_i32,
-    load_i64,
     max_lanes,
     maximum,
     minimum,
@@ -40,12 +44,10 @@ from kukri.kernels.cpu.simd import (
     splat,
     store_f16,
     store_f16x16,
-    store_f32,
     store_f32x16,
     store_first_f16,
     store_i8,
     store_i8x16,
-    store_i32,
     store_words,
     sum_lanes,
     sum_lanes_i32,

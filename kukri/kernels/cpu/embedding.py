@@ -10,12 +10,8 @@ from typing import Any
 import numpy as np
 
 from kukri.kernels.cpu.elementwise import first_row, row_tiles, stop_row
-from kukri.kernels.cpu.jit import KernelSource
-from kukri.kernels.cpu.layouts import LAYOUTS
-from kukri.kernels.cpu.simd import (
+from kukri.kernels.cpu.intrinsics import (
     device,
-    load_bf16,
-    load_f16,
     load_f32,
     load_i8,
     load_i32,
@@ -24,6 +20,9 @@ from kukri.kernels.cpu.simd import (
     load_u16,
     store_f32,
 )
+from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.layouts import LAYOUTS
+from kukri.kernels.cpu.simd import load_bf16, load_f16
 from kukri.kernels.cpu.state import N_TOKENS, TOKEN_IDS
 from kukri.quant.blocks import IQ4_VALUES
 

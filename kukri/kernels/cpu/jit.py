@@ -39,6 +39,7 @@ _KERNEL_MODULES = (
     "masked",
     "sample",
     "pack_kernels",
+    "bandwidth",
 )
 
 
@@ -230,7 +231,7 @@ def find_source(name: str) -> KernelSource:
 def _compile_and_store(name: str) -> tuple[str, tuple[str, ...], bytes]:
     if os.environ.get("NUMBA_CPU_NAME") and "NUMBA_CPU_FEATURES" not in os.environ:
         os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU
-    from kukri.kernels.cpu.simd import compile_kernel
+    from kukri.kernels.cpu.intrinsics import compile_kernel
 
     source = find_source(name)
     symbol, code = compile_kernel(source)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kukri.kernels.cpu.blocks import BLOCK_FUNCTIONS
+from kukri.kernels.cpu.intrinsics import device, load_i64
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.layouts import (
     LAYOUTS,
@@ -25,10 +26,9 @@ from kukri.kernels.cpu.layouts import (
     linear_kernel,
     panel_bytes,
 )
-from kukri.kernels.cpu.simd import (
-    device,
-    load_f32x16,
-    load_i64,
+from kukri.kernels.cpu.simd import load_f32x16
+from kukri.kernels.cpu.tiles import (
+    has_wide_registers,
     tile_add,
     tile_fma,
     tile_store,
@@ -69,7 +69,23 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
 
         return row_tile
 
-    row_tile_1, row_tile_2, row_tile_4, row_tile_8 = (make_row_tile(n) for n in (1, 2, 4, 8))
+    row_tile_1, row_tile_2, row_tile_4 = (make_row_tile(n) for n in (1, 2, 4))
+
+    def make_two_row_tiles(n: int) -> Callable[..., Any]:
+        row_tile = make_row_tile(n)
+
+        @device
+        def two_row_tiles(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
+            """16 rows times `count` <= 2n tokens of one panel, n at a time: their weights are read twice."""
+            for first in range(0, count, n):
+                yp = y + first * y_stride
+                rp = residual + first * residual_stride if residual != 0 else 0
+                left = count - first
+                row_tile(w, x + 4 * first, n_blocks, yp, y_stride, bias, rp, residual_stride, left)
+
+        return two_row_tiles
+
+    row_tile_8 = make_row_tile(8) if has_wide_registers() else make_two_row_tiles(4)
 
     def linear(tile, rows, w, x, n_row_tiles, n_blocks, y, y_stride, bias, residual, residual_stride):
         """`rows` is the address of the number of tokens; strides are bytes; 0 for no bias or residual."""

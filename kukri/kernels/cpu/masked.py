@@ -10,20 +10,22 @@ from __future__ import annotations
 import numpy as np
 
 from kukri.config import PAGE_TOKENS
+from kukri.kernels.cpu.intrinsics import (
+    f32_of_bits,
+    load_f32,
+    load_i32,
+    load_i64,
+    stack_bytes,
+)
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.simd import (
     exponential,
-    f32_of_bits,
     fma,
     load_f16x16,
-    load_f32,
     load_f32x16,
-    load_i32,
-    load_i64,
     mask_outside,
     max_lanes,
     splat,
-    stack_bytes,
     store_f32x16,
     sum_lanes,
 )

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from kukri.kernels.cpu.intrinsics import (
+    device,
+    load_i32,
+    load_i64,
+    load_u16,
+    store_i32,
+    store_u16,
+)
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.layouts import ROWS
-from kukri.kernels.cpu.simd import device, load_i32, load_i64, load_u16, store_i32, store_u16
 
 
 @device

@@ -19,7 +19,7 @@ import numpy as np
 from kukri.config import PAGE_TOKENS
 from kukri.errors import MissingKernelError, ShapeError
 from kukri.kernels.cpu.jit import KernelLibrary, float_bits
-from kukri.kernels.cpu.layouts import TOKENS, PanelKind, linear_kernel, panel_bytes
+from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, linear_kernel, panel_bytes
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pack import PackedWeight, layout_of
 from kukri.kernels.cpu.state import (
@@ -198,15 +198,17 @@ class Recorder:
             y = self.tap(*tap, self.linear(x, weights, bias))
             self._segments[-1].residual = residual
             return y
+        groups = _by_type(weights)
         width = sum(w.shape[0] for w in weights)
-        y = self._value(x.rows, width)
+        last = sum(w.shape[0] for w in groups[-1])
+        y = self._value(x.rows, width, width - last + -(-last // ROWS) * ROWS)
         bias_address = 0
         if bias is not None:
             padded = np.zeros(width + TOKENS * 2, np.float32)
             padded[:width] = bias
             bias_address = self._array(padded)
         column = 0
-        for group in _by_type(weights):
+        for group in groups:
             packed = self._pack(group)
             # logit rows are few and their product is bound by memory: two terms cost nothing there
             kind: PanelKind = "q8x2" if packed.panel == "q8" and x.rows == "N" else packed.panel
@@ -439,8 +441,9 @@ class Recorder:
     def _max_rows(self, rows: Rows) -> int:
         return self._limits.max_tokens if rows == "T" else self._limits.max_logit_rows
 
-    def _value(self, rows: Rows, width: int) -> Value:
-        stride = 4 * (-(-width // 16) * 16)  # kernels store 16 outputs at a time
+    def _value(self, rows: Rows, width: int, stored_width: int = 0) -> Value:
+        """A new value; kernels store `stored_width` columns of it, whole tiles, where that is more."""
+        stride = 4 * (-(-max(width, stored_width) // ROWS) * ROWS)
         return Value(self._buffer(self._max_rows(rows) * stride), rows, width, stride)
 
     def _count(self, rows: Rows) -> int:
@@ -534,7 +537,7 @@ def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
         layout_of(weight)
         last = groups[-1][0] if groups else weight
         is_like_it = (last.type, last.per_token) == (weight.type, weight.per_token)
-        if groups and is_like_it and sum(w.shape[0] for w in groups[-1]) % 16 == 0:
+        if groups and is_like_it and sum(w.shape[0] for w in groups[-1]) % ROWS == 0:
             groups[-1].append(weight)
         else:
             groups.append([weight])
@@ -555,7 +558,7 @@ def _place(buffers: list[Buffer]) -> ByteArray:
         buffer.address = start
         placed.append((start, buffer))
         end = max(end, start + size)
-    memory = aligned_zeros(end)
+    memory = aligned_zeros(end + 4 * ROWS)  # a residual is read by whole tiles, as its sum is stored
     for buffer in buffers:
         buffer.address += address_of(memory)
     return memory

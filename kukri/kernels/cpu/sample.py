@@ -1,9 +1,7 @@
 """Choosing tokens: the stages of `kukri.kernels.reference_rows`, to the bit, without sorting a vocabulary.
 
 A row is copied to its thread's scratch, where it stays in a near cache and may be edited. The first stage
-that filters takes a threshold that provably lies at or under its cut, gathers the tokens above, and from
-then on only those *candidates* are looked at: ids ascending, with their logits, padded with -inf to whole
-vectors. The largest by count or by weight are found by a radix selection on the bits of float32 keys.
+that filters narrows it to candidates (candidates.py); from then on only those are looked at.
 
 `choose_rows` runs on all threads: each tile is a thread's scratch, and takes rows until none is left.
 """
@@ -15,42 +13,41 @@ from typing import Any
 import numpy as np
 
 from kukri.kernels import rows
-from kukri.kernels.cpu.jit import KernelSource
-from kukri.kernels.cpu.simd import (
-    add_f64,
-    atomic_add,
+from kukri.kernels.cpu.atomics import atomic_add
+from kukri.kernels.cpu.candidates import (
+    LOWEST,
+    bound_of_largest,
+    copy_row,
+    count_from,
+    f32,
+    first_of,
+    gather,
+    keep_from,
+    keep_most,
+    largest,
+    mean_depth,
+    sigma_cut,
+    sum_exp,
+    survey,
+    weigh,
+    weigh_only,
+)
+from kukri.kernels.cpu.intrinsics import (
     device,
-    exponential,
-    lanes_from,
-    lanes_nan,
     load_f32,
-    load_f32x16,
     load_f64,
     load_i32,
     load_i64,
-    max_lanes,
-    maximum,
-    multiply_f64,
     part,
-    power_of_two,
-    round_even,
     routine,
-    splat,
-    splat_f64,
     store_f32,
-    store_f32x16,
     store_f64,
     store_i32,
     store_i64,
-    sum_lanes,
-    sum_lanes_f64,
-    to_i32,
-    widen,
-    zero_below,
 )
+from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.simd import splat, store_f32x16
 from kukri.kernels.cpu.state import (
-    GROUP,
-    N_DIGITS,
     SCRATCH_ARRAYS,
     SCRATCH_BLOCK_SUMS,
     SCRATCH_HISTOGRAM,
@@ -61,22 +58,17 @@ from kukri.kernels.rows import (
     LN_2,
     LOG2_E,
     MAX_SCALE,
-    MIN_DEPTH,
     MIN_SCALE,
     MIROSTAT_TOKENS,
-    WEIGHT_BITS,
     WEIGHT_ONE,
     RowRecord,
 )
 
-_READ_TILE_BYTES = 1 << 20
-_P4, _P3, _P2, _P1, _P0 = rows.POWER_TERMS
-_LOWEST = -3.4028234663852886e38
 _INFINITE = float("inf")
 _ALL_WEIGHTS = 36.0  # a depth below which all weights are 0
 _MARGIN = 1.0  # of a depth found from a weight: half a unit rounds up to 1
 _padded_size = device(padded_size)
-_log_of, _exp_of, _f32 = routine(rows.log_of), routine(rows.exp_of), device(rows.f32)
+_log_of, _exp_of = routine(rows.log_of), routine(rows.exp_of)
 
 # Where a record's fields are
 _FIELDS: Any = RowRecord
@@ -104,286 +96,6 @@ _REPETITION, _PRESENCE = _FIELDS.repetition_penalty.offset, _FIELDS.presence_pen
 _FREQUENCY, _SURPRISE_POWER = _FIELDS.frequency_penalty.offset, _FIELDS.surprise_power.offset
 _PROBABILITY, _PEAK, _SUM_EXP = _FIELDS.probability.offset, _FIELDS.peak.offset, _FIELDS.sum_exp.offset
 _STAGES = _FIELDS.stages.offset
-
-
-# ---- passes over rows and candidates: arrays padded with -inf to `padded`, a multiple of 16
-
-
-@routine
-def _copy_row(row, n, out):
-    """Copies n float32, padded with -inf; returns the largest, or nan if any is nan."""
-    whole = n & -16
-    best = splat(-_INFINITE)
-    has_nan = 0
-    for i in range(0, 4 * whole, 64):
-        v = load_f32x16(row + i)
-        store_f32x16(out + i, v)
-        best = maximum(best, v)
-        has_nan |= lanes_nan(v)
-    store_f32x16(out + 4 * whole, splat(-_INFINITE))
-    for i in range(4 * whole, 4 * n, 4):
-        store_f32(out + i, load_f32(row + i))
-    v = load_f32x16(out + 4 * whole)
-    has_nan |= lanes_nan(v)
-    largest = max_lanes(maximum(best, v))
-    return largest if has_nan == 0 else largest * np.float32(np.nan)
-
-
-@routine
-def _survey(row, padded, maxima):
-    """Stores the largest of each GROUP elements a vector apart; returns the largest of all, or nan."""
-    best = splat(-_INFINITE)
-    has_nan = 0
-    for start in range(0, 4 * padded, 64 * GROUP):
-        group = splat(-_INFINITE)
-        for i in range(row + start, row + min(start + 64 * GROUP, 4 * padded), 64):
-            v = load_f32x16(i)
-            group = maximum(group, v)
-            has_nan |= lanes_nan(v)
-        store_f32x16(maxima + start // GROUP, group)
-        best = maximum(best, group)
-    largest = max_lanes(best)
-    return largest if has_nan == 0 else largest * np.float32(np.nan)
-
-
-@device
-def _largest(logits, padded):
-    """The largest of an array."""
-    best = splat(-_INFINITE)
-    for i in range(0, 4 * padded, 64):
-        best = maximum(best, load_f32x16(logits + i))
-    return max_lanes(best)
-
-
-@routine
-def _first_of(logits, padded, value):
-    """The place of the first element equal to `value`, which is in the array."""
-    for i in range(0, padded, 16):
-        if lanes_from(load_f32x16(logits + 4 * i), value) != 0:
-            for lane in range(16):
-                if load_f32(logits + 4 * (i + lane)) == value:
-                    return i + lane
-    return 0
-
-
-@routine
-def _count_from(logits, padded, bound):
-    """How many elements are at least `bound`."""
-    one = splat(1.0)
-    count = splat(0.0)
-    for i in range(0, 4 * padded, 64):
-        count = count + zero_below(load_f32x16(logits + i), bound, one)
-    return np.int64(sum_lanes(count))
-
-
-@routine
-def _gather(row, padded, maxima, bound, ids, logits):
-    """Makes those at least `bound`, a finite number, the candidates; returns how many."""
-    count = 0
-    for start in range(0, padded, 16 * GROUP):
-        if lanes_from(load_f32x16(maxima + 4 * start // GROUP), bound) == 0:
-            continue
-        for i in range(start, min(start + 16 * GROUP, padded), 16):
-            bits = lanes_from(load_f32x16(row + 4 * i), bound)
-            if bits != 0:
-                for lane in range(16):
-                    store_i32(ids + 4 * count, i + lane)
-                    store_f32(logits + 4 * count, load_f32(row + 4 * (i + lane)))
-                    count += (bits >> lane) & 1
-    store_f32x16(logits + 4 * count, splat(-_INFINITE))
-    return count
-
-
-@device
-def _weight(depth):
-    """The weights of 16 depths: as `weights_of` of the reference, operation by operation."""
-    t = maximum(depth, splat(MIN_DEPTH))
-    n = round_even(t)
-    f = t - n
-    p = splat(_P4) * f + splat(_P3)
-    p = p * f + splat(_P2)
-    p = p * f + splat(_P1)
-    p = p * f + splat(_P0)
-    p = p * f + splat(1.0)
-    return round_even(p * power_of_two(to_i32(n + splat(float(WEIGHT_BITS)))))
-
-
-@routine
-def _weigh(logits, padded, peak, scale, depths, weights):
-    """Stores the elements' depths and weights; returns the weights' sum."""
-    top = splat(np.float32(peak))
-    factor = splat(np.float32(scale * LOG2_E))
-    total = splat_f64(0.0)
-    for i in range(0, 4 * padded, 64):
-        depth = (load_f32x16(logits + i) - top) * factor
-        weight = _weight(depth)
-        store_f32x16(depths + i, depth)
-        store_f32x16(weights + i, weight)
-        total = add_f64(total, widen(weight))
-    return sum_lanes_f64(total)
-
-
-@routine
-def _weigh_only(logits, padded, peak, scale):
-    """The sum of the elements' weights."""
-    top = splat(np.float32(peak))
-    factor = splat(np.float32(scale * LOG2_E))
-    total = splat_f64(0.0)
-    for i in range(0, 4 * padded, 64):
-        total = add_f64(total, widen(_weight((load_f32x16(logits + i) - top) * factor)))
-    return sum_lanes_f64(total)
-
-
-@routine
-def _mean_depth(logits, padded, peak, scale):
-    """(the sum of the elements' weights, the mean depth of a token drawn)."""
-    top = splat(np.float32(peak))
-    factor = splat(np.float32(scale * LOG2_E))
-    total = splat_f64(0.0)
-    mean = splat_f64(0.0)
-    for i in range(0, 4 * padded, 64):
-        depth = (load_f32x16(logits + i) - top) * factor
-        weight = widen(_weight(depth))
-        total = add_f64(total, weight)
-        mean = add_f64(mean, multiply_f64(weight, widen(maximum(depth, splat(MIN_DEPTH)))))
-    weight_sum = sum_lanes_f64(total)
-    return weight_sum, sum_lanes_f64(mean) / weight_sum
-
-
-@routine
-def _sigma_cut(logits, padded, peak, n_sigma):
-    """The logit that lies `n_sigma` standard deviations of all logits below the largest."""
-    top = splat(np.float32(peak))
-    one = splat(1.0)
-    lowest = np.float32(_LOWEST)
-    count = splat(0.0)
-    total = splat_f64(0.0)
-    squares = splat_f64(0.0)
-    for i in range(0, 4 * padded, 64):
-        x = load_f32x16(logits + i)
-        count = count + zero_below(x, lowest, one)
-        below = widen(zero_below(x, lowest, maximum(x - top, splat(lowest))))
-        total = add_f64(total, below)
-        squares = add_f64(squares, multiply_f64(below, below))
-    n = np.float64(sum_lanes(count))
-    mean = sum_lanes_f64(total) / n
-    deviation = np.sqrt(max(sum_lanes_f64(squares) / n - mean * mean, 0.0))
-    return _f32(peak - n_sigma * deviation)
-
-
-@routine
-def _sum_exp(logits, padded, peak):
-    """The sum of exp(x - peak)."""
-    top = splat(np.float32(peak))
-    total = splat_f64(0.0)
-    for i in range(0, 4 * padded, 64):
-        total = add_f64(total, widen(exponential(load_f32x16(logits + i) - top)))
-    return sum_lanes_f64(total)
-
-
-# ---- selection
-
-
-@device
-def _key(bits):
-    """The bits of a float32, sign-extended, as an integer from 0 to 2^32 - 1 in the floats' order."""
-    if bits == -2147483648:  # -0.0
-        bits = 0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 2147483648
-
-
-@device
-def _cut(values, weights, m, target, histogram):
-    """(the key where the largest values come to weigh `target`, the weight above it); weights 0: 1 each."""
-    prefix = 0
-    above = 0.0
-    for level in range(4):
-        shift = 24 - 8 * level
-        for i in range(0, 8 * N_DIGITS, 64):
-            store_f32x16(histogram + i, splat(0.0))
-        for i in range(0, 4 * m, 4):
-            key = _key(load_i32(values + i))
-            if (key >> (shift + 8)) == prefix:
-                where = histogram + 8 * ((key >> shift) & 255)
-                weight = np.float64(load_f32(weights + i)) if weights != 0 else 1.0
-                store_f64(where, load_f64(where) + weight)
-        digit = 255
-        while digit > 0 and above + load_f64(histogram + 8 * digit) < target:
-            above += load_f64(histogram + 8 * digit)
-            digit -= 1
-        prefix = (prefix << 8) | digit
-    return prefix, above
-
-
-@routine
-def _keep_most(values, weights, m, target, ids, logits, histogram):
-    """Narrows the candidates to the fewest of the largest values that weigh `target`; returns how many."""
-    target = max(target, 1.0)
-    cut, reached = _cut(values, weights, m, target, histogram)
-    count = 0
-    for i in range(0, 4 * m, 4):
-        key = _key(load_i32(values + i))
-        if key > cut or (key == cut and reached < target):
-            if key == cut:
-                reached += np.float64(load_f32(weights + i)) if weights != 0 else 1.0
-            store_i32(ids + 4 * count, load_i32(ids + i))
-            store_f32(logits + 4 * count, load_f32(logits + i))
-            count += 1
-    store_f32x16(logits + 4 * count, splat(-_INFINITE))
-    return count
-
-
-@routine
-def _keep_from(values, m, bound, ids, logits):
-    """Narrows the candidates to those whose value is at least `bound`; returns how many."""
-    count = 0
-    for i in range(0, 4 * m, 4):
-        if load_f32(values + i) >= bound:
-            store_i32(ids + 4 * count, load_i32(ids + i))
-            store_f32(logits + 4 * count, load_f32(logits + i))
-            count += 1
-    store_f32x16(logits + 4 * count, splat(-_INFINITE))
-    return count
-
-
-@routine
-def _bound_of_largest(row, padded, maxima, k, peak):
-    """A bound that at least k elements reach, and few more, or that all finite ones reach.
-
-    As many elements reach a bound as groups have a maximum that does, so the maxima are looked at if there
-    are enough of them.
-    """
-    values = row
-    n_values = padded
-    n_maxima = (padded // GROUP + 15) & -16
-    if 4 * k <= n_maxima:
-        values = maxima
-        n_values = n_maxima
-    few = k + k // 4 + 8
-    depth = 2.0
-    outside = 0.0
-    bound = np.float32(peak)
-    count = 0
-    while True:
-        bound = _f32(peak - depth)
-        count = _count_from(values, n_values, bound)
-        if count >= k or bound <= np.float32(_LOWEST):
-            break
-        outside = depth
-        depth *= 2.0
-    for _ in range(10):
-        if count <= few:
-            break
-        middle = 0.5 * (outside + depth)
-        tried = _f32(peak - middle)
-        n = _count_from(values, n_values, tried)
-        if n >= k:
-            depth = middle
-            bound = tried
-            count = n
-        else:
-            outside = middle
-    return bound
 
 
 # ---- edits: on the row (m < 0), or on candidates that hold the id
@@ -482,47 +194,47 @@ def _run_edit(record, stage, logits, ids, m, scale):
 @routine
 def _run_top_k(k, row, padded, maxima, m, peak, ids, logits, histogram):
     if m < 0:
-        m = _gather(row, padded, maxima, _bound_of_largest(row, padded, maxima, k, peak), ids, logits)
+        m = gather(row, padded, maxima, bound_of_largest(row, padded, maxima, k, peak), ids, logits)
     if k >= m:
         return m
-    return _keep_most(logits, np.int64(0), m, float(k), ids, logits, histogram)
+    return keep_most(logits, np.int64(0), m, float(k), ids, logits, histogram)
 
 
 @routine
 def _run_cut(bound, row, padded, maxima, m, ids, logits):
     """Keeps logits that are at least `bound`."""
     if m < 0:
-        return _gather(row, padded, maxima, bound, ids, logits)
-    return _keep_from(logits, m, bound, ids, logits)
+        return gather(row, padded, maxima, bound, ids, logits)
+    return keep_from(logits, m, bound, ids, logits)
 
 
 @routine
 def _run_top_p(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram):
     if m < 0:
-        total = _weigh_only(row, padded, peak, scale)
+        total = weigh_only(row, padded, peak, scale)
         depth = 4.0
         while True:  # larger depths until the nucleus is seen to lie in what was gathered
             depth = min(depth, _ALL_WEIGHTS)
-            m = _gather(row, padded, maxima, _f32(peak - depth / (scale * LOG2_E)), ids, logits)
-            found = _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+            m = gather(row, padded, maxima, f32(peak - depth / (scale * LOG2_E)), ids, logits)
+            found = weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
             if found >= p * total or depth == _ALL_WEIGHTS:
                 break
             depth *= 1.4
     else:
-        total = _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-    return _keep_most(logits, weights, m, p * total, ids, logits, histogram)
+        total = weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+    return keep_most(logits, weights, m, p * total, ids, logits, histogram)
 
 
 @routine
 def _run_typical(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram):
     if m < 0:
-        total, mean = _mean_depth(row, padded, peak, scale)
+        total, mean = mean_depth(row, padded, peak, scale)
         depth = 8.0
         while True:
             # what lies deeper is further from the mean than all that was gathered: it is not needed if that
             # holds the share p; the margin is for the rounding of depths
-            m = _gather(row, padded, maxima, _f32(peak - depth / (scale * LOG2_E)), ids, logits)
-            _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+            m = gather(row, padded, maxima, f32(peak - depth / (scale * LOG2_E)), ids, logits)
+            weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
             found = 0.0
             for i in range(0, 4 * m, 4):
                 if load_f32(depths + i) >= 0.01 - depth:
@@ -531,24 +243,24 @@ def _run_typical(p, row, padded, maxima, m, peak, scale, ids, logits, depths, we
                 break
             depth *= 1.5
     else:
-        total, mean = _mean_depth(logits, (m + 15) & -16, peak, scale)
-        _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+        total, mean = mean_depth(logits, (m + 15) & -16, peak, scale)
+        weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
     for i in range(0, 4 * m, 4):
         store_f32(depths + i, -np.float32(abs(np.float64(load_f32(depths + i)) - mean)))
-    return _keep_most(depths, weights, m, p * total, ids, logits, histogram)
+    return keep_most(depths, weights, m, p * total, ids, logits, histogram)
 
 
 @routine
 def _run_xtc(threshold, row, padded, maxima, m, peak, scale, ids, logits, depths, weights):
     if m < 0:
-        total = _weigh_only(row, padded, peak, scale)
+        total = weigh_only(row, padded, peak, scale)
         least_weight = max(threshold * total, 1.0)
-        bound = _f32(peak - _log_of(WEIGHT_ONE / least_weight) / scale - _MARGIN / scale)
-        n = _gather(row, padded, maxima, bound, ids, logits)
-        _weigh(logits, (n + 15) & -16, peak, scale, depths, weights)
+        bound = f32(peak - _log_of(WEIGHT_ONE / least_weight) / scale - _MARGIN / scale)
+        n = gather(row, padded, maxima, bound, ids, logits)
+        weigh(logits, (n + 15) & -16, peak, scale, depths, weights)
     else:
         n = m
-        least_weight = max(threshold * _weigh(logits, (m + 15) & -16, peak, scale, depths, weights), 1.0)
+        least_weight = max(threshold * weigh(logits, (m + 15) & -16, peak, scale, depths, weights), 1.0)
     least = -1
     n_choices = 0
     for i in range(n):
@@ -576,12 +288,12 @@ def _new_scale(record, logits, padded, peak, scale):
     value = load_f64(record + _TEMPERATURE)
     span = load_f64(record + _TEMPERATURE_RANGE)
     if span > 0.0:
-        n = np.float64(_count_from(logits, padded, np.float32(_LOWEST)))
+        n = np.float64(count_from(logits, padded, np.float32(LOWEST)))
         if n < 2.0:
             return scale
         low = max(value - span, 0.0)
         high = value + span
-        total, mean = _mean_depth(logits, padded, peak, scale)
+        total, mean = mean_depth(logits, padded, peak, scale)
         share = (_log_of(total / WEIGHT_ONE) * LOG2_E - mean) / (_log_of(n) * LOG2_E)
         exponent = load_f64(record + _TEMPERATURE_EXPONENT)
         power = _exp_of(exponent * _log_of(share)) if share > 1e-9 else 0.0
@@ -623,34 +335,22 @@ def _mirostat_k(depths, m, n, surprise_power):
 def _mirostat_count(record, row, padded, maxima, peak, scale, ids, logits, depths, weights, histogram):
     """How many tokens of the whole row mirostat 1 keeps."""
     m = _run_top_k(np.int64(MIROSTAT_TOKENS), row, padded, maxima, np.int64(-1), peak, ids, logits, histogram)
-    _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-    n = np.float64(_count_from(row, padded, np.float32(_LOWEST)))
+    weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+    n = np.float64(count_from(row, padded, np.float32(LOWEST)))
     return _mirostat_k(depths, m, n, load_f64(record + _SURPRISE_POWER))
 
 
 @routine
 def _run_mirostat_2(surprise_power, row, padded, maxima, peak, scale, ids, logits, depths, weights):
     """Keeps those of the whole row that are not too surprising."""
-    total = _weigh_only(row, padded, peak, scale)
+    total = weigh_only(row, padded, peak, scale)
     least_weight = max(total / surprise_power, 1.0)
     depth = _log_of(WEIGHT_ONE / min(least_weight, WEIGHT_ONE)) + _MARGIN
-    m = _gather(row, padded, maxima, _f32(peak - depth / scale), ids, logits)
-    _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-    best = _first_of(logits, (m + 15) & -16, np.float32(peak))
+    m = gather(row, padded, maxima, f32(peak - depth / scale), ids, logits)
+    weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+    best = first_of(logits, (m + 15) & -16, np.float32(peak))
     store_f32(weights + 4 * best, np.float32(_INFINITE))  # the likeliest stays in any case
-    return _keep_from_weight(weights, m, least_weight, ids, logits)
-
-
-@routine
-def _keep_from_weight(weights, m, least_weight, ids, logits):
-    count = 0
-    for i in range(0, 4 * m, 4):
-        if np.float64(load_f32(weights + i)) >= least_weight:
-            store_i32(ids + 4 * count, load_i32(ids + i))
-            store_f32(logits + 4 * count, load_f32(logits + i))
-            count += 1
-    store_f32x16(logits + 4 * count, splat(-_INFINITE))
-    return count
+    return keep_from(weights, m, least_weight, ids, logits)
 
 
 # ---- the draw
@@ -664,16 +364,16 @@ def _draw(record, row, padded, m, peak, scale, ids, logits, depths, weights, blo
     if m < 0:
         total = 0.0
         for begin in range(0, padded, SUM_BLOCK):
-            block = _weigh_only(row + 4 * begin, min(SUM_BLOCK, padded - begin), peak, scale)
+            block = weigh_only(row + 4 * begin, min(SUM_BLOCK, padded - begin), peak, scale)
             store_f64(block_sums + 8 * (begin // SUM_BLOCK), block)
             total += block
         left = min(np.floor(u * total), total - 1.0)
         while left >= load_f64(block_sums + 8 * (start // SUM_BLOCK)):
             left -= load_f64(block_sums + 8 * (start // SUM_BLOCK))
             start += SUM_BLOCK
-        _weigh(row + 4 * start, min(SUM_BLOCK, padded - start), peak, scale, depths, weights)
+        weigh(row + 4 * start, min(SUM_BLOCK, padded - start), peak, scale, depths, weights)
     else:
-        total = _weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
+        total = weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
         left = min(np.floor(u * total), total - 1.0)
     place = 0
     weight = np.float64(load_f32(weights))
@@ -690,7 +390,7 @@ def _draw(record, row, padded, m, peak, scale, ids, logits, depths, weights, blo
 
 @routine
 def _report_top(record, row, padded, maxima, peak, ids, logits, histogram):
-    store_f64(record + _SUM_EXP, _sum_exp(row, padded, peak))
+    store_f64(record + _SUM_EXP, sum_exp(row, padded, peak))
     n_top = load_i64(record + _N_TOP)
     if n_top > 0:
         m = _run_top_k(n_top, row, padded, maxima, np.int64(-1), peak, ids, logits, histogram)
@@ -736,16 +436,16 @@ def _choose(record, n, scratch, scratch_padded):
     weights = depths + 4 * scratch_padded
     is_edited = not _is_read_only(record, n)  # `peak` and `maxima` are not those of the row any more
     if is_edited:
-        peak = np.float64(_copy_row(load_i64(record + _ROW), n, row))
+        peak = np.float64(copy_row(load_i64(record + _ROW), n, row))
     else:
         row = load_i64(record + _ROW)
-        peak = np.float64(_survey(row, padded, maxima))
+        peak = np.float64(survey(row, padded, maxima))
     if not _store_status(record, peak):
         return
     raw_peak = peak
     if load_i64(record + _N_TOP) >= 0:
         if is_edited:
-            _survey(row, padded, maxima)
+            survey(row, padded, maxima)
         _report_top(record, row, padded, maxima, peak, ids, logits, histogram)
     if load_i64(record + _IS_GIVEN) != 0:
         return
@@ -766,9 +466,9 @@ def _choose(record, n, scratch, scratch_padded):
         if is_edited:
             is_edited = False
             if m < 0:
-                peak = np.float64(_survey(row, padded, maxima))
+                peak = np.float64(survey(row, padded, maxima))
             else:
-                peak = np.float64(_largest(logits, (m + 15) & -16))
+                peak = np.float64(largest(logits, (m + 15) & -16))
             if not (peak > -_INFINITE and peak < _INFINITE):
                 break
         if stage == rows.TOP_K or stage == rows.MIROSTAT_1:
@@ -783,13 +483,13 @@ def _choose(record, n, scratch, scratch_padded):
             m = _run_top_p(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram)
         elif stage == rows.MIN_P or stage == rows.TOP_N_SIGMA:
             if stage == rows.MIN_P:
-                bound = _f32(peak + load_f64(record + _MIN_P_DEPTH) / scale)
+                bound = f32(peak + load_f64(record + _MIN_P_DEPTH) / scale)
             else:
                 n_sigma = load_f64(record + _TOP_N_SIGMA)
                 if m < 0:
-                    bound = _sigma_cut(row, padded, peak, n_sigma)
+                    bound = sigma_cut(row, padded, peak, n_sigma)
                 else:
-                    bound = _sigma_cut(logits, (m + 15) & -16, peak, n_sigma)
+                    bound = sigma_cut(logits, (m + 15) & -16, peak, n_sigma)
             m = _run_cut(bound, row, padded, maxima, m, ids, logits)
         elif stage == rows.TYPICAL_P:
             p = load_f64(record + _TYPICAL_P)
@@ -810,14 +510,14 @@ def _choose(record, n, scratch, scratch_padded):
             m = _run_mirostat_2(power, row, padded, maxima, peak, scale, ids, logits, depths, weights)
     if is_edited:
         if m < 0:
-            peak = np.float64(_largest(row, padded))
+            peak = np.float64(largest(row, padded))
         else:
-            peak = np.float64(_largest(logits, (m + 15) & -16))
+            peak = np.float64(largest(logits, (m + 15) & -16))
     if not _store_status(record, peak):
         return
     store_f64(record + _PEAK, raw_peak)
     if is_greedy:
-        store_i64(record + _TOKEN, _first_of(row, padded, np.float32(peak)))
+        store_i64(record + _TOKEN, first_of(row, padded, np.float32(peak)))
     else:
         block_sums = scratch + SCRATCH_BLOCK_SUMS
         _draw(record, row, padded, m, peak, scale, ids, logits, depths, weights, block_sums)
@@ -834,23 +534,4 @@ def choose_rows(tile, records, n_rows, n, counter, scratch, scratch_stride, n_wo
         _choose(load_i64(records + 8 * i), n, scratch + tile * scratch_stride, _padded_size(n))
 
 
-def read_memory(tile, data, n_bytes, out):
-    """Reads all of `data` once, a mebibyte per tile: what memory can deliver is what decoding can reach."""
-    n_tiles = n_bytes // _READ_TILE_BYTES
-    if tile < 0:
-        return n_tiles
-    start = data + tile * _READ_TILE_BYTES
-    a = splat(0.0)
-    b = splat(0.0)
-    c = splat(0.0)
-    d = splat(0.0)
-    for i in range(start, start + _READ_TILE_BYTES, 256):
-        a = maximum(a, load_f32x16(i))
-        b = maximum(b, load_f32x16(i + 64))
-        c = maximum(c, load_f32x16(i + 128))
-        d = maximum(d, load_f32x16(i + 192))
-    store_f32x16(out + 64 * tile, maximum(maximum(a, b), maximum(c, d)))
-    return 0
-
-
-KERNELS = {kernel.__name__: KernelSource(kernel.__name__, kernel) for kernel in (choose_rows, read_memory)}
+KERNELS = {"choose_rows": KernelSource("choose_rows", choose_rows)}

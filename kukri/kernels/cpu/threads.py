@@ -16,20 +16,17 @@ counted as a stall: some thread lost its core to another process, and the pool w
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.jit import KernelSource
-from kukri.kernels.cpu.simd import (
+from kukri.kernels.cpu.atomics import (
     atomic_add,
     atomic_load,
     atomic_store,
     call_kernel,
-    device,
-    load_i64,
     monotonic_ns,
-    prefetch,
     spin_pause,
-    store_i64,
     yield_cpu,
 )
+from kukri.kernels.cpu.intrinsics import device, load_i64, prefetch, store_i64
+from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.state import (
     BIAS,
     DONE,

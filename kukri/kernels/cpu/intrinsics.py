@@ -1,0 +1,204 @@
+"""What kernels are made of: how their functions and operations are defined, scalars, and the compiler.
+
+An operation is a Numba intrinsic whose LLVM code a Python function emits. Addresses are int64 byte addresses,
+as kernels find them in their records; nothing here checks bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from kukri.kernels.cpu.jit import KernelSource
+
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+
+# The options of every kernel and of the functions that kernels are made of.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "boundscheck": False}
+
+
+def device(function: Callable[..., Any]) -> Any:
+    """Marks a function that kernels call; it is always inlined."""
+    return njit(forceinline=True, **_OPTIONS)(function)
+
+
+def routine(function: Callable[..., Any]) -> Any:
+    """Marks a function that kernels call and that is compiled once for all its callers."""
+    return njit(**_OPTIONS)(function)
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Marks a function with one caller, which is compiled as a part of it: sooner than on its own."""
+    return njit(inline="always", **_OPTIONS)(function)
+
+
+def compile_kernel(source: KernelSource) -> tuple[str, bytes]:
+    """(symbol, object code) of a kernel, compiled for `cpu_target()`."""
+    loads = ", ".join(f"load_i64(record + {8 * i})" for i in range(len(source.parameters)))
+    namespace: dict[str, Any] = {"body": part(source.function), "load_i64": load_i64}
+    exec(f"def entry(record, tile):\n    return body(tile, {loads})", namespace)
+    options = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    function: Any = njit("int64(int64, int64)", **options)(namespace["entry"])
+    (compiled,) = function.overloads.values()
+    library = compiled.library
+    code = library.codegen._tm.emit_object(library._final_module)
+    return compiled.fndesc.llvm_func_name, code
+
+
+# --- how operations are defined -----------------------------------------------------------------------
+
+
+def operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Defines an operation on values of fixed types; the decorated function emits its LLVM code."""
+
+    def define(emit: Callable[..., Any]) -> Any:
+        names = [f"a{i}" for i in range(len(parameters))]
+
+        def typing(context: Any, *_: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                value = emit(builder, *values)
+                return context.get_dummy_value() if result is types.void else value
+
+            return result(*parameters), generate
+
+        return named_intrinsic(emit.__name__, names, typing, emit.__doc__)
+
+    return define
+
+
+def named_intrinsic(name: str, parameters: list[str], typing: Callable[..., Any], doc: str | None) -> Any:
+    """An intrinsic of this name, with parameters of these names, typed and emitted by `typing`."""
+    # Numba reads an intrinsic's parameter names from its code, so a function with those names is made
+    arguments = ", ".join(parameters)
+    namespace = {"typing": typing}
+    head = f"def {name}(context, {arguments}):" if arguments else f"def {name}(context):"
+    exec(f"{head}\n    return typing(context, {arguments})", namespace)
+    made: Any = namespace[name]
+    made.__doc__ = doc
+    return intrinsic(made)
+
+
+def pointer(builder: Any, address: Any, element: Any) -> Any:
+    """An int64 address as a pointer to `element`."""
+    return builder.inttoptr(address, element.as_pointer())
+
+
+def broadcast(builder: Any, value: Any, count: int = 16) -> Any:
+    """A vector of `count` times the value."""
+    undefined = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
+    first = builder.insert_element(undefined, value, _I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, count), [0] * count))
+
+
+def constant(vector: Any, value: Any) -> Any:
+    """A vector of this type with one constant in all lanes."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def call_llvm(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    """Calls a function of LLVM's or of the C library by its name."""
+    kind = ir.FunctionType(result, [v.type for v in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+def at(builder: Any, address: Any, offset: Any) -> Any:
+    """An address and an offset in bytes, a value or a number, added."""
+    return builder.add(address, offset if isinstance(offset, ir.Value) else _I64(offset))
+
+
+def split(builder: Any, a: Any) -> list[Any]:
+    """The two halves of a vector."""
+    half = a.type.count // 2
+    lanes = ir.VectorType(_I32, half)
+    return [
+        builder.shuffle_vector(a, a, ir.Constant(lanes, list(range(start, start + half))))
+        for start in (0, half)
+    ]
+
+
+def join(builder: Any, low: Any, high: Any) -> Any:
+    """The vector of these halves."""
+    count = 2 * low.type.count
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, count), list(range(count))))
+
+
+# --- scalars and addresses ----------------------------------------------------------------------------
+
+
+def _scalar_load(element: Any, widen: str | None = None) -> Callable[..., Any]:
+    def emit(builder: Any, address: Any) -> Any:
+        value = builder.load(pointer(builder, address, element), align=1)
+        return getattr(builder, widen)(value, _I64) if widen else value
+
+    return emit
+
+
+def _scalar_store(element: Any, narrow: bool = False) -> Callable[..., Any]:
+    def emit(builder: Any, address: Any, value: Any) -> None:
+        value = builder.trunc(value, element) if narrow else value
+        builder.store(value, pointer(builder, address, element), align=1)
+
+    return emit
+
+
+def renamed(name: str, emit: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function by another name, which that of an operation is made from."""
+    emit.__name__ = name
+    return emit
+
+
+load_i64 = operation(types.int64, types.int64)(renamed("load_i64", _scalar_load(_I64)))
+load_i32 = operation(types.int64, types.int64)(renamed("load_i32", _scalar_load(_I32, "sext")))
+load_u16 = operation(types.int64, types.int64)(renamed("load_u16", _scalar_load(_I16, "zext")))
+load_u8 = operation(types.int64, types.int64)(renamed("load_u8", _scalar_load(_I8, "zext")))
+load_i8 = operation(types.int64, types.int64)(renamed("load_i8", _scalar_load(_I8, "sext")))
+load_f32 = operation(types.float32, types.int64)(renamed("load_f32", _scalar_load(_F32)))
+store_i64 = operation(types.void, types.int64, types.int64)(renamed("store_i64", _scalar_store(_I64)))
+store_i32 = operation(types.void, types.int64, types.int64)(renamed("store_i32", _scalar_store(_I32, True)))
+load_f64 = operation(types.float64, types.int64)(renamed("load_f64", _scalar_load(ir.DoubleType())))
+store_f64 = operation(types.void, types.int64, types.float64)(
+    renamed("store_f64", _scalar_store(ir.DoubleType()))
+)
+store_u16 = operation(types.void, types.int64, types.int64)(renamed("store_u16", _scalar_store(_I16, True)))
+store_f32 = operation(types.void, types.int64, types.float32)(renamed("store_f32", _scalar_store(_F32)))
+
+
+@operation(types.float32, types.int64)
+def f32_of_bits(builder: Any, bits: Any) -> Any:
+    """The float that `float_bits` packed into an int64."""
+    return builder.fptrunc(builder.bitcast(bits, ir.DoubleType()), _F32)
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Emits a prefetch of one cache line."""
+    where = pointer(builder, address, _I8)
+    kind = ir.FunctionType(ir.VoidType(), [where.type, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [where, _I32(0), _I32(3), _I32(1)])
+
+
+@operation(types.void, types.int64)
+def prefetch(builder: Any, address: Any) -> None:
+    """Asks for a cache line that will be read soon."""
+    prefetch_line(builder, address)
+
+
+@intrinsic(prefer_literal=True)
+def stack_bytes(context: Any, n: Any) -> Any:
+    """The address of `n` (a literal) bytes of this call's stack, 64-byte aligned."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.ArrayType(_I8, n.literal_value)
+        with builder.goto_entry_block():
+            slot = builder.alloca(kind)
+            slot.align = 64
+        return builder.ptrtoint(slot, _I64)
+
+    return types.int64(n), generate

@@ -1,0 +1,352 @@
+"""Tiles: the vectors, one per token or per row, that a matrix kernel adds up in registers.
+
+The operations unroll over a tile's vectors. All is written at 512 bits, as in `simd.py`; only the int8 dot
+product has a lowering per instruction set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, register_model
+
+from kukri.kernels.cpu.features import cpu_target
+from kukri.kernels.cpu.intrinsics import (
+    at,
+    broadcast,
+    call_llvm,
+    constant,
+    join,
+    named_intrinsic,
+    pointer,
+    prefetch_line,
+    renamed,
+    split,
+)
+from kukri.kernels.cpu.simd import (
+    F32x16,
+    I32x16,
+    RegisterModel,
+    U8x64,
+    Vec,
+)
+
+_I1, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 16, 32, 64))
+_F32 = ir.FloatType()
+_I16x16 = ir.VectorType(_I16, 16)
+
+
+class Tile(types.Type):  # type: ignore[misc]
+    """The Numba type of `n` vectors of one kind, held in registers."""
+
+    def __init__(self, vec: Vec, n: int) -> None:
+        self.vec, self.n = vec, n
+        self.llvm = ir.ArrayType(vec.llvm, n)
+        super().__init__(name=f"Tile({vec.name}, {n})")
+
+
+register_model(Tile)(RegisterModel)
+
+
+def _tile_operation(result: Callable[..., Any], *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Like `operation`, for a first argument that is a Tile; emits with (builder, n, tile, *values)."""
+
+    def define(emit: Callable[..., Any]) -> Any:
+        names = ["tile", *(f"a{i}" for i in range(len(parameters)))]
+
+        def typing(context: Any, tile: Tile, *others: Any) -> Any:
+            takes = [other if p is None else p for p, other in zip(parameters, others, strict=True)]
+            returns = result(tile)
+
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                value = emit(builder, tile.n, *values)
+                return context.get_dummy_value() if returns is types.void else value
+
+            return returns(tile, *takes), generate
+
+        return named_intrinsic(emit.__name__, names, typing, emit.__doc__)
+
+    return define
+
+
+def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
+    """A tile whose entry i is make(i)."""
+    tile = ir.Constant(ir.ArrayType(vector, n), ir.Undefined)
+    for i in range(n):
+        tile = builder.insert_value(tile, make(i), i)
+    return tile
+
+
+# --- the int8 dot product -----------------------------------------------------------------------------
+# dot4(acc, u, s): acc[i] += sum over k < 4 of u[4i + k] * s[4i + k], u unsigned, s signed bytes.
+# Unsigned operands above 127 would saturate the 16-bit sums of AVX2, so there are two forms: weights of up
+# to 6 bits and signed bytes. The second leaves a bias of 128 * sum(s) on instruction sets that have
+# only unsigned times signed; `signed_dot_shift()` tells kernels how to start their accumulators.
+#
+# The first form sums *runs* of a few dots. On AVX2, where a dot is a multiplication into sums of two products
+# in int16 and another to widen those, a run is added up in int16 and widened once, at its end. A dot adds at
+# most 2 * 128 * max(u) to an int16, whose largest is 32,767. Runs may therefore have
+#   8 dots of 4 bits  (8 * 256 * 15 = 30,720)      2 dots of 6 bits  (2 * 256 * 63 = 32,256)
+#   4 dots of 5 bits  (4 * 256 * 31 = 31,744)      8 dots of 3 or 2 bits
+
+
+def has_wide_registers() -> bool:
+    """Whether sums for 8 tokens fit the registers: AVX-512 has 32 of 16 lanes, others 16 of 8 or less."""
+    return cpu_target().lowering == "avx512vnni"
+
+
+def signed_dot_shift() -> int:
+    """7 where dot4 of signed weights computes (w + 128) · s, so that accumulators start at -sum(s) << 7."""
+    return 7 if cpu_target().lowering in ("avx512vnni", "avxvnni") else -1
+
+
+def _dot4_unsigned(builder: Any, acc: Any, u: Any, s: Any) -> Any:
+    lowering = cpu_target().lowering
+    if lowering == "avx512vnni":
+        return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", I32x16.llvm, acc, u, s)
+    if lowering == "generic":
+        return _dot4_generic(builder, acc, u, s, builder.zext)
+    halves = zip(split(builder, acc), split(builder, u), split(builder, s), strict=True)
+    return join(builder, *(_vnni_256(builder, *half) for half in halves))
+
+
+def _vnni_256(builder: Any, acc: Any, u: Any, s: Any) -> Any:
+    return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.256", acc.type, acc, u, s)
+
+
+def _pair_sums(builder: Any, u: Any, s: Any) -> Any:
+    """u[2i] s[2i] + u[2i + 1] s[2i + 1], as 16 int16."""
+    return call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", _I16x16, u, s)
+
+
+def _add_pairs(builder: Any, acc: Any, shorts: Any) -> Any:
+    """acc[i] + shorts[2i] + shorts[2i + 1], widened to int32."""
+    quads = call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, constant(_I16x16, 1))
+    return builder.add(acc, quads)
+
+
+def _dot4_generic(builder: Any, acc: Any, u: Any, s: Any, widen_u: Any) -> Any:
+    for k in range(4):
+        lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(k, 64, 4)))
+        a = widen_u(builder.shuffle_vector(u, u, lanes), I32x16.llvm)
+        b = builder.sext(builder.shuffle_vector(s, s, lanes), I32x16.llvm)
+        acc = builder.add(acc, builder.mul(a, b))
+    return acc
+
+
+def _dot4_signed(builder: Any, acc: Any, w: Any, s: Any) -> Any:
+    lowering = cpu_target().lowering
+    if lowering in ("avx512vnni", "avxvnni"):
+        return _dot4_unsigned(builder, acc, builder.xor(w, constant(U8x64.llvm, 0x80)), s)
+    if lowering == "generic":
+        return _dot4_generic(builder, acc, w, s, builder.sext)
+    # |w| times s with the sign of w: products stay below the 16-bit saturation
+    halves = []
+    for a, x, y in zip(split(builder, acc), split(builder, w), split(builder, s), strict=True):
+        size = call_llvm(builder, "llvm.abs.v32i8", x.type, x, _I1(0))
+        signed = call_llvm(builder, "llvm.x86.avx2.psign.b", x.type, y, x)
+        halves.append(_add_pairs(builder, a, _pair_sums(builder, size, signed)))
+    return join(builder, *halves)
+
+
+def _dot4_short(builder: Any, short: Any, u: Any, s: Any) -> Any:
+    """A dot of a run. On AVX2 `short` holds 32 int16, two for a lane."""
+    if cpu_target().lowering != "avx2":
+        return _dot4_unsigned(builder, short, u, s)
+    halves = []
+    for a, x, y in zip(split(builder, short), split(builder, u), split(builder, s), strict=True):
+        summed = builder.add(builder.bitcast(a, _I16x16), _pair_sums(builder, x, y))
+        halves.append(builder.bitcast(summed, a.type))
+    return join(builder, *halves)
+
+
+# --- tiles --------------------------------------------------------------------------------------------
+
+
+_FEW_TOKENS = 8  # as many as a panel has: with two or three panels, too, weights are waited for
+_AHEAD_BYTES = 4096
+
+
+def fetch_ahead(n_lines: int) -> Any:
+    """An operation: asks for `n_lines` cache lines some way after an address, if `tile` is of few tokens."""
+
+    @_tile_operation(lambda tile: types.void, types.int64)
+    def fetch_lines_ahead(builder: Any, n: int, tile: Any, address: Any) -> None:
+        """Prefetches the weights that are multiplied soon."""
+        if n <= _FEW_TOKENS:
+            for line in range(n_lines):
+                prefetch_line(builder, at(builder, address, _AHEAD_BYTES + 64 * line))
+
+    return fetch_lines_ahead
+
+
+@intrinsic(prefer_literal=True)
+def tile_zeros_f32(context: Any, n: Any) -> Any:
+    """A tile of `n` (a literal) zero vectors."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return ir.Constant(ir.ArrayType(F32x16.llvm, n.literal_value), None)
+
+    return Tile(F32x16, n.literal_value)(n), generate
+
+
+def _same(tile: Tile) -> Tile:
+    return tile
+
+
+def _as_i32(tile: Tile) -> Tile:
+    return Tile(I32x16, tile.n)
+
+
+@_tile_operation(_as_i32)
+def tile_zeros_like(builder: Any, n: int, tile: Any) -> Any:
+    """A tile of int32 zeros, as long as `tile`."""
+    return ir.Constant(ir.ArrayType(I32x16.llvm, n), None)
+
+
+def _offset(builder: Any, address: Any, i: int, shift: Any) -> Any:
+    """A vector of (int32 at address + 4i) << shift; of zeros for shift -1."""
+    value = builder.load(pointer(builder, at(builder, address, 4 * i), _I32), align=4)
+    shifted = builder.shl(value, builder.trunc(shift, _I32))
+    return broadcast(builder, builder.select(builder.icmp_signed("<", shift, _I64(0)), _I32(0), shifted))
+
+
+@_tile_operation(_as_i32, types.int64, types.int64)
+def tile_offset_start(builder: Any, n: int, tile: Any, address: Any, shift: Any) -> Any:
+    """A tile of int32 whose entry i holds (int32 at address + 4i) << shift; zeros for shift -1."""
+
+    return _each(builder, n, I32x16.llvm, lambda i: _offset(builder, address, i, shift))
+
+
+@_tile_operation(_same, types.int64, types.int64)
+def tile_offset_add(builder: Any, n: int, acc: Any, address: Any, shift: Any) -> Any:
+    """acc[i] += (int32 at address + 4i) << shift; nothing for shift -1."""
+
+    def step(i: int) -> Any:
+        return builder.add(builder.extract_value(acc, i), _offset(builder, address, i, shift))
+
+    return _each(builder, n, I32x16.llvm, step)
+
+
+def _in_order(builder: Any, sums: Any) -> Any:
+    """The same value, out of an empty instruction that the compiler cannot look into."""
+    halves = []
+    for half in split(builder, sums):
+        same = ir.FunctionType(half.type, [half.type])
+        halves.append(builder.call(ir.InlineAsm(same, "", "=x,0", side_effect=True), [half]))
+    return join(builder, *halves)
+
+
+def _tile_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
+    def emit(builder: Any, n: int, acc: Any, w: Any, address: Any, stride: Any) -> Any:
+        # AVX2's sums are plain additions, which LLVM makes trees of: with several tokens, the trees' leaves
+        # are more than there are registers
+        may_spill = n > 1 and cpu_target().lowering == "avx2"
+
+        def step(i: int) -> Any:
+            where = at(builder, address, builder.mul(stride, _I64(i)))
+            word = builder.load(pointer(builder, where, _I32), align=4)
+            s = builder.bitcast(broadcast(builder, word), U8x64.llvm)
+            sums = dot(builder, builder.extract_value(acc, i), w, s)
+            return _in_order(builder, sums) if may_spill else sums
+
+        return _each(builder, n, I32x16.llvm, step)
+
+    return emit
+
+
+@_tile_operation(_same)
+def tile_short_start(builder: Any, n: int, acc: Any) -> Any:
+    """What a run of `tile_dot4_short` begins with, to be added to `acc` by `tile_short_end`."""
+    return ir.Constant(ir.ArrayType(I32x16.llvm, n), None) if cpu_target().lowering == "avx2" else acc
+
+
+tile_dot4_short = _tile_operation(_same, U8x64, types.int64, types.int64)(
+    renamed("tile_dot4_short", _tile_dot(_dot4_short))
+)
+
+
+@_tile_operation(_same, None)
+def tile_short_end(builder: Any, n: int, acc: Any, short: Any) -> Any:
+    """`acc` with the run added that `tile_short_start(acc)` began."""
+    if cpu_target().lowering != "avx2":
+        return short
+
+    def step(i: int) -> Any:
+        total, run = builder.extract_value(acc, i), builder.extract_value(short, i)
+        halves = zip(split(builder, total), split(builder, run), strict=True)
+        return join(builder, *(_add_pairs(builder, a, builder.bitcast(b, _I16x16)) for a, b in halves))
+
+    return _each(builder, n, I32x16.llvm, step)
+
+
+tile_dot4_signed = _tile_operation(_same, U8x64, types.int64, types.int64)(
+    renamed("tile_dot4_signed", _tile_dot(_dot4_signed))
+)
+
+
+def _broadcast_f32(builder: Any, address: Any) -> Any:
+    return broadcast(builder, builder.load(pointer(builder, address, _F32), align=4))
+
+
+@_tile_operation(_same, F32x16, types.int64, types.int64)
+def tile_fma(builder: Any, n: int, acc: Any, v: Any, address: Any, stride: Any) -> Any:
+    """acc[i] += v * (float32 at address + i * stride)."""
+
+    def step(i: int) -> Any:
+        x = _broadcast_f32(builder, at(builder, address, builder.mul(stride, _I64(i))))
+        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, x, builder.extract_value(acc, i))
+
+    return _each(builder, n, F32x16.llvm, step)
+
+
+@_tile_operation(_same, None, F32x16, types.int64)
+def tile_fold(builder: Any, n: int, out: Any, acc: Any, scale: Any, address: Any) -> Any:
+    """out[i] += float(acc[i]) * scale * (float32 at address + 4i): one block's integer sums."""
+
+    def step(i: int) -> Any:
+        x = _broadcast_f32(builder, at(builder, address, 4 * i))
+        scaled = builder.fmul(builder.sitofp(builder.extract_value(acc, i), F32x16.llvm), scale)
+        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, scaled, x, builder.extract_value(out, i))
+
+    return _each(builder, n, F32x16.llvm, step)
+
+
+@_tile_operation(_same, F32x16, types.int64, types.int64)
+def tile_take_min(builder: Any, n: int, out: Any, low: Any, sums: Any, scales: Any) -> Any:
+    """out[i] += low * (float32 at scales + 4i) * float(int32 at sums + 4i): the mins of half a block."""
+
+    def step(i: int) -> Any:
+        total = builder.load(pointer(builder, at(builder, sums, 4 * i), _I32), align=4)
+        scale = builder.load(pointer(builder, at(builder, scales, 4 * i), _F32), align=4)
+        x = broadcast(builder, builder.fmul(builder.sitofp(total, _F32), scale))
+        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, low, x, builder.extract_value(out, i))
+
+    return _each(builder, n, F32x16.llvm, step)
+
+
+@_tile_operation(lambda tile: types.void, types.int64, types.int64, types.int64)
+def tile_store(builder: Any, n: int, tile: Any, address: Any, stride: Any, count: Any) -> None:
+    """Stores the first `count` entries, 16 float32 each, at address + i * stride."""
+    for i in range(n):
+        with builder.if_then(builder.icmp_signed(">", count, _I64(i)), likely=True):
+            where = at(builder, address, builder.mul(stride, _I64(i)))
+            builder.store(builder.extract_value(tile, i), pointer(builder, where, F32x16.llvm), align=1)
+
+
+@_tile_operation(_same, types.int64, types.int64, types.int64)
+def tile_add(builder: Any, n: int, tile: Any, address: Any, stride: Any, count: Any) -> Any:
+    """tile[i] += the 16 float32 at address + i * stride, for i < count; other entries are undefined."""
+
+    def step(i: int) -> Any:
+        # rows past the end read row 0 instead, which exists
+        offset = builder.select(
+            builder.icmp_signed(">", count, _I64(i)), builder.mul(stride, _I64(i)), _I64(0)
+        )
+        row = builder.load(pointer(builder, at(builder, address, offset), F32x16.llvm), align=1)
+        return builder.fadd(builder.extract_value(tile, i), row)
+
+    return _each(builder, n, F32x16.llvm, step)
