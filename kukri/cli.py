@@ -23,6 +23,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # help and usage errors without rich: 60 ms less
     pretty_exceptions_enable=False,
 )
+bench_app = typer.Typer()
+app.add_typer(bench_app, name="bench")
 
 MODEL_HELP = "A known name, org/repo[:type] of the Hugging Face hub, a .gguf file or a safetensors directory."
 Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
@@ -39,6 +41,21 @@ Threads = Annotated[
     int | None, typer.Option("--threads", help="Threads; by default one for each usable core.")
 ]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")]
+MaxRequests = Annotated[int, typer.Option(help="Requests computed at a time.")]
+KVMemory = Annotated[
+    str | None, typer.Option(help="Size of the KV cache, such as 2GiB; by default what these may need.")
+]
+KVType = Annotated[str, typer.Option(help="Numbers in the KV cache: f16, or q8_0 in half of it.")]
+Speculation = Annotated[
+    str | None,
+    typer.Option(
+        help="Guesses at tokens, which change none: ngram looks them up in the text; draft; or off."
+    ),
+]
+DraftModel = Annotated[
+    str | None, typer.Option(help="A small model with the same tokens, to guess those to come.")
+]
+Alias = Annotated[list[str] | None, typer.Option(help="One more name of the model; repeatable.")]
 Text = Annotated[Path | None, typer.Option(help="A UTF-8 file; by default the opening of a novel.")]
 Window = Annotated[int, typer.Option(help="Tokens that the model reads at once.")]
 Stride = Annotated[int, typer.Option(help="Tokens from a window to the next, which are scored.")]
@@ -108,6 +125,8 @@ def run(
     quantize: Quantize = None,
     rope_scaling: RopeScaling = None,
     rope_factor: RopeFactor = None,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
     json: Json = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print counts and speeds to stderr.")] = False,
 ) -> None:
@@ -137,6 +156,8 @@ def run(
         quantize=quantize,
         rope_scaling=rope_scaling,
         rope_factor=rope_factor,
+        speculation=speculation,
+        draft_model=draft_model,
         as_json=json,
         with_stats=stats,
     )
@@ -162,6 +183,8 @@ def chat(
     quantize: Quantize = None,
     rope_scaling: RopeScaling = None,
     rope_factor: RopeFactor = None,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
 ) -> None:
     """Talk with a model in the terminal; /help lists what else it takes."""
     from kukri.terminal.chat import talk
@@ -185,6 +208,8 @@ def chat(
         quantize=quantize,
         rope_scaling=rope_scaling,
         rope_factor=rope_factor,
+        speculation=speculation,
+        draft_model=draft_model,
     )
 
 
@@ -193,7 +218,7 @@ def serve(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     host: Annotated[str, typer.Option(help="Address to serve on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0 takes any.")] = 8000,
-    alias: Annotated[list[str] | None, typer.Option(help="One more name of the model; repeatable.")] = None,
+    alias: Alias = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="API keys, one a line; without it $KUKRI_API_KEY, if set.")
     ] = None,
@@ -201,13 +226,9 @@ def serve(
         list[str] | None, typer.Option(help="Origin whose pages may ask; repeatable.")
     ] = None,
     max_context: MaxContext = None,
-    max_requests: Annotated[int, typer.Option(help="Requests computed at a time.")] = 16,
-    kv_memory: Annotated[
-        str | None, typer.Option(help="Size of the KV cache, such as 2GiB; by default what these may need.")
-    ] = None,
-    kv_type: Annotated[
-        str, typer.Option(help="Numbers in the KV cache: f16, or q8_0 in half of it.")
-    ] = "f16",
+    max_requests: MaxRequests = 16,
+    kv_memory: KVMemory = None,
+    kv_type: KVType = "f16",
     max_waiting: Annotated[int, typer.Option(help="Requests in the queue; more get 503.")] = 256,
     max_body: Annotated[str, typer.Option(help="Largest body of a request; a larger one gets 413.")] = "2MiB",
     rate_limit: Annotated[
@@ -222,10 +243,12 @@ def serve(
     quantize: Quantize = None,
     rope_scaling: RopeScaling = None,
     rope_factor: RopeFactor = None,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, one object a line.")] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, and a page to chat on."""
+    """Serve a model over HTTP: OpenAI's API, Anthropic's messages, and a page to chat on."""
     from kukri.terminal.serve import serve_model
 
     serve_model(
@@ -243,6 +266,8 @@ def serve(
         quantize=quantize,
         rope_scaling=rope_scaling,
         rope_factor=rope_factor,
+        speculation=speculation,
+        draft_model=draft_model,
         max_waiting=max_waiting,
         max_body=max_body,
         rate_limit=rate_limit,
@@ -251,6 +276,46 @@ def serve(
         has_page=not no_page,
         log_json=log_json,
         log_level=log_level,
+    )
+
+
+@app.command()
+def batch(
+    source: Annotated[Path, typer.Argument(help="Requests, one a line, as in OpenAI's batches.")],
+    target: Annotated[Path, typer.Argument(help="The file for the results, in the same order.")],
+    model: Model = None,
+    alias: Alias = None,
+    max_context: MaxContext = None,
+    max_requests: MaxRequests = 16,
+    kv_memory: KVMemory = None,
+    kv_type: KVType = "f16",
+    threads: Threads = None,
+    quantize: Quantize = None,
+    rope_scaling: RopeScaling = None,
+    rope_factor: RopeFactor = None,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
+    json: Json = False,
+) -> None:
+    """Answer a file of requests, many at a time; run again, it goes on where it stopped."""
+    from kukri.terminal.batch import run_batch
+
+    run_batch(
+        source,
+        target,
+        model=model,
+        aliases=alias or [],
+        max_context=max_context,
+        max_requests=max_requests,
+        kv_memory=kv_memory,
+        kv_type=kv_type,
+        n_threads=threads,
+        quantize=quantize,
+        rope_scaling=rope_scaling,
+        rope_factor=rope_factor,
+        speculation=speculation,
+        draft_model=draft_model,
+        as_json=json,
     )
 
 
@@ -268,8 +333,9 @@ def pull(
     pull_model(name, verify=verify, as_json=json)
 
 
-@app.command()
+@bench_app.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     model: Model = None,
     threads: Threads = None,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", "-p", help="Tokens to read.")] = 512,
@@ -281,6 +347,8 @@ def bench(
     json: Json = False,
 ) -> None:
     """Measure reading and writing speed, and how much of the machine's bandwidth that is."""
+    if context.invoked_subcommand is not None:
+        return
     from kukri.bench.offline import run_bench
 
     run_bench(
@@ -293,6 +361,98 @@ def bench(
         n_generate=generate_tokens,
         repetitions=repetitions,
         json_only=json,
+    )
+
+
+@bench_app.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option(help="Where the API is.")] = "http://127.0.0.1:8000/v1",
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the API.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="By default the first served.")] = None,
+    endpoint: Annotated[Literal["chat", "completions"], typer.Option(help="Which of the two.")] = "chat",
+    rate: Annotated[
+        str | None, typer.Option(help="Open loop: requests a second, arriving at random, like 1,2,4.")
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Closed loop: requests at a time; by default 1,4,16.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", "-n", min=1, help="Requests of each load; by default 100.")
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds in which those of a load begin.")] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", "-p", help="Tokens of a prompt of random words.")
+    ] = 128,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL instead: prompt or messages a line.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-g", help="Tokens of an answer at most.")] = 64,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for all of them, where the server knows ignore_eos.")
+    ] = False,
+    extra_body: Annotated[
+        str | None, typer.Option(help="More fields of a request, as JSON; null takes one away.")
+    ] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Limits of a good answer in ms: ttft:500,tpot:50,e2e:5000.")
+    ] = None,
+    warm_up: Annotated[int, typer.Option(help="Requests before, not counted.")] = 2,
+    timeout: Annotated[float, typer.Option(help="Seconds that an answer may take.")] = 300.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of prompts and arrivals; by default another each time.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latency against load as a PNG.")] = None,
+    json: Json = False,
+) -> None:
+    """Load any server with OpenAI's API: latencies, throughput, goodput."""
+    from kukri.terminal.load import load_server
+
+    load_server(
+        url=url,
+        api_key=api_key,
+        model=model,
+        kind=endpoint,
+        rate=rate,
+        concurrency=concurrency,
+        n_requests=requests,
+        duration_s=duration,
+        n_prompt=prompt_tokens,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        extra_body=extra_body,
+        slo=slo,
+        n_warm_up=warm_up,
+        timeout_s=timeout,
+        seed=seed,
+        plot=plot,
+        as_json=json,
+    )
+
+
+@bench_app.command()
+def ablate(
+    model: Model = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Measure this technique alone, such as kv-cache; repeatable.")
+    ] = None,
+    threads: Threads = None,
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Times that each is measured.")] = 5,
+    plot: Annotated[Path | None, typer.Option(help="Draw the gains as a PNG.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write a page of all this in Markdown, its chart beside it.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure what each technique buys on this machine: with it and without, in turns."""
+    from kukri.terminal.ablate import show_ablation
+
+    show_ablation(
+        model,
+        only or [],
+        n_threads=threads,
+        repetitions=repetitions,
+        plot=plot,
+        page=page,
+        as_json=json,
     )
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, cast, overload
 
 from kukri import tasks
-from kukri.config import EngineConfig, ModelConfig
+from kukri.config import EngineConfig, ModelConfig, Speculation
 from kukri.engine import Engine, Request, RequestState, Timings
 from kukri.errors import ConfigError, FormatError, HookError, KukriError, RequestError, UnsupportedError
 from kukri.formats import hub
@@ -77,7 +77,9 @@ class LLM:
     for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
     steps of `max_step_tokens`. Up to `max_requests` prompts of a list are answered side by side, in a cache
     with room for as many contexts, or of `kv_bytes`, in float16 or q8_0. `rope_scaling`, "linear", "dynamic"
-    or "yarn", stretches the model's context `rope_factor` times.
+    or "yarn", stretches the model's context `rope_factor` times. `speculation` computes guesses beside a
+    token, which changes none, unless a request says otherwise: "ngram" looks them up in the text, "draft"
+    asks `draft_model`, a small model of the same tokens; "off" does without.
 
     Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
     """
@@ -96,6 +98,8 @@ class LLM:
         quantize: str | None = None,
         rope_scaling: str | None = None,
         rope_factor: float | None = None,
+        speculation: Speculation | None = None,
+        draft_model: str | os.PathLike[str] | None = None,
     ) -> None:
         self.engine_config = EngineConfig(
             backend=backend,
@@ -104,6 +108,7 @@ class LLM:
             max_step_tokens=max_step_tokens,
             kv_bytes=kv_bytes,
             kv_type=kv_type,
+            speculation=speculation or ("ngram" if draft_model is None else "draft"),
             n_threads=n_threads,
         )
         self.path = hub.resolve(model)
@@ -123,7 +128,11 @@ class LLM:
         self._is_open = True
         if self.config.head.kind == "language_model":
             self._engine = Engine(
-                self.model, self._backend, self.engine_config, eos_ids=self.tokenizer.eos_ids
+                self.model,
+                self._backend,
+                self.engine_config,
+                eos_ids=self.tokenizer.eos_ids,
+                draft_model=None if draft_model is None else _draft_model(draft_model, self.tokenizer),
             )
         self._answers: dict[int, _Answer] = {}  # those under way, by request id
 
@@ -219,7 +228,7 @@ class LLM:
                 f"texts must be str or a list of them, not {type(texts).__name__}", param="texts"
             )
         many = [texts] if isinstance(texts, str) else texts
-        vectors = tasks.embed(self.model, self.tokenizer, many, pooling=pooling, normalize=normalize)
+        vectors = tasks.embed(self.embedder, self.tokenizer, many, pooling=pooling, normalize=normalize)
         return vectors[0] if isinstance(texts, str) else vectors
 
     @contextmanager
@@ -259,6 +268,11 @@ class LLM:
         tokenizer = self.tokenizer
         return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 
+    @cached_property
+    def embedder(self) -> tasks.Embedder:
+        """What makes embeddings, a piece at a time; for whoever runs the engine on a thread of its own."""
+        return tasks.Embedder(self.model)
+
     @property
     def engine(self) -> Engine:
         """The engine below. Raises KukriError after `close`, UnsupportedError where the head is no LM's."""
@@ -272,6 +286,7 @@ class LLM:
         for answer in list(self._answers.values()):
             self._drop(answer)
         self._engine, self._is_open = None, False
+        self.__dict__.pop("embedder", None)  # its caches
         self.model.bind(None)
         close = getattr(self._backend, "close", None)
         if close is not None:
@@ -348,13 +363,13 @@ class LLM:
     def _step(self, answer: _Answer) -> None:
         """Runs one step for all that is under way. Raises the error that ended `answer`, if one did."""
         engine = self.engine
-        for request, token, _ in engine.step():
+        for request, token, finish_reason in engine.step():
             owner = self._answers.get(request.id)
-            if owner is not None and token is not None:
-                stop = owner.push(token.id)
+            if owner is not None and token is not None and owner.result is None:
+                stop = owner.push(token.id, finish_reason)
                 if stop is not None:
                     engine.finish(request, "stop", stop)
-                if request.state is RequestState.FINISHED:
+                if stop is not None or finish_reason is not None:
                     owner.end(stop)
         if answer.result is None and answer.request.state is RequestState.FINISHED:
             raise answer.request.error or KukriError(f"request {answer.request.id} was aborted")
@@ -369,14 +384,15 @@ class _Answer:
         self._stream = TextStream(tokenizer)
         self._stops = StopStrings(request.params.stop_strings)
         self._pieces: list[str] = []
-        self._n_pieces_taken = self._n_tokens_taken = 0
+        self._n_tokens = self._n_pieces_taken = self._n_tokens_taken = 0
 
-    def push(self, token_id: int) -> str | None:
+    def push(self, token_id: int, finish_reason: str | None) -> str | None:
         """Adds a token's text; gives the stop string that it completed."""
-        if self.request.finish_reason == "stop":  # by its id: it is no part of the text
+        self._n_tokens += 1
+        if finish_reason == "stop":  # by its id: it is no part of the text
             return None
         text, stop = self._stream.push(token_id), None
-        if self.request.n_generated >= self.request.params.min_tokens:
+        if self._n_tokens >= self.request.params.min_tokens:
             text, stop = self._stops.push(text)
         self._pieces.append(text)
         return stop
@@ -387,6 +403,7 @@ class _Answer:
             text, stop = self._stops.push(self._stream.flush())
             self._pieces += [text] if stop is not None else [text, self._stops.flush()]
         request = self.request
+        request.cut(self._n_tokens)
         self.result = Result(
             text="".join(self._pieces),
             token_ids=request.output_ids,
@@ -421,6 +438,18 @@ def _stretched(config: ModelConfig, kind: str | None, factor: float | None) -> M
     if kind is None or factor is None:
         raise ConfigError("rope_scaling and rope_factor belong together: give both, or neither")
     return with_scaling(config, kind, factor)
+
+
+def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer) -> Model:
+    """A model to guess with. Raises ConfigError where its tokens are others, or it is no language model."""
+    path = hub.resolve(model)
+    with open_checkpoint(path, None) as checkpoint:
+        config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)
+        if config.head.kind != "language_model":
+            raise ConfigError(f"{path} generates no text and cannot guess any")
+        if own.vocabulary.id_of != tokenizer.vocabulary.id_of or config.n_vocab != tokenizer.n_vocab:
+            raise ConfigError(f"{path} has other tokens than the model: a draft model needs the same")
+        return load_model(checkpoint.weights(config), config)
 
 
 def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ ALLOWED["evaluate"] = BELOW_THE_FACES
 ALLOWED["bench"] = BELOW_THE_FACES | {"evaluate"}
 ALLOWED["server"] = BELOW_THE_FACES
 ALLOWED["terminal"] = BELOW_THE_FACES | {"evaluate", "bench", "server"}
+ALLOWED["llm_plugin"] = BELOW_THE_FACES | {"terminal"}
 ALLOWED["cli"] = BELOW_THE_FACES | {"bench", "terminal"}
 ALLOWED["__main__"] = {"cli"}
 ALLOWED["__init__"] = {*LAYERS, "tokenizer", "sampling"}
@@ -89,6 +91,12 @@ def test_imports_point_down(file):
     module = ".".join(["kukri", *file.relative_to(PACKAGE).with_suffix("").parts])
     upward = imported_parts(file.read_text(encoding="utf-8"), module) - {part} - ALLOWED[part]
     assert not upward, f"{module} imports {sorted(upward)}, which {part} must not know"
+
+
+def test_every_test_file_has_a_name_of_its_own():
+    """Test files are modules without a package: two of one name cannot both be collected."""
+    names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, n in names.items() if n > 1] == []
 
 
 def test_no_module_has_an_empty_name():

@@ -107,6 +107,22 @@ def test_run_json_is_one_object(smollm2_path):
     assert answer["timings"]["decode_tokens_per_s"] > 0
 
 
+def test_run_tells_what_guesses_were_worth(smollm2_path):
+    """Catches --speculation ignored, or a mistyped kind that is found after the model is loaded."""
+    command = ("run", "Say a a a a a a a a a a a a a a.", "-m", str(smollm2_path), "-n", "40", "--ignore-eos")
+    answers = {kind: run(*command, "--json", "--speculation", kind).stdout for kind in ("ngram", "off")}
+    ngram, off = json.loads(answers["ngram"]), json.loads(answers["off"])
+    assert ngram["token_ids"] == off["token_ids"]
+    assert 0 < ngram["timings"]["n_accepted"] <= ngram["timings"]["n_drafted"]
+    assert off["timings"]["n_drafted"] == 0
+    drafted = json.loads(run(*command, "--json", "--draft-model", str(smollm2_path)).stdout)
+    assert drafted["token_ids"] == off["token_ids"]
+    told = run(*command, "--stats")
+    assert re.search(rb"\d+ of \d+ guesses came true\n$", told.stderr)
+    wrong = call("run", "Hi", "-m", "/nowhere.gguf", "--speculation", "magic")
+    assert_one_line_error(wrong, "speculation must be one of off, ngram, draft")
+
+
 def test_run_raw_continues_the_text(smollm2_path):
     """Catches --raw that still wraps the prompt into a chat."""
     raw = json.loads(run("run", "1, 2, 3, 4,", "--raw", "-m", str(smollm2_path), "-n", "4", "--json").stdout)
@@ -269,7 +285,7 @@ def test_inspect_shows_models_it_cannot_run(tmp_path):
     """Catches a file of another architecture being refused where its tensors could be shown."""
     import numpy as np
 
-    from kukri.formats.gguf import write_gguf
+    from kukri.formats.gguf_writer import write_gguf
     from kukri.quant.types import QUANT_TYPES
 
     path = tmp_path / "other.gguf"

@@ -23,9 +23,10 @@ class BatchBuilder:
         self._batch: ForwardBatch
 
     def build(self, chunks: list[ScheduledChunk]) -> ForwardBatch:
-        """The batch of one step, its tokens in the order of the chunks."""
+        """The batch of one step: tokens and rows of logits in the order of chunks, the guesses' rows last."""
         t = n_rows = 0
-        for s, (request, start, n_tokens, n_logits) in enumerate(chunks):
+        draft_rows: list[int] = []
+        for s, (request, start, n_tokens, n_logits, n_drafts) in enumerate(chunks):
             stop = start + n_tokens
             if n_tokens == 1:  # a decode step: scalars cost less than slices
                 self._token_ids[t] = request.tokens[start]
@@ -41,9 +42,14 @@ class BatchBuilder:
             self._query_start[s + 1] = t
             self._context_len[s] = stop
             self._page_table[s] = request.page_row
-            for row in range(t - n_logits, t):
+            for row in range(t - n_logits, t - n_drafts):
                 self._logit_rows[n_rows] = row
                 n_rows += 1
+            if n_drafts:
+                draft_rows += range(t - n_drafts, t)
+        if draft_rows:
+            self._logit_rows[n_rows : n_rows + len(draft_rows)] = draft_rows
+            n_rows += len(draft_rows)
         sizes = (t, len(chunks), n_rows)
         if sizes != self._sizes:
             self._sizes, self._batch = sizes, self._views(*sizes)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS, EngineConfig
 from kukri.engine.batch import BatchBuilder
+from kukri.engine.draft_model import DraftModel
+from kukri.engine.drafts import Drafts, LookupDrafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.runner import Runner
@@ -29,7 +31,8 @@ class Engine:
     """Runs requests on a model. Not for several threads at a time, but for `make_requests`.
 
     `eos_ids` end a request unless it ignores them. The KV pool has room for `max_requests` requests of
-    `max_context` tokens, for `kv_bytes`, or for `n_pages` pages; its memory is taken as it is used.
+    `max_context` tokens, for `kv_bytes`, or for `n_pages` pages; its memory is taken as it is used. A
+    `draft_model` has the same token ids, and a pool of its own with as many pages.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Engine:
         *,
         eos_ids: Iterable[int] = (),
         n_pages: int | None = None,
+        draft_model: Model | None = None,
     ) -> None:
         self.model, self.config = model, config
         self.max_context = _max_context(config, model)
@@ -63,6 +67,13 @@ class Engine:
             max_rows,
             caches_prefixes=config.caches_prefixes,
         )
+        self._draft_model: DraftModel | None = None
+        if draft_model is not None:
+            price = draft_model.n_parameters / model.n_parameters
+            self._draft_model = DraftModel(draft_model, backend, config, self.max_context, n_pages, price)
+            self.scheduler.drafter = self._draft_model
+        elif config.speculation == "draft":
+            raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
         self._builder = BatchBuilder(limits)
         self._row_ops = backend.row_ops
         self._ids = count(1)
@@ -107,6 +118,8 @@ class Engine:
                     priority=priority,
                     client=client,
                     leader=requests[0] if requests else None,
+                    drafts=self._drafts(params),
+                    max_drafts=params.max_draft_tokens or self.config.max_draft_tokens,
                 )
             )
         return requests
@@ -116,7 +129,7 @@ class Engine:
         self.scheduler.add(request)
 
     def step(self) -> list[StepOutput]:
-        """Runs one step and gives the requests that got a token or failed.
+        """Runs one step and gives the tokens that came of it, and the requests that failed.
 
         A request whose logits are unusable fails alone. What the model run itself raises, a hook's error for
         one, fails every request of the step and is raised.
@@ -182,23 +195,70 @@ class Engine:
         """Asserts that requests and pages agree: nothing lost, nothing held twice."""
         self.scheduler.check_integrity()
 
-    def _sample(self, chunks: list[ScheduledChunk], logits: FloatArray) -> list[SampledToken | KukriError]:
-        """A token for each row of logits, or the error that ends its request."""
-        requests, rows, row = [], [], 0
+    def _sample(
+        self, chunks: list[ScheduledChunk], logits: FloatArray
+    ) -> list[list[SampledToken | KukriError]]:
+        """The tokens of each chunk that gives some, up to one that was not guessed; or what ends its request.
+
+        Each is chosen as if it were alone in its step, after those before it are chosen.
+        """
+        giving: list[ScheduledChunk] = []
+        rows: list[list[int]] = []  # of each of them
+        row, draft_row = 0, len(logits) - sum(chunk.n_drafts for chunk in chunks)
         for chunk in chunks:
-            row += chunk.n_logits
+            n_own = chunk.n_logits - chunk.n_drafts
+            row += n_own
             if chunk.request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, logits[row - chunk.n_logits : row])
+                self._score_prompt(chunk, logits[row - n_own : row])
             if chunk.gives_token:
-                requests.append(chunk.request)
-                rows.append(row - 1)
-        wanted = logits if len(rows) == len(logits) else logits[rows]
-        results = sample_rows([request.sampler for request in requests], wanted, self._row_ops)
-        for i, request in enumerate(requests):
-            results[i] = request.error or results[i]
-            if isinstance(results[i], KukriError):
-                self._clear_pages(request)
+                giving.append(chunk)
+                rows.append([row - 1, *range(draft_row, draft_row + chunk.n_drafts)])
+                draft_row += chunk.n_drafts
+        results: list[list[SampledToken | KukriError]] = [[] for _ in giving]
+        going_on, depth = list(range(len(giving))), 0
+        while going_on:
+            self._sample_next([(giving[i], rows[i][depth], results[i]) for i in going_on], logits)
+            going_on = [i for i in going_on if _goes_on(giving[i], results[i])]
+            depth += 1
+        for chunk, own_rows, tokens in zip(giving, rows, results, strict=True):
+            if len(tokens) < len(own_rows) and np.isnan(logits[own_rows[-1]].max()):
+                self._clear_drafts(chunk, len(tokens))
         return results
+
+    def _sample_next(
+        self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: FloatArray
+    ) -> None:
+        """Adds a token to the results of each chunk, by a row of logits of its own; rows are in order."""
+        first, n = turns[0][1], len(turns)
+        all_in_turn = turns[-1][1] - first == n - 1  # then they need not be copied
+        wanted = logits[first : first + n] if all_in_turn else logits[[row for _, row, _ in turns]]
+        tokens = sample_rows([chunk.request.sampler for chunk, _, _ in turns], wanted, self._row_ops)
+        for (chunk, _, results), token in zip(turns, tokens, strict=True):
+            results.append(chunk.request.error or token)
+            if isinstance(results[-1], KukriError):
+                self._clear_pages(chunk.request)
+
+    def _clear_drafts(self, chunk: ScheduledChunk, n_kept: int) -> None:
+        """Zeroes what guesses that did not come true have stored, which is NaN where their logits were."""
+        page, place = divmod(chunk.start + n_kept, PAGE_TOKENS)
+        if place:
+            self.runner.clear_places(int(chunk.request.page_row[page]), place)
+            page += 1
+        self.runner.clear_pages(chunk.request.pages[page:])
+
+    def _drafts(self, params: SamplingParams) -> Drafts | None:
+        """Where a request's guesses come from. Raises RequestError where it has no such place here."""
+        kind = params.speculation or ("ngram" if params.prediction else self.config.speculation)
+        if kind == "off":
+            return None
+        if kind == "draft":
+            if self._draft_model is None:
+                raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
+            return self._draft_model.drafts()
+        given = [i for i in params.prediction if isinstance(i, int) and 0 <= i < self.model.config.n_vocab]
+        if len(given) < len(params.prediction):
+            raise RequestError("prediction must be token ids of the vocabulary here", param="prediction")
+        return LookupDrafts(given[: self.max_context])
 
     def _score_prompt(self, chunk: ScheduledChunk, logits: FloatArray) -> None:
         """Keeps the log-probabilities of the prompt's tokens that the rows of a chunk are about."""
@@ -230,6 +290,8 @@ class Engine:
         for request in self.scheduler.running:
             request.n_cached_pages, request.is_cacheable = 0, False
         self.scheduler.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
+        # a hook sees each token of a text once, and none that is not in it
+        self.scheduler.takes_drafts = not self.runner.hooks
 
     def _checked_prompt(self, prompt_ids: npt.ArrayLike) -> IntArray:
         try:
@@ -250,6 +312,14 @@ class Engine:
         if len(ids) > self.max_context:
             raise ContextLengthError(len(ids), self.max_context)
         return ids.astype(np.int32)
+
+
+def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:
+    """Whether the last token chosen was guessed, and the row after it is about the token to come."""
+    request, token, n = chunk.request, tokens[-1], len(tokens)
+    if n > chunk.n_drafts or isinstance(token, KukriError) or token.id in request.stop_ids:
+        return False
+    return token.id == int(request.tokens[request.n_tokens + n - 1])
 
 
 def _n_pages(config: EngineConfig, model: Model, max_pages: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from kukri.engine.engine import Engine
+from kukri.engine.jobs import Job, JobQueue
 from kukri.engine.request import Request, RequestState
 from kukri.engine.scheduler import StepOutput
 from kukri.errors import CapacityError, KukriError
@@ -32,7 +33,9 @@ class EngineStatus:
     n_pages_cached: int  # that hold a known prefix, held or not
     n_preemptions: int
     n_prefix_hit: int  # prompt tokens found in the cache
-    n_computed: int  # tokens computed
+    n_computed: int  # tokens computed, guesses that did not come true left out
+    n_drafted: int  # guesses at tokens computed
+    n_accepted: int  # of those, that came true
     n_generated: int  # tokens given out
     n_steps: int
     busy_s: float  # wall time of all steps
@@ -43,7 +46,8 @@ class EngineLoop:
 
     `deliver` is called on that thread, once after each step, with what became of the requests; it must be
     quick and must not raise. At most `max_waiting` requests wait for their first step. The engine belongs to
-    the thread from `start` on: only `make_requests` may be called from elsewhere.
+    the thread from `start` on: only `make_requests` may be called from elsewhere. What else needs the
+    model, such as embeddings, runs there too: jobs, in pieces between the steps.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, *, max_waiting: int = 256) -> None:
@@ -52,6 +56,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # run between steps, in order
         self._live: dict[int, Request] = {}  # submitted and not ended; changed under _wake
+        self._jobs = JobQueue()  # changed under _wake
         self._is_draining = self._is_stopping = False
         self._busy_since: float | None = None
         self._n_steps = self._n_generated = 0
@@ -70,14 +75,17 @@ class EngineLoop:
         for request in requests:
             self.engine.scheduler.check_fits(request)
         with self._wake:
-            if self._is_draining or self._is_stopping:
-                raise CapacityError("the server is shutting down: try another, or later")
-            n_waiting = len(self._live) - len(self.engine.scheduler.running)
-            if n_waiting + len(requests) > self.max_waiting:
-                raise CapacityError(f"{n_waiting} requests are waiting already: try again later")
+            self._check_room(len(requests))
             for request in requests:
                 self._live[request.id] = request
             self._commands.append(lambda: self._add(requests))
+            self._wake.notify()
+
+    def submit_job(self, job: Job) -> None:
+        """Queues work that is done between the steps. Raises CapacityError as `submit` does."""
+        with self._wake:
+            self._check_room(1)
+            self._jobs.add(job)
             self._wake.notify()
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -95,7 +103,7 @@ class EngineLoop:
         """Refuses new requests and waits for those there are; False where some were left at the end."""
         with self._wake:
             self._is_draining = True
-            return self._wake.wait_for(lambda: not self._live, timeout_s)
+            return self._wake.wait_for(lambda: not self._live and not self._jobs, timeout_s)
 
     def stop(self) -> None:
         """Aborts what is left, delivering that, and ends the thread."""
@@ -118,17 +126,26 @@ class EngineLoop:
         n_running = len(scheduler.running)
         return EngineStatus(
             n_running=n_running,
-            n_waiting=max(len(self._live) - n_running, 0),
+            n_waiting=max(len(self._live) - n_running, 0) + len(self._jobs),
             n_pages=pool.n_pages,
             n_pages_held=pool.n_pages - pool.n_free,
             n_pages_cached=pool.n_cached,
             n_preemptions=scheduler.n_preemptions,
             n_prefix_hit=scheduler.n_prefix_hit,
             n_computed=scheduler.n_computed,
+            n_drafted=scheduler.n_drafted,
+            n_accepted=scheduler.n_accepted,
             n_generated=self._n_generated,
             n_steps=self._n_steps,
             busy_s=self._busy_s,
         )
+
+    def _check_room(self, n_more: int) -> None:
+        if self._is_draining or self._is_stopping:
+            raise CapacityError("the server is shutting down: try another, or later")
+        n_waiting = len(self._live) - len(self.engine.scheduler.running) + len(self._jobs)
+        if n_waiting + n_more > self.max_waiting:
+            raise CapacityError(f"{n_waiting} requests are waiting already: try again later")
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -140,9 +157,12 @@ class EngineLoop:
             while self._next_commands():
                 if self.engine.has_work:
                     self._step()
+                if self._jobs:
+                    self._advance_job()
             for request in list(self._live.values()):
                 self.engine.abort(request)
             self._deliver_ended()
+            self._end_jobs(CapacityError("the server is shutting down: try another, or later"))
         except BaseException:
             logger.critical("the engine stopped", exc_info=True)
             self._fail_all()
@@ -151,7 +171,8 @@ class EngineLoop:
     def _next_commands(self) -> bool:
         """Runs the commands there are, once there is something to do; False when it is time to stop."""
         with self._wake:
-            if not self.engine.has_work and not self._wake.wait_for(self._has_news, _IDLE_S):
+            is_idle = not self.engine.has_work and not self._jobs
+            if is_idle and not self._wake.wait_for(self._has_news, _IDLE_S):
                 self.engine.check_integrity()
                 self._wake.wait_for(self._has_news)
             commands = list(self._commands)
@@ -161,7 +182,7 @@ class EngineLoop:
         return not self._is_stopping
 
     def _has_news(self) -> bool:
-        return bool(self._commands) or self._is_stopping
+        return bool(self._commands or self._jobs) or self._is_stopping
 
     def _step(self) -> None:
         started_s = perf_counter()
@@ -183,6 +204,19 @@ class EngineLoop:
         if outputs:
             self._deliver(outputs)
 
+    def _advance_job(self) -> None:
+        with self._wake:
+            job = self._jobs.first
+        self._busy_since = monotonic()
+        try:
+            is_done = job.advance()
+        finally:
+            self._busy_since = None
+        if is_done:
+            with self._wake:
+                self._jobs.pop()
+                self._wake.notify_all()
+
     def _deliver_ended(self) -> None:
         """Tells the requests that ended without a token."""
         ended = [request for request in self._live.values() if request.state is RequestState.FINISHED]
@@ -199,6 +233,16 @@ class EngineLoop:
             request.error = request.error or KukriError("the engine stopped: see the log")
         self._forget(left)
         self._deliver([StepOutput(request, None, "error") for request in left])
+        self._end_jobs(KukriError("the engine stopped: see the log"))
+
+    def _end_jobs(self, error: KukriError) -> None:
+        """Ends the jobs that are left."""
+        with self._wake:
+            left = [self._jobs.pop() for _ in range(len(self._jobs))]
+        for job in left:
+            job.pieces.close()
+            if not job.is_cancelled:
+                job.on_end(None, error)
 
     def _forget(self, requests: list[Request]) -> None:
         if requests:

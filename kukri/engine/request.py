@@ -8,6 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
+from kukri.engine.drafts import Drafts
 from kukri.engine.pages import pages_for
 from kukri.errors import KukriError
 from kukri.kernels.types import IntArray
@@ -33,6 +34,8 @@ class Timings:
     prompt_s: float  # from there to the first token
     first_token_s: float  # from arrival to the first token: the sum of the two
     decode_s: float  # from the first token to the last
+    n_drafted: int = 0  # guesses at tokens computed
+    n_accepted: int = 0  # of those, that came true
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -49,10 +52,11 @@ class Request:
     """A prompt, how to go on from it, and what came of it. Tokens and pages belong to the scheduler."""
 
     __slots__ = (
-        "arrived_s", "client", "cumulative_logprob", "error", "finish_reason", "first_token_s", "id",
-        "is_cacheable", "last_token_s", "leader", "max_tokens", "n_cached", "n_cached_pages", "n_pages",
-        "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "page_row", "params", "priority",
-        "prompt_logprobs", "sampled", "sampler", "started_s", "state", "stop_ids", "stop_reason", "tokens",
+        "arrived_s", "client", "cumulative_logprob", "drafts", "error", "finish_reason",
+        "first_token_s", "id", "is_cacheable", "last_token_s", "leader", "max_drafts", "max_tokens",
+        "n_accepted", "n_cached", "n_cached_pages", "n_drafted", "n_pages", "n_preemptions",
+        "n_prefix_hit", "n_prompt", "n_tokens", "page_row", "params", "priority", "prompt_logprobs",
+        "sampled", "sampler", "started_s", "state", "stop_ids", "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -67,15 +71,18 @@ class Request:
         priority: int = 0,
         client: str = "",
         leader: Request | None = None,
+        drafts: Drafts | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
         self.priority, self.client = priority, client
+        self.drafts, self.max_drafts = drafts, max_drafts  # where guesses come from, and how many in a step
         self.leader = leader  # the first of several answers to one prompt, whose pages it may share
         self.n_prompt = self.n_tokens = len(prompt_ids)
         n_new = max_context if params.max_tokens is None else params.max_tokens
         # the most tokens it may come to; a prompt that fills the context still gets one
         self.max_tokens = max(min(self.n_prompt + n_new, max_context), self.n_prompt + 1)
-        self.tokens = np.empty(self.max_tokens, np.int32)  # prompt, then generated
+        self.tokens = np.empty(self.max_tokens, np.int32)  # prompt, generated, and in a step guesses
         self.tokens[: self.n_prompt] = prompt_ids
         self.n_cached = 0  # tokens whose keys and values are in the cache
         self.page_row = np.zeros(pages_for(max_context), np.int32)  # its row of the page table
@@ -84,6 +91,8 @@ class Request:
         self.is_cacheable = True  # False where hooks may have changed what its pages hold
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
+        self.n_drafted = 0  # guesses computed
+        self.n_accepted = 0  # of those, that came true
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[SampledToken] = []  # of the prompt's second token on, where asked for
         self.sampled: list[SampledToken] = []
@@ -116,6 +125,12 @@ class Request:
         ids: list[int] = self.tokens[self.n_prompt : self.n_tokens].tolist()
         return ids
 
+    def cut(self, n_generated: int) -> None:
+        """Forgets the tokens after the first `n_generated`: a step gave them, beyond where the text ends."""
+        self.n_tokens = self.n_prompt + n_generated
+        del self.sampled[n_generated:]
+        self.cumulative_logprob = sum(token.logprob or 0.0 for token in self.sampled)
+
     @property
     def timings(self) -> Timings:
         """Times up to the last token."""
@@ -127,4 +142,6 @@ class Request:
             prompt_s=first - self.started_s,
             first_token_s=max(first - self.arrived_s, 0.0),
             decode_s=max(self.last_token_s - first, 0.0),
+            n_drafted=self.n_drafted,
+            n_accepted=self.n_accepted,
         )

@@ -59,6 +59,13 @@ class Runner:
         self.cache.keys[:, target] = self.cache.keys[:, source]
         self.cache.values[:, target] = self.cache.values[:, source]
 
+    def clear_places(self, page: int, first: int) -> None:
+        """Zeroes the places `first` and after of a page, which may hold NaN."""
+        keys, values = self.cache.keys[:, page], self.cache.values[:, page]
+        for name in keys.dtype.names or (None,):
+            (keys if name is None else keys[name])[..., first:] = 0
+            (values if name is None else values[name])[:, :, first:] = 0
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages that may hold NaN: whoever gets them next must not meet it."""
         self.cache.keys[:, pages] = 0

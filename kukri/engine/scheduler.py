@@ -5,6 +5,9 @@ what is left admits waiting requests (queue.py says who is first). A prompt that
 budget of its own, so that long prompts do not make the others' tokens late. Where pages run out, the request
 last in turn gives its own back and computes them again later: that changes no token, as no result depends on
 chunks. A request begins after the longest prefix whose pages are cached, which changes none either.
+
+Where room is left, requests that generate have guesses computed beside their newest token (drafts.py). Nobody
+gives way for a guess, and one that does not come true is forgotten: its place in the cache is written anew.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from bisect import insort
 from typing import NamedTuple
 
 from kukri.config import PAGE_TOKENS
+from kukri.engine.drafts import Drafter, Drafts, StepLoad
 from kukri.engine.pages import ROOT, PagePool, pages_for
 from kukri.engine.queue import WaitingQueue
 from kukri.engine.request import Request, RequestState
@@ -21,22 +25,27 @@ from kukri.sampling import SampledToken
 
 
 class ScheduledChunk(NamedTuple):
-    """Tokens `start` to `start + n_tokens - 1` of a request; the last `n_logits` of them want logits."""
+    """Tokens `start` to `start + n_tokens - 1` of a request; the last `n_logits` of them want logits.
+
+    The last `n_drafts` are guesses, which lie in the request's `tokens` beyond its own.
+    """
 
     request: Request
     start: int
     n_tokens: int
     n_logits: int
+    n_drafts: int = 0
 
     @property
     def gives_token(self) -> bool:
-        """Whether the request's next token follows from the last row of logits."""
-        return self.n_logits > 0 and self.start + self.n_tokens == self.request.n_tokens
+        """Whether the request's next token follows from a row of logits: the last, but for the guesses'."""
+        return self.n_logits > 0 and self.start + self.n_tokens - self.n_drafts == self.request.n_tokens
 
 
 class StepOutput(NamedTuple):
     """What a step did for a request: a token, or None where it ended without one.
 
+    A step has one for each token where guesses came true; the last of a request says how it goes on.
     `finish_reason` is None while the request goes on: it may be "stop", "length", "abort" or "error"
     (`request.stop_reason` and `request.error` then say more).
     """
@@ -67,12 +76,16 @@ class Scheduler:
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
         self.caches_prefixes = caches_prefixes
+        self.takes_drafts = True  # False while somebody must see each token once, and no others
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
+        self.drafter: Drafter | None = None
         self.copies: list[tuple[int, int]] = []  # (from, to): pages to copy before the step, in this order
         self.n_preemptions = 0
         self.n_prefix_hit = 0  # tokens that were found and not computed
-        self.n_computed = 0  # tokens that were
+        self.n_computed = 0  # tokens that were, guesses that did not come true left out
+        self.n_drafted = 0  # guesses computed
+        self.n_accepted = 0  # of those, that came true
 
     def add(self, request: Request) -> None:
         """Queues a new request. Raises CapacityError where it could outgrow the whole pool."""
@@ -110,32 +123,34 @@ class Scheduler:
                 if request is None or not self._admit(request):
                     break
                 self._schedule(request, budget, chunks)
+        if self.takes_drafts:
+            self._add_drafts(chunks)
         return chunks
 
     def postprocess(
-        self, chunks: list[ScheduledChunk], results: list[SampledToken | KukriError], now_s: float
+        self, chunks: list[ScheduledChunk], results: list[list[SampledToken | KukriError]], now_s: float
     ) -> list[StepOutput]:
-        """Books a finished step: `results` has a token, or why there is none, for each chunk that gives one.
+        """Books a finished step: `results` has the tokens of each chunk that gives some, or why not.
 
-        Ends the requests that are done, whose pages are free at once.
+        A chunk with guesses gives a token for each that came true, and one more. Ends the requests that are
+        done, whose pages are free at once.
         """
         outputs: list[StepOutput] = []
+        n_given = 0
         for chunk in chunks:
             request = chunk.request
-            request.n_cached = chunk.start + chunk.n_tokens
-            self.n_computed += chunk.n_tokens
-            self.waiting.count_served(request, chunk.n_tokens)
             if not chunk.gives_token:
+                self._count(chunk, chunk.n_tokens)
                 continue
-            result = results[len(outputs)]
-            if isinstance(result, KukriError):
-                request.error = result
-                self.finish(request, "error")
-                outputs.append(StepOutput(request, None, "error"))
-            else:
+            tokens = results[n_given]
+            n_given += 1
+            self._count(chunk, chunk.n_tokens - chunk.n_drafts + len(tokens) - 1)
+            if chunk.n_drafts:
+                self._forget_drafts(chunk, len(tokens) - 1)
+            if not isinstance(tokens[-1], KukriError):
                 self._cache_pages(request)
-                self._append(request, result, now_s)
-                outputs.append(StepOutput(request, result, request.finish_reason))
+            for token in tokens:
+                outputs.append(self._take(request, token, now_s))
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -152,6 +167,8 @@ class Scheduler:
         assert len(self.running) <= self.max_requests, "more requests run than may"
         assert self.running == sorted(self.running, key=_turn), "requests run out of turn"
         self.pool.check_integrity([request.pages for request in self.running])
+        if self.drafter is not None:
+            self.drafter.check_integrity([r.drafts for r in self.running if r.drafts is not None])
         for request in self.waiting:
             assert request.state is RequestState.WAITING, f"request {request.id} waits and is {request.state}"
             assert request.n_pages == request.n_cached == 0, f"request {request.id} waits and holds pages"
@@ -187,6 +204,67 @@ class Scheduler:
         chunks.append(ScheduledChunk(request, start, n_tokens, n_logits))
         budget.spend(request, n_tokens, n_logits)
 
+    def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
+        """Has requests that generate try guesses, as far as these are worth their time and find room."""
+        if all(chunk.request.drafts is None for chunk in chunks):
+            return
+        n_tokens = sum(chunk.n_tokens for chunk in chunks)
+        n_rows = sum(chunk.n_logits for chunk in chunks)
+        room = min(self.max_step_tokens - n_tokens, self.max_logit_rows - n_rows)
+        load = StepLoad(n_tokens, sum(chunk.gives_token for chunk in chunks))
+        wanted: list[tuple[int, Drafts, int]] = []
+        for i, chunk in enumerate(chunks):
+            request = chunk.request
+            if request.drafts is None or not _generates(request):
+                continue
+            request.drafts.follow(request.tokens, request.n_tokens)
+            # the last token that it may come to needs no guess: it follows from the row before
+            n = min(room, request.max_drafts, request.max_tokens - request.n_tokens - 1)
+            n = load.add(request.drafts.chances(n), request.drafts.price)
+            if n:
+                wanted.append((i, request.drafts, n))
+                room -= n
+        if self.drafter is not None:
+            self.drafter.compute([(drafts, n) for _, drafts, n in wanted])
+        for i, drafts, n in wanted:
+            guesses = drafts.guess(n)
+            n_fit = (chunks[i].request.n_pages + self.pool.n_free) * PAGE_TOKENS - chunks[i].request.n_tokens
+            if guesses and n_fit > 0:
+                chunks[i] = self._with_drafts(chunks[i], guesses[:n_fit])
+
+    def _with_drafts(self, chunk: ScheduledChunk, guesses: list[int]) -> ScheduledChunk:
+        request, n = chunk.request, len(guesses)
+        stop = request.n_tokens + n
+        request.tokens[request.n_tokens : stop] = guesses
+        self._grow(request, pages_for(stop) - request.n_pages)
+        return chunk._replace(n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
+
+    def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
+        """Books guesses, and gives back the pages of those that did not come true."""
+        request = chunk.request
+        for counts in (self, request):
+            counts.n_drafted += chunk.n_drafts
+            counts.n_accepted += n_accepted
+        n_pages = pages_for(request.n_cached)
+        self.pool.free(request.page_row[n_pages : request.n_pages].tolist())
+        request.page_row[n_pages : request.n_pages] = 0
+        request.n_pages = n_pages
+
+    def _count(self, chunk: ScheduledChunk, n_kept: int) -> None:
+        """Books the tokens of a chunk whose keys and values are in the cache now, to stay."""
+        chunk.request.n_cached = chunk.start + n_kept
+        self.n_computed += n_kept
+        self.waiting.count_served(chunk.request, n_kept)
+
+    def _take(self, request: Request, token: SampledToken | KukriError, now_s: float) -> StepOutput:
+        """Books a request's token, or the error that ends it."""
+        if isinstance(token, KukriError):
+            request.error = token
+            self.finish(request, "error")
+            return StepOutput(request, None, "error")
+        self._append(request, token, now_s)
+        return StepOutput(request, token, request.finish_reason)
+
     def _make_writable(self, request: Request, start: int, stop: int) -> bool:
         """Gets pages to write tokens `start` to `stop` - 1 to; False where it had to give up its own."""
         first = start // PAGE_TOKENS  # a page that others read too is copied before the first write
@@ -202,11 +280,14 @@ class Scheduler:
             self.copies.append((old, new))
             request.page_row[first] = new
             self.pool.free([old])
+        self._grow(request, n_new)
+        return True
+
+    def _grow(self, request: Request, n_new: int) -> None:
         if n_new:
             n_pages = request.n_pages + n_new
             request.page_row[request.n_pages : n_pages] = self.pool.allocate(n_new)
             request.n_pages = n_pages
-        return True
 
     def _room(self, request: Request) -> list[int] | None:
         """The cached pages a waiting request can begin with; None where the rest of it finds no room."""
@@ -272,6 +353,8 @@ class Scheduler:
         self.n_preemptions += 1
 
     def _release(self, request: Request) -> None:
+        if self.drafter is not None and request.drafts is not None:
+            self.drafter.release(request.drafts)
         self.pool.free(request.pages)
         request.page_row[: request.n_pages] = 0
         request.n_pages = request.n_cached = request.n_cached_pages = 0

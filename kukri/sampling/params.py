@@ -17,6 +17,8 @@ MAX_BIAS = 100.0
 MAX_CHOICES = 128  # answers to one prompt
 MAX_PHRASES = 1000  # of bad_words, and of dry_sequence_breakers of several tokens
 MAX_PHRASE_TOKENS = 64
+MAX_DRAFT_TOKENS = 64  # guesses of a request in a step
+SPECULATIONS = ("off", "ngram", "draft")
 
 # The stages of sampling, in their default order: that of llama.cpp's chain.
 SAMPLERS = (
@@ -93,6 +95,11 @@ class SamplingParams:
     # most likely tokens reported beside the chosen one; None: no log-probabilities
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each token of the prompt
+    # where guesses at tokens to come are from, which save time and change nothing: "off", "ngram", which
+    # looks them up in the text so far and in `prediction`, or "draft", a model; None: as the engine has it
+    speculation: str | None = None
+    max_draft_tokens: int | None = None  # guesses in a step at most; None: as the engine has it
+    prediction: str | Sequence[int] = ()  # a text or token ids that the answer may resemble
     n: int = 1  # answers
     best_of: int | None = None  # answers generated, of which the n most likely are given; None: n
 
@@ -126,6 +133,12 @@ class SamplingParams:
         self._integer("seed", SEED_MIN, SEED_MAX, optional=True)
         self._integer("max_tokens", 1, optional=True)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("max_draft_tokens", 1, MAX_DRAFT_TOKENS, optional=True)
+        self._set("prediction", _checked_prediction(self.prediction))
+        if self.speculation not in (None, *SPECULATIONS):
+            raise _wrong("speculation", f"one of {', '.join(SPECULATIONS)}, or None", self.speculation)
+        if self.prediction and self.speculation not in (None, "ngram"):
+            raise _wrong("speculation", "ngram where a prediction is given", self.speculation)
         if not isinstance(self.ignore_eos, bool):
             raise _wrong("ignore_eos", "True or False", self.ignore_eos)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -288,6 +301,15 @@ def _checked_phrases(name: str, phrases: Any) -> tuple[str | tuple[int, ...], ..
     if sum(1 for phrase in checked if name == "bad_words" or len(phrase) > 1) > MAX_PHRASES:
         raise _wrong(name, allowed, checked)
     return tuple(dict.fromkeys(checked))
+
+
+def _checked_prediction(prediction: Any) -> str | tuple[int, ...]:
+    if isinstance(prediction, str):
+        return prediction
+    prediction = () if prediction is None else prediction
+    if not isinstance(prediction, Sequence) or not all(_is_integer(i) and i >= 0 for i in prediction):
+        raise _wrong("prediction", "a text or a sequence of token ids (integers, at least 0)", prediction)
+    return tuple(int(i) for i in prediction)
 
 
 def _checked_processors(processors: Any) -> tuple[LogitsProcessor, ...]:

@@ -14,7 +14,8 @@ _VOCABULARIES: WeakKeyDictionary[Any, list[bytes]] = WeakKeyDictionary()
 
 
 def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> SamplingParams:
-    """`params` with the texts of bad_words and dry_sequence_breakers as token ids, and the grammar compiled.
+    """`params` with ids for texts in bad_words, dry_sequence_breakers and prediction, and the grammar
+    compiled.
 
     A bad word is banned as it is tokenized at the start of a text and after a space. A breaker stands for
     all tokens that contain it; where none does, for the tokens that it is encoded as. Raises RequestError on
@@ -25,6 +26,8 @@ def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> Sampli
         changes["bad_words"] = list(_encoded(params.bad_words, tokenizer))
     if "dry" in params.active_stages and any(isinstance(text, str) for text in params.dry_sequence_breakers):
         changes["dry_sequence_breakers"] = list(_containing(params.dry_sequence_breakers, tokenizer))
+    if isinstance(params.prediction, str):
+        changes["prediction"] = tokenizer.encode(params.prediction)
     if isinstance(params.grammar, Grammar):
         changes["grammar"] = compiled(params.grammar, tokenizer)
     return replace(params, **changes) if changes else params

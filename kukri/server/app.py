@@ -18,16 +18,19 @@ from kukri.errors import KukriError, RequestError
 from kukri.llm import LLM
 from kukri.server.chat import complete_chat
 from kukri.server.completions import complete
-from kukri.server.errors import on_http_error, on_invalid_body, on_kukri_error
+from kukri.server.embeddings import EmbeddingBody, embed
+from kukri.server.errors import on_deep_body, on_http_error, on_invalid_body, on_kukri_error
 from kukri.server.guards import Guard
+from kukri.server.messages import answer_message, count_tokens
+from kukri.server.messages_schema import MessageErrorBody, MessagesBody, PromptBody
 from kukri.server.page import add_page
 from kukri.server.responses import respond
+from kukri.server.responses_schema import ResponseBody
 from kukri.server.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     ErrorBody,
-    ResponseBody,
     TemplateBody,
     TokenizeBody,
 )
@@ -47,6 +50,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer"}
+}
+_MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**described, "model": MessageErrorBody} for status, described in _ERRORS.items()
 }
 
 
@@ -77,16 +83,24 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(KukriError, on_kukri_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_exception_handler(RecursionError, on_deep_body)
     app.add_middleware(Guard, settings=settings, metrics=service.metrics)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after"],
+            allow_headers=[
+                "anthropic-version",
+                "authorization",
+                "content-type",
+                "x-api-key",
+                "x-request-id",
+            ],
+            expose_headers=["request-id", "retry-after", "x-request-id"],
         )
     _add_openai_routes(app, service)
+    _add_anthropic_routes(app, service)
     _add_token_routes(app, service)
     _add_state_routes(app, service)
     if settings.has_page:
@@ -111,6 +125,11 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         """Answers a conversation, in the newer form; nothing is stored."""
         return await respond(service, body, request)
 
+    @app.post("/v1/embeddings", response_class=JSONResponse)
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """A vector for each text."""
+        return await embed(service, body, request)
+
     @app.get("/v1/models")
     async def models() -> JSONResponse:
         """Lists the names under which the model is served."""
@@ -121,6 +140,18 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> JSONResponse:
         """Describes one of them."""
         return JSONResponse(_model(service, service.check_model(name)))
+
+
+def _add_anthropic_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages", responses=_EVENTS | _MESSAGE_ERRORS)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        """Answers a conversation, in Anthropic's form."""
+        return await answer_message(service, body, request)
+
+    @app.post("/v1/messages/count_tokens", responses=_MESSAGE_ERRORS, response_class=JSONResponse)
+    async def message_tokens(body: PromptBody) -> Response:
+        """Counts the tokens of its prompt."""
+        return await count_tokens(service, body)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from time import perf_counter
+from typing import Any
 
-from kukri.engine import Engine, Request, StepOutput
+from kukri.engine import Engine, Job, Request, StepOutput
 from kukri.engine.loop import EngineLoop
 from kukri.errors import CapacityError, KukriError
 from kukri.sampling import SampledToken
@@ -26,8 +28,8 @@ class Answer:
     """The text of one request, growing with its tokens. `finish_reason` is set when it has ended."""
 
     __slots__ = (
-        "_ends_at", "_n_decoded", "_n_shown", "_pending", "_pieces", "_stops", "_stream",
-        "finish_reason", "index", "n_tokens", "request",
+        "_ends", "_ends_at", "_n_decoded", "_n_shown", "_pending", "_pieces", "_stops", "_stream",
+        "cumulative_logprob", "finish_reason", "index", "n_tokens", "request", "stop_string",
     )  # fmt: skip
 
     def __init__(
@@ -41,7 +43,9 @@ class Answer:
     ) -> None:
         self.request, self.index = request, index
         self.n_tokens = 0
+        self.cumulative_logprob = 0.0  # of its tokens: the request may have some beyond a stop string
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None  # that ended it
         self._stream = TextStream(tokenizer, continues=continues, shown=shown)
         self._stops = StopStrings(request.params.stop_strings)
         self._pieces: list[str] = []
@@ -51,6 +55,7 @@ class Answer:
         self._pending: list[
             tuple[int, SampledToken]
         ] = []  # where its text begins; with log-probabilities alone
+        self._ends: list[int] = []  # where each token's text ends
         self._ends_at: int | None = None  # where a stop string cut the text
 
     def push(self, token: SampledToken | None, finish_reason: str | None) -> str | None:
@@ -58,6 +63,7 @@ class Answer:
         stop = None
         if token is not None:
             self.n_tokens += 1
+            self.cumulative_logprob += token.logprob or 0.0
             if finish_reason != "stop":  # else it is the token that ended the text, and no part of it
                 stop = self._add(token)
         if stop is not None:
@@ -83,16 +89,21 @@ class Answer:
         self._pending = [] if is_done else self._pending[n:]
         return taken
 
+    def n_tokens_within(self, n_characters: int) -> int:
+        """Tokens whose text ends within so many characters."""
+        return bisect_right(self._ends, n_characters)
+
     def _add(self, token: SampledToken) -> str | None:
         text, stop = self._stream.push(token.id), None
         if token.logprob is not None:
             self._pending.append((self._n_decoded, token))
         self._n_decoded += len(text)
+        self._ends.append(self._n_decoded)
         if self.n_tokens >= self.request.params.min_tokens:
             text, stop = self._stops.push(text)
         self._show(text)
         if stop is not None:
-            self._ends_at = self._n_shown
+            self._ends_at, self.stop_string = self._n_shown, stop
         return stop
 
     def _end(self) -> None:
@@ -100,7 +111,7 @@ class Answer:
         text, stop = self._stops.push(self._stream.flush())
         self._show(text if stop is not None else text + self._stops.flush())
         if stop is not None:
-            self._ends_at, self.finish_reason = self._n_shown, "stop"
+            self._ends_at, self.finish_reason, self.stop_string = self._n_shown, "stop", stop
 
     def _show(self, text: str) -> None:
         if text:
@@ -132,6 +143,16 @@ class Call:
     def n_generated(self) -> int:
         """Tokens generated so far."""
         return sum(answer.n_tokens for answer in self.answers)
+
+    @property
+    def n_drafted(self) -> int:
+        """Guesses at tokens that were computed."""
+        return sum(answer.request.n_drafted for answer in self.answers)
+
+    @property
+    def n_accepted(self) -> int:
+        """Of those, that came true."""
+        return sum(answer.request.n_accepted for answer in self.answers)
 
     @property
     def n_cached_tokens(self) -> int:
@@ -194,11 +215,7 @@ class Bridge:
 
     def submit(self, call: Call, deadline_s: float | None) -> None:
         """Queues a call's requests, all or none. Raises CapacityError where there is no room for them."""
-        assert self._event_loop is not None, "the bridge has been started"
-        if self.is_draining:
-            raise CapacityError("the server is shutting down: ask another, or later")
-        if not self.loop.is_stepping:
-            raise CapacityError("the engine does not run at the moment: try again later")
+        event_loop = self._running_loop()
         for answer in call.answers:
             self._answers[answer.request.id] = answer, call
         try:
@@ -209,7 +226,34 @@ class Bridge:
             raise
         self._metrics.on_start(call)
         if deadline_s is not None:
-            self._event_loop.call_later(deadline_s, self._expire, call, deadline_s)
+            event_loop.call_later(deadline_s, self._expire, call, deadline_s)
+
+    async def run(self, pieces: Generator[None, None, Any], client: str) -> Any:
+        """What work in pieces returns, done on the engine's thread between its steps.
+
+        Whoever stops waiting ends the work. Raises CapacityError as `submit` does, and what the work raises.
+        """
+        event_loop = self._running_loop()
+        ended: asyncio.Future[Any] = event_loop.create_future()
+
+        def settle(result: Any, error: Exception | None) -> None:
+            if ended.done():  # nobody waits any more
+                return
+            if error is None:
+                ended.set_result(result)
+            else:
+                ended.set_exception(error)
+
+        def on_end(result: Any, error: Exception | None) -> None:
+            with suppress(RuntimeError):  # the event loop has been closed: nobody is left to tell
+                event_loop.call_soon_threadsafe(settle, result, error)
+
+        job = Job(pieces, on_end, client)
+        self.loop.submit_job(job)
+        try:
+            return await ended
+        finally:
+            job.is_cancelled = True
 
     def drop(self, call: Call) -> None:
         """Aborts the answers of a call that have not ended."""
@@ -217,6 +261,15 @@ class Bridge:
             if self._answers.pop(answer.request.id, None) is not None:
                 answer.finish_reason = "abort"
                 self.loop.abort(answer.request)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop. Raises CapacityError where nothing new is taken."""
+        assert self._event_loop is not None, "the bridge has been started"
+        if self.is_draining:
+            raise CapacityError("the server is shutting down: ask another, or later")
+        if not self.loop.is_stepping:
+            raise CapacityError("the engine does not run at the moment: try again later")
+        return self._event_loop
 
     def _expire(self, call: Call, deadline_s: float) -> None:
         if not call.is_done:

@@ -3,62 +3,89 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any
-from uuid import uuid4
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kukri.errors import KukriError, RequestError
+from kukri.errors import RequestError
 from kukri.sampling import Grammar, SampledToken
 from kukri.server.bridge import Answer, Call
-from kukri.server.errors import error_body
 from kukri.server.logprobs import chat_logprobs
 from kukri.server.reasoning import ReasoningSplit
-from kukri.server.reply import DONE, Reply
+from kukri.server.reply import ChunkWriter, Reply, usage
 from kukri.server.schema import ChatBody
 from kukri.server.service import Service
 from kukri.server.structure import grammar_of, messages_of, templates_of, toolbox_of
-from kukri.server.tools import CallDelta, Toolbox, ToolSplit
+from kukri.server.tool_split import CallDelta, ToolSplit
+from kukri.server.tools import Toolbox
+
+
+class OpenChat(NamedTuple):
+    """A chat in the queue."""
+
+    call: Call
+    toolbox: Toolbox | None  # what it may call
+    inside: bool  # the prompt has begun its thoughts
 
 
 async def complete_chat(service: Service, body: ChatBody, http: Request) -> Response:
     """The response to a chat completion."""
     model = service.check_model(body.model)
+    call, toolbox, inside = await open_chat(service, body, http, grammar_of(body))
+    writer = ChatWriter(service, call, body, model, toolbox, inside=inside)
+    return Reply(service, call, writer, stream=bool(body.stream))
+
+
+async def open_chat(
+    service: Service, body: ChatBody, http: Request, grammar: Grammar | None, *, where: str = "messages"
+) -> OpenChat:
+    """Queues what a body asks for; `grammar` is the form it wants, `where` the field of its prompt.
+
+    Raises RequestError and CapacityError.
+    """
     toolbox = toolbox_of(body, service.dialect)
-    prompt = await service.encode_chat(
-        messages_of(body.messages),
-        body.chat_template_kwargs,
-        effort=body.reasoning_effort,
-        tools=templates_of(body) if body.tool_choice != "none" else None,
-    )
+    prompt = await chat_prompt(service, body)
     params = service.params(
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        grammar=_grammar(service, body, toolbox, prompt),
+        grammar=_grammar(service, grammar, toolbox, prompt, body.reasoning_effort),
         thoughts=service.thought_limit(body.thinking_token_budget, prompt),
+        prediction=body.prediction.text if body.prediction else None,
     )
     call = await service.open_call(
         http,
         [prompt],
         params,
         body,
-        where="messages",
+        where=where,
         continues=True,
         dialect=toolbox.dialect if toolbox else None,
     )
-    writer = ChatWriter(service, call, body, model, toolbox, inside=service.ends_in_thoughts(prompt))
-    return Reply(service, call, writer, stream=bool(body.stream))
+    return OpenChat(call, toolbox, service.ends_in_thoughts(prompt))
+
+
+async def chat_prompt(service: Service, body: ChatBody) -> list[int]:
+    """The token ids of the conversation, tools included."""
+    return await service.encode_chat(
+        messages_of(body.messages),
+        body.chat_template_kwargs,
+        effort=body.reasoning_effort,
+        tools=templates_of(body) if body.tool_choice != "none" else None,
+    )
 
 
 def _grammar(
-    service: Service, body: ChatBody, toolbox: Toolbox | None, prompt: Sequence[int]
+    service: Service,
+    grammar: Grammar | None,
+    toolbox: Toolbox | None,
+    prompt: Sequence[int],
+    effort: str | None,
 ) -> Grammar | None:
-    grammar = grammar_of(body)
+    """What the answer has to be, of the form that is wanted and the tools."""
     if grammar is not None and toolbox is not None:
         raise RequestError(
             f"{grammar.param} and tools both say what the answer may be: give one, or tool_choice: none",
@@ -67,7 +94,7 @@ def _grammar(
     if toolbox is not None:
         vocabulary = service.tokenizer.vocabulary
         grammar = toolbox.grammar(vocabulary.id_of, vocabulary.special_ids)
-    return None if grammar is None else service.after_thoughts(grammar, prompt)
+    return None if grammar is None else service.after_thoughts(grammar, prompt, effort)
 
 
 class Choice:
@@ -75,14 +102,22 @@ class Choice:
 
     def __init__(self, answer: Answer, *, inside: bool, toolbox: Toolbox | None = None) -> None:
         self.answer = answer
-        self.n_thought = 0  # tokens
-        self.tokens: list[SampledToken] = []  # with log-probabilities, those not yet taken
+        self.tokens: list[SampledToken] = []  # of no thoughts, with log-probabilities, not yet taken
         self.calls: list[CallDelta] = []  # those not yet taken
         self._split = ReasoningSplit(inside=inside)
+        self._unsplit: list[tuple[int, SampledToken]] = []  # perhaps of the thoughts; where their text begins
         self._tools = None if toolbox is None else toolbox.split()
         self._has_many = toolbox is not None and toolbox.many
         self._has_called = False
         self._is_flushed = False
+
+    @property
+    def n_thought(self) -> int:
+        """Tokens of thoughts so far."""
+        if self._split.is_thinking:
+            return self.answer.n_tokens
+        end = self._split.thoughts_end
+        return 0 if end is None else self.answer.n_tokens_within(end)
 
     @property
     def finish_reason(self) -> str | None:
@@ -91,30 +126,40 @@ class Choice:
         return "tool_calls" if reason == "stop" and self._has_called else reason
 
     def advance(self) -> tuple[str, str]:
-        """(thoughts, content) that came since the last time."""
+        """(thoughts, content) that came since the last time; calls are in `calls`."""
+        thoughts, pieces = self.pieces()
+        self.calls += [piece for piece in pieces if isinstance(piece, CallDelta)]
+        return thoughts, "".join(piece for piece in pieces if isinstance(piece, str))
+
+    def pieces(self) -> tuple[str, list[str | CallDelta]]:
+        """(thoughts, content and calls in their order) that came since the last time."""
         answer, is_last = self.answer, False
         thoughts, content = self._split.push(answer.take_text())
-        if self._split.is_thinking:
-            self.n_thought = answer.n_tokens
         if answer.finish_reason is not None and not self._is_flushed:
             self._is_flushed = is_last = True
             more_thoughts, more_content = self._split.flush()
             thoughts, content = thoughts + more_thoughts, content + more_content
-        if self._tools is not None:
-            content = self._take_calls(self._tools, content, is_last)
-        self.tokens += [token for _, token in answer.take_tokens()]
-        return thoughts, content
+        self._take_tokens()
+        return thoughts, [content] if self._tools is None else self._split_calls(
+            self._tools, content, is_last
+        )
 
-    def _take_calls(self, tools: ToolSplit, content: str, is_last: bool) -> str:
-        """The content that is no call."""
-        events = tools.push(content) + (tools.flush() if is_last else [])
-        calls = [event for event in events if isinstance(event, CallDelta)]
-        self._has_called |= bool(calls)
-        self.calls += [call for call in calls if self._has_many or call.place == 0]
-        return "".join(event for event in events if isinstance(event, str))
+    def _take_tokens(self) -> None:
+        """Takes the tokens that are known to be no thoughts."""
+        self._unsplit += self.answer.take_tokens()
+        start = self._split.answer_start
+        if start is not None:
+            self.tokens += [token for place, token in self._unsplit if place >= start]
+            self._unsplit.clear()
+
+    def _split_calls(self, tools: ToolSplit, content: str, is_last: bool) -> list[str | CallDelta]:
+        """Content and calls, without those that are one too many."""
+        pieces = tools.push(content) + (tools.flush() if is_last else [])
+        self._has_called |= any(isinstance(piece, CallDelta) for piece in pieces)
+        return [piece for piece in pieces if isinstance(piece, str) or self._has_many or piece.place == 0]
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Writes chat completions, whole or as chunks."""
 
     def __init__(
@@ -127,24 +172,14 @@ class ChatWriter:
         *,
         inside: bool,
     ) -> None:
-        self._service, self._call, self._body, self._toolbox = service, call, body, toolbox
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, call, body, model, kind=kind, id_kind="chatcmpl")
+        self._body, self._toolbox = body, toolbox
         self._choices = [Choice(answer, inside=inside, toolbox=toolbox) for answer in call.answers]
         self._calls: list[list[dict[str, Any]]] = [[] for _ in self._choices]
         self._thoughts = [""] * len(self._choices)
         self._contents = [""] * len(self._choices)
-        self._head = {
-            "id": f"chatcmpl-{uuid4().hex}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": service.fingerprint,
-        }
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
-        self._with_usage = with_usage
-        self._prefix = f"data: {json.dumps(self._head, separators=(',', ':'))[:-1]}"
         self._has_role = [False] * len(self._choices)
-        self._is_ended = [False] * len(self._choices)
 
     def advance(self) -> bytes:
         """Takes what came; its chunks, if it is a stream."""
@@ -160,17 +195,6 @@ class ChatWriter:
                 self._contents[i] += content
                 self._add_calls(i, choice)
         return events.encode()
-
-    def end(self) -> bytes:
-        """The usage, where asked for, and the end mark."""
-        if not self._with_usage:
-            return DONE
-        last = f'{self._prefix},"choices":[],"usage":{json.dumps(self._usage())}}}\n\n'
-        return last.encode() + DONE
-
-    def fail(self, error: KukriError) -> bytes:
-        """An error event and the end mark."""
-        return b"data: " + json.dumps(error_body(str(error), 500)).encode() + b"\n\n" + DONE
 
     def body(self) -> dict[str, Any]:
         """The completion."""
@@ -219,9 +243,8 @@ class ChatWriter:
         return events
 
     def _chunk(self, i: int, delta: str, logprobs: str = "null", finish_reason: str = "null") -> str:
-        return (
-            f'{self._prefix},"choices":[{{"index":{i},"delta":{delta},"logprobs":{logprobs},'
-            f'"finish_reason":{finish_reason}}}]{self._tail}'
+        return self._event(
+            f'{{"index":{i},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish_reason}}}'
         )
 
     def _call_delta(self, call: CallDelta) -> dict[str, Any]:
@@ -248,19 +271,3 @@ class ChatWriter:
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._call, sum(choice.n_thought for choice in self._choices))
-
-
-def usage(call: Call, n_thought: int) -> dict[str, Any]:
-    """The `usage` of the older endpoints."""
-    return {
-        "prompt_tokens": call.n_prompt_tokens,
-        "completion_tokens": call.n_generated,
-        "total_tokens": call.n_prompt_tokens + call.n_generated,
-        "prompt_tokens_details": {"cached_tokens": call.n_cached_tokens, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "reasoning_tokens": n_thought,
-            "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
-        },
-    }

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kukri.errors import KukriError
 from kukri.sampling import SampledToken
 from kukri.server.bridge import Answer, Call
-from kukri.server.chat import usage
-from kukri.server.errors import error_body
 from kukri.server.logprobs import legacy_logprobs
-from kukri.server.reply import DONE, Reply
+from kukri.server.reply import ChunkWriter, Reply, usage
 from kukri.server.schema import CompletionBody
 from kukri.server.service import Service
 from kukri.server.structure import grammar_of
@@ -49,7 +44,7 @@ async def _prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     return [await service.encode(one) if isinstance(one, str) else one for one in many]
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Writes text completions, whole or as chunks, which have one form."""
 
     def __init__(
@@ -62,46 +57,25 @@ class CompletionWriter:
         *,
         hides_answer: bool,
     ) -> None:
-        self._service, self._call, self._body, self._prompts = service, call, body, prompts
-        self._hides_answer = hides_answer
+        super().__init__(service, call, body, model, kind="text_completion", id_kind="cmpl")
+        self._body, self._prompts, self._hides_answer = body, prompts, hides_answer
         n = len(call.answers)
         self._texts = [""] * n
         self._tokens: list[list[tuple[int, SampledToken]]] = [[] for _ in range(n)]
         self._n_shown = [0] * n  # characters, the prompt's included
         self._has_echoed = [not body.echo] * n
-        self._is_ended = [False] * n
-        self._head = {
-            "id": f"cmpl-{uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": service.fingerprint,
-        }
-        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._prefix = f"data: {json.dumps(self._head, separators=(',', ':'))[:-1]}"
 
     def advance(self) -> bytes:
         """Takes what came; its chunks, if it is a stream."""
-        events = b""
+        events = ""
         for i, answer in enumerate(self._call.answers):
             if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):
                 continue
             self._take(i, answer)
             if self._body.stream and (self._texts[i] or self._tokens[i] or answer.finish_reason):
-                events += self._chunk(i, answer)
+                events += self._chunk(i)
             self._is_ended[i] = answer.finish_reason is not None
-        return events
-
-    def end(self) -> bytes:
-        """The usage, where asked for, and the end mark."""
-        if not self._with_usage:
-            return DONE
-        last = f'{self._prefix},"choices":[],"usage":{json.dumps(self._usage())}}}\n\n'
-        return last.encode() + DONE
-
-    def fail(self, error: KukriError) -> bytes:
-        """An error event and the end mark."""
-        return b"data: " + json.dumps(error_body(str(error), 500)).encode() + b"\n\n" + DONE
+        return events.encode()
 
     def body(self) -> dict[str, Any]:
         """The completion: of each prompt, the n best answers in its order."""
@@ -110,7 +84,7 @@ class CompletionWriter:
         for first in range(0, len(self._call.answers), n_each):
             ranked = list(range(first, first + n_each))
             if n_each > n:
-                ranked.sort(key=lambda i: -self._call.answers[i].request.cumulative_logprob)
+                ranked.sort(key=lambda i: -self._call.answers[i].cumulative_logprob)
             choices += [self._choice(i, len(choices) + rank) for rank, i in enumerate(ranked[:n])]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
@@ -142,11 +116,10 @@ class CompletionWriter:
         tokens = [first, *self._call.answers[i].request.prompt_logprobs]
         return text, list(zip(starts, tokens, strict=True))
 
-    def _chunk(self, i: int, answer: Answer) -> bytes:
+    def _chunk(self, i: int) -> str:
         choice = self._choice(i, i)
         self._texts[i], self._tokens[i] = "", []
-        chunk = {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
-        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+        return self._event(json.dumps(choice, separators=(",", ":")))
 
     def _choice(self, i: int, index: int) -> dict[str, Any]:
         n_top = self._body.logprobs

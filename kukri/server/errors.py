@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI writes them, {"error": {"message", "type", "param", "code"}}, and as Anthropic does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,25 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from kukri.errors import CapacityError, KukriError, RequestError
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_MESSAGES = "/v1/messages"  # where errors have Anthropic's form
+_MESSAGE_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+# fields that other servers call so, and what they are here
+_NAMES_HERE = {
+    "grammar": "structured_outputs.grammar", "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar", "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex", "json_schema": "structured_outputs.json",
+    "n_predict": "max_tokens", "num_predict": "max_tokens", "max_new_tokens": "max_tokens",
+    "n_probs": "logprobs", "repeat_penalty": "repetition_penalty", "typ_p": "typical_p",
+}  # fmt: skip
 _UNION_TAGS = {"str", "int", "float", "bool", "NamedTool"}
 
 
@@ -27,6 +41,28 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def message_error_body(message: str, status: int, request_id: str | None = None) -> dict[str, Any]:
+    """The JSON of an error of /v1/messages."""
+    kind = _MESSAGE_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+class _ErrorResponse(Response):
+    """An error in the form of the API that was asked."""
+
+    def __init__(self, message: str, status: int, content: dict[str, Any], headers: dict[str, str]) -> None:
+        super().__init__(json.dumps(content).encode(), status, headers, "application/json")
+        self._message = message
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it."""
+        if scope["path"].startswith(_MESSAGES):
+            content = message_error_body(self._message, self.status_code, scope.get("kukri.id"))
+            self.body = json.dumps(content).encode()
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def error_response(
     message: str,
     status: int,
@@ -36,11 +72,11 @@ def error_response(
     retry_after_s: int | None = None,
 ) -> Response:
     """An error as a response; `retry_after_s` says when trying again may help."""
-    body = json.dumps(error_body(message, status, param=param, code=code)).encode()
+    content = error_body(message, status, param=param, code=code)
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
     if status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    return Response(body, status, headers, "application/json")
+    return _ErrorResponse(message, status, content, headers)
 
 
 def response_of(error: KukriError) -> Response:
@@ -83,6 +119,11 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     return response
 
 
+async def on_deep_body(request: Request, error: Exception) -> Response:
+    """Handler of a RecursionError: what the server walks through are bodies, and this one has no end."""
+    return error_response("the body is nested too deeply", 400, code="invalid_value")
+
+
 async def on_invalid_body(request: Request, error: Exception) -> Response:
     """Handler of bodies that do not fit the schema: names the first thing that is wrong."""
     assert isinstance(error, RequestValidationError)
@@ -91,7 +132,8 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     if kind == "json_invalid":
         return error_response("the body is not JSON", 400, code="invalid_json")
     if kind == "extra_forbidden":
-        return error_response(f"unknown field {where!r}", 400, param=where, code="unknown_parameter")
+        here = f": here it is {_NAMES_HERE[where]}" if where in _NAMES_HERE else ""
+        return error_response(f"unknown field {where!r}{here}", 400, param=where, code="unknown_parameter")
     if kind == "missing" and where is not None:
         return error_response(f"{where} is missing", 400, param=where, code="missing_required_parameter")
     what = "the body" if where is None else where
@@ -106,6 +148,8 @@ def _param(location: Sequence[str | int]) -> str | None:
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
+        elif part == "list" or part.startswith("@"):  # a tag, behind which the place goes on
+            continue
         elif part in _UNION_TAGS or not part.isidentifier():
             break
         else:

@@ -40,9 +40,9 @@ class KeyRing:
         """Whether there are keys at all."""
         return bool(self._digests)
 
-    def find(self, authorization: str | None) -> int | None:
-        """Which key an Authorization header carries; None for none of them."""
-        scheme, _, key = (authorization or "").partition(" ")
+    def find(self, authorization: str | None, x_api_key: str | None = None) -> int | None:
+        """Which key an Authorization header carries, or else an X-API-Key header; None for none of them."""
+        scheme, _, key = (authorization or f"bearer {x_api_key or ''}").partition(" ")
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = None
         for i, known in enumerate(self._digests):  # all of them, always
@@ -92,7 +92,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                for name in ("x-request-id", "request-id"):  # OpenAI's and Anthropic's
+                    MutableHeaders(scope=message)[name] = request_id
             await send(message)
 
         try:
@@ -116,9 +117,11 @@ class Guard:
         if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             return None
         if self._keys:
-            key = self._keys.find(headers.get("authorization"))
+            key = self._keys.find(headers.get("authorization"), headers.get("x-api-key"))
             if key is None:
-                message = "a valid API key is needed: send it as `Authorization: Bearer KEY`"
+                message = (
+                    "a valid API key is needed: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`"
+                )
                 return error_response(message, 401, code="invalid_api_key")
             scope["kukri.client"] = client = f"key {key}"
         if self._rates is not None and scope["method"] == "POST":

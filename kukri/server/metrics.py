@@ -57,7 +57,11 @@ class Metrics:
 
     def on_start(self, call: Call) -> None:
         """Notes that a call's requests are in the queue."""
-        self._prompt_tokens.inc(call.n_prompt_tokens)
+        self.on_prompt(call.n_prompt_tokens)
+
+    def on_prompt(self, n_tokens: int) -> None:
+        """Notes tokens to be read, of texts to embed too."""
+        self._prompt_tokens.inc(n_tokens)
 
     def on_token(self, call: Call, answer: Answer, now_s: float) -> None:
         """Notes that a token of an answer came."""
@@ -109,6 +113,8 @@ class _EngineCollector(Collector):
             "preemptions": ("Times that a request gave its pages up.", status.n_preemptions),
             "prefix_hit_tokens": ("Prompt tokens found in the cache.", status.n_prefix_hit),
             "computed_tokens": ("Tokens computed, of prompts and answers.", status.n_computed),
+            "drafted_tokens": ("Guesses at tokens to come that were computed.", status.n_drafted),
+            "accepted_tokens": ("Guesses that came true.", status.n_accepted),
             "generated_tokens": ("Tokens generated.", status.n_generated),
             "steps": ("Steps of the engine.", status.n_steps),
             "step_seconds": ("Time in these steps.", status.busy_s),

@@ -16,6 +16,9 @@ class ReasoningSplit:
         self._state = "thinking" if inside else "start"  # then "after" the thoughts, then "answer"
         self._held = ""  # what may become a tag, or white space that may be followed by one
         self._has_thoughts = False
+        self._n_pushed = 0  # characters
+        self.thoughts_end: int | None = None  # characters, up to </think>; None where there is none yet
+        self.answer_start: int | None = None  # characters before the answer; None where there is none yet
 
     @property
     def is_thinking(self) -> bool:
@@ -24,6 +27,7 @@ class ReasoningSplit:
 
     def push(self, text: str) -> tuple[str, str]:
         """(thoughts, answer): what is new of each."""
+        self._n_pushed += len(text)
         if self._state == "answer":
             return "", text
         self._held += text
@@ -37,6 +41,8 @@ class ReasoningSplit:
         held, self._held = self._held, ""
         if self._state == "thinking":
             return held.rstrip(_WHITE), ""
+        if self._state == "start":
+            self.answer_start = 0
         return "", "" if self._state == "after" else held
 
     def _find_open(self) -> None:
@@ -44,7 +50,10 @@ class ReasoningSplit:
         if begun.startswith(OPEN):
             self._state, self._held = "thinking", begun[len(OPEN) :]
         elif not OPEN.startswith(begun):
-            self._state = "answer"
+            self._begin_answer()
+
+    def _begin_answer(self) -> None:
+        self._state, self.answer_start = "answer", self._n_pushed - len(self._held)
 
     def _thoughts(self) -> str:
         if not self._has_thoughts:
@@ -52,6 +61,7 @@ class ReasoningSplit:
         thoughts, close, rest = self._held.partition(CLOSE)
         if close:
             self._state, self._held = "after", rest
+            self.thoughts_end = self._n_pushed - len(rest) - len(CLOSE)
             return thoughts.rstrip(_WHITE)
         n = min(len(thoughts), len(CLOSE) - 1)
         while n and not CLOSE.startswith(thoughts[-n:]):
@@ -64,7 +74,8 @@ class ReasoningSplit:
     def _answer(self) -> str:
         if self._state == "after":
             self._held = self._held.lstrip(_WHITE)
-            self._state = "answer" if self._held else "after"
+            if self._held:
+                self._begin_answer()
         if self._state != "answer":
             return ""
         text, self._held = self._held, ""

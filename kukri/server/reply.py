@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
+from uuid import uuid4
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kukri.errors import KukriError
 from kukri.server.bridge import Call
-from kukri.server.errors import response_of
+from kukri.server.errors import error_body, response_of
+from kukri.server.schema import GenerationBody
 from kukri.server.service import Service
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -39,6 +43,64 @@ class Writer(Protocol):
         """The whole response, when every answer has ended."""
 
 
+class ChunkWriter(ABC):
+    """What the writers of the two older endpoints share: chunks of one head, then the usage and an end mark.
+
+    `kind` is the `object` of what is written, `id_kind` what its id begins with.
+    """
+
+    def __init__(
+        self, service: Service, call: Call, body: GenerationBody, model: str, *, kind: str, id_kind: str
+    ) -> None:
+        self._service, self._call = service, call
+        self._is_ended = [False] * len(call.answers)
+        self._head = {
+            "id": f"{id_kind}-{uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": service.fingerprint,
+        }
+        self._prefix = f"data: {json.dumps(self._head, separators=(',', ':'))[:-1]}"
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._tail = ',"usage":null}\n\n' if self._with_usage else "}\n\n"
+
+    def end(self) -> bytes:
+        """The usage, where asked for, and the end mark."""
+        if not self._with_usage:
+            return DONE
+        last = f'{self._prefix},"choices":[],"usage":{json.dumps(self._usage())}}}\n\n'
+        return last.encode() + DONE
+
+    def fail(self, error: KukriError) -> bytes:
+        """An error event and the end mark."""
+        return b"data: " + json.dumps(error_body(str(error), 500)).encode() + b"\n\n" + DONE
+
+    def _event(self, choice: str) -> str:
+        """The chunk of one choice, which is JSON."""
+        return f'{self._prefix},"choices":[{choice}]{self._tail}'
+
+    @abstractmethod
+    def _usage(self) -> dict[str, Any]:
+        """What `usage` says of the call."""
+
+
+def usage(call: Call, n_thought: int) -> dict[str, Any]:
+    """The `usage` of the older endpoints."""
+    return {
+        "prompt_tokens": call.n_prompt_tokens,
+        "completion_tokens": call.n_generated,
+        "total_tokens": call.n_prompt_tokens + call.n_generated,
+        "prompt_tokens_details": {"cached_tokens": call.n_cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": n_thought,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": call.n_accepted,
+            "rejected_prediction_tokens": call.n_drafted - call.n_accepted,
+        },
+    }
+
+
 class Reply(Response):
     """Sends a call's answers. A client that leaves ends the call."""
 
@@ -53,12 +115,13 @@ class Reply(Response):
         watcher = asyncio.create_task(self._watch(receive))
         timer = asyncio.create_task(self._keep_alive(send)) if self._is_stream else None
         try:
-            events = b""
-            while not (call.is_done or call.is_gone or call.error):
-                if events:
-                    await self._send(send, events)
+            while True:
                 await call.changed()
                 events = b"" if call.error or call.is_gone else self._writer.advance()
+                if call.is_done or call.is_gone or call.error:
+                    break
+                if events:
+                    await self._send(send, events)
             if timer is not None:
                 timer.cancel()
             if not call.is_gone:

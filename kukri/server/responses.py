@@ -4,59 +4,152 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kukri.errors import KukriError
+from kukri.errors import KukriError, RequestError
 from kukri.sampling import SampledToken
 from kukri.server.bridge import Call
-from kukri.server.chat import Choice
+from kukri.server.chat import Choice, open_chat
 from kukri.server.logprobs import chat_logprobs
 from kukri.server.reply import Reply
-from kukri.server.schema import InputItem, ResponseBody
+from kukri.server.responses_schema import (
+    CallItem,
+    CallOutputItem,
+    FunctionTool,
+    InputText,
+    Item,
+    MessageItem,
+    NamedFunction,
+    ReasoningItem,
+    ResponseBody,
+)
+from kukri.server.schema import ChatBody, Sampling
 from kukri.server.service import Service
 from kukri.server.structure import grammar_of
+from kukri.server.tool_split import CallDelta
+from kukri.server.tools import Toolbox
+
+_ID_KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_DELTAS = {
+    "reasoning": "response.reasoning_text.delta",
+    "message": "response.output_text.delta",
+    "function_call": "response.function_call_arguments.delta",
+}
 
 
 async def respond(service: Service, body: ResponseBody, http: Request) -> Response:
     """The response to a response request."""
     model = service.check_model(body.model)
-    wants_logprobs = body.top_logprobs is not None or bool(body.include)
-    prompt = await service.encode_chat(
-        _messages(body), body.chat_template_kwargs, effort=body.reasoning.effort if body.reasoning else None
-    )
-    grammar = grammar_of(body)
-    params = service.params(
-        body,
-        max_tokens=body.max_output_tokens,
-        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        grammar=None if grammar is None else service.after_thoughts(grammar, prompt),
-    )
-    call = await service.open_call(http, [prompt], params, body, where="input", continues=True)
-    inside = service.ends_in_thoughts(prompt)
-    writer = ResponseWriter(service, call, body, model, inside=inside, with_logprobs=wants_logprobs)
+    call, toolbox, inside = await open_chat(service, chat_of(body), http, grammar_of(body), where="input")
+    writer = ResponseWriter(service, call, body, model, toolbox, inside=inside)
     return Reply(service, call, writer, stream=bool(body.stream))
 
 
+def chat_of(body: ResponseBody) -> ChatBody:
+    """The same request in the older form, but for `text.format`. Raises RequestError where it has none."""
+    if body.wants_logprobs and body.tools and body.tool_choice != "none":
+        raise RequestError(
+            "log-probabilities and tools cannot be had together", param="top_logprobs", code="invalid_value"
+        )
+    chat = body.model_dump(include=set(Sampling.model_fields), exclude_none=True, by_alias=True)
+    chat |= {
+        "messages": _messages(body),
+        "max_tokens": body.max_output_tokens,
+        "logprobs": body.wants_logprobs,
+        "top_logprobs": body.top_logprobs,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "thinking_token_budget": body.thinking_token_budget,
+    }
+    if body.tools:
+        functions = [tool.model_dump(exclude={"type"}) for tool in body.tools]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    chat["tool_choice"] = body.tool_choice
+    if isinstance(body.tool_choice, NamedFunction):
+        chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    return ChatBody.model_validate(chat)
+
+
 def _messages(body: ResponseBody) -> list[dict[str, Any]]:
-    """The conversation that a body describes, as chat templates take it."""
-    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    """The conversation of a body: thoughts, text and calls that follow each other are one turn."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    return messages + [{"role": item.role, "content": _content(item)} for item in body.input]
+    for message in _pieces(body.input):
+        last: dict[str, Any] = messages[-1] if messages else {"role": None}
+        if not last["role"] == message["role"] == "assistant" or _is_later(last, message):
+            messages.append(message)
+        elif "tool_calls" in message:
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+        else:
+            last |= message
+    for message in messages:
+        if "tool_calls" not in message:
+            message.setdefault("content", "")
+    return messages
 
 
-def _content(item: InputItem) -> str:
-    return item.content if isinstance(item.content, str) else "\n".join(part.text for part in item.content)
+def _is_later(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Whether a piece of the assistant's belongs to another turn than the last one."""
+    if "reasoning_content" in message:
+        return True
+    return "content" in message and "content" in last
+
+
+def _pieces(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+    """What each item adds to the conversation. Raises RequestError on the result of an unknown call."""
+    call_ids = set()
+    for item in items:
+        if isinstance(item, MessageItem):
+            yield {"role": item.role, "content": _text(item.content)}
+        elif isinstance(item, ReasoningItem):
+            thoughts = "\n".join(part.text for part in item.content or ())
+            yield {"role": "assistant", "reasoning_content": thoughts}
+        elif isinstance(item, CallItem):
+            call_ids.add(item.call_id)
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            yield {"role": "assistant", "tool_calls": [call]}
+        else:
+            assert isinstance(item, CallOutputItem), "there are no other items"
+            if item.call_id not in call_ids:
+                raise RequestError(
+                    f"there is no function_call before the output of {item.call_id[:100]!r}: nothing is "
+                    "stored on this server, so that input has to hold the calls too",
+                    param="input",
+                )
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+
+
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+@dataclass
+class _OutputItem:
+    """An item of the output as it grows; `text` is what is thought or said, or the arguments of a call."""
+
+    kind: Literal["reasoning", "message", "function_call"]
+    id: str
+    name: str = ""
+    call_id: str = ""
+    text: str = ""
+    tokens: list[SampledToken] = field(default_factory=list)  # with log-probabilities
+    status: str = "in_progress"
 
 
 class ResponseWriter:
-    """Writes a response, whole or as events: thoughts are one item of its output, the message another."""
+    """Writes a response, whole or as events: thoughts, texts and calls are items of its output."""
 
     def __init__(
         self,
@@ -64,59 +157,51 @@ class ResponseWriter:
         call: Call,
         body: ResponseBody,
         model: str,
+        toolbox: Toolbox | None,
         *,
         inside: bool,
-        with_logprobs: bool,
     ) -> None:
         self._service, self._call, self._body, self._model = service, call, body, model
-        self._choice = Choice(call.answers[0], inside=inside)
-        self._with_logprobs = with_logprobs
+        self._toolbox = toolbox
+        self._choice = Choice(call.answers[0], inside=inside, toolbox=toolbox)
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
-        self._thoughts = self._text = ""
-        self._tokens: list[SampledToken] = []
+        self._items: list[_OutputItem] = []  # the last one grows
         self._n_events = 0
-        self._output: list[dict[str, Any]] = []  # the items that are done
-        self._open: dict[str, Any] | None = None  # the item that grows
         self._delta_prefix = ""
 
     def advance(self) -> bytes:
         """Takes what came; its events, if it is a stream."""
-        thoughts, text = self._choice.advance()
+        thoughts, pieces = self._choice.pieces()
         tokens, self._choice.tokens = self._choice.tokens, []
-        self._thoughts += thoughts
-        self._text += text
-        self._tokens += tokens
-        if not self._body.stream:
-            return b""
         events = "" if self._n_events else self._begin()
         if thoughts:
-            events += self._grow("reasoning", quote(thoughts), "[]")
-        if text or tokens:
-            logprobs = json.dumps(chat_logprobs(self._service.tokenizer, tokens)) if tokens else "[]"
-            events += self._grow("message", quote(text), logprobs)
-        return events.encode()
+            events += self._grow("reasoning", thoughts)
+        for piece in pieces:
+            if isinstance(piece, CallDelta):
+                events += self._grow_call(piece)
+            elif piece or tokens:
+                events += self._grow("message", piece, tokens)
+                tokens = []
+        return events.encode() if self._body.stream else b""
 
     def end(self) -> bytes:
         """The end of the last item and the finished response."""
-        events = self._grow("message", "", "") if self._open is None else ""
-        events += self._close_item()
-        response = self._response(self._status, self._output)
-        return (events + self._event(f"response.{self._status}", response=response)).encode()
+        events = self._finish()
+        return (events + self._event(f"response.{self._status}", response=self._whole())).encode()
 
     def fail(self, error: KukriError) -> bytes:
         """The event of a response that failed."""
+        done = [item for item in self._items if item.status != "in_progress"]
         failed = {
-            **self._response("failed", self._output),
+            **self._response("failed", done),
             "error": {"code": "server_error", "message": str(error)},
         }
         return self._event("response.failed", response=failed).encode()
 
     def body(self) -> dict[str, Any]:
         """The response."""
-        output = [self._item("reasoning", "completed")] if self._thoughts else []
-        if self._text or not output:
-            output.append(self._item("message", self._status))
-        return self._response(self._status, output)
+        self._finish()
+        return self._whole()
 
     @property
     def _status(self) -> str:
@@ -128,82 +213,118 @@ class ResponseWriter:
             "response.in_progress", response=response
         )
 
-    def _grow(self, kind: str, delta: str, logprobs: str) -> str:
-        """The events that add a quoted delta to the item of a kind, which begins where it has to."""
+    def _finish(self) -> str:
+        """The events that end the last item; a response without any has an empty message."""
+        events = "" if self._items else self._grow("message", "")
+        return events + self._close(self._status)
+
+    def _grow(
+        self, kind: Literal["reasoning", "message"], text: str, tokens: Sequence[SampledToken] = ()
+    ) -> str:
+        """The events that add a text to the item of a kind, which begins where it has to."""
         events = ""
-        if self._open is None or self._open["type"] != kind:
-            if self._open is not None:
-                events += self._close_item()
-            events += self._open_item(kind)
-        if not delta:
+        if not self._items or self._items[-1].kind != kind:
+            events = self._open(_OutputItem(kind, self._new_id(kind)))
+        if not (text or tokens):
             return events
-        tail = f',"logprobs":{logprobs}}}\n\n' if kind == "message" else "}\n\n"
-        events += f'{self._delta_prefix}{delta},"sequence_number":{self._n_events}{tail}'
+        item = self._items[-1]
+        item.text += text
+        item.tokens += tokens
+        logprobs = "" if kind == "reasoning" else f',"logprobs":{self._logprobs(tokens)}'
+        return events + self._delta(text, logprobs)
+
+    def _grow_call(self, delta: CallDelta) -> str:
+        """The events of a piece of a call."""
+        events = ""
+        if delta.name is not None:
+            assert self._toolbox is not None, "calls come of tools"
+            call_id = self._toolbox.new_id()
+            item = _OutputItem("function_call", self._new_id("function_call"), delta.name, call_id)
+            events = self._open(item)
+        if not delta.arguments:
+            return events
+        self._items[-1].text += delta.arguments
+        return events + self._delta(delta.arguments, "")
+
+    def _delta(self, text: str, more: str) -> str:
+        event = f'{self._delta_prefix}{quote(text)},"sequence_number":{self._n_events}{more}}}\n\n'
         self._n_events += 1
+        return event
+
+    def _open(self, item: _OutputItem) -> str:
+        """The events that end the last item and begin this one."""
+        events = self._close("completed")
+        self._items.append(item)
+        place = self._place(item)
+        fields = json.dumps({"type": _DELTAS[item.kind], **place}, separators=(",", ":"))
+        self._delta_prefix = f'event: {_DELTAS[item.kind]}\ndata: {fields[:-1]},"delta":'
+        events += self._event(
+            "response.output_item.added", output_index=place["output_index"], item=self._shown(item)
+        )
+        if item.kind != "function_call":
+            events += self._event("response.content_part.added", **place, part=self._part(item))
         return events
 
-    def _open_item(self, kind: str) -> str:
-        item = self._open = self._item(kind, "in_progress", is_empty=True)
-        place = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
-        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
-        fields = json.dumps({"type": name, **place}, separators=(",", ":"))
-        self._delta_prefix = f'event: {name}\ndata: {fields[:-1]},"delta":'
-        added = self._event("response.output_item.added", output_index=len(self._output), item=item)
-        part = _part(kind, "", [])
-        return added + self._event("response.content_part.added", **place, part=part)
-
-    def _close_item(self) -> str:
-        """The events that end the item that grows."""
-        assert self._open is not None
-        kind, item_id = self._open["type"], self._open["id"]
-        status = self._status if self._choice.answer.finish_reason else "completed"
-        item = {**self._item(kind, status), "id": item_id}
-        place = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
-        part = item["content"][0]
-        if kind == "message":
+    def _close(self, status: str) -> str:
+        """The events that end the last item, if there is one."""
+        if not self._items:
+            return ""
+        item = self._items[-1]
+        item.status = status
+        place = self._place(item)
+        if item.kind == "function_call":
             done = self._event(
-                "response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"]
+                "response.function_call_arguments.done", **place, name=item.name, arguments=item.text
             )
         else:
-            done = self._event("response.reasoning_text.done", **place, text=part["text"])
-        done += self._event("response.content_part.done", **place, part=part)
-        done += self._event("response.output_item.done", output_index=len(self._output), item=item)
-        self._output.append(item)
-        self._open = None
-        return done
-
-    def _item(self, kind: str, status: str, *, is_empty: bool = False) -> dict[str, Any]:
-        text = "" if is_empty else self._text if kind == "message" else self._thoughts
-        logprobs = (
-            chat_logprobs(self._service.tokenizer, self._tokens)
-            if kind == "message" and self._with_logprobs and not is_empty
-            else []
+            part = self._part(item)
+            name = "output_text" if item.kind == "message" else "reasoning_text"
+            fields = {key: part[key] for key in ("text", "logprobs") if key in part}
+            done = self._event(f"response.{name}.done", **place, **fields)
+            done += self._event("response.content_part.done", **place, part=part)
+        return done + self._event(
+            "response.output_item.done", output_index=place["output_index"], item=self._shown(item)
         )
-        content = [] if is_empty else [_part(kind, text, logprobs)]
-        if kind == "message":
-            return {
-                "id": f"msg_{uuid4().hex}",
-                "type": "message",
-                "status": status,
-                "role": "assistant",
-                "content": content,
-            }
-        return {
-            "id": f"rs_{uuid4().hex}",
-            "type": "reasoning",
-            "status": status,
-            "summary": [],
-            "content": content,
-        }
 
-    def _event(self, name: str, **fields: Any) -> str:
-        data = {"type": name, "sequence_number": self._n_events, **fields}
+    def _place(self, item: _OutputItem) -> dict[str, Any]:
+        """Where the events of the last item belong."""
+        place: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items) - 1}
+        return place if item.kind == "function_call" else {**place, "content_index": 0}
+
+    def _shown(self, item: _OutputItem) -> dict[str, Any]:
+        """An item as the output has it."""
+        shown: dict[str, Any] = {"id": item.id, "type": item.kind, "status": item.status}
+        if item.kind == "function_call":
+            return {**shown, "call_id": item.call_id, "name": item.name, "arguments": item.text}
+        content = [] if item.status == "in_progress" else [self._part(item)]
+        if item.kind == "message":
+            return {**shown, "role": "assistant", "content": content}
+        return {**shown, "summary": [], "content": content}
+
+    def _part(self, item: _OutputItem) -> dict[str, Any]:
+        if item.kind == "reasoning":
+            return {"type": "reasoning_text", "text": item.text}
+        logprobs = chat_logprobs(self._service.tokenizer, item.tokens)
+        return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": logprobs}
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> str:
+        return json.dumps(chat_logprobs(self._service.tokenizer, tokens)) if tokens else "[]"
+
+    def _new_id(self, kind: str) -> str:
+        return f"{_ID_KINDS[kind]}_{uuid4().hex}"
+
+    def _event(self, kind: str, /, **fields: Any) -> str:
+        data = {"type": kind, "sequence_number": self._n_events, **fields}
         self._n_events += 1
-        return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+        return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _whole(self) -> dict[str, Any]:
+        return self._response(self._status, self._items)
+
+    def _response(self, status: str, items: Sequence[_OutputItem]) -> dict[str, Any]:
         body, params = self._body, self._call.answers[0].request.params
         is_over = status in ("completed", "incomplete")
+        choice = body.tool_choice
         return {
             "id": self._id,
             "object": "response",
@@ -217,8 +338,8 @@ class ResponseWriter:
             "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": self._model,
-            "output": output,
-            "parallel_tool_calls": True,
+            "output": [self._shown(item) for item in items],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
@@ -226,8 +347,8 @@ class ResponseWriter:
             "service_tier": "default",
             "temperature": params.temperature,
             "text": {"format": self._format(), "verbosity": "medium"},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
+            "tools": [_tool(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -252,7 +373,6 @@ class ResponseWriter:
         }
 
 
-def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    if kind == "message":
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-    return {"type": "reasoning_text", "text": text}
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    """A tool as a response repeats it: unless it says so, its schema is not enforced."""
+    return {**tool.model_dump(), "strict": bool(tool.strict)}

@@ -10,18 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
 TEXT_ONLY = "the model reads and writes text alone"
-NO_TOOLS = "tools are for /v1/chat/completions"
+NO_CALLS = "this server calls no tools itself"
 NO_STORE = "nothing is stored on this server"
+# what clients of vLLM and llama.cpp send though it is so anyway
+_ELSEWHERE: Refused = {
+    "add_generation_prompt": ((True,), "an answer is asked for"),
+    "cache_prompt": ((True,), "prompts are always cached"),
+    "continue_final_message": ((False,), "an answer begins anew"),
+    "include_stop_str_in_output": ((False,), "stop strings are not shown"),
+    "length_penalty": ((1.0,), "there is no beam search"),
+    "skip_special_tokens": ((True,), "control tokens are not shown"),
+    "spaces_between_special_tokens": ((True, False), "control tokens are not shown"),
+    "use_beam_search": ((False,), "there is no beam search"),
+}
 MAX_TEMPLATE_VARIABLES = 32
 _MOST_TOKENS = 2**31 - 1
 Phrases = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 MaxTokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
@@ -42,6 +54,11 @@ class Body(BaseModel):
                     f"{name} is not supported: {reason}", param=name, code="unsupported_parameter"
                 )
         return {name: value for name, value in data.items() if name not in cls.refused}
+
+
+def form_of(value: Any) -> str:
+    """Which of the two forms of a content this is; its name is left out of errors."""
+    return "str" if isinstance(value, str) else "list"
 
 
 class StreamOptions(Body):
@@ -105,6 +122,8 @@ class Sampling(Body):
     bad_words: Phrases | None = None
     samplers: Annotated[list[str], Field(max_length=32)] | None = None
     structured_outputs: StructuredOutputs | None = None
+    speculation: Literal["off", "ngram", "draft"] | None = None  # where guesses at tokens to come are from
+    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] | None = None  # such guesses in a step
 
 
 class GenerationBody(Sampling):
@@ -136,6 +155,11 @@ class TextPart(Body):
     text: str
 
 
+Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[TextPart], Tag("list")], Discriminator(form_of)
+]
+
+
 class FunctionCall(Body):
     """The call of an earlier turn."""
 
@@ -161,7 +185,7 @@ class ChatMessage(Body):
         "function_call": ((), "it is deprecated: use tool_calls"),
     }
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -170,7 +194,7 @@ class ChatMessage(Body):
 class Function(Body):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None
@@ -220,16 +244,29 @@ class ResponseFormat(Body):
         return self
 
 
+class Prediction(Body):
+    """A text that the answer may resemble: guesses are looked up in it."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(GenerationBody):
     """A request to /v1/chat/completions."""
 
     refused = {
+        **_ELSEWHERE,
         "audio": ((), TEXT_ONLY),
+        "echo": ((False,), "a conversation is not repeated"),
         "function_call": (("none", "auto"), "it is deprecated: use tool_choice"),
         "functions": (([],), "it is deprecated: use tools"),
         "modalities": ((["text"],), TEXT_ONLY),
         "moderation": ((), "nothing is moderated here"),
-        "prediction": ((), "there is no speculation on a given text"),
         "prompt_cache_key": ((), "prompts are cached without keys"),
         "prompt_cache_options": ((), "prompts are cached without options"),
         "prompt_cache_retention": (("in_memory",), "prompts are cached in memory alone"),
@@ -247,6 +284,7 @@ class ChatBody(GenerationBody):
     metadata: dict[str, str] | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    prediction: Prediction | None = None
 
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -282,7 +320,7 @@ TokenIds = Annotated[list[int], Field(min_length=1)]
 class CompletionBody(GenerationBody):
     """A request to /v1/completions."""
 
-    refused = {"suffix": (("",), "the model does not fill in the middle")}
+    refused = {**_ELSEWHERE, "suffix": (("",), "the model does not fill in the middle")}
     prompt: (
         str
         | TokenIds
@@ -302,108 +340,6 @@ class CompletionBody(GenerationBody):
         if best_of is not None and best_of > n and self.stream:
             raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
         return self
-
-
-class InputText(Body):
-    """A part of an item: text."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-    @model_validator(mode="after")
-    def _bare(self) -> InputText:
-        if self.annotations:
-            raise RequestError("annotations cannot be shown to the model", param="annotations")
-        return self
-
-
-class InputItem(Body):
-    """A message among the items of `input`."""
-
-    refused = {"phase": ((), "chat templates have no place for it")}
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
-    id: str | None = None  # of an item that came from this server: it has no other meaning
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
-
-
-class TextFormat(Body):
-    """What a response has to be: as `ResponseFormat`, without a level between."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _agrees(self) -> TextFormat:
-        has_both = self.name is not None and self.schema_ is not None
-        if self.type == "json_schema" and not has_both:
-            raise RequestError("the type json_schema needs name and schema", param="text.format")
-        if self.type != "json_schema" and self.model_fields_set != {"type"}:
-            raise RequestError(f"the type {self.type} takes nothing else", param="text.format")
-        return self
-
-
-class TextOptions(Body):
-    """How a response is written."""
-
-    refused = {"verbosity": (("medium",), "the model takes no such hint")}
-    format: TextFormat | None = None
-
-
-class Reasoning(Body):
-    """How much a model thinks first."""
-
-    refused = {
-        "summary": ((), "thoughts are not summarized"),
-        "generate_summary": ((), "thoughts are not summarized"),
-        "context": (("auto",), "there is no choice of it"),
-        "mode": (("standard",), "there is one mode"),
-    }
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-
-
-class ResponseBody(Sampling):
-    """A request to /v1/responses."""
-
-    refused = {
-        "access_programs": ((), "there are none"),
-        "background": ((False,), NO_STORE),
-        "background_options": ((), NO_STORE),
-        "context_management": (([],), "a context is not compacted"),
-        "conversation": ((), NO_STORE),
-        "image": ((), TEXT_ONLY),
-        "max_tool_calls": ((), NO_TOOLS),
-        "moderation": ((), "nothing is moderated here"),
-        "parallel_tool_calls": ((True, False), NO_TOOLS),
-        "previous_response_id": ((), NO_STORE),
-        "prompt": ((), NO_STORE),
-        "prompt_cache_key": ((), "prompts are cached without keys"),
-        "prompt_cache_options": ((), "prompts are cached without options"),
-        "prompt_cache_retention": (("in_memory",), "prompts are cached in memory alone"),
-        "safety_identifier": ((), "there are no safety checks; name a user in `user`"),
-        "service_tier": (("auto", "default"), "there is one tier"),
-        "store": ((False,), NO_STORE),
-        "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
-        "tool_choice": (("none", "auto"), NO_TOOLS),
-        "tools": (([],), NO_TOOLS),
-        "truncation": (("disabled",), "a prompt that is too long is an error"),
-    }
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
-    instructions: str | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
-    max_output_tokens: MaxTokens | None = None
-    metadata: dict[str, str] | None = None
-    reasoning: Reasoning | None = None
-    text: TextOptions | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):

@@ -21,14 +21,15 @@ from kukri.server.metrics import Metrics
 from kukri.server.reasoning import CLOSE, OPEN
 from kukri.server.schema import MAX_TEMPLATE_VARIABLES, Sampling
 from kukri.server.settings import ServerSettings
-from kukri.server.tools import ToolDialect, dialect_of
+from kukri.server.structure import calls_in_texts
+from kukri.server.tool_dialects import ToolDialect, dialect_of
 
 # names that the template gets from elsewhere
 _RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "tokenizer", "self"}
 # fields of SamplingParams that bodies give in another form, or not at all
 _OTHER_FORM = {
     "top_k", "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "logits_processors", "grammar",
-    "thoughts",
+    "thoughts", "prediction",
 }  # fmt: skip
 _SAME_NAME = tuple(f.name for f in fields(SamplingParams) if f.name not in _OTHER_FORM)
 
@@ -67,6 +68,7 @@ class Service:
     ) -> list[int]:
         """The token ids of a conversation; `variables` and the effort to reason go to its template."""
         given = {**self._effort(effort), **self._variables(variables)}
+        messages = self._readable(messages, given)
         return await asyncio.to_thread(
             self.template.encode, self.tokenizer, messages, add_generation_prompt, tools, **given
         )
@@ -75,21 +77,25 @@ class Service:
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, **options: Any
     ) -> str:
         """The text of a conversation."""
+        given = self._variables(variables)
         return await asyncio.to_thread(
-            self.template.render, messages, **options, **self._variables(variables)
+            self.template.render, self._readable(messages, given), **options, **given
         )
 
     def ends_in_thoughts(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the template has begun the model's thoughts for it."""
         return self._end_of(prompt_ids).endswith(OPEN)
 
-    def after_thoughts(self, grammar: Grammar, prompt_ids: Sequence[int]) -> Grammar:
-        """The grammar of an answer to a prompt, before which the model may think where it knows how to."""
+    def after_thoughts(self, grammar: Grammar, prompt_ids: Sequence[int], effort: str | None) -> Grammar:
+        """The grammar of an answer to a prompt, before which the model may think where it knows how to.
+
+        With the effort "none" it may not, but for thoughts that the template has begun.
+        """
         end = self._end_of(prompt_ids)
         if end.endswith(OPEN):
             return replace(grammar, thoughts="open")
-        thinks = OPEN in (self.template.source or "") and not end.endswith(CLOSE)
-        return replace(grammar, thoughts="possible") if thinks else grammar
+        knows_how = OPEN in (self.template.source or "") and not end.endswith(CLOSE)
+        return replace(grammar, thoughts="possible") if knows_how and effort != "none" else grammar
 
     def thought_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ThoughtLimit | None:
         """The limit of thoughts in the answer to a prompt. Raises RequestError where the model has none."""
@@ -103,6 +109,22 @@ class Service:
                 code="unsupported_parameter",
             )
         return ThoughtLimit(n_tokens, ids[0], ids[1], self.ends_in_thoughts(prompt_ids))
+
+    def _readable(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> Sequence[Mapping[str, Any]]:
+        """The messages, with calls in their texts where the template would leave them out (SmolLM3's)."""
+        dialect = self.dialect
+        if dialect is None or not dialect.closer or "tool_calls" in (self.template.source or ""):
+            return messages
+        reads_code = bool(variables.get("python_tools"))
+        return calls_in_texts(messages, replace(dialect, reads_code=reads_code))
+
+    @property
+    def knows_effort(self) -> bool:
+        """Whether the template can be told how much to reason."""
+        source = self.template.source or ""
+        return "reasoning_effort" in source or "enable_thinking" in source
 
     def _end_of(self, prompt_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(prompt_ids[-8:]).rstrip()

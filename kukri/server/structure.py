@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
+from kukri.server.messages_schema import MessagesBody
+from kukri.server.responses_schema import ResponseBody
 from kukri.server.schema import (
     ChatBody,
     ChatMessage,
     GenerationBody,
     NamedTool,
-    ResponseBody,
     StructuredOutputs,
 )
-from kukri.server.tools import Toolbox, ToolDialect
+from kukri.server.tool_dialects import ToolDialect
+from kukri.server.tools import Toolbox
 
 
-def grammar_of(body: GenerationBody | ResponseBody) -> Grammar | None:
+def grammar_of(body: GenerationBody | ResponseBody | MessagesBody) -> Grammar | None:
     """The grammar that a body asks for, if any. Raises RequestError where it asks for two."""
     found = [_of_structured_outputs(body.structured_outputs)]
     if isinstance(body, ChatBody) and body.response_format is not None:
@@ -28,6 +32,8 @@ def grammar_of(body: GenerationBody | ResponseBody) -> Grammar | None:
         found.append(_of_format(given.type, schema, "response_format"))
     if isinstance(body, ResponseBody) and body.text is not None and body.text.format is not None:
         found.append(_of_format(body.text.format.type, body.text.format.schema_, "text.format"))
+    if isinstance(body, MessagesBody) and body.output_config and body.output_config.format:
+        found.append(Grammar.json(body.output_config.format.schema_, param="output_config.format"))
     grammars = [grammar for grammar in found if grammar is not None]
     if len(grammars) > 1:
         names = " and ".join(grammar.param for grammar in grammars)
@@ -98,3 +104,20 @@ def messages_of(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if message["role"] == "tool" and message.get("tool_call_id") in names:
             message["name"] = names[message["tool_call_id"]]
     return messages
+
+
+def calls_in_texts(messages: Sequence[Mapping[str, Any]], dialect: ToolDialect) -> list[dict[str, Any]]:
+    """The conversation with its calls at the end of the texts too, for templates that print no others.
+
+    Arguments that are no JSON objects are left to the template to refuse.
+    """
+    written = []
+    for message in map(dict, messages):
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            with suppress(ValueError, AttributeError, RecursionError):
+                given = [(f["name"], json.loads(f["arguments"] or "{}")) for f in functions]
+                texts = [message.get("content") or "", dialect.written(given)]
+                message["content"] = "\n".join(text for text in texts if text)
+        written.append(message)
+    return written

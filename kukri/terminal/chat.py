@@ -39,6 +39,8 @@ def talk(
     quantize: str | None,
     rope_scaling: str | None,
     rope_factor: float | None,
+    speculation: str | None,
+    draft_model: str | None,
 ) -> None:
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit."""
     params = sampling_params(sampling)
@@ -49,6 +51,8 @@ def talk(
         "quantize": quantize,
         "rope_scaling": rope_scaling,
         "rope_factor": rope_factor,
+        "speculation": speculation,
+        "draft_model": draft_model,
     }
     with LLM(model, **options) as llm, _line_editing():
         chat = Chat(llm, params, opening(llm, system))

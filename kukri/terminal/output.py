@@ -31,15 +31,16 @@ def allow_any_text() -> None:
 
 def describe_timings(timings: Timings) -> str:
     """Counts and speeds on one line."""
+    guesses = f" · {timings.n_accepted} of {timings.n_drafted} guesses came true" if timings.n_drafted else ""
     return (
         f"prompt {timings.n_prompt_tokens} tokens, {timings.prompt_tokens_per_s:,.0f} tokens/s · "
         f"answer {timings.n_generated} tokens, {timings.decode_tokens_per_s:,.1f} tokens/s · "
-        f"first token after {timings.first_token_s * 1000:.0f} ms"
+        f"first token after {timings.first_token_s * 1000:.0f} ms{guesses}"
     )
 
 
 def timings_as_dict(timings: Timings) -> dict[str, Any]:
-    """The timings for JSON; seconds and tokens per second."""
+    """The timings for JSON; seconds, tokens per second, and guesses at tokens."""
     return {
         "queue_s": timings.queue_s,
         "prompt_s": timings.prompt_s,
@@ -47,6 +48,8 @@ def timings_as_dict(timings: Timings) -> dict[str, Any]:
         "decode_s": timings.decode_s,
         "prompt_tokens_per_s": timings.prompt_tokens_per_s,
         "decode_tokens_per_s": timings.decode_tokens_per_s,
+        "n_drafted": timings.n_drafted,
+        "n_accepted": timings.n_accepted,
     }
 
 

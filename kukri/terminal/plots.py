@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,24 @@ class Chart:
     labels: Sequence[str] = ()
     log: bool = False  # the y axis
     from_zero: bool = False
+    name: str = ""  # of the points, where there are `others`
+    others: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    limit: float | None = None  # a dashed line across
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Ratios as bars from 1 on a logarithmic axis, from top to bottom, each kind in a color of its own.
+
+    `marks` are ranges to compare with, which `mark_name` explains.
+    """
+
+    x_name: str
+    mark_name: str
+    labels: Sequence[str]
+    kinds: Sequence[str]
+    values: Sequence[float]
+    marks: Sequence[tuple[float, float] | None]
 
 
 def require_plots(path: Path) -> None:
@@ -33,23 +55,66 @@ def require_plots(path: Path) -> None:
         raise ConfigError(f"there is no directory {path.parent}")
 
 
-def save_chart(path: Path, chart: Chart) -> None:
-    """Writes a chart. Raises ConfigError where the file cannot be written."""
+def save_chart(path: Path, *charts: Chart) -> None:
+    """Writes charts, two a row. Raises ConfigError where the file cannot be written."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    order = sorted(range(len(chart.points)), key=lambda i: chart.points[i])
-    axes.plot([chart.points[i][0] for i in order], [chart.points[i][1] for i in order], marker="o")
+    n_columns = min(len(charts), 2)
+    n_rows = -(-len(charts) // 2)
+    size = (8, 5) if len(charts) == 1 else (6 * n_columns, 4 * n_rows)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    for i, chart in enumerate(charts, 1):
+        _draw(figure.add_subplot(n_rows, n_columns, i), chart)
+    _save(figure, path)
+
+
+def _draw(axes: Any, chart: Chart) -> None:
+    for name, points in {chart.name: chart.points, **chart.others}.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     for label, point in zip(chart.labels, chart.points, strict=bool(chart.labels)):
         axes.annotate(label, point, xytext=(5, 5), textcoords="offset points")
+    if chart.limit is not None:
+        axes.axhline(chart.limit, linestyle="--", color="gray", label="limit")
     axes.set_xlabel(chart.x_name)
     axes.set_ylabel(chart.y_name)
     if chart.log and all(y > 0 for _, y in chart.points):
         axes.set_yscale("log")
     if chart.from_zero:
         axes.set_ylim(bottom=0)
+    if chart.others:
+        axes.legend()
     axes.grid(alpha=0.3)
+
+
+def save_bars(path: Path, bars: Bars) -> None:
+    """Writes a chart of bars. Raises ConfigError where the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    n_bars = len(bars.labels)
+    figure = Figure(figsize=(10, 1.2 + 0.32 * n_bars), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for i, (value, mark) in enumerate(zip(bars.values, bars.marks, strict=True)):
+        if mark is not None:
+            axes.plot(mark, (i, i), "|-", color="#d1711f", linewidth=3, markersize=14, zorder=3)
+        right = max(value, 1, *(mark or ()))
+        axes.annotate(f"{value:.3g}", (right, i), xytext=(6, 0), textcoords="offset points", va="center")
+    for kind, color in zip(dict.fromkeys(bars.kinds), ("#3b78b5", "#5aa469", "#8d6cab"), strict=False):
+        own = [i for i, other in enumerate(bars.kinds) if other == kind]
+        axes.barh(own, [bars.values[i] - 1 for i in own], left=1, height=0.7, color=color, label=kind)
+    axes.plot([], [], "|-", color="#d1711f", linewidth=3, markersize=14, label=bars.mark_name)
+    axes.set_yticks(range(n_bars), bars.labels)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(right=2 * max((*bars.values, 1)))
+    axes.invert_yaxis()
+    axes.set_xlabel(bars.x_name)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside upper right", ncols=4, frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path)
     except OSError as error:

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import sys
-from typing import Any
+from typing import Any, cast
 
 from kukri.errors import RequestError
 from kukri.llm import LLM, Result
@@ -27,6 +27,8 @@ def answer_prompt(
     quantize: str | None,
     rope_scaling: str | None,
     rope_factor: float | None,
+    speculation: str | None,
+    draft_model: str | None,
     as_json: bool,
     with_stats: bool,
 ) -> None:
@@ -46,6 +48,8 @@ def answer_prompt(
         quantize=quantize,
         rope_scaling=rope_scaling,
         rope_factor=rope_factor,
+        speculation=cast("Any", speculation),  # checked by EngineConfig
+        draft_model=draft_model,
     ) as llm:
         request: Any = text if raw else [*opening(llm, system), {"role": "user", "content": text}]
         if as_json:

@@ -33,6 +33,8 @@ def serve_model(
     quantize: str | None,
     rope_scaling: str | None,
     rope_factor: float | None,
+    speculation: str | None,
+    draft_model: str | None,
     max_waiting: int,
     max_body: str,
     rate_limit: int | None,
@@ -72,6 +74,8 @@ def serve_model(
             quantize=quantize,
             rope_scaling=rope_scaling,
             rope_factor=rope_factor,
+            speculation=cast("Any", speculation),
+            draft_model=draft_model,
             max_requests=max_requests,
             kv_bytes=None if kv_memory is None else n_bytes(kv_memory, "kv_memory"),
             kv_type=cast("Any", kv_type),  # checked by EngineConfig
@@ -82,7 +86,7 @@ def serve_model(
             _run(app, settings, bound)
 
 
-def require_web_stack() -> None:
+def require_web_stack(command: str = "kukri serve") -> None:
     """Raises UnsupportedError, with the way out, where the extra `serve` is not installed."""
     try:
         import fastapi  # noqa: F401
@@ -90,7 +94,7 @@ def require_web_stack() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f"kukri serve needs the package {error.name}: install it with pip install 'kukri[serve]'"
+            f"{command} needs the package {error.name}: install it with pip install 'kukri[serve]'"
         ) from None
 
 

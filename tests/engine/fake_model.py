@@ -146,6 +146,7 @@ def make_engine(
     **options: Any,
 ) -> tuple[Engine, FakeBackend]:
     backend = FakeBackend()
+    options = {"speculation": "off", **options}
     config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens, **options)
     engine = Engine(FakeModel(max_context), backend, config, eos_ids=[EOS], n_pages=n_pages)  # type: ignore[arg-type]
     backend.is_writable = engine.pool.is_writable

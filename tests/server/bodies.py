@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from openai.types import Completion, Model
+from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
@@ -67,9 +69,13 @@ def check_response(body: Any) -> Response:
     parsed = _strict(Response, body)
     _has(body, REQUIRED_NULLS["response"])
     for item in body["output"]:
-        for part in item["content"]:
+        if item["type"] == "function_call":
+            _has(item, {"id", "type", "status", "call_id", "name", "arguments"})
+        for part in item.get("content", ()):
             if part["type"] == "output_text":
                 _has(part, {"type", "text", "annotations", "logprobs"})
+    for tool in body["tools"]:
+        _has(tool, {"type", "name", "parameters", "strict"})
     return parsed
 
 
@@ -77,6 +83,48 @@ def check_event(body: Any) -> Any:
     if "response" in body:
         check_response(body["response"])
     return TypeAdapter(ResponseStreamEvent).validate_json(json.dumps(body), strict=True)
+
+
+def check_embeddings(body: Any) -> None:
+    """Vectors in base64 are texts, which the client's types leave out: it decodes them before."""
+    plain = json.loads(json.dumps(body))
+    for item in plain["data"]:
+        if isinstance(item["embedding"], str):
+            item["embedding"] = [0.0]
+    _strict(CreateEmbeddingResponse, plain)
+
+
+def check_message(body: Any) -> Message:
+    parsed = _strict(Message, body)
+    _has(body, {"id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "usage"})
+    return parsed
+
+
+def check_message_event(body: Any) -> Any:
+    if body["type"] == "ping":
+        assert body == {"type": "ping"}
+        return None
+    event = TypeAdapter(RawMessageStreamEvent).validate_json(json.dumps(body), strict=True)
+    _no_extras(event)
+    return event
+
+
+def check_message_tokens(body: Any) -> int:
+    return _strict(MessageTokensCount, body).input_tokens
+
+
+def check_message_error(response: httpx.Response, status: int) -> str:
+    """The message of an error in Anthropic's form."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    known = response.text.replace("request_too_large", "api_error")  # documented, and missing in the types
+    parsed = ErrorResponse.model_validate_json(known, strict=True)
+    assert set(body) == {"type", "error", "request_id"}
+    assert set(body["error"]) == {"type", "message"}
+    assert body["request_id"] == response.headers["request-id"]
+    assert parsed.error.message
+    assert "\n" not in parsed.error.message
+    return parsed.error.message
 
 
 def check_model(body: Any) -> Model:

@@ -21,6 +21,16 @@ from kukri.server.service import Service
 from kukri.server.settings import ServerSettings
 
 MODEL = "smol"
+TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
+You may call these functions: {% for tool in tools %}{{ tool.function | tojson }} {% endfor %}
+Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.name is defined %}{{ message.name }}: {% endif %}{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
 
 
 @dataclass
@@ -82,3 +92,12 @@ def served(smollm2_path: Path) -> Iterator[Served]:
     """A server without limits that a test would meet by accident. What a test queues it ends."""
     with LLM(smollm2_path, max_context=1024, max_requests=8) as llm, serving(llm, max_waiting=64) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tooled(smollm2_path: Path) -> Iterator[Served]:
+    """A server whose model's template takes tools, and may begin thoughts."""
+    with LLM(smollm2_path, max_context=1024, max_requests=4) as llm:
+        llm.tokenizer.chat_template = TOOL_TEMPLATE
+        with serving(llm) as server:
+            yield server

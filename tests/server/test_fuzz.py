@@ -20,8 +20,8 @@ from schemathesis.specs.openapi.checks import (
 from kukri import LLM
 
 HANG_S = 20.0  # nothing that fits into the little context takes as long
-GENERATED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-BODIES = ("/tokenize", "/detokenize", "/apply-template")
+GENERATED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
+BODIES = ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template")
 GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics")
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

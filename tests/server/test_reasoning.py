@@ -12,12 +12,17 @@ from kukri.server.reasoning import ReasoningSplit
 
 
 def split(text: str, cuts: list[int], inside: bool = False) -> tuple[str, str]:
+    return positions(text, cuts, inside)[:2]
+
+
+def positions(text: str, cuts: list[int], inside: bool) -> tuple[str, str, int | None, int | None]:
+    """(thoughts, answer, where </think> begins, where the answer does)."""
     splitter, thoughts, answer = ReasoningSplit(inside=inside), "", ""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = [text[a:b] for a, b in pairwise(places)]
     for new in [*map(splitter.push, pieces), splitter.flush()]:
         thoughts, answer = thoughts + new[0], answer + new[1]
-    return thoughts, answer
+    return thoughts, answer, splitter.thoughts_end, splitter.answer_start
 
 
 CASES = [
@@ -47,4 +52,9 @@ def test_thoughts_are_split_off(text, inside, expected):
 @given(st.text("<think>/ \nab", max_size=40), st.booleans(), st.lists(st.integers(0, 100), max_size=8))
 def test_chopping_changes_nothing(text, inside, cuts):
     """Catches a tag that is missed where it falls between two tokens."""
-    assert split(text, cuts, inside) == split(text, [], inside)
+    thoughts, answer, thoughts_end, answer_start = positions(text, [], inside)
+    assert positions(text, cuts, inside) == (thoughts, answer, thoughts_end, answer_start)
+    if thoughts_end is not None:
+        assert text[thoughts_end:].startswith("</think>")
+        assert text[:thoughts_end].rstrip().endswith(thoughts)
+    assert text[len(text) if answer_start is None else answer_start :] == answer

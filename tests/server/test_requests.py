@@ -18,7 +18,8 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from kukri import LLM
-from kukri.server.schema import ChatBody, CompletionBody, ResponseBody
+from kukri.server.responses_schema import ResponseBody
+from kukri.server.schema import ChatBody, CompletionBody
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ASK = {
@@ -74,6 +75,15 @@ def test_unknown_fields_are_named(served, path):
         )
 
 
+def test_names_of_other_servers_are_translated(served):
+    """Catches an error that leaves a client of another server to guess."""
+    with served.http() as http:
+        for path in (CHAT, TEXT):
+            for name, here in {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}.items():
+                message = check_error(http.post(path, json=ASK[path] | {name: 1}), 400, name)
+                assert message == f"unknown field {name!r}: here it is {here}"
+
+
 WRONG = [
     (CHAT, {"temperature": 9}, "temperature"),
     (CHAT, {"temperature": -0.1}, "temperature"),
@@ -92,7 +102,11 @@ WRONG = [
     (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "Hi", "name": "Bob"}]}, "name"),
     (CHAT, {"messages": [{"role": "user", "content": "Hi", "colour": "red"}]}, "messages[0].colour"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
     (CHAT, {"model": "gpt-9\n" * 50}, "model"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -123,7 +137,16 @@ WRONG = [
     (TEXT, {"min_tokens": 5}, "min_tokens"),
     (TEXT, {"samplers": ["magic"]}, "samplers"),
     (RESPONSE, {"input": []}, "input"),
-    (RESPONSE, {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, None),
+    (RESPONSE, {"input": [{"role": "king", "content": "Hi"}]}, "input[0].role"),
+    (RESPONSE, {"input": [{"type": "web_search_call", "id": "1"}]}, "input[0]"),
+    (RESPONSE, {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
+    (RESPONSE, {"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
+    (
+        RESPONSE,
+        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
+        None,
+    ),
+    (RESPONSE, {"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "encrypted_content"),
     (RESPONSE, {"include": ["file_search_call.results"]}, "include[0]"),
     (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
     (RESPONSE, {"input": "word " * 2000}, "input"),
@@ -167,6 +190,27 @@ def test_broken_bodies_are_the_callers_fault(served, body):
             response = http.post(path, content=body, headers={"content-type": "application/json"})
             check_error(response, 400)
         assert http.post(TEXT, json=ASK[TEXT]).status_code == 200
+
+
+@pytest.mark.parametrize("depth", [260, 420, 480, 600, 900])
+def test_deep_bodies_are_the_callers_fault(tooled, depth):
+    """Catches a RecursionError, wherever it is raised, that becomes a 500."""
+    deep = b'{"a":' * depth + b"1" + b"}" * depth
+    schema = b'{"type":"object","properties":{"a":' * depth + b"{}" + b"}}" * depth
+    head, ask = b'{"model":"smol","max_tokens":1,"messages":[', b'{"role":"user","content":"a"}'
+    use = b'{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":%s}]},' % deep
+    tool = b'],"tool_choice":{"type":"any"},"tools":[{"name":"f","input_schema":%s}]}'
+    function = b'],"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]}'
+    with tooled.http(headers={"content-type": "application/json"}) as http:
+        for path, body in (
+            ("/v1/messages", head + use + ask + b"]}"),
+            ("/v1/messages", head + ask + tool % schema),
+            ("/v1/messages/count_tokens", b'{"model":"smol","messages":[' + use + ask + b"]}"),
+            (CHAT, head + ask + function % deep),
+            (CHAT, head + ask + b'],"response_format":{"type":"json_schema","json_schema":%s}}' % deep),
+        ):
+            response = http.post(path, content=body)
+            assert response.status_code in (200, 400), response.text
 
 
 def test_half_a_character_is_text(served):

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
 from bodies import check_chat, check_chunk, check_error, events
-from conftest import MODEL, Served, serving
+from conftest import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kukri import LLM
-from kukri.server.tools import (
-    HERMES,
-    LLAMA_3,
-    MISTRAL,
-    MISTRAL_NAMES,
-    CallDelta,
-    ToolDialect,
-    ToolSplit,
-    dialect_of,
-)
+from kukri.server.tool_dialects import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, ToolDialect, dialect_of
+from kukri.server.tool_split import CallDelta, ToolSplit
 
 CODE = ToolDialect("hermes", "<tool_call>", "</tool_call>", reads_code=True)
 PARAMETERS = {"add": ["a", "b"]}
@@ -97,6 +87,7 @@ CASES: list[tuple[ToolDialect, str, str, list[tuple[str, Any]]]] = [
     ),
     (CODE, "See <code>x + 1</code> there", "See <code>x + 1</code> there", []),
     (CODE, "<code>add(1, 2, 3)</code>", "<code>add(1, 2, 3)</code>", []),
+    (CODE, "<code>add(1e999)</code>", "<code>add(1e999)</code>", []),
     (CODE, "<code>import os\nos.remove('x')</code>", "<code>import os\nos.remove('x')</code>", []),
 ]
 
@@ -185,16 +176,6 @@ def test_the_template_tells_the_dialect(template, tokens, expected):
 
 # ---- the real model, with the template of a model that calls tools
 
-TEMPLATE = """{%- if tools %}<|im_start|>system
-You may call these functions: {% for tool in tools %}{{ tool.function | tojson }} {% endfor %}
-Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
-{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.name is defined %}{{ message.name }}: {% endif %}{{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking %}<think>
-{% endif %}{% endif %}"""
 TOOLS = [
     {
         "type": "function",
@@ -216,14 +197,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_time"}},
 ]
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
-
-
-@pytest.fixture(scope="module")
-def tooled(smollm2_path) -> Iterator[Served]:
-    with LLM(smollm2_path, max_context=1024, max_requests=4) as llm:
-        llm.tokenizer.chat_template = TEMPLATE
-        with serving(llm) as server:
-            yield server
 
 
 def check_weather(call: Any) -> None:

@@ -1,0 +1,99 @@
+"""kukri in the command-line program llm (https://llm.datasette.io): `llm -m kukri "Hello"`.
+
+llm finds this by its entry point and is the only one to import it; `pip install "kukri[llm]"` has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import llm
+from llm.parts import TextPart
+from pydantic import Field
+
+from kukri import LLM, Grammar
+from kukri.terminal import DEFAULT_SYSTEM
+from kukri.terminal.run import opening
+
+_SUBSCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
+_NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+
+
+@llm.hookimpl
+def register_models(register: Callable[[llm.Model], None]) -> None:
+    """Called by llm when it starts: costs nothing until the model is asked."""
+    register(Kukri())
+
+
+class Kukri(llm.Model):
+    """Any model that kukri runs, in llm's own process; it stays loaded while that lives. Not for threads."""
+
+    model_id = "kukri"
+    can_stream = True
+    supports_schema = True
+
+    class Options(llm.Options):
+        """As in `kukri run`, which also has the defaults."""
+
+        model: str | None = Field(default=None, description="A known name, org/repo[:type] or a path")
+        max_tokens: int = Field(default=512, description="Tokens of an answer at most")
+        temperature: float = Field(default=0.0, description="0 takes the likeliest token")
+        top_k: int | None = Field(default=None, description="Choose among the k most likely tokens")
+        top_p: float | None = Field(default=None, description="Choose among tokens of this probability")
+        min_p: float | None = Field(default=None, description="Leave out tokens less likely than this share")
+        repetition_penalty: float | None = Field(default=None, description="Divides logits of tokens seen")
+        seed: int | None = Field(default=None, description="Makes sampling repeatable")
+
+    def __init__(self) -> None:
+        self._loaded: dict[str | None, LLM] = {}
+
+    def execute(
+        self,
+        prompt: llm.Prompt,
+        stream: bool,
+        response: llm.Response,
+        conversation: llm.Conversation | None,
+    ) -> Iterator[str]:
+        """The pieces of the answer to a conversation. A KukriError becomes llm's own line."""
+        options: dict[str, Any] = prompt.options.model_dump(exclude_none=True)
+        engine = self._load(options.pop("model", None))
+        messages = [{"role": message.role, "content": _text(message.parts)} for message in prompt.messages]
+        if not messages or messages[0]["role"] != "system":
+            messages = [*opening(engine, DEFAULT_SYSTEM), *messages]
+        grammar = Grammar.json(_closed(prompt.schema)) if prompt.schema else None
+        for chunk in engine.stream(messages, grammar=grammar, **options):
+            yield chunk.text
+            if chunk.result is not None:
+                timings = chunk.result.timings
+                response.set_usage(input=timings.n_prompt_tokens, output=timings.n_generated)
+
+    def _load(self, model: str | None) -> LLM:
+        if model not in self._loaded:
+            for other in list(self._loaded):
+                self._loaded.pop(other).close()
+            self._loaded[model] = LLM(model)
+        return self._loaded[model]
+
+
+def _text(parts: list[Any]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those it names: small models would go on and on.
+
+    Parts of an allOf stay as they are, and so does what has one: each may name some of the properties.
+    """
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for name in _SUBSCHEMAS & schema.keys():
+        closed[name] = _closed(schema[name])
+    for name in _NAMED_SUBSCHEMAS & schema.keys():
+        if isinstance(schema[name], dict):
+            closed[name] = {key: _closed(value) for key, value in schema[name].items()}
+    is_whole = "properties" in schema and "allOf" not in schema
+    return {"additionalProperties": False, **closed} if is_whole else closed

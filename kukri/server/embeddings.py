@@ -1,0 +1,124 @@
+"""/v1/embeddings: vectors of texts, made on the engine's thread between the steps of those who generate."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kukri.errors import CapacityError, ContextLengthError, KukriError, RequestError
+from kukri.kernels.types import FloatArray
+from kukri.server.schema import Body, TokenIds
+from kukri.server.service import Service
+from kukri.tasks import normalized
+
+_MAX_TEXTS = 2048  # as in OpenAI's API
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class EmbeddingBody(Body):
+    """A request to /v1/embeddings."""
+
+    model: str
+    input: (
+        _Text
+        | TokenIds
+        | Annotated[list[_Text], Field(min_length=1, max_length=_MAX_TEXTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_TEXTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None  # whose request it is: clients and their users take turns
+
+    pooling: Literal["mean", "last", "cls"] | None = None  # as in `LLM.embed`
+    normalize: bool | None = None
+
+
+async def embed(service: Service, body: EmbeddingBody, http: Request) -> Response:
+    """The response to an embedding request. A client that leaves ends the work."""
+    model, width = service.check_model(body.model), service.llm.config.d_model
+    if body.dimensions not in (None, width):
+        raise RequestError(
+            f"dimensions can only be {width}: the model's vectors are not made to be cut",
+            param="dimensions",
+            code="unsupported_parameter",
+        )
+    texts = await _token_ids(service, body.input)
+    work = asyncio.create_task(_vectors(service, body, texts, http))
+    watcher = asyncio.create_task(_left(http))
+    try:
+        await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return _Silence()
+        vectors = work.result()
+    except ContextLengthError as error:
+        error.param = "input"
+        raise
+    except RequestError as error:
+        raise RequestError(str(error), param="input") from None
+    finally:
+        work.cancel()
+        watcher.cancel()
+    n_tokens = sum(map(len, texts))
+    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    head = {"object": "list", "model": model, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
+    content = await asyncio.to_thread(_body, head, vectors, body.encoding_format == "base64")
+    return Response(content, media_type="application/json")
+
+
+async def _token_ids(service: Service, given: Any) -> list[list[int]]:
+    """The token ids of each text."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]
+    return [await service.encode(one) if isinstance(one, str) else one for one in given]
+
+
+async def _vectors(
+    service: Service, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
+) -> FloatArray:
+    """The vectors [n, D] of all texts, one group of them after another."""
+    embedder, client = service.llm.embedder, f"{http.scope['kukri.client']}/{body.user or ''}"
+    groups = embedder.groups(texts)
+    service.metrics.on_prompt(sum(map(len, texts)))
+    vectors = np.empty((len(texts), service.llm.config.d_model), np.float32)
+    try:
+        async with asyncio.timeout(service.settings.deadline_s):
+            for group in groups:
+                pieces = embedder.run([texts[i] for i in group], body.pooling or "mean")
+                vectors[group] = await service.bridge.run(pieces, client)
+    except TimeoutError:
+        raise CapacityError(f"the answer was not done within {service.settings.deadline_s:g} s") from None
+    if not np.isfinite(vectors).all():  # JSON has no such numbers
+        raise KukriError("the model's vectors are not finite: its weights may be damaged")
+    return vectors if body.normalize is False else normalized(vectors)
+
+
+async def _left(http: Request) -> None:
+    """Returns when the client has closed the connection."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:
+    """The JSON of the response; a vector at a time, so that other threads get their turn."""
+    items = []
+    for i, vector in enumerate(vectors):
+        shown: Any = (
+            base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+        )
+        items.append(json.dumps({"object": "embedding", "index": i, "embedding": shown}))
+    return f'{json.dumps(head)[:-1]}, "data": [{", ".join(items)}]}}'.encode()
+
+
+class _Silence(Response):
+    """To a client that is gone."""
+
+    async def __call__(self, *_: Any) -> None:
+        """Sends nothing."""

@@ -1,0 +1,67 @@
+"""The application without a network: requests in this process, through the same routes and guards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from starlette.types import Message
+
+
+class InsideResponse(NamedTuple):
+    """A whole response."""
+
+    status: int
+    request_id: str
+    body: Any  # of JSON
+
+
+@asynccontextmanager
+async def running(app: FastAPI) -> AsyncIterator[None]:
+    """The engine's thread of an application runs within the `async with` block."""
+    async with app.router.lifespan_context(app):
+        yield
+
+
+async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> InsideResponse:
+    """What an application that runs answers to a JSON body. Cancelling it ends the request."""
+    data = json.dumps(body).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(data))}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("inside", 0),
+        "server": ("inside", 0),
+    }
+    is_asked = False
+    status, request_id, parts = 0, "", []
+
+    async def receive() -> Message:
+        nonlocal is_asked
+        if is_asked:
+            await asyncio.Event().wait()  # nobody hangs up
+        is_asked = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, request_id
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            request_id = dict(message["headers"])[b"x-request-id"].decode()
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return InsideResponse(status, request_id, json.loads(b"".join(parts)))

@@ -1,0 +1,309 @@
+"""/v1/messages and its count_tokens: Anthropic's form of a chat, turned into OpenAI's and answered so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.errors import KukriError, RequestError
+from kukri.server.bridge import Call
+from kukri.server.chat import Choice, chat_prompt, open_chat
+from kukri.server.errors import message_error_body
+from kukri.server.messages_schema import (
+    MessagesBody,
+    PromptBody,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    TurnMessage,
+)
+from kukri.server.reply import Reply
+from kukri.server.schema import ChatBody, Sampling
+from kukri.server.service import Service
+from kukri.server.structure import grammar_of
+from kukri.server.tool_split import CallDelta
+from kukri.server.tools import Toolbox
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+async def answer_message(service: Service, body: MessagesBody, http: Request) -> Response:
+    """The response to a message."""
+    model = service.check_model(body.model)
+    chat = chat_of(service, body)
+    call, toolbox, inside = await open_chat(service, chat, http, grammar_of(body))
+    writer = MessageWriter(call, body, model, toolbox, inside=inside)
+    return Reply(service, call, writer, stream=bool(body.stream))
+
+
+async def count_tokens(service: Service, body: PromptBody) -> Response:
+    """How many tokens the prompt of a message has."""
+    service.check_model(body.model)
+    prompt = await chat_prompt(service, chat_of(service, body))
+    return JSONResponse({"input_tokens": len(prompt)})
+
+
+def chat_of(service: Service, body: PromptBody) -> ChatBody:
+    """The same request in OpenAI's form. Raises RequestError where the model cannot do what is asked."""
+    chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    if body.tools:
+        chat["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools
+        ]
+    if body.tool_choice is not None:
+        choice = body.tool_choice
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = _CHOICES.get(choice.type, named)
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    chat |= _thinking(service, body)
+    if isinstance(body, MessagesBody):
+        sampling = body.model_dump(include=set(Sampling.model_fields), exclude_none=True, by_alias=True)
+        chat = {**sampling, **chat, "max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+        if body.metadata is not None and body.metadata.user_id is not None:
+            chat["user"] = body.metadata.user_id
+    return ChatBody.model_validate(chat)
+
+
+def _thinking(service: Service, body: PromptBody) -> dict[str, Any]:
+    """What is asked of the thoughts; a model without any need not be told to have none."""
+    thinking = body.thinking
+    effort = body.output_config.effort if body.output_config is not None else None
+    if thinking is None or thinking.type == "adaptive":
+        return {"reasoning_effort": effort}
+    if thinking.type == "disabled":
+        if effort is not None:
+            raise RequestError("output_config.effort is about thinking, which is disabled", param="thinking")
+        return {"reasoning_effort": "none" if service.knows_effort else None}
+    default = "medium" if service.knows_effort else None
+    return {"reasoning_effort": effort or default, "thinking_token_budget": thinking.budget_tokens}
+
+
+@dataclass
+class _Draft:
+    """A message while its pieces are gathered: bodies may have tens of thousands of them."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    answers_to: str | None = None  # the call whose result it is
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been gathered."""
+        return not (self.texts or self.thoughts or self.calls)
+
+    def add(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> None:
+        """Takes in a block."""
+        if isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            self.calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ThinkingBlock):
+            self.thoughts += [block.thinking] if block.thinking else []
+        else:
+            self.texts += [block.text] if block.text else []
+
+    def join(self, other: _Draft) -> None:
+        """Takes in what another has."""
+        self.texts += other.texts
+        self.thoughts += other.thoughts
+        self.calls += other.calls
+
+    def message(self) -> dict[str, Any]:
+        """The message in OpenAI's form: texts below each other, calls behind calls."""
+        message: dict[str, Any] = {"role": self.role}
+        if self.thoughts:
+            message["reasoning_content"] = "\n".join(self.thoughts)
+        if self.texts or not self.calls:
+            message["content"] = "\n".join(self.texts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message if self.answers_to is None else {**message, "tool_call_id": self.answers_to}
+
+
+def _messages(body: PromptBody) -> list[dict[str, Any]]:
+    """The conversation in OpenAI's form. Neighbours of one role are one message, as in Anthropic's API."""
+    drafts = [_Draft("system", [_text(body.system)])] if body.system else []
+    for turn in body.messages:
+        for draft in _turn(turn):
+            if drafts and draft.role == drafts[-1].role != "tool":
+                drafts[-1].join(draft)
+            else:
+                drafts.append(draft)
+    return [draft.message() for draft in drafts]
+
+
+def _turn(turn: TurnMessage) -> Iterator[_Draft]:
+    """The messages that a turn comes to: each result of a tool is one of its own."""
+    if isinstance(turn.content, str):
+        yield _Draft(turn.role, [turn.content] if turn.content else [])
+        return
+    draft = _Draft(turn.role)
+    for block in turn.content:
+        if isinstance(block, ToolResultBlock):
+            if not draft.is_empty:
+                yield draft
+                draft = _Draft(turn.role)
+            text = _text(block.content or "")
+            yield _Draft("tool", [f"Error: {text}" if block.is_error else text], answers_to=block.tool_use_id)
+        else:
+            draft.add(block)
+    if not draft.is_empty or turn.content == []:
+        yield draft
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+class MessageWriter:
+    """Writes a message, whole or as events: thoughts, text and calls are its blocks."""
+
+    def __init__(
+        self, call: Call, body: MessagesBody, model: str, toolbox: Toolbox | None, *, inside: bool
+    ) -> None:
+        self._call, self._body, self._model, self._toolbox = call, body, model, toolbox
+        self._choice = Choice(call.answers[0], inside=inside, toolbox=toolbox)
+        self._id = f"msg_{uuid4().hex}"
+        self._blocks: list[dict[str, Any]] = []  # the last one grows; the input of a call is text here
+        self._is_begun = False
+
+    def advance(self) -> bytes:
+        """Takes what came; its events, if it is a stream."""
+        thoughts, pieces = self._choice.pieces()
+        events = "" if self._is_begun else self._begin()
+        if thoughts:
+            events += self._grow("thinking", thoughts)
+        for piece in pieces:
+            if isinstance(piece, CallDelta):
+                events += self._open_call(piece.name) if piece.name is not None else ""
+                events += self._grow("tool_use", piece.arguments)
+            elif piece:
+                events += self._grow("text", piece)
+        return events.encode() if self._body.stream else b""
+
+    def end(self) -> bytes:
+        """The end of the last block, why it ended, and the end mark."""
+        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        events = self._close() + _event("message_delta", delta=delta, usage=self._usage())
+        return (events + _event("message_stop")).encode()
+
+    def fail(self, error: KukriError) -> bytes:
+        """An error event."""
+        return _event(**message_error_body(str(error), 500)).encode()
+
+    def body(self) -> dict[str, Any]:
+        """The message."""
+        blocks = [
+            {**block, "input": _object(block["input"])} if block["type"] == "tool_use" else block
+            for block in self._blocks
+        ]
+        return self._message(blocks, self._stop_reason, self._stop_sequence)
+
+    def _begin(self) -> str:
+        self._is_begun = True
+        return _event("message_start", message=self._message([], None, None))
+
+    def _grow(self, kind: str, text: str) -> str:
+        """The events that add a text to the block of a kind, which begins where it has to."""
+        events = ""
+        if not self._blocks or self._blocks[-1]["type"] != kind:
+            empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
+            events = self._open({"type": kind, **empty})
+        if not text:
+            return events
+        part, delta, name = {
+            "text": ("text", "text_delta", "text"),
+            "thinking": ("thinking", "thinking_delta", "thinking"),
+            "tool_use": ("input", "input_json_delta", "partial_json"),
+        }[kind]
+        self._blocks[-1][part] += text
+        index = len(self._blocks) - 1
+        return events + (
+            f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{index},'
+            f'"delta":{{"type":"{delta}","{name}":{quote(text)}}}}}\n\n'
+        )
+
+    def _open_call(self, name: str) -> str:
+        assert self._toolbox is not None, "calls come of tools"
+        block = {"type": "tool_use", "id": self._toolbox.new_id(), "name": name, "input": ""}
+        return self._open(block, {**block, "input": {}})
+
+    def _open(self, block: dict[str, Any], shown: Mapping[str, Any] | None = None) -> str:
+        """The events that end the last block and begin this one; after the first, a ping."""
+        events = self._close()
+        self._blocks.append(block)
+        index = len(self._blocks) - 1
+        events += _event("content_block_start", index=index, content_block=shown or block)
+        return events if index else events + _event("ping")
+
+    def _close(self) -> str:
+        return _event("content_block_stop", index=len(self._blocks) - 1) if self._blocks else ""
+
+    @property
+    def _stop_sequence(self) -> str | None:
+        return self._choice.answer.stop_string
+
+    @property
+    def _stop_reason(self) -> str:
+        reason = self._choice.finish_reason
+        if reason == "length":
+            is_cut = self._call.n_generated >= self._body.max_tokens
+            return "max_tokens" if is_cut else "model_context_window_exceeded"
+        if reason == "tool_calls":
+            return "tool_use"
+        return "end_turn" if self._stop_sequence is None else "stop_sequence"
+
+    def _message(
+        self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence,
+            "usage": {**self._usage(), "service_tier": "standard"},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        call = self._call
+        return {
+            "input_tokens": call.n_prompt_tokens - call.n_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": call.n_cached_tokens,
+            "output_tokens": call.n_generated,
+            "output_tokens_details": {"thinking_tokens": self._choice.n_thought},
+        }
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call; those that are no JSON object, as where they were cut off, below `_raw`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"_raw": text}
+
+
+def _event(type: str, **fields: Any) -> str:
+    return f"event: {type}\ndata: {json.dumps({'type': type, **fields}, separators=(',', ':'))}\n\n"

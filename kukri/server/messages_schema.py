@@ -1,0 +1,224 @@
+"""The bodies of /v1/messages and of its count_tokens, as Anthropic's API has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from kukri.errors import RequestError
+from kukri.server.schema import NO_CALLS, NO_STORE, Body, MaxTokens, Refused, Sampling, ToolName, form_of
+
+_NO_TOOLSETS = "tools are functions with an input_schema"
+
+
+class CacheControl(Body):
+    """Asks for what is always done: beginnings of prompts are kept while there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(Body):
+    """A text."""
+
+    refused: ClassVar[Refused] = {"citations": (([],), "there are no documents to cite")}
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(Body):
+    """The thoughts of an earlier turn; the signature means nothing here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(Body):
+    """A call of an earlier turn."""
+
+    refused: ClassVar[Refused] = {
+        "caller": (({"type": "direct"},), "calls come from the model alone"),
+        "toolset_name": ((), _NO_TOOLSETS),
+    }
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+Texts = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[TextBlock], Tag("list")], Discriminator(form_of)
+]
+
+
+class ToolResultBlock(Body):
+    """What a tool gave; `is_error` puts "Error: " before it."""
+
+    refused: ClassVar[Refused] = {"toolset_name": ((), _NO_TOOLSETS)}
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class TurnMessage(Body):
+    """A turn of a conversation. Calls and thoughts are the assistant's, results the user's."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("str")] | Annotated[list[Block], Tag("list")], Discriminator(form_of)
+    ]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> TurnMessage:
+        for block in () if isinstance(self.content, str) else self.content:
+            owner = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}.get(block.type)
+            if owner not in (None, self.role):
+                raise RequestError(
+                    f"a block {block.type} belongs to the {owner}, not to the {self.role}", param="messages"
+                )
+        return self
+
+
+class MessageTool(Body):
+    """A function that the model may call. Tools of Anthropic's servers are refused by their types."""
+
+    refused: ClassVar[Refused] = {
+        "allowed_callers": ((["direct"],), "calls come from the model alone"),
+        "defer_loading": ((False,), "every tool is shown to the model"),
+        "eager_input_streaming": ((True,), "arguments always stream as they are written"),
+        "input_examples": (([],), "chat templates have no place for them: put them into the description"),
+    }
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessageToolChoice(Body):
+    """Which tools are to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise RequestError("name belongs to the type tool, and that to it", param="tool_choice")
+        if self.type == "none" and self.disable_parallel_tool_use is not None:
+            raise RequestError("disable_parallel_tool_use needs tools that are called", param="tool_choice")
+        return self
+
+
+class Thinking(Body):
+    """Whether the model thinks first, and for how many tokens."""
+
+    refused: ClassVar[Refused] = {"display": (("summarized",), "thoughts are shown")}
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Thinking:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise RequestError("budget_tokens belongs to the type enabled, and that to it", param="thinking")
+        return self
+
+
+class MessageFormat(Body):
+    """What an answer has to be."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How an answer is made."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: MessageFormat | None = None
+
+
+class Metadata(Body):
+    """Whose request it is: the queue is fair among users."""
+
+    user_id: str | None = None
+
+
+class PromptBody(Body):
+    """A request to /v1/messages/count_tokens: what makes a prompt."""
+
+    refused: ClassVar[Refused] = {
+        "context_management": ((), "a context is not compacted"),
+        "mcp_servers": (([],), NO_CALLS),
+        "speed": (("standard",), "there is one speed"),
+    }
+    model: str
+    messages: Annotated[list[TurnMessage], Field(min_length=1)]
+    system: Texts | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=128)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> PromptBody:
+        if self.messages[-1].role == "assistant":
+            raise RequestError(
+                "the last message is the assistant's: an answer begins anew, prefilling is not supported",
+                param="messages",
+            )
+        return self
+
+
+_REFUSED: Refused = {
+    "container": ((), "nothing is run here"),
+    "diagnostics": ((), NO_STORE),
+    "inference_geo": ((), "there is one place"),
+    "service_tier": (("auto", "standard_only"), "there is one tier"),
+}
+
+
+class MessagesBody(PromptBody, Sampling):
+    """A request to /v1/messages: beside Anthropic's fields, those of `Sampling`."""
+
+    refused: ClassVar[Refused] = {**PromptBody.refused, **_REFUSED}
+    max_tokens: MaxTokens
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> MessagesBody:
+        budget = self.thinking.budget_tokens if self.thinking else None
+        if budget is not None and budget >= self.max_tokens:
+            raise RequestError(
+                f"thinking.budget_tokens must be below max_tokens, {self.max_tokens}, not {budget}",
+                param="thinking",
+            )
+        return self
+
+
+class MessageErrorDetail(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessageErrorBody(BaseModel):
+    """An error, as Anthropic's API writes it."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+    request_id: str | None

@@ -1,0 +1,190 @@
+"""`kukri batch`: a file of requests, answered many at a time into a file of results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+from kukri.errors import ConfigError
+from kukri.terminal.batch_files import BatchLine, Results, files_of, read_batch
+from kukri.terminal.progress import progress_bar
+from kukri.terminal.serve import default_name, n_bytes, require_web_stack
+from kukri.terminal.tables import print_facts
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_QUEUE = 1 << 20  # requests: those of all lines at a time, with many answers each
+
+
+class Counts:
+    """What this run did."""
+
+    def __init__(self) -> None:
+        self.n_requests = self.n_prompt_tokens = self.n_generated = 0
+        self.started_s = perf_counter()
+
+    def add(self, body: Mapping[str, Any]) -> None:
+        """Notes a response."""
+        usage = body.get("usage") or {}
+        self.n_requests += 1
+        self.n_prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
+        self.n_generated += usage.get("completion_tokens", usage.get("output_tokens", 0))
+
+
+def run_batch(
+    source: Path,
+    target: Path,
+    *,
+    model: str | None,
+    aliases: Sequence[str],
+    max_context: int | None,
+    max_requests: int,
+    kv_memory: str | None,
+    kv_type: str,
+    n_threads: int | None,
+    quantize: str | None,
+    rope_scaling: str | None,
+    rope_factor: float | None,
+    speculation: str | None,
+    draft_model: str | None,
+    as_json: bool,
+) -> None:
+    """Answers the requests of a file that have no result yet. What is wrong with the files is found first."""
+    require_web_stack("kukri batch")
+    if source.resolve() in {path.resolve() for path in files_of(target)}:
+        raise ConfigError("the output, its .part or its .new would replace the input: name another file")
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no directory {target.parent}")
+    options = {
+        "max_context": max_context,
+        "max_requests": max_requests,
+        "kv_bytes": None if kv_memory is None else n_bytes(kv_memory, "kv_memory"),
+        "kv_type": kv_type,
+        "n_threads": n_threads,
+        "quantize": quantize,
+        "rope_scaling": rope_scaling,
+        "rope_factor": rope_factor,
+        "speculation": speculation,
+        "draft_model": draft_model,
+    }
+    name = default_name(model)
+    lines = read_batch(source, name)
+    results, counts = Results(target, lines, name), Counts()
+    n_before = len(results)
+    try:
+        _answer_all(lines, results, counts, model, tuple(dict.fromkeys([*aliases, name])), options)
+    except KeyboardInterrupt:
+        print(
+            f"\n{len(results)} of {len(lines)} are done: the same command goes on from there", file=sys.stderr
+        )
+        raise
+    finally:
+        results.close()
+    results.finish()
+    _report(target, len(lines), n_before, results.n_failed, counts, as_json=as_json)
+
+
+def _answer_all(
+    lines: Sequence[BatchLine],
+    results: Results,
+    counts: Counts,
+    model: str | None,
+    names: tuple[str, ...],
+    options: Mapping[str, Any],
+) -> None:
+    for line in lines:
+        if line.error is not None and line.id not in results:
+            results.add(line.result(None))
+    left = [line for line in lines if line.id not in results]
+    if not left:
+        return
+    from kukri.llm import LLM
+    from kukri.server.app import create_app
+    from kukri.server.settings import ServerSettings
+
+    with LLM(model, **cast("Any", options)) as llm, progress_bar(len(lines)) as advance:
+        settings = ServerSettings(names, max_body_bytes=1 << 40, max_waiting=_QUEUE, has_page=False)
+        app = create_app(llm, settings)
+        advance(len(results), "loading")
+        counts.started_s = perf_counter()
+        n_at_once = 2 * llm.engine_config.max_requests  # so that the next ones wait in the engine's queue
+        work = _Work(app, left, results, counts, lambda: advance(1, f"{len(results)} of {len(lines)}"))
+        asyncio.run(work.run(n_at_once))
+
+
+class _Work:
+    """The requests that are left."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        lines: Sequence[BatchLine],
+        results: Results,
+        counts: Counts,
+        on_result: Callable[[], None],
+    ) -> None:
+        self._app, self._results, self._counts, self._on_result = app, results, counts, on_result
+        self._lines: Iterator[BatchLine] = iter(lines)
+
+    async def run(self, n_at_once: int) -> None:
+        """Answers them, so many at a time. What ends one, a full disk, ends all."""
+        from kukri.server.inside import running
+
+        try:
+            async with running(self._app), asyncio.TaskGroup() as tasks:
+                for _ in range(n_at_once):
+                    tasks.create_task(self._answer_lines())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _answer_lines(self) -> None:
+        from kukri.server.inside import post
+
+        for line in self._lines:
+            try:
+                status, request_id, body = await post(self._app, line.url, line.body)
+            except RecursionError:  # it could just be read, and cannot be written again
+                deep = replace(line, error=("invalid_line", "the body is nested too deeply"))
+                self._results.add(deep.result(None))
+            else:
+                response = {"status_code": status, "request_id": request_id, "body": body}
+                self._results.add(line.result(response))
+                self._counts.add(body)
+            self._on_result()
+
+
+def _report(
+    target: Path, n_lines: int, n_before: int, n_failed: int, counts: Counts, *, as_json: bool
+) -> None:
+    seconds = perf_counter() - counts.started_s
+    rate = counts.n_generated / seconds
+    if as_json:
+        facts = {
+            "path": str(target),
+            "n_lines": n_lines,
+            "n_failed": n_failed,
+            "n_done_before": n_before,
+            "n_requests": counts.n_requests,
+            "n_prompt_tokens": counts.n_prompt_tokens,
+            "n_generated": counts.n_generated,
+            "seconds": round(seconds, 3),
+            "tokens_per_s": round(rate, 1),
+        }
+        print(json.dumps(facts))
+        return
+    before = f", {n_before} of them before" if n_before else ""
+    speed = f"{counts.n_prompt_tokens:,} read, {counts.n_generated:,} generated in {seconds:.1f} s"
+    print_facts(
+        [
+            ("wrote", str(target)),
+            ("requests", f"{n_lines:,}{before}; {n_failed:,} with an error"),
+            ("tokens", f"{speed}, {rate:,.1f} a second" if counts.n_requests else "none"),
+        ]
+    )

@@ -1,0 +1,215 @@
+"""A small model that guesses for a larger one: read, followed, forgotten, and never heard in the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import EOS, POISON, FakeBackend, FakeModel, expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import add, finish, greedy, prompt_of
+from test_speculation import alone
+from tiny_gguf import random_arrays, tiny_config, write_tiny
+
+from kukri import LLM
+from kukri.config import EngineConfig
+from kukri.engine import Engine, Request
+from kukri.engine.draft_model import ModelDrafts
+from kukri.errors import ConfigError, RequestError
+from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
+from kukri.sampling import SamplingParams
+
+
+class WorseBackend(FakeBackend):
+    """Runs the second model that it compiles, the one that guesses, so that some of its tokens are wrong."""
+
+    def __init__(self, n_wrong: int) -> None:
+        super().__init__()
+        self._n_wrong = n_wrong  # of 8 contexts
+
+    def compile(self, program: FakeModel, cache: PagedKV, limits: StepLimits, hooks: dict) -> Any:
+        compiled = super().compile(program, cache, limits, hooks)
+        if self.n_compiled == 1:
+            return compiled
+
+        def guess(batch: ForwardBatch) -> np.ndarray:
+            said, self.is_writable = self.is_writable, lambda page: True  # its pages are others
+            try:
+                logits = compiled(batch)
+            finally:
+                self.is_writable = said
+            wrong = (batch.context_len.sum() + np.arange(len(logits))) % 8 < self._n_wrong
+            logits[wrong] = np.roll(logits[wrong], 1, axis=1)
+            return logits
+
+        return guess
+
+
+def make(
+    n_wrong: int, max_context: int = 128, n_pages: int | None = None, small_context: int = 0, **options: Any
+) -> Engine:
+    backend = WorseBackend(n_wrong)
+    config = EngineConfig(speculation="draft", **{"max_step_tokens": 32, **options})
+    model, small = FakeModel(max_context), FakeModel(small_context or max_context)
+    model.n_parameters, small.n_parameters = 100, 5
+    engine = Engine(model, backend, config, eos_ids=[EOS], n_pages=n_pages, draft_model=small)  # type: ignore[arg-type]
+    backend.is_writable = engine.pool.is_writable
+    return engine
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n_wrong=st.integers(0, 8),
+    max_requests=st.integers(1, 4),
+    max_step_tokens=st.sampled_from([1, 5, 33, 100]),
+    n_pages=st.integers(6, 14),
+    events=st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("add"),
+                st.integers(1, 60),  # tokens of the prompt
+                st.integers(1, 40),  # to generate
+                st.booleans(),  # whether it ignores the end of text
+                st.integers(1, 3),  # answers
+                st.sampled_from([0.0, 1.0]),  # temperature
+                st.sampled_from([None, "ngram", "off"]),
+            ),
+            st.tuples(st.just("abort"), st.integers(0, 9)),
+            st.tuples(st.just("step"), st.integers(1, 12)),
+        ),
+        max_size=20,
+    ),
+)
+def test_a_draft_model_changes_no_token(
+    n_wrong: int, max_requests: int, max_step_tokens: int, n_pages: int, events: list
+) -> None:
+    """Its cache out of step with the text, its pages lost, a guess kept that did not come true: under
+    arrivals, aborts, preemption, other kinds of guesses beside it."""
+    engine = make(n_wrong, 96, n_pages, max_requests=max_requests, max_step_tokens=max_step_tokens)
+    live: list[tuple[Request, list[int]]] = []
+    for i, event in enumerate(events):
+        if event[0] == "add":
+            _, n_prompt, n_generate, ignores_eos, n, temperature, kind = event
+            params = SamplingParams(
+                temperature=temperature, seed=i, max_tokens=n_generate, ignore_eos=ignores_eos, n=n,
+                logit_bias={POISON: -100}, speculation=kind,
+            )  # fmt: skip
+            for request in engine.make_requests(prompt_of(n_prompt, i), params):
+                engine.add_request(request)
+                live.append((request, prompt_of(n_prompt, i)))
+        elif event[0] == "abort" and event[1] < len(live):
+            engine.abort(live[event[1]][0])
+        elif event[0] == "step":
+            for _ in range(event[1]):
+                engine.step()
+                engine.check_integrity()
+    finish(engine)
+    for request, prompt in live:
+        want = alone(prompt, request.params, max_context=96).output_ids
+        done = request.output_ids
+        assert done == (want[: len(done)] if request.finish_reason == "abort" else want)
+    assert engine._draft_model is not None
+    assert engine._draft_model.pool.n_free == engine._draft_model.pool.n_pages
+
+
+def test_a_model_that_knows_saves_steps() -> None:
+    """A cache out of step, which shows as guesses that are wrong: the fake model is a hash of its context."""
+    for n_prompt in (1, 15, 16, 17, 60):
+        engine = make(0, max_requests=2)
+        requests = [add(engine, prompt_of(n_prompt, seed), greedy(40)) for seed in range(2)]
+        finish(engine)
+        for seed, request in enumerate(requests):
+            assert request.output_ids == expected_output(prompt_of(n_prompt, seed), 40)
+            assert request.n_accepted == request.n_drafted > 20
+
+
+def test_a_model_that_guesses_badly_is_asked_less() -> None:
+    """Time spent on guesses that never come true, or one that is never asked again."""
+    engine = make(8, max_context=512)
+    request = add(engine, prompt_of(10), greedy(400))
+    finish(engine)
+    assert request.output_ids == expected_output(prompt_of(10), 400)
+    assert 4 < request.n_drafted < 40
+
+
+def test_a_text_beyond_the_small_models_context_is_not_guessed() -> None:
+    """A position outside the small model's table."""
+    engine = make(0, small_context=40)
+    request = add(engine, prompt_of(20), greedy(60))
+    finish(engine)
+    assert request.output_ids == expected_output(prompt_of(20), 60)
+    assert 0 < request.n_accepted < 25
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    other = random_arrays(tiny_config(), seed=1)
+    return write_tiny(folder / "large.gguf"), write_tiny(folder / "small.gguf", arrays=other)
+
+
+def cheap(llm: LLM) -> None:
+    """Makes guesses of a model that is not small worth their time."""
+    assert llm.engine._draft_model is not None
+    llm.engine._draft_model._price = 0.05
+
+
+def test_a_model_as_large_as_the_other_is_not_asked(tiny: tuple[Path, Path]) -> None:
+    """Guesses that take the time that they save."""
+    with LLM(tiny[0], draft_model=tiny[0]) as llm:
+        result = llm.generate("Hello", temperature=0, max_tokens=100, ignore_eos=True)
+        assert result.timings.n_drafted == 0
+
+
+def test_the_real_model_as_its_own_draft(smollm2_path: Path) -> None:
+    """A cache or a program shared by the two, or pages of one used for the other."""
+    prompts = ["Once upon a time", "The capital of France is", "1 2 3 4"]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(smollm2_path, max_context=256, max_requests=2, speculation="off") as llm:
+        want = [result.token_ids for result in llm.generate(prompts, params)]
+    with LLM(smollm2_path, max_context=256, max_requests=2, draft_model=smollm2_path) as llm:
+        cheap(llm)
+        results = llm.generate(prompts, params)
+        assert [result.token_ids for result in results] == want
+        assert all(result.timings.n_accepted == result.timings.n_drafted > 20 for result in results)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_models_answer_as_one(tiny: tuple[Path, Path], temperature: float) -> None:
+    """A program that runs on the other's cache or weights."""
+    prompts = ["Hello there", "a", "The quick brown fox"]
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=60, ignore_eos=True)
+    with LLM(tiny[0], max_requests=3, speculation="off") as llm:
+        want = [result.token_ids for result in llm.generate(prompts, params)]
+    for draft in tiny:
+        with LLM(tiny[0], max_requests=3, draft_model=draft) as llm:
+            cheap(llm)
+            results = llm.generate(prompts, params)
+            assert [result.token_ids for result in results] == want
+            n_drafted = sum(result.timings.n_drafted for result in results)
+            n_accepted = sum(result.timings.n_accepted for result in results)
+            if draft == tiny[0] and temperature == 0:
+                assert n_accepted == n_drafted > 60  # itself, to the bit
+            looked_up = llm.generate(prompts, params, speculation="ngram")
+            assert [result.token_ids for result in looked_up] == want
+
+
+def test_what_cannot_guess_is_refused(tiny: tuple[Path, Path], smollm2_path: Path) -> None:
+    """Guesses that are other tokens, or a kind of guesses that silently is none."""
+    with pytest.raises(ConfigError, match="other tokens"):
+        LLM(tiny[0], draft_model=smollm2_path)
+    with pytest.raises(ConfigError, match="draft"):
+        LLM(tiny[0], speculation="draft")
+    with LLM(tiny[0]) as llm, pytest.raises(RequestError, match="no draft model"):
+        llm.generate("a", speculation="draft")
+
+
+def test_a_request_tells_its_drafts_apart() -> None:
+    """Guesses of a model asked of a table, or the other way round."""
+    engine = make(0)
+    assert isinstance(engine.make_request([1], greedy(2)).drafts, ModelDrafts)
+    for kind in ("ngram", "off"):
+        assert not isinstance(engine.make_request([1], greedy(2, speculation=kind)).drafts, ModelDrafts)

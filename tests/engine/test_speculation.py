@@ -1,0 +1,439 @@
+"""Guesses at tokens to come: whatever they are, a request gets the tokens that it gets without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import EOS, N_VOCAB, POISON, expected_output, make_engine, next_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import add, finish, greedy, prompt_of
+
+from kukri import LLM
+from kukri.engine import Engine, Request
+from kukri.engine.drafts import LookupDrafts, StepLoad
+from kukri.errors import RequestError
+from kukri.kernels.types import IntArray
+from kukri.sampling import Grammar, SamplingParams
+
+DRAWN: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
+
+
+class SeerDrafts:
+    """Guesses what the fake model says, each guess wrong with a probability of `1 - skill`."""
+
+    price = 0.0
+
+    def __init__(self, skill: float, seed: int = 0) -> None:
+        self._skill, self._random, self._text = skill, np.random.default_rng(seed), []
+
+    def follow(self, tokens: IntArray, n_tokens: int) -> None:
+        self._text = tokens[:n_tokens].tolist()
+
+    def chances(self, n: int) -> list[float]:
+        return [1.0] * n
+
+    def guess(self, n: int) -> list[int]:
+        text = list(self._text)
+        for _ in range(n):
+            is_right = self._random.random() < self._skill
+            text.append(next_token(text) if is_right else int(self._random.integers(N_VOCAB)))
+        return text[len(self._text) :]
+
+
+def make(speculation: str = "ngram", **options: Any) -> Engine:
+    return make_engine(speculation=speculation, **options)[0]
+
+
+def alone(prompt: Sequence[int], params: SamplingParams, max_context: int = 128) -> Request:
+    """The request by itself, without guesses."""
+    engine = make("off", max_context=max_context)
+    request = add(engine, prompt, params)
+    finish(engine)
+    return request
+
+
+def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: float, seed: int) -> Request:
+    """A queued request whose guesses are of some skill."""
+    request = engine.make_request(prompt, params)
+    request.drafts = SeerDrafts(skill, seed)  # type: ignore[assignment]
+    engine.add_request(request)
+    return request
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    max_requests=st.integers(1, 4),
+    max_step_tokens=st.sampled_from([1, 2, 5, 16, 33, 100]),
+    n_pages=st.integers(6, 14),
+    events=st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("add"),
+                st.integers(0, 50),  # tokens of a prompt that others begin with too
+                st.integers(1, 30),  # tokens of its own
+                st.integers(1, 40),  # to generate
+                st.booleans(),  # whether it ignores the end of text
+                st.integers(1, 3),  # answers
+                st.integers(0, 2),  # priority
+                st.sampled_from([0.0, 0.5, 0.9, 1.0]),  # skill
+                st.sampled_from([0.0, 1.0, 3.0]),  # temperature
+            ),
+            st.tuples(st.just("abort"), st.integers(0, 9)),
+            st.tuples(st.just("step"), st.integers(1, 12)),
+            st.tuples(st.just("forget")),
+        ),
+        max_size=30,
+    ),
+    caches_prefixes=st.booleans(),
+)
+def test_any_guesses_under_any_events_change_no_token(
+    max_requests: int, max_step_tokens: int, n_pages: int, events: list, caches_prefixes: bool
+) -> None:
+    """A guess kept that did not come true, pages of guesses lost or kept, a token that depends on the guesses
+    beside it, guesses in what others read: under arrivals, aborts, shared prompts and too few pages."""
+    engine = make(
+        max_context=96,
+        max_requests=max_requests,
+        max_step_tokens=max_step_tokens,
+        n_pages=n_pages,
+        max_prompt_tokens=9,
+        caches_prefixes=caches_prefixes,
+    )
+    live: list[tuple[Request, list[int]]] = []
+    for i, event in enumerate(events):
+        if event[0] == "add":
+            _, n_shared, n_own, n_generate, ignores_eos, n, priority, skill, temperature = event
+            prompt = prompt_of(50)[:n_shared] + prompt_of(n_own, i)
+            params = SamplingParams(
+                temperature=temperature, seed=i, max_tokens=n_generate, ignore_eos=ignores_eos, n=n,
+                logit_bias={POISON: -100},
+            )  # fmt: skip
+            for request in engine.make_requests(prompt, params, priority=priority):
+                request.drafts = SeerDrafts(skill, i)  # type: ignore[assignment]
+                engine.add_request(request)
+                live.append((request, prompt))
+        elif event[0] == "forget":
+            engine.add_hooks({})
+        elif event[0] == "abort" and event[1] < len(live):
+            engine.abort(live[event[1]][0])
+        elif event[0] == "step":
+            for _ in range(event[1]):
+                engine.step()
+                engine.check_integrity()
+    finish(engine)
+    for request, prompt in live:
+        want = alone(prompt, request.params, max_context=96).output_ids
+        if request.finish_reason == "abort":
+            assert request.output_ids == want[: request.n_generated]
+        else:
+            assert request.output_ids == want
+    assert engine.pool.n_free == engine.pool.n_pages
+    assert engine.scheduler.n_accepted == sum(request.n_accepted for request, _ in live)
+
+
+@pytest.mark.parametrize("skill", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "repeat_last_n": 20},
+        {"temperature": 0.8, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"temperature": 1.0, "dry_multiplier": 1.0, "dry_sequence_breakers": ()},
+        {"temperature": 1.0, "mirostat": 1, "mirostat_tau": 2.0},
+        {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 2.0},
+        {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+        {"temperature": 1.0, "logprobs": 3},
+        {"temperature": 1.0, "bad_words": [[3, 4], [9]], "logit_bias": {5: 2.0}},
+        {"temperature": 1.0, "ignore_eos": False, "min_tokens": 17},
+        {"temperature": 1.0, "stop_token_ids": [3, 4, 5]},
+        {"temperature": 1.0, "logits_processors": [lambda ids, row: np.roll(row, len(ids) % 3)]},
+    ],
+    ids=lambda params: "-".join(params),
+)
+def test_tokens_are_those_of_plain_decoding_to_the_bit(params: dict[str, Any], skill: float) -> None:
+    """A sampler that is asked out of turn, twice, or with a history that holds guesses."""
+    made = SamplingParams(**DRAWN | {"seed": 11} | params)
+    want = alone(prompt_of(20), made)
+    engine = make()
+    request = seen(engine, prompt_of(20), made, skill, seed=3)
+    finish(engine)
+    assert request.output_ids == want.output_ids
+    assert request.sampled == want.sampled
+    assert request.cumulative_logprob == want.cumulative_logprob
+    assert (request.finish_reason, request.stop_reason) == (want.finish_reason, want.stop_reason)
+    assert request.n_drafted > 0
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 24))
+def test_right_guesses_end_where_the_request_does(max_tokens: int) -> None:
+    """A token beyond max_tokens, or one too few, where the last of many guesses come true."""
+    engine = make(max_context=40)
+    request = seen(engine, prompt_of(20), greedy(max_tokens), skill=1.0, seed=0)
+    finish(engine)
+    n = min(max_tokens, 20)
+    assert request.output_ids == expected_output(prompt_of(20), n)
+    assert request.finish_reason == "length"
+    if n > 2:  # the first token comes of the prompt, the second needs no guess
+        assert engine.scheduler.n_accepted >= n - 3
+
+
+def test_an_end_among_guesses_ends_the_request() -> None:
+    """Tokens after an end of text, because guesses after it came true."""
+    for seed in range(30):
+        prompt = prompt_of(20, seed)
+        want = expected_output(prompt, 60, frozenset([EOS]))
+        engine = make()
+        request = seen(engine, prompt, greedy(60, ignore_eos=False), skill=1.0, seed=0)
+        finish(engine)
+        assert request.output_ids == want
+        assert request.finish_reason == ("stop" if want[-1] == EOS else "length")
+
+
+def test_several_answers_share_a_prompt_and_no_guess() -> None:
+    """A guess of one answer left in a page that another goes on from."""
+    for n_prompt in (15, 16, 17, 31):
+        params = SamplingParams(**DRAWN, seed=5, n=4, logit_bias={POISON: -100})
+        engine = make(max_requests=4, max_step_tokens=64)
+        answers = engine.make_requests(prompt_of(n_prompt), params)
+        for i, request in enumerate(answers):
+            request.drafts = SeerDrafts(0.7, i)  # type: ignore[assignment]
+            engine.add_request(request)
+        finish(engine)
+        for i, request in enumerate(answers):
+            want = alone(prompt_of(n_prompt), replace(params, n=1, seed=5 + i))
+            assert request.output_ids == want.output_ids
+
+
+def test_a_cached_prefix_holds_no_guess() -> None:
+    """A page found by tokens that it does not hold."""
+    engine = make(max_context=256)
+    first = seen(engine, prompt_of(30), greedy(100), skill=0.6, seed=1)
+    finish(engine)
+    turn = [*prompt_of(30), *first.output_ids, *prompt_of(5, 1)]
+    second = seen(engine, turn, greedy(20), skill=0.6, seed=2)
+    finish(engine)
+    assert second.n_prefix_hit == 128
+    assert second.output_ids == expected_output(turn, 20)
+
+
+def test_nobody_gives_way_for_a_guess() -> None:
+    """A request that loses its pages, or a waiting one that finds none, for tokens that may be wrong."""
+    for n_pages in range(6, 14):
+        counts = []
+        for skill in (None, 0.0):
+            engine = make("off", max_context=96, max_requests=3, n_pages=n_pages)
+            requests = [engine.make_request(prompt_of(20, seed), greedy(60)) for seed in range(3)]
+            for request in requests:
+                request.drafts = None if skill is None else SeerDrafts(skill)  # type: ignore[assignment]
+                engine.add_request(request)
+            finish(engine)
+            counts.append(engine.scheduler.n_preemptions)
+        assert counts[1] <= counts[0] + 1  # as answers drift apart by lucky guesses, turns may differ by one
+
+
+def test_logprobs_of_a_prompt_beside_guesses() -> None:
+    """Rows of logits taken for another request's, where some belong to guesses."""
+    prompt = prompt_of(50, 2)
+    want = alone(prompt, greedy(20, prompt_logprobs=1, logprobs=1))
+    for skill in (0.0, 0.8):
+        engine = make(max_requests=3, max_step_tokens=30, max_prompt_tokens=7)
+        others = [seen(engine, prompt_of(20, seed), greedy(40), skill, seed) for seed in (3, 4)]
+        for _ in range(6):
+            engine.step()
+        request = seen(engine, prompt, greedy(20, prompt_logprobs=1, logprobs=1), skill, 5)
+        finish(engine)
+        assert request.prompt_logprobs == want.prompt_logprobs
+        assert request.sampled == want.sampled
+        for seed, other in zip((3, 4), others, strict=True):
+            assert other.output_ids == expected_output(prompt_of(20, seed), 40)
+
+
+def test_hooks_see_no_guess() -> None:
+    """A hook that is shown tokens which are in no text, or one twice."""
+    engine, backend = make_engine(speculation="ngram")
+    hooks = {"hook_embed": lambda name, x: None}
+    engine.add_hooks(hooks)
+    request = seen(engine, prompt_of(10), greedy(20), skill=1.0, seed=0)
+    for _ in range(10):
+        engine.step()
+    assert [t for t, _, _ in backend.batches] == [10] + [1] * 9
+    engine.remove_hooks(hooks)
+    finish(engine)
+    assert request.output_ids == expected_output(prompt_of(10), 20)
+    assert len(backend.batches) <= 12
+
+
+def test_what_a_wrong_guess_breaks_is_cleared() -> None:
+    """NaN stored by a guess, met by the tokens that come in its place or by who gets the page next."""
+    engine = make()
+    request = engine.make_request(prompt_of(28), greedy(20))
+    request.drafts = SeerDrafts(1.0)  # type: ignore[assignment]
+    request.drafts.guess = lambda n: [POISON] * n  # type: ignore[union-attr, method-assign]
+    engine.add_request(request)
+    engine.step()
+    engine.step()
+    cache = engine.runner.cache
+    stored = cache.keys[0, :, 0, 0].reshape(-1)  # the fake model's tokens, plus 1
+    assert not (stored == POISON + 1).any()
+    assert engine.scheduler.n_drafted > 0
+    finish(engine)
+    assert request.output_ids == expected_output(prompt_of(28), 20)
+
+
+def test_a_request_that_fails_among_guesses_fails_there() -> None:
+    """Tokens lost that came before unusable logits, or pages of NaN left behind."""
+    engine = make()
+    request = seen(engine, prompt_of(20), greedy(20, logit_bias={POISON: 100}), skill=1.0, seed=0)
+    finish(engine)
+    plain = alone(prompt_of(20), greedy(20, logit_bias={POISON: 100}))
+    assert request.finish_reason == plain.finish_reason == "error"
+    assert request.output_ids == plain.output_ids
+
+
+def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
+    """Guesses that make themselves more likely, or less: by chi-square over pairs of tokens."""
+    n, prompt = 4000, prompt_of(5)
+    counts: list[Counter[tuple[int, ...]]] = []
+    for skill in (None, 0.5):
+        engine = make("off", max_context=16, max_requests=8)
+        params = SamplingParams(temperature=2.0, max_tokens=5, ignore_eos=True, top_k=4)
+        requests = []
+        for i in range(n):
+            request = engine.make_request(prompt, replace(params, seed=i if skill is None else n + i))
+            request.drafts = None if skill is None else SeerDrafts(skill, i)  # type: ignore[assignment]
+            requests.append(request)
+            engine.add_request(request)
+        while engine.has_work:
+            engine.step()
+        counts.append(Counter(tuple(request.output_ids[1:3]) for request in requests))
+    kinds = [kind for kind in counts[0] if counts[0][kind] + counts[1][kind] >= 10]
+    a, b = (np.array([count[kind] for kind in kinds], float) for count in counts)
+    chi_square = ((a - b) ** 2 / (a + b)).sum()
+    degrees = len(kinds) - 1
+    assert degrees > 20
+    assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
+
+
+def followed(tokens: list[int], given: Sequence[int] = ()) -> LookupDrafts:
+    drafts = LookupDrafts(given)
+    drafts.follow(np.array(tokens, np.int32), len(tokens))
+    return drafts
+
+
+def test_a_text_is_expected_to_go_on_as_before() -> None:
+    """The oldest place followed, or one by a single token."""
+    assert followed([1, 2, 3, 4, 5, 6, 1, 2]).guess(3) == [3, 4, 5]
+    assert followed([1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).guess(2) == [4, 9]
+    assert followed([1, 2, 3, 4, 7, 9, 3, 4, 8, 1, 2, 3, 4]).guess(1) == [7]  # four tokens, not two
+    assert followed([1, 2, 3, 2]).guess(4) == []
+    assert followed([5, 6, 5, 6, 5, 6]).guess(5) == [5, 6, 5, 6, 5]
+    assert followed([5]).guess(3) == []
+
+
+def test_a_given_text_is_followed_from_its_beginning() -> None:
+    """A prediction found only after some of it is written, or guesses that run over its end."""
+    drafts = followed([50, 51], given=[1, 2, 3, 4])
+    assert drafts.guess(3) == [1, 2, 3]
+    assert drafts.guess(9) == [1, 2, 3, 4]
+    drafts.follow(np.array([50, 51, 1, 9], np.int32), 4)  # 9 in the place of 2
+    assert drafts.guess(9) == [3, 4]
+
+
+def test_tokens_that_come_at_once_are_followed_as_one_by_one() -> None:
+    """An index that differs by how the text was cut."""
+    random = np.random.default_rng(2)
+    text = random.integers(0, 6, 300).astype(np.int32)
+    whole, by_one = LookupDrafts(), LookupDrafts()
+    whole.follow(text, 200)
+    for n in range(1, 201):
+        by_one.follow(text, n)
+    assert (whole._after_pair, whole._after_four) == (by_one._after_pair, by_one._after_four)
+    assert len(by_one.guess(5)) == 5
+
+
+def test_odds_are_learned_without_trying() -> None:
+    """A request whose guesses keep failing and are made again and again, or that never tries again."""
+    random = np.random.default_rng(0)
+    text = random.integers(0, 12, 2000).astype(np.int32)  # pairs come again, and mean nothing
+    text[1500:] = np.tile(np.arange(100, 150), 10)
+    drafts = LookupDrafts()
+    n_taken = []
+    for n in range(1, 2000):
+        drafts.follow(text, n)
+        n_taken.append(StepLoad(1, 1).add(drafts.chances(8)))
+    assert sum(n > 0 for n in n_taken[300:1500]) < 60
+    assert min(n_taken[1570:]) >= 7
+
+
+def test_a_full_step_takes_no_guesses_of_little_chance() -> None:
+    """Guesses that cost a crowd more time than they save."""
+    assert StepLoad(1, 1).add([0.6] * 8) >= 2
+    assert StepLoad(16, 16).add([0.3] * 8) == 0
+    assert StepLoad(200, 1).add([0.9] * 8) == 8  # beside a prompt a token more costs next to nothing
+
+
+def test_requests_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that is ignored."""
+    engine = make("off")
+    assert engine.make_request([1], greedy(5)).drafts is None
+    assert engine.make_request([1], greedy(5, speculation="ngram")).drafts is not None
+    request = engine.make_request([1], greedy(5, prediction=[1, 2], max_draft_tokens=3))
+    assert request.drafts is not None
+    assert request.max_drafts == 3
+    assert make().make_request([1], greedy(5, speculation="off")).drafts is None
+    with pytest.raises(RequestError, match="prediction"):
+        engine.make_request([1], greedy(5, prediction=[N_VOCAB]))
+    for wrong in ({"speculation": "magic"}, {"speculation": "off", "prediction": [1]}, {"prediction": [-1]}):
+        with pytest.raises(RequestError):
+            greedy(5, **wrong)
+
+
+COPY = "Repeat this text word by word.\n\nThe quick brown fox jumps over the lazy dog. " * 2
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2_path: Path) -> Any:
+    """The real model, with guesses and without."""
+    with (
+        LLM(smollm2_path, max_context=512, max_requests=4, speculation="off") as plain,
+        LLM(smollm2_path, max_context=512, max_requests=4) as guessing,
+    ):
+        yield plain, guessing
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 1.0, "seed": 4, "top_k": 40, "repetition_penalty": 1.1, "logprobs": 2},
+        {"temperature": 0.0, "stop": ["lazy", "jumps over"]},
+        {"temperature": 0.0, "stop": ["lazy"], "min_tokens": 30},
+        {"temperature": 0.0, "prediction": COPY},
+        {"temperature": 0.5, "seed": 1, "grammar": Grammar.json({
+            "type": "object",
+            "properties": {name: {"type": "string", "maxLength": 20} for name in ("dog", "dogs", "fox")},
+            "required": ["dog", "dogs", "fox"], "additionalProperties": False,
+        })},
+    ],
+    ids=lambda params: "-".join(params),
+)  # fmt: skip
+def test_the_real_model_says_the_same_to_the_bit(pair: Any, params: dict[str, Any]) -> None:
+    """Logits that depend on how tokens are cut into steps, or a text that goes on after its stop string."""
+    plain, guessing = pair
+    n_before = guessing.engine.scheduler.n_accepted
+    prompts = [COPY, COPY + COPY, "Once upon a time"]
+    answers = plain.generate(prompts, max_tokens=60, **params)
+    params = {"prediction": answers[1].token_ids} | params  # so that many guesses come true
+    for a, b in zip(answers, guessing.generate(prompts, max_tokens=60, **params), strict=True):
+        assert replace(a, timings=b.timings) == b
+    assert guessing.engine.scheduler.n_accepted > n_before

@@ -1,0 +1,147 @@
+"""/v1/embeddings by the real `openai` client: transformers' vectors, beside requests that generate."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import transformers as tr
+from bodies import check_embeddings, check_error
+from conftest import MODEL, serving
+from test_tasks import TEXT, TOLERANCES, make
+
+from kukri import LLM
+
+TEXTS = [TEXT, "a", "The capital of France is Paris. " * 9]
+
+
+def test_vectors_are_those_of_transformers(tmp_path: Path):
+    """Catches pads or neighbours in a mean, bytes of base64 in another order, and vectors of other texts."""
+    model = make(tmp_path, "llama", "ForCausalLM", max_position_embeddings=512)
+    tokenizer = tr.AutoTokenizer.from_pretrained(tmp_path)
+    wanted = []
+    for text in TEXTS:
+        with torch.no_grad():
+            hidden = model.model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        wanted.append(torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy())
+    with LLM(tmp_path, n_threads=1) as llm, serving(llm) as server:
+        create = server.client.embeddings.create
+        for encoding in ("float", "base64"):
+            found = create(model=MODEL, input=TEXTS, encoding_format=encoding)
+            assert [one.index for one in found.data] == [0, 1, 2]
+            rows = [one.embedding for one in found.data]
+            if encoding == "base64":
+                rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+            np.testing.assert_allclose(rows, wanted, atol=TOLERANCES["cpu"], rtol=0)
+        assert found.usage.prompt_tokens == sum(len(tokenizer(text).input_ids) for text in TEXTS)
+
+
+def test_every_form_of_input_gives_the_models_vectors(served, offline):
+    """Catches token ids taken for texts, lists that lose their order, and a pooling that is not heard."""
+    wanted = offline.embed(TEXTS)
+    ids = [offline.tokenizer.encode(text, add_special=True) for text in TEXTS]
+    create = served.client.embeddings.create
+    for given, rows in ((TEXTS, wanted), (ids, wanted), (TEXT, wanted[:1]), (ids[0], wanted[:1])):
+        found = create(model=MODEL, input=given)  # in base64, which the client asks for by itself
+        np.testing.assert_array_equal(np.array([one.embedding for one in found.data], np.float32), rows)
+    more = {"pooling": "last", "normalize": False}
+    raw = create(model="other-name", input=TEXT, dimensions=wanted.shape[1], user="u", extra_body=more)
+    np.testing.assert_array_equal(
+        np.array(raw.data[0].embedding, np.float32), offline.embed(TEXT, pooling="last", normalize=False)
+    )
+    assert raw.model == "other-name"
+    with served.http() as http:
+        for encoding in ("float", "base64"):
+            body = {"model": MODEL, "input": TEXTS, "encoding_format": encoding}
+            check_embeddings(http.post("/v1/embeddings", json=body).json())
+
+
+def test_streams_go_on_beside_many_texts(served, offline):
+    """Catches an answer that embeddings change, and one that stands still until they are done."""
+    options = {"temperature": 0, "max_tokens": 100}
+    expected = offline.generate("1, 2, 3,", ignore_eos=True, **options).text
+    create = served.client.completions.create
+    texts = [f"{i} {TEXT} " * 2 for i in range(16)]
+    n_steps, found = [], []
+
+    def embed() -> None:
+        n_steps.append(served.service.bridge.loop.status().n_steps)
+        found.append(served.client.embeddings.create(model=MODEL, input=texts))
+        n_steps.append(served.service.bridge.loop.status().n_steps)
+
+    thread = threading.Thread(target=embed)
+    more = {"ignore_eos": True}
+    stream = create(model=MODEL, prompt="1, 2, 3,", stream=True, extra_body=more, **options)
+    text = next(iter(stream)).choices[0].text
+    thread.start()
+    text += "".join(chunk.choices[0].text for chunk in stream)
+    thread.join()
+    assert text == expected
+    np.testing.assert_array_equal(
+        np.array([one.embedding for one in found[0].data], np.float32), offline.embed(texts)
+    )
+    assert n_steps[1] - n_steps[0] > 8, "the stream waited for the texts"
+
+
+def test_who_leaves_ends_the_work(served):
+    """Catches texts that are embedded for nobody."""
+    loop = served.service.bridge.loop
+    with served.http() as http, pytest.raises(httpx.ReadTimeout):
+        http.post(
+            "/v1/embeddings", json={"model": MODEL, "input": [TEXT * 30 for _ in range(300)]}, timeout=0.3
+        )
+    served.wait_until(lambda: loop.status().n_waiting == 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"dimensions": 64}, "dimensions", "can only be 576"),
+        ({"input": ""}, "input", "at least 1 character"),
+        ({"input": []}, "input", ""),
+        ({"input": [[]]}, "input", ""),
+        ({"input": ["a", 5]}, "input", ""),
+        ({"input": ["a"] * 2049}, "input", ""),
+        ({"input": [49152]}, "input", "outside the vocabulary"),
+        ({"input": [[1], [-1]]}, "input", "outside the vocabulary"),
+        ({"input": [2**70]}, "input", "outside the vocabulary"),
+        ({"input": ["a", "a " * 1100]}, "input", "the context holds 1024"),
+        ({"encoding_format": "int8"}, "encoding_format", ""),
+        ({"pooling": "max"}, "pooling", ""),
+        ({"truncate": True}, "truncate", "unknown field"),
+    ],
+)
+def test_what_is_wrong_is_named(served, changes, param, message):
+    """Catches a 500, and a field that is taken and not heard."""
+    with served.http() as http:
+        response = http.post("/v1/embeddings", json={"model": MODEL, "input": "a"} | changes)
+        assert message in check_error(response, 400, param)
+        assert http.post("/v1/embeddings", json={"model": "gpt-9", "input": "a"}).status_code == 404
+
+
+def test_numbers_that_json_has_not_are_an_error(served, monkeypatch):
+    """Catches a body with NaN in it, which clients cannot read."""
+
+    def run(texts, pooling):
+        yield
+        return np.full((len(texts), 576), np.nan, np.float32)
+
+    monkeypatch.setattr(served.service.llm.embedder, "run", run)
+    with served.http() as http:
+        response = http.post("/v1/embeddings", json={"model": MODEL, "input": "a"})
+        assert "not finite" in check_error(response, 500)
+
+
+def test_a_deadline_ends_it(smollm2_path):
+    """Catches an embedding that takes as long as it likes where answers may not."""
+    with LLM(smollm2_path, max_context=512) as llm, serving(llm, deadline_s=0.2) as server:
+        with server.http() as http:
+            body = {"model": MODEL, "input": [TEXT * 10 for _ in range(400)]}
+            message = check_error(http.post("/v1/embeddings", json=body), 503)
+        assert message == "the answer was not done within 0.2 s"
+        server.wait_until(lambda: server.service.bridge.loop.status().n_waiting == 0, 5)

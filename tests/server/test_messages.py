@@ -1,0 +1,336 @@
+"""/v1/messages by the real `anthropic` client, against the real model on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import anthropic
+import pytest
+from bodies import (
+    check_message,
+    check_message_error,
+    check_message_event,
+    check_message_tokens,
+    events,
+)
+from conftest import MODEL, Served, serving
+
+from kukri import LLM
+from kukri.server.messages import chat_of
+from kukri.server.messages_schema import PromptBody
+
+SYSTEM = "You are a helpful AI assistant."
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+# the client's newer versions know no temperature, top_p and top_k
+GREEDY: dict[str, Any] = {"model": MODEL, "extra_body": {"temperature": 0}}
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+}
+TIME = {"name": "get_time", "input_schema": {"type": "object"}}
+
+
+def client(server: Served, key: str = "none") -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=60)
+
+
+def test_a_message_answers_as_the_model_does(served, offline):
+    """Catches a system text, a parameter or a token lost on the way, and a wrong reason of the end."""
+    messages = [{"role": "system", "content": SYSTEM}, *QUESTION]
+    expected = offline.chat(messages, temperature=0, max_tokens=40)
+    create = client(served).messages.create
+    blocks = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
+    for system in (SYSTEM, blocks):
+        answer = create(messages=QUESTION, system=system, max_tokens=40, **GREEDY)
+        assert [block.text for block in answer.content] == [expected.text]
+        assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+        assert (answer.model, answer.role) == (MODEL, "assistant")
+        usage = answer.usage
+        assert usage.input_tokens + usage.cache_read_input_tokens == len(expected.prompt_token_ids)
+        assert usage.output_tokens == len(expected.token_ids)
+    assert usage.cache_read_input_tokens > 0, "the second time the prompt is known"
+    assert answer._request_id.startswith("req_")
+    short = create(messages=QUESTION, system=SYSTEM, max_tokens=3, **GREEDY)
+    assert short.stop_reason == "max_tokens"
+    assert expected.text.startswith(short.content[0].text)
+    stopped = create(
+        messages=QUESTION, system=SYSTEM, max_tokens=40, stop_sequences=["Rome", " is"], **GREEDY
+    )
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " is")
+    assert stopped.content[0].text == expected.text.partition(" is")[0]
+
+
+def test_turns_become_the_templates_messages(served, offline):
+    """Catches blocks that are lost or out of order, and neighbours of one role that a template refuses."""
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [{"type": "text", "text": "d"}]},
+        {"role": "user", "content": "e"},
+    ]
+    wanted = [
+        {"role": "user", "content": "a\nb\nc"},
+        {"role": "assistant", "content": "d"},
+        {"role": "user", "content": "e"},
+    ]
+    n_tokens = len(offline.chat_template.encode(offline.tokenizer, wanted))
+    counted = client(served).messages.count_tokens(messages=turns, model=MODEL)
+    assert counted.input_tokens == n_tokens
+    expected = offline.chat(wanted, temperature=0, max_tokens=8).text
+    answer = client(served).messages.create(messages=turns, max_tokens=8, **GREEDY)
+    assert answer.content[0].text == expected
+
+
+def test_many_pieces_are_gathered_once():
+    """Catches texts or calls that are copied for each piece: on the event loop, where all others wait."""
+    use = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
+    turns = [{"role": "user", "content": "a"}] * 60_000 + [{"role": "assistant", "content": [use] * 60_000}]
+    body = PromptBody.model_validate({"model": MODEL, "messages": [*turns, *QUESTION]})
+    started = time.process_time()
+    asked, called, _ = chat_of(None, body).messages
+    assert time.process_time() - started < 5, "1.6 s where this was written, 17 s with copies"
+    assert len(asked.content) == 2 * 60_000 - 1
+    assert len(called.tool_calls) == 60_000
+
+
+def test_a_stream_tells_the_story_in_order(served, offline):
+    """Catches an event that is missing, twice or in another place, and text that differs from the whole."""
+    expected = offline.chat(QUESTION, temperature=0, max_tokens=8)
+    body = {"messages": QUESTION, "max_tokens": 8, "stream": True, "model": MODEL, "temperature": 0}
+    with served.http() as http:
+        told = list(events(http.post("/v1/messages", json=body)))
+    names = [event["type"] for event in told]
+    assert names[:3] == ["message_start", "content_block_start", "ping"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[3:-3]) == {"content_block_delta"}
+    start, end = told[0]["message"], told[-2]
+    assert (start["content"], start["stop_reason"], start["stop_sequence"]) == ([], None, None)
+    assert start["usage"]["input_tokens"] + start["usage"]["cache_read_input_tokens"] == len(
+        expected.prompt_token_ids
+    )
+    assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert end["usage"]["output_tokens"] == 8
+    for event in told:
+        check_message_event(event)
+    with client(served).messages.stream(messages=QUESTION, max_tokens=8, **GREEDY) as stream:
+        assert "".join(stream.text_stream) == expected.text
+        final = stream.get_final_message()
+    whole = client(served).messages.create(messages=QUESTION, max_tokens=8, **GREEDY)
+    assert final.content[0].text == whole.content[0].text == expected.text
+    assert final.stop_reason == whole.stop_reason
+
+
+def test_the_async_client_gets_the_same(served, offline):
+    """Catches a response that only the synchronous client can read."""
+    expected = offline.chat(QUESTION, temperature=0, max_tokens=6).text
+
+    async def ask() -> list[str]:
+        options = {"messages": QUESTION, "max_tokens": 6, **GREEDY}
+        async with anthropic.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as asked:
+            whole = await asked.messages.create(**options)
+            async with asked.messages.stream(**options) as stream:
+                streamed = "".join([text async for text in stream.text_stream])
+        return [whole.content[0].text, streamed]
+
+    assert asyncio.run(ask()) == [expected, expected]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_tools_are_called_and_their_results_read(tooled, choice):
+    """Catches a call outside of its schema, a streamed call that differs, a result that is not shown."""
+    options = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER, TIME] if choice["type"] == "tool" else [WEATHER],
+        "tool_choice": {**choice, "disable_parallel_tool_use": True},
+        "max_tokens": 120,
+    }
+    greedy = {"temperature": 0}
+    answer = client(tooled).messages.create(**options, extra_body=greedy)
+    assert answer.stop_reason == "tool_use"
+    (call,) = answer.content
+    assert (call.type, call.name) == ("tool_use", "get_weather")
+    assert set(call.input) == {"city", "unit"}
+    assert call.input["unit"] in "CF"
+    with client(tooled).messages.stream(**options, extra_body=greedy) as stream:
+        final = stream.get_final_message()
+    assert [(block.name, block.input) for block in final.content] == [(call.name, call.input)]
+    assert final.stop_reason == "tool_use"
+    with tooled.http() as http:
+        check_message(http.post("/v1/messages", json=options | greedy).json())
+        told = list(events(http.post("/v1/messages", json=options | greedy | {"stream": True})))
+    for event in told:
+        check_message_event(event)
+    names = [event["type"] for event in told]
+    assert names[:3] == ["message_start", "content_block_start", "ping"]
+    assert told[1]["content_block"] | {"id": ""} == {
+        "type": "tool_use", "id": "", "name": "get_weather", "input": {},
+    }  # fmt: skip
+    deltas = [event["delta"] for event in told if event["type"] == "content_block_delta"]
+    assert {delta["type"] for delta in deltas} == {"input_json_delta"}
+    assert json.loads("".join(delta["partial_json"] for delta in deltas)) == call.input
+
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "12 C"}]}
+    history = [
+        *options["messages"],
+        answer.to_param(),
+        {"role": "user", "content": [result | {"is_error": True}, {"type": "text", "text": "And now?"}]},
+    ]
+    said = [
+        *options["messages"],
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            ],
+        },
+        {"role": "tool", "name": "get_weather", "content": "Error: 12 C"},
+        {"role": "user", "content": "And now?"},
+    ]
+    tokenizer, template = tooled.service.tokenizer, tooled.service.template
+    counted = client(tooled).messages.count_tokens(model=MODEL, messages=history)
+    assert counted.input_tokens == len(template.encode(tokenizer, said))
+    with_tools = client(tooled).messages.count_tokens(model=MODEL, messages=history, tools=options["tools"])
+    assert with_tools.input_tokens > counted.input_tokens, "the template saw the tools"
+    follow_up = client(tooled).messages.create(
+        model=MODEL, messages=history, tools=options["tools"], tool_choice={"type": "none"}, max_tokens=4
+    )
+    assert follow_up.usage.input_tokens + follow_up.usage.cache_read_input_tokens == counted.input_tokens
+
+
+def test_an_answer_follows_its_schema(tooled):
+    """Catches a format that is not enforced, thoughts that are not wanted, and another API's field named."""
+    schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [7, 9]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+
+    def ask(schema: dict[str, Any], **more: Any) -> anthropic.types.Message:
+        given = {"format": {"type": "json_schema", "schema": schema}}
+        return client(tooled).messages.create(
+            messages=QUESTION, max_tokens=60, output_config=given, model=MODEL, **more
+        )
+
+    for _ in range(6):  # the model would begin every second answer with thoughts
+        answer = ask(schema, thinking={"type": "disabled"})
+        assert [block.type for block in answer.content] == ["text"]
+        assert answer.content[0].text.lstrip()[:1] == "{"
+    answer = ask(schema, thinking={"type": "disabled"}, extra_body={"temperature": 0})
+    assert json.loads(answer.content[0].text)["n"] in (7, 9)
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format cannot be served"):
+        ask({"$ref": "http://example.org/schema"})
+
+
+def test_every_body_fits_the_schema(served):
+    """Catches fields that Anthropic's API does not have, and nulls that are missing."""
+    body = {"messages": QUESTION, "max_tokens": 4, "model": MODEL}
+    with served.http() as http:
+        check_message(http.post("/v1/messages", json=body).json())
+        prompt = {"messages": QUESTION, "model": MODEL, "system": SYSTEM}
+        assert check_message_tokens(http.post("/v1/messages/count_tokens", json=prompt).json()) > 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
+        ({"messages": []}, "messages"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "The"}]}, "prefilling is not supported"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: input should be a valid list"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
+                ]
+            },
+            "a block tool_use belongs to the assistant",
+        ),
+        ({"system": [{"type": "text", "text": "a", "citations": [{}]}]}, "citations is not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TIME | {"defer_loading": True}]}, "defer_loading is not supported"),
+        ({"tools": [TIME]}, "knows no tools"),
+        ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tool_choice": {"type": "tool"}}, "name belongs to the type tool"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "<think>"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "must be below max_tokens, 8"),
+        ({"thinking": {"type": "enabled"}}, "budget_tokens belongs to the type enabled"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "display is not supported"),
+        ({"output_config": {"effort": "high"}}, "knows no effort to reason"),
+        ({"container": "a"}, "container is not supported"),
+        ({"service_tier": "fast"}, "service_tier is not supported"),
+        ({"context_management": {}}, "context_management is not supported"),
+        ({"metadata": {"user_name": "a"}}, "unknown field 'metadata.user_name'"),
+        ({"frequency_penalty": 1}, "unknown field 'frequency_penalty'"),
+        ({"messages": [{"role": "user", "content": "a " * 1100}]}, "the context holds 1024"),
+    ],
+)
+def test_what_is_wrong_is_named(served, changes, message):
+    """Catches a field that is taken and not heard, and errors in another API's form."""
+    body = {"messages": QUESTION, "max_tokens": 8, "model": MODEL} | changes
+    body = {name: value for name, value in body.items() if value is not None}
+    with served.http() as http:
+        assert message in check_message_error(http.post("/v1/messages", json=body), 400)
+
+
+def test_what_asks_for_nothing_is_taken(served, offline):
+    """Catches clients that always send a field, and get an error for its default."""
+    expected = offline.chat(QUESTION, temperature=0, max_tokens=4).text
+    answer = client(served).messages.create(
+        messages=QUESTION,
+        max_tokens=4,
+        thinking={"type": "disabled"},
+        service_tier="auto",
+        metadata={"user_id": "u"},
+        tool_choice={"type": "none"},
+        cache_control={"type": "ephemeral"},
+        extra_body={"top_p": 1.0, "top_k": 1},
+        model=MODEL,
+    )
+    assert answer.content[0].text == expected
+
+
+def test_errors_have_the_form_of_their_api(smollm2_path):
+    """Catches OpenAI's form at Anthropic's paths or the other way round, and a key that is not read."""
+    with (
+        LLM(smollm2_path, max_context=128) as llm,
+        serving(llm, api_keys=("k1",), rate_limit=4, max_body_bytes=2000) as server,
+        server.http() as http,
+    ):
+        key = {"x-api-key": "k1"}
+        with pytest.raises(anthropic.AuthenticationError):
+            client(server, "wrong").messages.create(messages=QUESTION, model=MODEL, max_tokens=1)
+        answer = client(server, "k1").messages.create(messages=QUESTION, model=MODEL, max_tokens=1)
+        assert answer.usage.output_tokens == 1
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            client(server, "k1").messages.create(messages=QUESTION, model="other", max_tokens=1)
+        assert caught.value.body["error"]["type"] == "not_found_error"
+        check_message_error(http.post("/v1/messages/what", json={}, headers=key), 404)
+        too_large = http.post("/v1/messages", content=b"x" * 3000, headers=key)
+        assert "larger than 2000 bytes" in check_message_error(too_large, 413)
+        assert too_large.json()["error"]["type"] == "request_too_large"
+        limited = http.post("/v1/messages", json={}, headers=key)
+        assert "4 requests a minute" in check_message_error(limited, 429)
+        assert limited.json()["error"]["type"] == "rate_limit_error"
+        assert limited.headers["retry-after"]
+        for headers in (key, {"authorization": "Bearer k1"}, key | {"authorization": "Bearer k1"}):
+            assert http.get("/v1/models", headers=headers).status_code == 200
+        for headers in (
+            {},
+            {"x-api-key": ""},
+            {"x-api-key": "Bearer k1"},
+            key | {"authorization": "Bearer x"},
+        ):
+            refused = http.get("/v1/models", headers=headers)
+            assert (refused.status_code, set(refused.json())) == (401, {"error"})

@@ -1,0 +1,254 @@
+"""Tools from end to end for each family: a tiny model with its marks and template, made to write its form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from bodies import check_chat, check_chunk, events
+from conftest import MODEL, Served, serving
+from families import FAMILIES, PYTHON_TOOLS, SMOLLM3_CODE, Family, history_of, write_family
+from forcing import force
+
+from kukri import LLM
+
+CALLS = [("get_weather", {"city": "Zürich \"}'", "unit": "C"}), ("get_time", {})]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "get_time",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
+]
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+QUESTION = [{"role": "user", "content": "Weather and time?"}]
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request) -> Family:
+    return FAMILIES[request.param]
+
+
+def serve(family: Family, path) -> Iterator[Served]:
+    model = write_family(path / "tiny.gguf", family)
+    with LLM(model, n_threads=1, max_requests=2) as llm, serving(llm) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(family, tmp_path_factory) -> Iterator[Served]:
+    yield from serve(family, tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture
+def say(server, monkeypatch) -> Callable[[str], None]:
+    """Makes the model of a server write a text."""
+
+    def make(text: str, of: Served = server) -> None:
+        force(of.service, monkeypatch, text, with_marks=True)
+
+    return make
+
+
+def ask(server: Served, **options: Any) -> tuple[str | None, list[tuple[str, Any]], str]:
+    """(content, calls, why it ended), which are the same in a stream."""
+    options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS} | options
+    with server.http() as http:
+        response = http.post("/v1/chat/completions", json=options)
+        assert response.status_code == 200, response.text
+        whole = check_chat(response.json()).choices[0]
+        chunks = list(events(http.post("/v1/chat/completions", json=options | {"stream": True})))
+    for chunk in chunks:
+        check_chunk(chunk)
+    content, calls = "", []
+    for delta in (chunk["choices"][0]["delta"] for chunk in chunks):
+        content += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
+    found = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
+    assert [tuple(call) for call in calls] == found
+    assert content == (whole.message.content or "")
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole.finish_reason
+    ids = [call.id for call in whole.message.tool_calls or ()]
+    assert len(set(ids)) == len(ids)
+    return whole.message.content, [(n, json.loads(a)) for n, a in found], whole.finish_reason
+
+
+# ---- what the model writes
+
+
+def test_calls_are_read(server, family, say):
+    """Catches a form that is not recognized, marks that are shown, and calls in another order."""
+    say(family.before + family.write(CALLS))
+    before = family.before.strip() or None
+    assert ask(server) == (before, CALLS, "tool_calls")
+    assert ask(server, tool_choice="auto", parallel_tool_calls=False) == (before, CALLS[:1], "tool_calls")
+
+
+def test_text_alone_is_text(server, say):
+    """Catches an answer that tools change where none is called."""
+    say("It is { noon } [here].")
+    assert ask(server) == ("It is { noon } [here].", [], "stop")
+    assert ask(server, tools=STRICT) == ("It is { noon } [here].", [], "stop")
+
+
+def test_no_tools_no_calls(server, family, say):
+    """Catches calls where the client has said that there are to be none."""
+    say(family.write(CALLS))
+    content, calls, reason = ask(server, tool_choice="none")
+    assert (calls, reason) == ([], "stop")
+    assert "get_weather" in content
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_a_grammar_knows_the_form(server, family, say, many):
+    """Catches a grammar that forbids what the family writes: the request would fail."""
+    calls = CALLS if many else CALLS[:1]
+    say(family.write(calls))
+    parallel = {"parallel_tool_calls": many}
+    assert ask(server, tool_choice="required", **parallel) == (None, calls, "tool_calls")
+    assert ask(server, tools=STRICT, **parallel) == (None, calls, "tool_calls")
+    say(family.before + family.write(calls))
+    assert ask(server, tools=STRICT, **parallel) == (family.before.strip() or None, calls, "tool_calls")
+    say(family.write(CALLS[1:]))
+    assert ask(server, tool_choice=NAMED) == (None, CALLS[1:], "tool_calls")
+
+
+def test_a_grammar_forbids_the_rest(server, family, say):
+    """Catches a choice that is not enforced: what is written breaks it, so that the request fails."""
+    options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
+    for text, choice in (
+        ("Hello", "required"),
+        (family.write([("get_weather", {"city": "Paris"})]), "required"),
+        (family.write(CALLS[:1]), NAMED),
+    ):
+        say(text)
+        with server.http() as http:
+            response = http.post("/v1/chat/completions", json=options | {"tool_choice": choice})
+        assert response.status_code == 500, response.text
+
+
+@pytest.mark.parametrize("family", ["qwen", "smollm3"], indirect=True)
+def test_thoughts_come_before_calls(server, family, say):
+    """Catches thoughts in the content, or a grammar that forbids them where the template has them."""
+    say(f"<think>\nHm.\n</think>\n\n{family.write(CALLS)}")
+    for options in ({}, {"tool_choice": "required"}, {"tools": STRICT}):
+        assert ask(server, **options) == (None, CALLS, "tool_calls")
+
+
+def test_the_other_endpoints_read_the_same(server, family, say):
+    """Catches a form that only chats know."""
+    say(family.before + family.write(CALLS))
+    tools = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+    answer = server.client.responses.create(model=MODEL, input="Hi", tools=tools)
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
+    assert answer.output_text == family.before.strip()
+    tools = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS
+    ]
+    body = {"model": MODEL, "max_tokens": 400, "tools": tools, "messages": QUESTION}
+    with server.http() as http:
+        blocks = http.post("/v1/messages", json=body).json()["content"]
+    found = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+    assert found == CALLS
+
+
+# ---- what the model reads
+
+
+def prompt_of(server: Served, messages: list[dict[str, Any]], **options: Any) -> str:
+    """The prompt that a chat becomes."""
+    seen = []
+    encode = server.service.encode_chat
+
+    async def spy(*args: Any, **kwargs: Any) -> list[int]:
+        ids = await encode(*args, **kwargs)
+        seen.append(server.service.tokenizer.decode(ids, skip_special=False))
+        return ids
+
+    server.service.encode_chat = spy
+    try:
+        server.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, **options)
+    finally:
+        del server.service.encode_chat
+    return seen[0]
+
+
+def test_tools_are_shown(server):
+    """Catches tools that never reach the prompt, and those that do where there are to be none."""
+    prompt = prompt_of(server, QUESTION, tools=TOOLS)
+    for word in ("get_weather", "The weather of a city", "get_time", "additionalProperties"):
+        assert word in prompt
+    assert "strict" not in prompt_of(server, QUESTION, tools=STRICT)
+    assert "get_weather" not in prompt_of(server, QUESTION, tools=TOOLS, tool_choice="none")
+
+
+def test_history_is_shown(server, family):
+    """Catches calls or results that the model never sees again, arguments quoted twice, and lost ids."""
+    messages = history_of(family)
+    assert prompt_of(server, messages) == family.history
+    with server.http() as http:
+        shown = http.post("/apply-template", json={"messages": messages}).json()["prompt"]
+    assert shown == family.history
+    with_tools = prompt_of(server, messages, tools=TOOLS)
+    assert "The weather of a city" in with_tools
+    assert with_tools.endswith(family.history[-60:])
+
+
+def test_an_answer_can_be_sent_back(server, family, say):
+    """Catches ids that the family's template does not take, and calls that change on the way."""
+    say(family.write(CALLS[: family.n_calls_in_history]))
+    message = (
+        server.client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS).choices[0].message
+    )
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": f"result {i}"}
+        for i, call in enumerate(message.tool_calls)
+    ]
+    prompt = prompt_of(server, [*QUESTION, message.to_dict(), *results], tools=TOOLS)
+    assert json.dumps(CALLS[0][1]["city"], ensure_ascii=False) in prompt
+    for i in range(len(results)):
+        assert f"result {i}" in prompt
+    if family.id_length is not None:
+        assert {len(call.id) for call in message.tool_calls} == {family.id_length}
+
+
+# ---- SmolLM3's Python tools
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory) -> Iterator[Served]:
+    yield from serve(SMOLLM3_CODE, tmp_path_factory.mktemp("coder"))
+
+
+def test_code_is_read_and_shown(coder, monkeypatch):
+    """Catches calls written as Python that are not recognized, and a history in another form."""
+    python = {"chat_template_kwargs": {"python_tools": PYTHON_TOOLS}}
+    force(coder.service, monkeypatch, "Well.\n" + SMOLLM3_CODE.write(CALLS), with_marks=True)
+    for tools in (None, TOOLS):
+        assert ask(coder, tools=tools, **python) == ("Well.", CALLS, "tool_calls")
+    prompt = prompt_of(coder, history_of(SMOLLM3_CODE), extra_body=python)
+    assert "def get_weather(city: str, unit: str) -> str:" in prompt
+    assert prompt.endswith(SMOLLM3_CODE.history.split("<|im_end|>\n", 1)[1])

@@ -1,0 +1,123 @@
+"""kukri as a model of the program llm, found by its entry point."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import llm
+import pytest
+
+from kukri.errors import KukriError
+from kukri.llm_plugin import Kukri, _closed
+
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
+SYSTEM = "You are a helpful AI assistant and a poet."
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Kukri()
+
+
+@pytest.fixture
+def ask(model, smollm2_path):
+    options = {"model": str(smollm2_path), "max_tokens": 30}
+    return lambda prompt, **more: model.prompt(prompt, **{**options, **more})
+
+
+def test_llm_finds_the_model(tmp_path, smollm2_path):
+    """Catches an entry point to nowhere, and a plugin that makes each start of llm pay for kukri."""
+    (found,) = entry_points(group="llm", name="kukri")
+    assert found.value == "kukri.llm_plugin"
+    command = [str(Path(sys.executable).with_name("llm")), "-m", "kukri", "-o", "model", str(smollm2_path)]
+    environment = os.environ | {"LLM_USER_PATH": str(tmp_path)}
+    done = subprocess.run([*command, QUESTION], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.strip() == "The capital of France is Paris."
+    script = "import sys, kukri.llm_plugin; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"numba", "torch", "matplotlib", "fastapi"} & set(loaded.stdout.split())
+
+
+def test_an_answer_is_that_of_kukri_run(ask, model, smollm2_path):
+    """Catches another system message, temperature or template than those of `kukri run`."""
+    response = ask(QUESTION)
+    pieces = list(response)
+    assert len(pieces) > 3
+    done = subprocess.run(
+        [sys.executable, "-m", "kukri", "run", QUESTION, "-n", "30", "--json", "-m", str(smollm2_path)],
+        capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    expected = json.loads(done.stdout)
+    assert "".join(pieces) == expected["text"]
+    usage = response.usage()
+    assert (usage.input, usage.output) == (expected["n_prompt_tokens"], expected["n_generated"])
+
+
+def test_a_conversation_is_remembered(model, smollm2_path):
+    """Catches turns that are lost or that come twice, and options that do not reach the sampler."""
+    conversation = model.conversation()
+    options = {"model": str(smollm2_path), "max_tokens": 20}
+    conversation.prompt(QUESTION, system=SYSTEM, **options).text()
+    second = conversation.prompt("And of Italy?", **options)
+    assert second.text()
+    engine = model._loaded[str(smollm2_path)]
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": conversation.responses[0].text()},
+        {"role": "user", "content": "And of Italy?"},
+    ]
+    assert second.text() == engine.chat(messages, temperature=0, max_tokens=20).text
+    drawn = [model.prompt("Hi", temperature=1.5, seed=s, **options).text() for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_schema_is_kept(ask):
+    """Catches JSON that is only likely, and objects that go on with properties of their own."""
+    schema = llm.schema_dsl("age int, sex", multi=False)
+    answer = json.loads(ask("A person", schema=schema).text())
+    assert isinstance(answer["age"], int)
+    assert isinstance(answer["sex"], str)
+    assert set(answer) == {"age", "sex"}
+    nested = {
+        "anyOf": [{"properties": {"a": {"properties": {}}}}, {"properties": {}, "additionalProperties": {}}]
+    }
+    assert _closed(nested) == {
+        "anyOf": [
+            {
+                "properties": {"a": {"properties": {}, "additionalProperties": False}},
+                "additionalProperties": False,
+            },
+            {"properties": {}, "additionalProperties": {}},
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [{"properties": 1}]},
+        {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]},
+        {"properties": {"properties": {"type": "string"}}, "additionalProperties": False},
+    ],
+)
+def test_only_schemas_are_closed(schema):
+    """Catches values and names that are taken for schemas, and parts of an object that exclude each other."""
+    assert _closed(schema) == schema
+
+
+def test_what_is_wrong_is_our_error(ask):
+    """Catches options that are ignored, and a model that nobody finds and everybody waits for."""
+    with pytest.raises(KukriError, match="no such file"):
+        ask("Hi", model="nowhere.gguf").text()
+    with pytest.raises(KukriError, match="top_p"):
+        ask("Hi", top_p=7).text()
+    with pytest.raises(ValueError, match="colour"):
+        ask("Hi", colour=1)
