@@ -54,6 +54,8 @@ class Kukri:
     ) -> None:
         from kukri import LLM
 
+        # what guesses save depends on the text: kukri.bench.speculation measures it
+        options = {"speculation": "off", **options}
         self.llm = LLM(os.fspath(path), n_threads=n_threads, max_context=context_tokens, **options)
         self._random = np.random.default_rng(0)
 

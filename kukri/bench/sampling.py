@@ -82,7 +82,13 @@ def measure(
 
     n_prompt, n_new = 32, n_steps + 8
     path = model_path(model, n_prompt + n_new)
-    llm = LLM(path, n_threads=n_threads, max_requests=n_requests, max_context=n_prompt + n_new)
+    llm = LLM(
+        path,
+        n_threads=n_threads,
+        max_requests=n_requests,
+        max_context=n_prompt + n_new,
+        speculation="off",
+    )
     engine = llm.engine
     for i in range(n_requests):
         fields: dict[str, Any] = {"temperature": 1.0, "grammar": Grammar.json(_SCHEMA)}

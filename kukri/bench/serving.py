@@ -1,8 +1,8 @@
 """What serving many requests from one engine gives: `python -m kukri.bench.serving`.
 
-- **batch**: 16 streams of 128 tokens in and 64 out, all of them generating, against one stream and against
+- **batch**: streams of 128 tokens in and 64 out, all of them generating, against one stream and against
   llama.cpp decoding as many streams a step; in turns, each engine in a process of its own.
-- **lateness**: the times between the tokens of 15 streams while prompts of 1,000 tokens keep arriving.
+- **lateness**: the times between tokens of all streams but one, while prompts of 1,000 tokens keep arriving.
 - **prefix**: the first token of a second request whose prompt begins with the same 1,000 tokens.
 - **http**: one stream of 256 tokens from `kukri serve`, client included, against `LLM.generate`, in turns.
 
@@ -200,6 +200,7 @@ def _prefix(engine: Engine, rounds: int) -> Prefix:
 
 def _http(kukri: Kukri, path: Path, n_threads: int, rounds: int) -> Http:
     options = ["--port", "0", "--alias", "model", "--max-context", "512", "--log-level", "warning"]
+    options += ["--speculation", "off"]
     command = [sys.executable, "-m", "kukri", "serve", str(path), "--threads", str(n_threads), *options]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
@@ -268,7 +269,7 @@ def _print(report: ServingReport) -> None:
             f"one stream: {median(report.http.offline):.0f} tokens/s offline, "
             f"{median(report.http.http):.0f} over HTTP ({report.http.overhead:.1%} less)\n"
         )
-    print_table("generated tokens/s in all", ["", "tokens/s", "16 streams / this"], rows)
+    print_table("generated tokens/s in all", ["", "tokens/s", f"{batch.n_streams} streams / this"], rows)
     print()
     rows = []
     for late in report.lateness:
@@ -289,6 +290,8 @@ def main() -> None:
     options.add_argument("-s", "--streams", type=positive, default=16, help="streams side by side (16)")
     options.add_argument("-r", "--rounds", type=positive, default=5, help="rounds of each (5)")
     given = options.parse_args()
+    if given.streams < 2:
+        options.error("argument -s/--streams: at least 2, for one is compared with them")
     threads = given.threads or usable_cores()
     report = measure(given.model, threads, given.streams, given.rounds, silent=given.json)
     if not given.json:

@@ -1,0 +1,1 @@
+"""What each technique of the engine buys: one function per technique, which gives rows of a table."""

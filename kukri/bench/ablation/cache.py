@@ -1,0 +1,96 @@
+"""What the KV cache buys, prefixes that are kept, and key heads that several query heads share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kukri.bench.ablation.trial import Row, Trial, random_ids, request_of, row, run
+from kukri.bench.make_model import SHAPES
+from kukri.engine import Engine
+from kukri.engine.pages import pages_for
+from kukri.kernels.types import IntArray, PagedKV
+
+_Generate = Callable[[Engine, IntArray, int], list[int]]
+
+
+def kv_cache(trial: Trial) -> Iterator[Row]:
+    """A text is continued with the cache, and with all of it computed again for each token.
+
+    Both run on the engine's kernels and give the same tokens. Without the cache the text so far is a new
+    prompt each time and is read at the speed of prompts, many tokens at once; so the gain grows with the
+    length of the text, and a single figure holds for one length only.
+    """
+    engine, random = trial.engine, np.random.default_rng(0)
+    for n_prompt, n_new in trial.sizes.generations:
+        prompt = random_ids(engine, n_prompt, random)
+
+        def seconds(function: _Generate, prompt: IntArray = prompt, n_new: int = n_new) -> float:
+            started = time.perf_counter()
+            function(engine, prompt, n_new)
+            return time.perf_counter() - started
+
+        measure = f"{n_new} tokens after a prompt of {n_prompt}"
+        rounds = trial.in_turns(measure, lambda: seconds(generate_without_cache), lambda: seconds(generate))
+        yield row(measure, "s", rounds, (10, 20))
+
+
+def generate(engine: Engine, prompt: IntArray, n_new: int) -> list[int]:
+    """Greedy tokens, by the engine as it is."""
+    return run(engine, request_of(engine, prompt, n_new)).output_ids
+
+
+def generate_without_cache(engine: Engine, prompt: IntArray, n_new: int) -> list[int]:
+    """The same tokens, each after the keys and values of all tokens before it are computed again."""
+    ids = prompt
+    for _ in range(n_new):
+        ids = np.append(ids, np.array(generate(engine, ids, 1), np.int32))
+    tokens: list[int] = ids[len(prompt) :].tolist()
+    return tokens
+
+
+def prefix_cache(trial: Trial) -> Iterator[Row]:
+    """Two requests with the same beginning come one after the other; the first token of the second is timed.
+
+    Pages of 16 tokens that the first request filled are found again, and what follows them is computed.
+    """
+    engine, sizes, random = trial.engine, trial.sizes, np.random.default_rng(1)
+
+    def second_request(caches_prefixes: bool) -> float:
+        engine.scheduler.caches_prefixes = caches_prefixes
+        shared = random_ids(engine, sizes.shared_prompt, random)
+        for _ in range(2):
+            prompt = np.concatenate([shared, random_ids(engine, sizes.own_prompt, random)])
+            request = run(engine, request_of(engine, prompt, 1))
+        engine.scheduler.caches_prefixes = False
+        engine.pool.forget()
+        return request.timings.first_token_s
+
+    measure = f"first token of {sizes.shared_prompt + sizes.own_prompt}, {sizes.shared_prompt} of them known"
+    yield row(
+        measure,
+        "s",
+        trial.in_turns(measure, lambda: second_request(False), lambda: second_request(True)),
+    )
+
+
+def grouped_queries(trial: Trial) -> Iterator[Row]:
+    """What the engine's cache allocates for one context, with as many key as query heads and with fewer.
+
+    Nothing is timed: what is saved follows from the heads alone: 4 for 16 leave a quarter.
+    """
+    config, larger = trial.config, SHAPES["smollm3-3b"]
+    n_tokens = trial.sizes.context
+    for name, shape, expected in (
+        ("SmolLM3-3B", larger, (4.0, 4.0)),
+        ("this model", config, None),
+    ):
+        n_heads, n_kv_heads = shape.n_heads, shape.n_kv_heads
+        all_heads, grouped = (
+            PagedKV(shape.n_layers, pages_for(n_tokens), n, shape.d_head).n_bytes
+            for n in (n_heads, n_kv_heads)
+        )
+        measure = f"{name}, {n_kv_heads} key heads for {n_heads} query heads"
+        yield row(measure, "bytes", [(all_heads, grouped)], expected)

@@ -1,0 +1,117 @@
+"""Requests of mixed lengths: the memory that they hold, and the time that they take together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kukri.bench.ablation.trial import Range, Row, Sizes, Trial, random_ids, request_of, row
+from kukri.engine import Engine, Request
+from kukri.engine.pages import pages_for
+from kukri.kernels.types import FloatArray, ForwardBatch
+
+
+def mixed_requests(engine: Engine, sizes: Sizes) -> list[Request]:
+    """`n_requests` of random prompts; lengths are drawn evenly on a logarithmic scale, always the same."""
+    random = np.random.default_rng(2)
+
+    def lengths(bounds: Range) -> list[int]:
+        low, high = np.log(bounds)
+        drawn: list[int] = np.exp(random.uniform(low, high, sizes.n_requests)).round().astype(int).tolist()
+        return drawn
+
+    pairs = zip(lengths(sizes.mix_prompt), lengths(sizes.mix_answer), strict=True)
+    return [request_of(engine, random_ids(engine, n_prompt, random), n_new) for n_prompt, n_new in pairs]
+
+
+@dataclass
+class HeldMemory:
+    """The most KV pages that a step held, and what its requests would have held in one piece each.
+
+    `whole`: each has room for the engine's whole context; `own`: for its prompt and all of its answer.
+    """
+
+    pages: int = 0
+    whole: int = 0
+    own: int = 0
+
+
+def paged_cache(trial: Trial) -> Iterator[Row]:
+    """The engine serves the mix, and the pages held are counted in each step: the most at once is shown.
+
+    Beside it stands the most that the same requests would hold in one piece each, taken when they begin. How
+    large a piece must be is the question: the whole context where no limit is known, at best the prompt and
+    all of the answer. The shorter requests are beside the context, the more pages save.
+    """
+    engine = trial.engine
+    requests = mixed_requests(engine, trial.sizes)
+    with watched(engine) as held:
+        serve(engine, [requests])
+    page_bytes = engine.runner.cache.n_bytes // engine.pool.n_pages
+    for what, n_pages, expected in (
+        (f"{engine.max_context} tokens reserved for each", held.whole, (2.0, 2.0)),
+        ("each one's most reserved", held.own, None),
+    ):
+        yield row(what, "bytes", [(n_pages * page_bytes, held.pages * page_bytes)], expected)
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[HeldMemory]:
+    """Notes what is held during each step within the `with` block."""
+    held, forward = HeldMemory(), engine.runner.run
+
+    def look(batch: ForwardBatch) -> FloatArray:
+        running = engine.scheduler.running
+        held.pages = max(held.pages, engine.pool.n_pages - engine.pool.n_free)
+        held.whole = max(held.whole, len(running) * pages_for(engine.max_context))
+        held.own = max(held.own, sum(pages_for(request.max_cached) for request in running))
+        return forward(batch)
+
+    engine.runner.run = look  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        engine.runner.run = forward  # type: ignore[method-assign]
+
+
+def batching(trial: Trial) -> Iterator[Row]:
+    """All requests of the mix are there at the start, and times count from then.
+
+    They are computed one after another, in batches of which each ends before the next begins, and as the
+    engine does, the next beginning as soon as there is room. A step reads the weights once for all its
+    requests, which is what writing waits for; a prompt fills steps alone, so that reading gains nothing. The
+    gain depends on how much of the work is writing. Requests that begin at once share steps with those that
+    are not done: all are answered sooner than in batches, an answer may come later on the mean.
+    """
+    engine, sizes = trial.engine, trial.sizes
+
+    def served(group: int) -> Callable[[], tuple[float, float, float]]:
+        def measure() -> tuple[float, float, float]:
+            requests = mixed_requests(engine, sizes)
+            started = time.perf_counter()
+            serve(engine, [requests[i : i + group] for i in range(0, len(requests), group)])
+            ends = [request.last_token_s - started for request in requests]
+            firsts = [request.first_token_s - started for request in requests]
+            return max(ends), float(np.mean(ends)), float(np.mean(firsts))
+
+        return measure
+
+    rounds = trial.in_turns("batching", served(1), served(sizes.n_streams), served(sizes.n_requests))
+    for i, what in enumerate(("all answered", "an answer, mean", "a first token, mean")):
+        yield row(f"one after another: {what}", "s", [(one[i], all_[i]) for one, _, all_ in rounds])
+    for i, what in enumerate(("all answered", "an answer, mean")):
+        measure = f"batches of {sizes.n_streams}: {what}"
+        yield row(measure, "s", [(batch[i], all_[i]) for _, batch, all_ in rounds])
+
+
+def serve(engine: Engine, groups: Sequence[Sequence[Request]]) -> None:
+    """Computes groups of requests, each to its end before the next begins."""
+    for group in groups:
+        for request in group:
+            engine.add_request(request)
+        while engine.has_work:
+            engine.step()
