@@ -41,3 +41,8 @@ def forget_file_pages(array: np.ndarray[Any, Any]) -> None:
     n_bytes = address_of(array) + array.nbytes - start
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def fetch_file_pages(array: np.ndarray[Any, Any]) -> None:
+    """Makes the pages of a contiguous array resident, also those of a mapped file."""
+    array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE].max(initial=0)
