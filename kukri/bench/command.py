@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 from kukri.errors import ConfigError, KukriError
 from kukri.formats import hub
@@ -56,6 +58,19 @@ def model_path(model: str | None, n_tokens: int) -> Path:
     if n_tokens > limit:
         raise ConfigError(f"{n_tokens} tokens do not fit into the model's context of {limit}: ask for fewer")
     return path
+
+
+def served_url(stderr: IO[str]) -> str:
+    """Where a `kukri serve` process listens, without a path; it may tell first that it compiles kernels.
+
+    `stderr`: the process's. Raises KukriError, with what it said, where it ends instead.
+    """
+    said = []
+    for line in stderr:
+        if found := re.search(r"http://\S+:\d+", line):
+            return found[0]
+        said.append(line)
+    raise KukriError(f"the server did not start: {''.join(said).strip()}")
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

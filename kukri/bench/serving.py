@@ -12,7 +12,6 @@ Prompts are random ids and sampling is greedy; what is timed includes scheduling
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from statistics import median
 
 import numpy as np
 
-from kukri.bench.command import model_path, parser, positive, print_table, run, say
+from kukri.bench.command import model_path, parser, positive, print_table, run, say, served_url
 from kukri.bench.llama_cpp import import_llama_cpp
 from kukri.bench.offline import Kukri
 from kukri.bench.peers import SETTLE_S
@@ -205,16 +204,14 @@ def _http(kukri: Kukri, path: Path, n_threads: int, rounds: int) -> Http:
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
-        started = re.search(r":(\d+)/v1", server.stderr.readline())
-        if started is None:
-            raise KukriError("the server did not start: try `kukri serve`")
+        port = int(served_url(server.stderr).rpartition(":")[2])
         offline, http = [], []
         for _ in range(rounds + 1):
             time.sleep(SETTLE_S)
             done = kukri.llm.generate(_STORY, _greedy(_N_STREAMED))
             offline.append(done.timings.decode_tokens_per_s)
             time.sleep(SETTLE_S)
-            http.append(_stream(int(started[1])))
+            http.append(_stream(port))
     finally:
         server.terminate()
         server.wait()

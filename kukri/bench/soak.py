@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kukri.bench.command import model_path, parser, positive, print_table, run, say
+from kukri.bench.command import model_path, parser, positive, print_table, run, say, served_url
 from kukri.errors import KukriError, UnsupportedError
 from kukri.llm import LLM
 
@@ -90,11 +90,7 @@ class Server:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         assert self.process.stderr is not None
-        first = self.process.stderr.readline()
-        found = re.search(r"http://\S+:\d+", first)
-        if found is None:
-            raise KukriError(f"the server did not start: {first.strip()}")
-        self.url = found[0]
+        self.url = served_url(self.process.stderr)
         self.log: list[str] = []
         asyncio.get_running_loop().run_in_executor(None, self.log.extend, self.process.stderr)
 
