@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from driving import add, any_events, finish, greedy, play, prompt_of
 from fake_model import EOS, POISON, FakeBackend, FakeModel, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import add, finish, greedy, prompt_of
 from test_speculation import alone
 from tiny_gguf import random_arrays, tiny_config, write_tiny
 
@@ -66,20 +66,13 @@ def make(
     max_requests=st.integers(1, 4),
     max_step_tokens=st.sampled_from([1, 5, 33, 100]),
     n_pages=st.integers(6, 14),
-    events=st.lists(
-        st.one_of(
-            st.tuples(
-                st.just("add"),
-                st.integers(1, 60),  # tokens of the prompt
-                st.integers(1, 40),  # to generate
-                st.booleans(),  # whether it ignores the end of text
-                st.integers(1, 3),  # answers
-                st.sampled_from([0.0, 1.0]),  # temperature
-                st.sampled_from([None, "ngram", "off"]),
-            ),
-            st.tuples(st.just("abort"), st.integers(0, 9)),
-            st.tuples(st.just("step"), st.integers(1, 12)),
-        ),
+    events=any_events(
+        st.integers(1, 60),  # tokens of the prompt
+        st.integers(1, 40),  # to generate
+        st.booleans(),  # whether it ignores the end of text
+        st.integers(1, 3),  # answers
+        st.sampled_from([0.0, 1.0]),  # temperature
+        st.sampled_from([None, "ngram", "off"]),
         max_size=20,
     ),
 )
@@ -90,23 +83,20 @@ def test_a_draft_model_changes_no_token(
     arrivals, aborts, preemption, other kinds of guesses beside it."""
     engine = make(n_wrong, 96, n_pages, max_requests=max_requests, max_step_tokens=max_step_tokens)
     live: list[tuple[Request, list[int]]] = []
-    for i, event in enumerate(events):
-        if event[0] == "add":
-            _, n_prompt, n_generate, ignores_eos, n, temperature, kind = event
-            params = SamplingParams(
-                temperature=temperature, seed=i, max_tokens=n_generate, ignore_eos=ignores_eos, n=n,
-                logit_bias={POISON: -100}, speculation=kind,
-            )  # fmt: skip
-            for request in engine.make_requests(prompt_of(n_prompt, i), params):
-                engine.add_request(request)
-                live.append((request, prompt_of(n_prompt, i)))
-        elif event[0] == "abort" and event[1] < len(live):
-            engine.abort(live[event[1]][0])
-        elif event[0] == "step":
-            for _ in range(event[1]):
-                engine.step()
-                engine.check_integrity()
-    finish(engine)
+
+    def make_requests(
+        i: int, n_prompt: int, n: int, ignores: bool, n_answers: int, temperature: float, kind: Any
+    ) -> list[Request]:
+        prompt = prompt_of(n_prompt, i)
+        params = SamplingParams(
+            temperature=temperature, seed=i, max_tokens=n, ignore_eos=ignores, n=n_answers,
+            logit_bias={POISON: -100}, speculation=kind,
+        )  # fmt: skip
+        requests = engine.make_requests(prompt, params)
+        live.extend((request, prompt) for request in requests)
+        return requests
+
+    play(engine, events, make_requests)
     for request, prompt in live:
         want = alone(prompt, request.params, max_context=96).output_ids
         done = request.output_ids

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from driving import add, any_events, finish, greedy, play, prompt_of
 from fake_model import EOS, N_VOCAB, POISON, FakeBackend, FakeModel, expected_output, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,31 +13,6 @@ from kukri.config import EngineConfig
 from kukri.engine import Engine, Request, RequestState
 from kukri.errors import CapacityError, ConfigError, ContextLengthError, HookError, KukriError, RequestError
 from kukri.sampling import SamplingParams
-
-
-def prompt_of(n: int, seed: int = 0) -> list[int]:
-    """n tokens, without those that mean something here."""
-    plain = [i for i in range(N_VOCAB) if i not in (EOS, POISON)]
-    return np.random.default_rng(seed).choice(plain, n).tolist()
-
-
-def greedy(max_tokens: int | None, **kwargs: object) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **{"ignore_eos": True, **kwargs})  # type: ignore[arg-type]
-
-
-def add(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Request:
-    request = engine.make_request(prompt, params)
-    engine.add_request(request)
-    return request
-
-
-def finish(engine: Engine, max_steps: int = 10_000) -> None:
-    for _ in range(max_steps):
-        if not engine.has_work:
-            return
-        engine.step()
-        engine.check_integrity()
-    raise AssertionError("the engine does not come to an end")
 
 
 @pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 100])
@@ -86,22 +59,14 @@ def test_requests_share_steps() -> None:
     max_requests=st.integers(1, 4),
     max_step_tokens=st.sampled_from([1, 2, 5, 16, 33, 100]),
     n_pages=st.integers(6, 14),
-    events=st.lists(
-        st.one_of(
-            st.tuples(
-                st.just("add"),
-                st.integers(0, 50),  # tokens of a prompt that others begin with too
-                st.integers(1, 30),  # tokens of its own
-                st.integers(1, 30),  # to generate
-                st.booleans(),  # whether it ignores the end of text
-                st.integers(1, 3),  # answers
-                st.integers(0, 2),  # priority
-                st.sampled_from(["", "a", "b"]),  # client
-            ),
-            st.tuples(st.just("abort"), st.integers(0, 9)),
-            st.tuples(st.just("step"), st.integers(1, 12)),
-            st.tuples(st.just("forget")),
-        ),
+    events=any_events(
+        st.integers(0, 50),  # tokens of a prompt that others begin with too
+        st.integers(1, 30),  # tokens of its own
+        st.integers(1, 30),  # to generate
+        st.booleans(),  # whether it ignores the end of text
+        st.integers(1, 3),  # answers
+        st.integers(0, 2),  # priority
+        st.sampled_from(["", "a", "b"]),  # client
         max_size=40,
     ),
     caches_prefixes=st.booleans(),
@@ -116,23 +81,17 @@ def test_any_order_of_events_gives_every_request_its_tokens(
         96, max_requests, max_step_tokens, n_pages, max_prompt_tokens=9, caches_prefixes=caches_prefixes
     )
     live: list[tuple[Request, list[int], SamplingParams]] = []
-    for i, event in enumerate(events):
-        if event[0] == "add":
-            _, n_shared, n_own, n_generate, ignores_eos, n, priority, client = event
-            prompt, params = prompt_of(50)[:n_shared] + prompt_of(n_own, i), greedy(n_generate)
-            params = replace(params, ignore_eos=ignores_eos, n=n)
-            for request in engine.make_requests(prompt, params, priority=priority, client=client):
-                engine.add_request(request)
-                live.append((request, prompt, params))
-        elif event[0] == "forget":
-            engine.add_hooks({})
-        elif event[0] == "abort" and event[1] < len(live):
-            engine.abort(live[event[1]][0])
-        elif event[0] == "step":
-            for _ in range(event[1]):
-                engine.step()
-                engine.check_integrity()
-    finish(engine)
+
+    def make(
+        i: int, n_shared: int, n_own: int, n: int, ignores: bool, n_answers: int, priority: int, client: str
+    ) -> list[Request]:
+        prompt = prompt_of(50)[:n_shared] + prompt_of(n_own, i)
+        params = greedy(n, ignore_eos=ignores, n=n_answers)
+        requests = engine.make_requests(prompt, params, priority=priority, client=client)
+        live.extend((request, prompt, params) for request in requests)
+        return requests
+
+    play(engine, events, make)
     for request, prompt, params in live:
         stop_ids = frozenset() if params.ignore_eos else frozenset([EOS])
         assert params.max_tokens is not None

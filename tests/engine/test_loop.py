@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
+from driving import greedy, prompt_of
 from fake_model import POISON, FakeBackend, expected_output, make_engine
-from test_engine import greedy, prompt_of
 
 from kukri.engine import Engine, EngineLoop, Job, Request, StepOutput
 from kukri.engine.jobs import JobQueue

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from driving import add, finish, greedy, prompt_of
 from fake_model import POISON, expected_output, make_engine
-from test_engine import add, finish, greedy, prompt_of
 
 from kukri.engine import Engine, Request
 from kukri.sampling import SamplingParams

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from driving import add, any_events, finish, greedy, play, prompt_of
 from fake_model import EOS, N_VOCAB, POISON, expected_output, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import add, finish, greedy, prompt_of
 
 from kukri import LLM
 from kukri.engine import Engine, Request
@@ -72,23 +72,15 @@ def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: f
     max_requests=st.integers(1, 4),
     max_step_tokens=st.sampled_from([1, 2, 5, 16, 33, 100]),
     n_pages=st.integers(6, 14),
-    events=st.lists(
-        st.one_of(
-            st.tuples(
-                st.just("add"),
-                st.integers(0, 50),  # tokens of a prompt that others begin with too
-                st.integers(1, 30),  # tokens of its own
-                st.integers(1, 40),  # to generate
-                st.booleans(),  # whether it ignores the end of text
-                st.integers(1, 3),  # answers
-                st.integers(0, 2),  # priority
-                st.sampled_from([0.0, 0.5, 0.9, 1.0]),  # skill
-                st.sampled_from([0.0, 1.0, 3.0]),  # temperature
-            ),
-            st.tuples(st.just("abort"), st.integers(0, 9)),
-            st.tuples(st.just("step"), st.integers(1, 12)),
-            st.tuples(st.just("forget")),
-        ),
+    events=any_events(
+        st.integers(0, 50),  # tokens of a prompt that others begin with too
+        st.integers(1, 30),  # tokens of its own
+        st.integers(1, 40),  # to generate
+        st.booleans(),  # whether it ignores the end of text
+        st.integers(1, 3),  # answers
+        st.integers(0, 2),  # priority
+        st.sampled_from([0.0, 0.5, 0.9, 1.0]),  # skill
+        st.sampled_from([0.0, 1.0, 3.0]),  # temperature
         max_size=30,
     ),
     caches_prefixes=st.booleans(),
@@ -107,27 +99,23 @@ def test_any_guesses_under_any_events_change_no_token(
         caches_prefixes=caches_prefixes,
     )
     live: list[tuple[Request, list[int]]] = []
-    for i, event in enumerate(events):
-        if event[0] == "add":
-            _, n_shared, n_own, n_generate, ignores_eos, n, priority, skill, temperature = event
-            prompt = prompt_of(50)[:n_shared] + prompt_of(n_own, i)
-            params = SamplingParams(
-                temperature=temperature, seed=i, max_tokens=n_generate, ignore_eos=ignores_eos, n=n,
-                logit_bias={POISON: -100},
-            )  # fmt: skip
-            for request in engine.make_requests(prompt, params, priority=priority):
-                request.drafts = SeerDrafts(skill, i)  # type: ignore[assignment]
-                engine.add_request(request)
-                live.append((request, prompt))
-        elif event[0] == "forget":
-            engine.add_hooks({})
-        elif event[0] == "abort" and event[1] < len(live):
-            engine.abort(live[event[1]][0])
-        elif event[0] == "step":
-            for _ in range(event[1]):
-                engine.step()
-                engine.check_integrity()
-    finish(engine)
+
+    def make_seen(
+        i: int, n_shared: int, n_own: int, n: int, ignores: bool, n_answers: int, priority: int,
+        skill: float, temperature: float,
+    ) -> list[Request]:  # fmt: skip
+        prompt = prompt_of(50)[:n_shared] + prompt_of(n_own, i)
+        params = SamplingParams(
+            temperature=temperature, seed=i, max_tokens=n, ignore_eos=ignores, n=n_answers,
+            logit_bias={POISON: -100},
+        )  # fmt: skip
+        requests = engine.make_requests(prompt, params, priority=priority)
+        for request in requests:
+            request.drafts = SeerDrafts(skill, i)  # type: ignore[assignment]
+            live.append((request, prompt))
+        return requests
+
+    play(engine, events, make_seen)
     for request, prompt in live:
         want = alone(prompt, request.params, max_context=96).output_ids
         if request.finish_reason == "abort":

@@ -1,0 +1,78 @@
+"""An engine on the fake model driven by hand, and by random events, which the property tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from fake_model import EOS, N_VOCAB, POISON
+from hypothesis import strategies as st
+
+from kukri.engine import Engine, Request
+from kukri.sampling import SamplingParams
+
+Event = tuple[Any, ...]
+
+
+def prompt_of(n: int, seed: int = 0) -> list[int]:
+    """n tokens, without those that mean something here."""
+    plain = [i for i in range(N_VOCAB) if i not in (EOS, POISON)]
+    return np.random.default_rng(seed).choice(plain, n).tolist()
+
+
+def greedy(max_tokens: int | None, **kwargs: Any) -> SamplingParams:
+    """The likeliest tokens, past the end of text."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **{"ignore_eos": True, **kwargs})
+
+
+def add(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Request:
+    """A queued request."""
+    request = engine.make_request(prompt, params)
+    engine.add_request(request)
+    return request
+
+
+def finish(engine: Engine, max_steps: int = 10_000) -> None:
+    """Steps until nothing is left to do, looking the engine over after each."""
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return
+        engine.step()
+        engine.check_integrity()
+    raise AssertionError("the engine does not come to an end")
+
+
+def any_events(*fields: st.SearchStrategy[Any], max_size: int) -> st.SearchStrategy[list[Event]]:
+    """Arrivals of requests that `fields` describe, aborts, steps, and all that was computed forgotten."""
+    return st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), *fields),
+            st.tuples(st.just("abort"), st.integers(0, 9)),
+            st.tuples(st.just("step"), st.integers(1, 12)),
+            st.tuples(st.just("forget")),
+        ),
+        max_size=max_size,
+    )
+
+
+def play(engine: Engine, events: Sequence[Event], make: Callable[..., Iterable[Request]]) -> None:
+    """Lets the events happen, then whatever they left to do, looking the engine over after every step.
+
+    `make(i, *fields)` makes the requests of the arrival at place i.
+    """
+    requests: list[Request] = []
+    for i, (kind, *given) in enumerate(events):
+        if kind == "add":
+            for request in make(i, *given):
+                engine.add_request(request)
+                requests.append(request)
+        elif kind == "forget":
+            engine.add_hooks({})
+        elif kind == "abort" and given[0] < len(requests):
+            engine.abort(requests[given[0]])
+        elif kind == "step":
+            for _ in range(given[0]):
+                engine.step()
+                engine.check_integrity()
+    finish(engine)
