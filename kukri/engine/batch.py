@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 
 from kukri.config import PAGE_TOKENS
-from kukri.engine.scheduler import ScheduledChunk
-from kukri.kernels.types import ForwardBatch, StepLimits
+from kukri.kernels.types import ForwardBatch, IntArray, StepLimits
+
+
+class PagedText(Protocol):
+    """Tokens, and the pages that hold their keys and values, in order."""
+
+    tokens: IntArray
+    page_row: IntArray
+
+
+Chunk = tuple[PagedText, int, int, int, int]  # a text, and the numbers of `ScheduledChunk`
 
 
 class BatchBuilder:
@@ -22,26 +34,26 @@ class BatchBuilder:
         self._sizes = (-1, -1, -1)
         self._batch: ForwardBatch
 
-    def build(self, chunks: list[ScheduledChunk]) -> ForwardBatch:
+    def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
         """The batch of one step: tokens and rows of logits in the order of chunks, the guesses' rows last."""
         t = n_rows = 0
         draft_rows: list[int] = []
-        for s, (request, start, n_tokens, n_logits, n_drafts) in enumerate(chunks):
+        for s, (text, start, n_tokens, n_logits, n_drafts) in enumerate(chunks):
             stop = start + n_tokens
             if n_tokens == 1:  # a decode step: scalars cost less than slices
-                self._token_ids[t] = request.tokens[start]
+                self._token_ids[t] = text.tokens[start]
                 self._positions[t] = start
-                self._slots[t] = request.page_row[start // PAGE_TOKENS] * PAGE_TOKENS + start % PAGE_TOKENS
+                self._slots[t] = text.page_row[start // PAGE_TOKENS] * PAGE_TOKENS + start % PAGE_TOKENS
             else:
                 positions = self._counting[start:stop]
-                self._token_ids[t : t + n_tokens] = request.tokens[start:stop]
+                self._token_ids[t : t + n_tokens] = text.tokens[start:stop]
                 self._positions[t : t + n_tokens] = positions
-                pages = request.page_row[positions // PAGE_TOKENS]
+                pages = text.page_row[positions // PAGE_TOKENS]
                 self._slots[t : t + n_tokens] = pages * PAGE_TOKENS + positions % PAGE_TOKENS
             t += n_tokens
             self._query_start[s + 1] = t
             self._context_len[s] = stop
-            self._page_table[s] = request.page_row
+            self._page_table[s] = text.page_row
             for row in range(t - n_logits, t - n_drafts):
                 self._logit_rows[n_rows] = row
                 n_rows += 1

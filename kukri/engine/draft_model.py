@@ -9,21 +9,16 @@ came in the place of its guesses are read before the next ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from kukri.config import EngineConfig
-from kukri.engine.batch import BatchBuilder
+from kukri.engine.batch import BatchBuilder, Chunk
 from kukri.engine.drafts import Drafts, Odds
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.runner import Runner
-from kukri.engine.scheduler import ScheduledChunk
 from kukri.kernels.types import Backend, IntArray, StepLimits
 from kukri.models import Model
-
-if TYPE_CHECKING:
-    from kukri.engine.request import Request
 
 _EXPECTED = (0.7,) * 6  # how often its guesses come true, before an answer shows it
 _LEAST_PRICE = 0.05  # of a guess, in steps of the larger model: a step has a cost beside its weights
@@ -131,7 +126,7 @@ class DraftModel:
     def _read(self, wanted: Sequence[tuple[ModelDrafts, int]]) -> list[tuple[ModelDrafts, int]]:
         """Reads what it has not of the texts, a step's tokens at most; those read whole have a guess then."""
         n_left = self._max_tokens
-        chunks: list[ScheduledChunk] = []
+        chunks: list[Chunk] = []
         done: list[tuple[ModelDrafts, int]] = []
         for drafts, n in wanted:
             stop = min(drafts.n_tokens, drafts.n_cached + n_left)
@@ -146,7 +141,7 @@ class DraftModel:
             self._run(chunks, [drafts for drafts, _ in done])
         return done
 
-    def _run(self, chunks: list[ScheduledChunk], guessing: list[ModelDrafts]) -> None:
+    def _run(self, chunks: list[Chunk], guessing: list[ModelDrafts]) -> None:
         """Runs a step whose rows of logits are, in order, those of the requests that get a guess."""
         logits = self._runner.run(self._builder.build(chunks))
         for drafts, guess in zip(guessing, logits.argmax(axis=1).tolist() if guessing else (), strict=True):
@@ -166,6 +161,6 @@ class DraftModel:
         return True
 
 
-def _chunk(drafts: ModelDrafts, start: int, stop: int) -> ScheduledChunk:
+def _chunk(drafts: ModelDrafts, start: int, stop: int) -> Chunk:
     """Tokens `start` to `stop` - 1 of a text; logits are wanted after its last token and its guesses."""
-    return ScheduledChunk(cast("Request", drafts), start, stop - start, int(stop >= drafts.n_tokens))
+    return drafts, start, stop - start, int(stop >= drafts.n_tokens), 0
