@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError
 from kukri.terminal.batch_files import BatchLine, Results, files_of, read_batch
@@ -44,36 +44,20 @@ def run_batch(
     *,
     model: str | None,
     aliases: Sequence[str],
-    max_context: int | None,
-    max_requests: int,
+    loading: dict[str, Any],
     kv_memory: str | None,
-    kv_type: str,
-    n_threads: int | None,
-    quantize: str | None,
-    rope_scaling: str | None,
-    rope_factor: float | None,
-    speculation: str | None,
-    draft_model: str | None,
     as_json: bool,
 ) -> None:
-    """Answers the requests of a file that have no result yet. What is wrong with the files is found first."""
+    """Answers the requests of a file that have no result yet. What is wrong with the files is found first.
+
+    `loading`: what LLM takes beside the model and the cache's size.
+    """
     require_web_stack("kukri batch")
     if source.resolve() in {path.resolve() for path in files_of(target)}:
         raise ConfigError("the output, its .part or its .new would replace the input: name another file")
     if not target.parent.is_dir():
         raise ConfigError(f"there is no directory {target.parent}")
-    options = {
-        "max_context": max_context,
-        "max_requests": max_requests,
-        "kv_bytes": None if kv_memory is None else n_bytes(kv_memory, "kv_memory"),
-        "kv_type": kv_type,
-        "n_threads": n_threads,
-        "quantize": quantize,
-        "rope_scaling": rope_scaling,
-        "rope_factor": rope_factor,
-        "speculation": speculation,
-        "draft_model": draft_model,
-    }
+    options = {**loading, "kv_bytes": None if kv_memory is None else n_bytes(kv_memory, "kv_memory")}
     name = default_name(model)
     lines = read_batch(source, name)
     results, counts = Results(target, lines, name), Counts()
@@ -97,7 +81,7 @@ def _answer_all(
     counts: Counts,
     model: str | None,
     names: tuple[str, ...],
-    options: Mapping[str, Any],
+    options: dict[str, Any],
 ) -> None:
     for line in lines:
         if line.error is not None and line.id not in results:
@@ -109,7 +93,7 @@ def _answer_all(
     from kukri.server.app import create_app
     from kukri.server.settings import ServerSettings
 
-    with LLM(model, **cast("Any", options)) as llm, progress_bar(len(lines)) as advance:
+    with LLM(model, **options) as llm, progress_bar(len(lines)) as advance:
         settings = ServerSettings(names, max_body_bytes=1 << 40, max_waiting=_QUEUE, has_page=False)
         app = create_app(llm, settings)
         advance(len(results), "loading")

@@ -34,27 +34,16 @@ def talk(
     model: str | None,
     system: str,
     sampling: dict[str, Any],
-    n_threads: int | None,
-    max_context: int | None,
-    quantize: str | None,
-    rope_scaling: str | None,
-    rope_factor: float | None,
-    speculation: str | None,
-    draft_model: str | None,
+    loading: dict[str, Any],
 ) -> None:
-    """Holds a conversation on stdin and stdout until Ctrl-D or /exit."""
+    """Holds a conversation on stdin and stdout until Ctrl-D or /exit.
+
+    `sampling` holds fields of SamplingParams, where None leaves the default, and `loading` what LLM takes
+    beside the model.
+    """
     params = sampling_params(sampling)
     allow_any_text()
-    options: dict[str, Any] = {
-        "n_threads": n_threads,
-        "max_context": max_context,
-        "quantize": quantize,
-        "rope_scaling": rope_scaling,
-        "rope_factor": rope_factor,
-        "speculation": speculation,
-        "draft_model": draft_model,
-    }
-    with LLM(model, **options) as llm, _line_editing():
+    with LLM(model, **loading) as llm, _line_editing():
         chat = Chat(llm, params, opening(llm, system))
         if sys.stdin.isatty():
             print(llm.path.stem)

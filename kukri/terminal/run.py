@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import sys
-from typing import Any, cast
+from typing import Any
 
 from kukri.errors import RequestError
 from kukri.llm import LLM, Result
@@ -22,35 +22,20 @@ def answer_prompt(
     system: str,
     raw: bool,
     sampling: dict[str, Any],
-    n_threads: int | None,
-    max_context: int | None,
-    quantize: str | None,
-    rope_scaling: str | None,
-    rope_factor: float | None,
-    speculation: str | None,
-    draft_model: str | None,
+    loading: dict[str, Any],
     as_json: bool,
     with_stats: bool,
 ) -> None:
     """Prints the answer to `prompt` and piped text, as it comes or as one JSON object.
 
-    `sampling` holds fields of SamplingParams; None leaves the default. Everything that can be wrong with
-    the request is found before the model is loaded.
+    `sampling` holds fields of SamplingParams, where None leaves the default, and `loading` what LLM takes
+    beside the model. Everything that can be wrong with the request is found before the model is loaded.
     """
     params = sampling_params(sampling)
     text = _full_prompt(prompt)
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
-    with LLM(
-        model,
-        n_threads=n_threads,
-        max_context=max_context,
-        quantize=quantize,
-        rope_scaling=rope_scaling,
-        rope_factor=rope_factor,
-        speculation=cast("Any", speculation),  # checked by EngineConfig
-        draft_model=draft_model,
-    ) as llm:
+    with LLM(model, **loading) as llm:
         request: Any = text if raw else [*opening(llm, system), {"role": "user", "content": text}]
         if as_json:
             result = llm.generate(request, params) if raw else llm.chat(request, params)

@@ -8,7 +8,7 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from kukri.errors import ConfigError, UnsupportedError
 
@@ -25,16 +25,8 @@ def serve_model(
     aliases: list[str],
     api_key_file: Path | None,
     cors_origins: list[str],
-    max_context: int | None,
-    max_requests: int,
+    loading: dict[str, Any],
     kv_memory: str | None,
-    kv_type: str,
-    n_threads: int | None,
-    quantize: str | None,
-    rope_scaling: str | None,
-    rope_factor: float | None,
-    speculation: str | None,
-    draft_model: str | None,
     max_waiting: int,
     max_body: str,
     rate_limit: int | None,
@@ -44,7 +36,10 @@ def serve_model(
     log_json: bool,
     log_level: str,
 ) -> None:
-    """Loads a model and serves it. What is wrong with the options is found before the model is loaded."""
+    """Loads a model and serves it. What is wrong with the options is found before the model is loaded.
+
+    `loading`: what LLM takes beside the model and the cache's size.
+    """
     require_web_stack()
     from kukri.server.logs import configure_logs
     from kukri.server.settings import ServerSettings
@@ -62,24 +57,13 @@ def serve_model(
     )
     if log_level not in _LOG_LEVELS:
         raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {log_level!r}")
+    kv_bytes = None if kv_memory is None else n_bytes(kv_memory, "kv_memory")
     configure_logs(as_json=log_json, level=log_level)
     with bound_socket(host, port) as bound:
         from kukri.llm import LLM
         from kukri.server.app import create_app
 
-        with LLM(
-            model,
-            max_context=max_context,
-            n_threads=n_threads,
-            quantize=quantize,
-            rope_scaling=rope_scaling,
-            rope_factor=rope_factor,
-            speculation=cast("Any", speculation),
-            draft_model=draft_model,
-            max_requests=max_requests,
-            kv_bytes=None if kv_memory is None else n_bytes(kv_memory, "kv_memory"),
-            kv_type=cast("Any", kv_type),  # checked by EngineConfig
-        ) as llm:
+        with LLM(model, kv_bytes=kv_bytes, **loading) as llm:
             _warm_up(llm)
             app = create_app(llm, settings)
             _announce(settings, bound, llm)

@@ -34,7 +34,7 @@ def runnable():
     host = {name for name, on in llvm.get_host_cpu_features().items() if on}
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return []
-    own = cpu_target().lowering  # test_cpu_ops.py has run under it already
+    own = cpu_target().lowering  # they have run under it already
     return [lowering for lowering, (_, _, needs) in TARGETS.items() if needs <= host and lowering != own]
 
 
@@ -66,9 +66,9 @@ def run_kernel_tests(lowering, selection):
         [sys.executable, "-c", check], env=env, capture_output=True, text=True, check=True
     )
     assert chosen.stdout.strip() == lowering
-    tests = Path(__file__).with_name("test_cpu_ops.py")
+    tests = [str(Path(__file__).with_name(f"test_cpu_{name}.py")) for name in ("linear", "ops")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *selection, str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *selection, *tests],
         env=env,
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_cpu_ops import assert_close, attention_case, copy_of, f32_weight, plain_batch
+from small_programs import assert_close, attention_case, copy_of, f32_weight, plain_batch
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import ShapeError

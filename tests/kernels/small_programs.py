@@ -1,0 +1,128 @@
+"""Small programs of a few ops, what they run on, and how results are compared."""
+
+from __future__ import annotations
+
+import numpy as np
+from random_blocks import HALVES, random_rows
+
+from kukri.config import PAGE_TOKENS
+from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.reference import ReferenceBackend
+from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, StepLimits, Weight
+from kukri.quant.blocks import quantize
+from kukri.quant.types import QUANT_TYPES
+
+QUANTIZED = tuple(HALVES)  # every quantized type that kukri runs
+TYPES = ("F32", "F16", "BF16", *QUANTIZED)
+
+# Why these bounds: results differ by the order of float32 sums alone, a few ulp of the largest term.
+RELATIVE = 3e-6
+
+
+def weight(rng, type_name, n_out, n_in):
+    """Random blocks of a type; `n_in` is rounded up to whole blocks."""
+    type = QUANT_TYPES[type_name]
+    n_in = -(-n_in // type.block_size) * type.block_size
+    if type_name in QUANTIZED:
+        data = random_rows(rng, type_name, (n_out, n_in))
+    else:
+        data = quantize((rng.standard_normal((n_out, n_in)) * 0.1).astype(np.float32), type)
+    return Weight(data, type, (n_out, n_in), f"test.{type_name}")
+
+
+def f32_weight(array):
+    array = np.ascontiguousarray(array, np.float32)
+    return Weight(array.view(np.uint8), QUANT_TYPES["F32"], array.shape)
+
+
+def exact_rows(rng, n_rows, n):
+    """Rows that int8 per block of 32 holds without loss: whole numbers up to 127, a 127 in each block."""
+    x = rng.integers(-127, 128, (n_rows, n // 32, 32)).astype(np.float32)
+    x[..., 5] = 127
+    return (x * np.exp2(rng.integers(-9, 3, (n_rows, n // 32, 1)))).reshape(n_rows, n).astype(np.float32)
+
+
+def plain_batch(n_tokens, n_rows=None):
+    """A step of one sequence without a cache behind it."""
+    ids = np.arange(n_tokens, dtype=np.int32)
+    n_pages = -(-n_tokens // PAGE_TOKENS)
+    return ForwardBatch(
+        ids,
+        ids,
+        ids,
+        np.array([0, n_tokens], np.int32),
+        np.array([n_tokens], np.int32),
+        np.arange(n_pages, dtype=np.int32)[None],
+        ids if n_rows is None else ids[:n_rows],
+    )
+
+
+def run(backend, program, batch, cache=None, max_sequences=4):
+    """The program's result on a backend whose buffers held NaN before."""
+    cache = cache or PagedKV(1, 32, 1, 16)
+    limits = StepLimits(max(batch.n_tokens, 8) + 3, max_sequences, max(batch.n_tokens, 8) + 3, 32)
+    compiled = backend.compile(program, cache, limits, {})
+    if isinstance(backend, CpuBackend):
+        compiled.plan.memory.view(np.float32)[:] = np.nan
+    return compiled(batch).copy()
+
+
+def both(backend, program, batch):
+    """(CPU, reference) results of one program."""
+    return run(backend, program, batch), run(ReferenceBackend(), program, batch)
+
+
+def assert_close(got, want, relative=RELATIVE):
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= relative * max(np.abs(want).max(), 1e-30)
+
+
+def fill(array, rng):
+    """Random numbers of any size in a cache; scales of q8_0 are at most 1 / 127."""
+    if array.dtype.names:
+        array["quants"] = rng.integers(-127, 128, array["quants"].shape)
+        array["scales"] = rng.uniform(0, 1 / 127, array["scales"].shape)
+    else:
+        array[:] = rng.standard_normal(array.shape)
+
+
+def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_type="f16"):
+    """A program and a batch of several sequences, their pages scattered, on caches with the same past."""
+    n_tokens = sum(n_new)
+    width = (group + 2) * n_kv_heads * d_head
+    x = f32_weight(rng.standard_normal((n_tokens, width)))
+    spec = AttentionSpec(0, group * n_kv_heads, n_kv_heads, d_head, d_head**-0.5, window)
+    n_pages = [-(-c // PAGE_TOKENS) for c in contexts]
+    free = rng.permutation(sum(n_pages) + 5).astype(np.int32)  # pages with holes between them
+    table = np.zeros((len(contexts), max(n_pages)), np.int32)
+    for s, n in enumerate(n_pages):
+        table[s, :n], free = free[:n], free[n:]
+    positions = np.concatenate([np.arange(c - n, c) for c, n in zip(contexts, n_new, strict=True)])
+    owner = np.repeat(np.arange(len(contexts)), n_new)
+    slots = table[owner, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+    batch = ForwardBatch(
+        np.arange(n_tokens, dtype=np.int32),
+        positions.astype(np.int32),
+        slots.astype(np.int32),
+        np.concatenate([[0], np.cumsum(n_new)]).astype(np.int32),
+        np.array(contexts, np.int32),
+        table,
+        np.arange(n_tokens, dtype=np.int32),
+    )
+    past = PagedKV(1, sum(n_pages) + 5, n_kv_heads, d_head, kv_type)
+    fill(past.keys, rng)
+    fill(past.values, rng)
+
+    def program(ops, batch):
+        sizes = (group * n_kv_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head)
+        q, k, v = ops.split(ops.embed(x, batch), sizes)
+        return ops.logit_rows(ops.attention(q, k, v, spec, batch), batch)
+
+    return program, batch, past
+
+
+def copy_of(cache):
+    new = PagedKV(cache.n_layers, cache.n_pages, cache.n_kv_heads, cache.d_head, cache.kv_type)
+    new.keys[:], new.values[:] = cache.keys, cache.values
+    return new
