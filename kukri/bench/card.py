@@ -20,9 +20,10 @@ from pathlib import Path
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats.headers import read_headers
 from kukri.formats.safetensors import packed_type
+from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.pool import ThreadPool, usable_cores
+from kukri.kernels.cpu.pool import ThreadPool
 from kukri.quant.types import fitting_type
 
 # LLVM's names of the CPU features that kernels care about

@@ -28,7 +28,7 @@ from kukri.formats.config_gguf import model_config
 from kukri.formats.gguf import GGUFFile
 from kukri.formats.names import canonical_name
 from kukri.formats.weights import GGUFWeights
-from kukri.kernels.cpu.pool import usable_cores
+from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.types import FloatArray
 from kukri.quant.blocks import dequantize
 from kukri.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from kukri.bench.llama_cpp import import_llama_cpp
 from kukri.bench.peers import SETTLE_S
 from kukri.bench.worker import ENGINES, Worker
 from kukri.errors import UnsupportedError
-from kukri.kernels.cpu.pool import usable_cores
+from kukri.kernels.cpu.features import usable_cores
 
 _START_S = 0.5  # until a new interpreter is counting
 # ends with its parent, however that ends

@@ -27,7 +27,7 @@ from kukri.bench.card import (
 )
 from kukri.errors import ConfigError
 from kukri.formats import hub
-from kukri.kernels.cpu.pool import usable_cores
+from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.types import FloatArray, ForwardBatch
 from kukri.sampling import SamplingParams
 

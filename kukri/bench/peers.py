@@ -20,7 +20,7 @@ from statistics import median
 from kukri.bench.command import model_path, parser, positive, print_table, run, say
 from kukri.bench.llama_cpp import import_llama_cpp
 from kukri.bench.worker import ENGINES, Worker
-from kukri.kernels.cpu.pool import usable_cores
+from kukri.kernels.cpu.features import usable_cores
 
 SETTLE_S = 0.1  # between measurements: threads that spin for work have gone to sleep then
 

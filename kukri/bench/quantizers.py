@@ -26,7 +26,7 @@ from kukri.evaluate.compare import Comparison, compare
 from kukri.evaluate.text import STEP_TOKENS, STRIDE_TOKENS, WINDOW_TOKENS, read_text, text_windows
 from kukri.formats import hub
 from kukri.formats.convert import open_gguf, with_recipe, write
-from kukri.kernels.cpu.pool import usable_cores
+from kukri.kernels.cpu.features import usable_cores
 from kukri.quant.mixes import MIXES
 from kukri.quant.recipes import Recipe, mix_named
 

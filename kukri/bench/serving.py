@@ -31,7 +31,7 @@ from kukri.bench.peers import SETTLE_S
 from kukri.bench.worker import ENGINES, Worker
 from kukri.engine import Engine, Request
 from kukri.errors import KukriError, UnsupportedError
-from kukri.kernels.cpu.pool import usable_cores
+from kukri.kernels.cpu.features import usable_cores
 from kukri.sampling import SamplingParams
 
 _PROMPT, _NEW = 128, 64  # tokens of each stream

@@ -12,9 +12,8 @@ from typing import Any
 import kukri
 from kukri.bench.card import cpu_features, cpu_model
 from kukri.formats import hub
-from kukri.kernels.cpu.features import cpu_target
+from kukri.kernels.cpu.features import cpu_target, usable_cores
 from kukri.kernels.cpu.jit import cache_dir, cache_root
-from kukri.kernels.cpu.pool import usable_cores
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts
 

@@ -68,7 +68,7 @@ def run_kernel_tests(lowering, selection):
     assert chosen.stdout.strip() == lowering
     tests = [str(Path(__file__).with_name(f"test_cpu_{name}.py")) for name in ("linear", "ops")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *selection, *tests],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *selection, *tests],
         env=env,
         capture_output=True,
         text=True,

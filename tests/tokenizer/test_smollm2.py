@@ -83,7 +83,7 @@ def test_chat_prompt_equals_transformers(tokenizer, reference):
             assert tokenizer.encode(ours, parse_special=True) == ids
 
 
-def test_loads_in_a_tenth_of_a_second(smollm2_path):
+def test_loads_in_some_tenth_of_a_second(smollm2_path):
     """Catches a slow way to build the vocabulary, which every start of the program would pay."""
     program = """
 import sys, time
@@ -100,4 +100,5 @@ print(min(times))
     run = subprocess.run(
         [sys.executable, "-c", program, smollm2_path], capture_output=True, text=True, check=True
     )
-    assert float(run.stdout) < 150 * min(yardstick_s() for _ in range(20))
+    # 108 to 123 were seen on an idle AMD EPYC, 170 on a busy one
+    assert float(run.stdout) < 250 * min(yardstick_s() for _ in range(20))

@@ -67,3 +67,10 @@ def cpu_target() -> CpuTarget:
     text = flags or ",".join(("+" if on else "-") + flag for flag, on in sorted(features.items()))
     has_half = bool(features.get("f16c")) or not is_x86
     return CpuTarget(name or llvm.get_host_cpu_name(), text, _lowering_of_features(features), has_half)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -21,7 +21,13 @@ _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 
 # The options of every kernel and of the functions that kernels are made of.
-_OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "boundscheck": False}
+_OPTIONS: dict[str, Any] = {
+    "error_model": "numpy",
+    "nogil": True,
+    "boundscheck": False,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 
 
 def device(function: Callable[..., Any]) -> Any:
@@ -44,8 +50,7 @@ def compile_kernel(source: KernelSource) -> tuple[str, bytes]:
     loads = ", ".join(f"load_i64(record + {8 * i})" for i in range(len(source.parameters)))
     namespace: dict[str, Any] = {"body": part(source.function), "load_i64": load_i64}
     exec(f"def entry(record, tile):\n    return body(tile, {loads})", namespace)
-    options = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    function: Any = njit("int64(int64, int64)", **options)(namespace["entry"])
+    function: Any = njit("int64(int64, int64)", **_OPTIONS)(namespace["entry"])
     (compiled,) = function.overloads.values()
     library = compiled.library
     code = library.codegen._tm.emit_object(library._final_module)

@@ -1,4 +1,4 @@
-"""Kernels: Python functions compiled to machine code once, then loaded from a cache without Numba.
+"""Kernels: machine code of Python functions, loaded from a cache without Numba; `compiling.py` fills it.
 
 A kernel is `def name(tile, a, b, …)` over int64 values: buffer addresses, sizes, and floats as bits.
 The executor calls it with the address of a record that holds a, b, … and a tile number; for tile -1 it
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -28,19 +26,7 @@ from platformdirs import user_cache_dir
 from kukri.kernels import rows
 from kukri.kernels.cpu.features import cpu_target
 
-# Modules that hold kernels, in the order in which they are searched for a name.
-_KERNEL_MODULES = (
-    "threads",
-    "batch",
-    "embedding",
-    "elementwise",
-    "linear",
-    "attention",
-    "masked",
-    "sample",
-    "pack_kernels",
-    "bandwidth",
-)
+KernelCode = tuple[str, tuple[str, ...], bytes]  # symbol, parameters, object code
 
 
 @dataclass(frozen=True)
@@ -139,19 +125,22 @@ class KernelLibrary:
         self._objects: list[bytes] = []  # MCJIT reads them as long as it lives
 
     def load(self, names: Iterable[str]) -> None:
-        """Makes the kernels available, compiling those that the cache lacks."""
+        """Makes the kernels available, compiling those that the cache lacks on all cores."""
         missing = []
         for name in dict.fromkeys(names):
             if name in self._kernels:
                 continue
-            cached = _read_cached(name)
+            cached = read_cached(name)
             if cached is None:
                 missing.append(name)
             else:
                 self._link(name, *cached)
-        for name in missing:
+        if missing:
+            from kukri.kernels.cpu.compiling import compile_with_helpers
+
             self._tell_once()
-            self._link(name, *_compile_and_store(name))
+            for name, code in compile_with_helpers(missing):
+                self._link(name, *code)
 
     def __getitem__(self, name: str) -> LoadedKernel:
         """The kernel of that name, loaded on first use."""
@@ -188,7 +177,7 @@ class KernelLibrary:
         self._kernels[name] = LoadedKernel(name, address, parameters, self)
 
 
-def _read_cached(name: str) -> tuple[str, tuple[str, ...], bytes] | None:
+def read_cached(name: str) -> KernelCode | None:
     """(symbol, parameters, object code) from the cache, or None if it is not there or cut short."""
     try:
         data = (cache_dir() / f"{name}.kernel").read_bytes()
@@ -199,41 +188,3 @@ def _read_cached(name: str) -> tuple[str, tuple[str, ...], bytes] | None:
         return facts["symbol"], tuple(facts["parameters"]), code
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _store(name: str, symbol: str, parameters: tuple[str, ...], code: bytes) -> None:
-    """Writes a kernel to the cache atomically. A cache that cannot be written costs time, not correctness."""
-    facts = {"symbol": symbol, "parameters": parameters, "sha256": hashlib.sha256(code).hexdigest()}
-    try:
-        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=cache_dir())
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(facts).encode() + b"\n" + code)
-        os.replace(temporary, cache_dir() / f"{name}.kernel")
-    except OSError:
-        return
-
-
-def find_source(name: str) -> KernelSource:
-    """The kernel's Python source. `linear_Q4_1` or, for a family, `attention[3,64]`."""
-    family, _, arguments = name.partition("[")
-    for module_name in _KERNEL_MODULES:
-        module = importlib.import_module(f"kukri.kernels.cpu.{module_name}")
-        found = module.KERNELS.get(family)
-        if found is not None:
-            if not arguments:
-                return found  # type: ignore[no-any-return]
-            values = [int(value) for value in arguments.rstrip("]").split(",")]
-            return found(*values)  # type: ignore[no-any-return]
-    raise KeyError(f"no kernel source for {name}")
-
-
-def _compile_and_store(name: str) -> tuple[str, tuple[str, ...], bytes]:
-    if os.environ.get("NUMBA_CPU_NAME") and "NUMBA_CPU_FEATURES" not in os.environ:
-        os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU
-    from kukri.kernels.cpu.intrinsics import compile_kernel
-
-    source = find_source(name)
-    symbol, code = compile_kernel(source)
-    _store(name, symbol, source.parameters, code)
-    return symbol, source.parameters, code

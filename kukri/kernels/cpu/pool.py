@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 import weakref
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.state import (
@@ -30,13 +30,6 @@ from kukri.kernels.cpu.state import (
 _FIRST_PAUSE_S = 0.02  # with a thread fewer after a stall
 _LONGEST_PAUSE_S = 0.64
 _CALM_S = 0.1  # without a stall for so long, the next one is news
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _Workers:

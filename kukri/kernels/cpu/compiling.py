@@ -1,0 +1,162 @@
+"""Compiling kernels into the cache, on all cores: Numba compiles on one, so other processes help.
+
+Whoever compiles a kernel holds a lock of its name, so that no two processes do the same work: neither helpers
+nor two programs that were started together.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kukri.kernels.cpu.features import usable_cores
+from kukri.kernels.cpu.jit import KernelCode, KernelSource, cache_dir, read_cached
+
+# Modules that hold kernels, in the order in which they are searched for a name.
+_KERNEL_MODULES = (
+    "threads",
+    "batch",
+    "embedding",
+    "elementwise",
+    "linear",
+    "attention",
+    "masked",
+    "sample",
+    "pack_kernels",
+    "bandwidth",
+)
+
+_SOON = ("choose_rows",)  # what every answer needs and what takes longest; helpers begin with it
+_helpers: list[subprocess.Popen[bytes]] = []
+
+
+def compile_with_helpers(names: Sequence[str]) -> Iterator[tuple[str, KernelCode]]:
+    """Each kernel once it is compiled, by this process or another."""
+    _start_helpers(names)
+    return compile_kernels(names)
+
+
+def compile_kernels(names: Iterable[str]) -> Iterator[tuple[str, KernelCode]]:
+    """Each kernel, from the cache or compiled; those that another process is compiling come last."""
+    left = deque(names)
+    n_busy = 0  # of those left, looked at since the last that was not
+    while left:
+        name = left.popleft()
+        with _claim(name, wait=n_busy > len(left)) as is_ours:
+            if is_ours:
+                yield name, read_cached(name) or _compile_and_store(name)
+                n_busy = 0
+            else:
+                left.append(name)
+                n_busy += 1
+
+
+def help_compiling() -> None:
+    """What a helper process does: compiles the kernels that its arguments name, as long as stdin is open."""
+
+    def watch() -> None:
+        sys.stdin.read()
+        os._exit(1)  # whoever waited for the kernels is gone
+
+    threading.Thread(target=watch, daemon=True).start()
+    for _ in compile_kernels(sys.argv[1:]):
+        pass
+
+
+def _start_helpers(missing: Sequence[str]) -> None:
+    """Starts processes that compile into the cache beside this one, which does what they cannot."""
+    _helpers[:] = [helper for helper in _helpers if helper.poll() is None]
+    soon = [name for name in _SOON if name not in missing and read_cached(name) is None]
+    n_more = min(len(missing) + len(soon) - 1, usable_cores()) - len(_helpers)
+    if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name:
+        return  # another program that has Python in it, which would not know what to do
+    # -P: nothing that lies in the working directory is imported
+    command = [sys.executable, "-P", "-c", f"from {__name__} import help_compiling; help_compiling()"]
+    for _ in range(n_more):
+        with suppress(OSError):
+            _helpers.append(
+                subprocess.Popen(
+                    [*command, *soon, *reversed(missing)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
+
+
+@contextmanager
+def _claim(name: str, *, wait: bool) -> Iterator[bool]:
+    """Whether this process may compile a kernel: no other does at the moment. Without a cache it may.
+
+    The lock is the system's, so that it goes with the process.
+    """
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(cache_dir() / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _lock(descriptor, wait=wait)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Whether the file is locked now; as if, where its file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def find_source(name: str) -> KernelSource:
+    """The kernel's Python source. `linear_Q4_1` or, for a family, `attention[3,64]`."""
+    family, _, arguments = name.partition("[")
+    for module_name in _KERNEL_MODULES:
+        module = importlib.import_module(f"kukri.kernels.cpu.{module_name}")
+        found = module.KERNELS.get(family)
+        if found is not None:
+            if not arguments:
+                return found  # type: ignore[no-any-return]
+            values = [int(value) for value in arguments.rstrip("]").split(",")]
+            return found(*values)  # type: ignore[no-any-return]
+    raise KeyError(f"no kernel source for {name}")
+
+
+def _compile_and_store(name: str) -> KernelCode:
+    if os.environ.get("NUMBA_CPU_NAME") and "NUMBA_CPU_FEATURES" not in os.environ:
+        os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU
+    from kukri.kernels.cpu.intrinsics import compile_kernel
+
+    source = find_source(name)
+    symbol, code = compile_kernel(source)
+    _store(name, symbol, source.parameters, code)
+    return symbol, source.parameters, code
+
+
+def _store(name: str, symbol: str, parameters: tuple[str, ...], code: bytes) -> None:
+    """Writes a kernel to the cache atomically. A cache that cannot be written costs time, not correctness."""
+    facts = {"symbol": symbol, "parameters": parameters, "sha256": hashlib.sha256(code).hexdigest()}
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=cache_dir())
+        with os.fdopen(handle, "wb") as file:
+            file.write(json.dumps(facts).encode() + b"\n" + code)
+        os.replace(temporary, cache_dir() / f"{name}.kernel")
+    except OSError:
+        return

@@ -1,0 +1,108 @@
+"""Who compiles which kernel, where several processes want the same ones."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kukri.kernels.cpu import compiling, jit
+
+CODE = ("symbol", ("a",), b"code")
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory for kernels, which helpers use too."""
+    monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path))
+    jit.cache_dir.cache_clear()
+    monkeypatch.setattr(compiling, "_SOON", ())
+    yield jit.cache_dir()
+    jit.cache_dir.cache_clear()
+
+
+def ended(is_true: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_true()
+
+
+def test_what_another_process_compiles_is_waited_for(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two processes that compile the same kernel, and one that waits while there is more to do."""
+    compiled: list[str] = []
+    monkeypatch.setattr(compiling, "_compile_and_store", lambda name: compiled.append(name) or CODE)
+    kernels.mkdir(parents=True)
+    come: list[tuple[str, jit.KernelCode]] = []
+    with (kernels / "a.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ours = threading.Thread(target=lambda: come.extend(compiling.compile_kernels(["a", "b", "c"])))
+        ours.start()
+        assert ended(lambda: compiled == ["b", "c"])
+        compiling._store("a", "theirs", ("x",), b"their code")
+        ours.join(0.2)
+        assert ours.is_alive()
+    ours.join(20)
+    assert [name for name, _ in come] == ["b", "c", "a"]
+    assert come[-1][1] == ("theirs", ("x",), b"their code")
+    assert compiled == ["b", "c"]
+
+
+def test_a_process_that_ended_amid_its_work_is_not_waited_for(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches locks that outlive who held them."""
+    monkeypatch.setattr(compiling, "_compile_and_store", lambda name: CODE)
+    kernels.mkdir(parents=True)
+    (kernels / "a.lock").touch()
+    assert list(compiling.compile_kernels(["a"])) == [("a", CODE)]
+
+
+def test_a_directory_that_cannot_be_written_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a start that fails where there is no home directory to write to."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path / "file" / "jit")
+    monkeypatch.setattr(compiling, "_compile_and_store", lambda name: CODE)
+    assert list(compiling.compile_kernels(["a", "b"])) == [("a", CODE), ("b", CODE)]
+
+
+def test_helpers_compile_and_import_nothing_from_the_working_directory(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches helpers that fail unnoticed, and code run because somebody left a file in a directory."""
+    for name in ("kukri", "numba", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    compiling._start_helpers(["gather_rows", "pack"])
+    assert compiling._helpers
+    assert ended(lambda: all(helper.poll() is not None for helper in compiling._helpers))
+    assert all(helper.returncode == 0 for helper in compiling._helpers)
+    assert {path.stem for path in kernels.glob("*.kernel")} == {"gather_rows", "pack"}
+    assert not (tmp_path / "trap").exists()
+
+
+def test_no_helpers_are_started_by_another_program(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an application with Python inside that starts copies of itself."""
+    monkeypatch.setattr(compiling, "_helpers", [])
+    monkeypatch.setattr(sys, "executable", "/usr/bin/editor")
+    compiling._start_helpers(["gather_rows", "pack"])
+    assert compiling._helpers == []
+
+
+def test_a_helper_ends_with_the_process_it_helps(kernels: Path) -> None:
+    """Catches processes that go on for nobody after Ctrl-C."""
+    program = "from kukri.kernels.cpu.compiling import help_compiling; help_compiling()"
+    helper = subprocess.Popen([sys.executable, "-P", "-c", program, "choose_rows"], stdin=subprocess.PIPE)
+    assert ended(lambda: (kernels / "choose_rows.lock").exists())
+    assert helper.stdin is not None
+    helper.stdin.close()
+    assert helper.wait(timeout=30) == 1
+    assert not (kernels / "choose_rows.kernel").exists()
