@@ -12,6 +12,7 @@ follows the place that the last tokens repeat.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import log
 from typing import Protocol
 
 import numpy as np
@@ -27,8 +28,14 @@ _MEMORY = 0.98  # what is left of a token's weight at the next of its kind
 _HOPELESS = 0.05  # a guess of less chance is worth no time, nor are those after it
 _GAIN = 1.03  # the least gain that is worth a guess, as odds and costs are guesses too
 # the time of a step of 1, 2, ... tokens, and of each beyond, in those of a step of one: see docs/log.md
+# for one machine; others differ by how steeply it grows, which `StepCosts` learns
 _COST = (1.0, 1.15, 1.27, 1.37, 1.5, 1.6, 1.7, 1.75, 2.1)
 _COST_BEYOND = 0.19
+_MEMORY_OF_STEPS = 0.1  # what the newest step counts, once there are some
+_BEND, _DAMPING = 0.1, 0.02  # how fast the steepness follows; where steps are alike, it stays
+_N_FIRST = 8  # steps that tell the time of one token alone
+_MAX_ERROR = 0.3  # a factor of 1.35: what is off by more was held up by something else
+_FLATTEST, _STEEPEST = 0.3, 6.0
 _DEPTHS = (1, 2, 3, 5, 7, 11, 15, 31, 63)  # guesses of one request: costs bend at 8 tokens, then grow evenly
 
 
@@ -52,10 +59,51 @@ class Odds:
         self._n[kind] = self._n[kind] * _MEMORY + 1.0
 
 
+class StepCosts:
+    """What steps of more tokens cost on this machine, learned from those that ran.
+
+    A step of n tokens takes `one * (1 + steepness * x)`, where x is what the table says it costs beyond one
+    token: less where memory is slow, more where arithmetic is. Both factors follow the times of steps.
+    """
+
+    def __init__(self) -> None:
+        self.steepness = 1.0
+        self._log_one_s = 0.0  # of a step of one token
+        self._usual_slope = 0.0
+        self._n_seen = 0
+
+    def of(self, n_tokens: int) -> float:
+        """The time of a step of `n_tokens`, as a multiple of that of a step of one."""
+        n_beyond = n_tokens - len(_COST)
+        cost = _COST[n_tokens - 1] if n_beyond <= 0 else _COST[-1] + n_beyond * _COST_BEYOND
+        return 1.0 + self.steepness * (cost - 1.0)
+
+    def learn(self, n_tokens: int, seconds: float) -> None:
+        """Books a step of requests that generate. One that was held up counts little."""
+        cost = self.of(n_tokens)
+        slope = (1.0 - 1.0 / cost) / self.steepness  # of the logarithm of its time, by the steepness
+        error = log(max(seconds, 1e-9) / cost) - self._log_one_s
+        self._n_seen += 1
+        share = max(1.0 / self._n_seen, _MEMORY_OF_STEPS)
+        self._usual_slope += share * (slope - self._usual_slope)
+        if self._n_seen > _N_FIRST:
+            error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
+            self._bend(error, slope - self._usual_slope)
+        self._log_one_s += share * error
+
+    def _bend(self, error: float, slope: float) -> None:
+        """Moves the steepness by an error, and the time of one so that that of usual steps stays."""
+        moved = self.steepness + _BEND * error * slope / (slope * slope + _DAMPING)
+        moved = min(max(moved, _FLATTEST), _STEEPEST)
+        self._log_one_s -= (moved - self.steepness) * self._usual_slope
+        self.steepness = moved
+
+
 class StepLoad:
     """What a step is about to do: the tokens it computes, and those it is expected to give."""
 
-    def __init__(self, n_computed: int, n_given: int) -> None:
+    def __init__(self, n_computed: int, n_given: int, costs: StepCosts) -> None:
+        self._cost = costs.of
         self._n_computed, self._n_given, self._time_beside = n_computed, float(n_given), 0.0
         self._least: dict[float, float] = {}  # by price: see _least_chance
 
@@ -65,7 +113,7 @@ class StepLoad:
         `chances`: the probability that each comes true, given that those before it do. `price`: the time that
         it takes to make a guess, in steps of one token.
         """
-        best, best_rate = 0, _GAIN * self._n_given / (step_cost(self._n_computed) + self._time_beside)
+        best, best_rate = 0, _GAIN * self._n_given / (self._cost(self._n_computed) + self._time_beside)
         best_given = given = self._n_given
         all_true = 1.0
         for depth, chance in enumerate(chances, 1):
@@ -73,7 +121,7 @@ class StepLoad:
             if all_true < _HOPELESS or (depth == 1 and chance < self._least_chance(price)):
                 break
             given += all_true
-            rate = given / (step_cost(self._n_computed + depth) + self._time_beside + depth * price)
+            rate = given / (self._cost(self._n_computed + depth) + self._time_beside + depth * price)
             if rate > best_rate:
                 best, best_rate, best_given = depth, rate, given
         if best:
@@ -90,16 +138,10 @@ class StepLoad:
         """
         least = self._least.get(price)
         if least is None:
-            rate = _GAIN * self._n_given / (step_cost(self._n_computed) + self._time_beside)
-            times = ((n, step_cost(self._n_computed + n) + self._time_beside + n * price) for n in _DEPTHS)
+            rate = _GAIN * self._n_given / (self._cost(self._n_computed) + self._time_beside)
+            times = ((n, self._cost(self._n_computed + n) + self._time_beside + n * price) for n in _DEPTHS)
             least = self._least[price] = min((rate * time - self._n_given) / n for n, time in times)
         return least
-
-
-def step_cost(n_tokens: int) -> float:
-    """The time of a step of `n_tokens`, as a multiple of that of a step of one."""
-    n_beyond = n_tokens - len(_COST)
-    return _COST[n_tokens - 1] if n_beyond <= 0 else _COST[-1] + n_beyond * _COST_BEYOND
 
 
 class Drafts(Protocol):

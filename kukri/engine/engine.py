@@ -150,7 +150,7 @@ class Engine:
                 chunk.request.error = error if isinstance(error, KukriError) else KukriError(str(error))
                 self._end(chunk.request, "error")
             raise
-        return self.scheduler.postprocess(chunks, results, perf_counter())
+        return self.scheduler.postprocess(chunks, results, started_s, perf_counter())
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request between steps, as where its text met a stop string; one that ended stays so."""

@@ -16,7 +16,7 @@ from bisect import insort
 from typing import NamedTuple
 
 from kukri.config import PAGE_TOKENS
-from kukri.engine.drafts import Drafter, Drafts, StepLoad
+from kukri.engine.drafts import Drafter, Drafts, StepCosts, StepLoad
 from kukri.engine.pages import ROOT, PagePool, pages_for
 from kukri.engine.queue import WaitingQueue
 from kukri.engine.request import Request, RequestState
@@ -80,6 +80,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.drafter: Drafter | None = None
+        self.costs = StepCosts()
         self.copies: list[tuple[int, int]] = []  # (from, to): pages to copy before the step, in this order
         self.n_preemptions = 0
         self.n_prefix_hit = 0  # tokens that were found and not computed
@@ -128,13 +129,19 @@ class Scheduler:
         return chunks
 
     def postprocess(
-        self, chunks: list[ScheduledChunk], results: list[list[SampledToken | KukriError]], now_s: float
+        self,
+        chunks: list[ScheduledChunk],
+        results: list[list[SampledToken | KukriError]],
+        started_s: float,
+        now_s: float,
     ) -> list[StepOutput]:
         """Books a finished step: `results` has the tokens of each chunk that gives some, or why not.
 
         A chunk with guesses gives a token for each that came true, and one more. Ends the requests that are
         done, whose pages are free at once.
         """
+        if self.takes_drafts and all(_generates(chunk.request) for chunk in chunks):
+            self.costs.learn(sum(chunk.n_tokens for chunk in chunks), now_s - started_s)
         outputs: list[StepOutput] = []
         n_given = 0
         for chunk in chunks:
@@ -211,7 +218,7 @@ class Scheduler:
         n_tokens = sum(chunk.n_tokens for chunk in chunks)
         n_rows = sum(chunk.n_logits for chunk in chunks)
         room = min(self.max_step_tokens - n_tokens, self.max_logit_rows - n_rows)
-        load = StepLoad(n_tokens, sum(chunk.gives_token for chunk in chunks))
+        load = StepLoad(n_tokens, sum(chunk.gives_token for chunk in chunks), self.costs)
         wanted: list[tuple[int, Drafts, int]] = []
         for i, chunk in enumerate(chunks):
             request = chunk.request

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kukri import LLM
 from kukri.engine import Engine, Request
-from kukri.engine.drafts import LookupDrafts, StepLoad
+from kukri.engine.drafts import LookupDrafts, StepCosts, StepLoad
 from kukri.errors import RequestError
 from kukri.kernels.types import IntArray
 from kukri.sampling import Grammar, SamplingParams
@@ -357,16 +357,50 @@ def test_odds_are_learned_without_trying() -> None:
     n_taken = []
     for n in range(1, 2000):
         drafts.follow(text, n)
-        n_taken.append(StepLoad(1, 1).add(drafts.chances(8)))
+        n_taken.append(StepLoad(1, 1, StepCosts()).add(drafts.chances(8)))
     assert sum(n > 0 for n in n_taken[300:1500]) < 60
     assert min(n_taken[1570:]) >= 7
 
 
 def test_a_full_step_takes_no_guesses_of_little_chance() -> None:
     """Guesses that cost a crowd more time than they save."""
-    assert StepLoad(1, 1).add([0.6] * 8) >= 2
-    assert StepLoad(16, 16).add([0.3] * 8) == 0
-    assert StepLoad(200, 1).add([0.9] * 8) == 8  # beside a prompt a token more costs next to nothing
+    assert StepLoad(1, 1, StepCosts()).add([0.6] * 8) >= 2
+    assert StepLoad(16, 16, StepCosts()).add([0.3] * 8) == 0
+    assert (
+        StepLoad(200, 1, StepCosts()).add([0.9] * 8) == 8
+    )  # beside a prompt a token more costs next to nothing
+
+
+@pytest.mark.parametrize("steepness", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("n_others", [0, 7])
+def test_costs_are_learned_from_steps(steepness: float, n_others: int) -> None:
+    """Guesses taken by another machine's costs, and costs spoiled by steps that were held up."""
+    true, costs, random = StepCosts(), StepCosts(), np.random.default_rng(0)
+    true.steepness = steepness
+    for i in range(600):
+        n_tokens = 1 + n_others + int(random.choice([0, 0, 1, 3, 7]))
+        seconds = 0.005 * (1 + i / 1000) * true.of(n_tokens) * np.exp(0.05 * random.standard_normal())
+        costs.learn(n_tokens, seconds * (10 if i % 50 == 49 else 1))
+    given = [0.5] * 8
+    if n_others == 0:
+        assert costs.steepness == pytest.approx(steepness, rel=0.35)
+        assert StepLoad(1, 1, costs).add(given) == pytest.approx(StepLoad(1, 1, true).add(given), abs=1)
+    ratio = costs.of(n_others + 8) / costs.of(n_others + 1)
+    assert ratio == pytest.approx(true.of(n_others + 8) / true.of(n_others + 1), rel=0.2)
+
+
+def test_steps_of_prompts_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs learned from prompts, whose tokens cost less than guesses do, or under hooks."""
+    engine = make("ngram", max_step_tokens=64)
+    seen: list[int] = []
+    monkeypatch.setattr(engine.scheduler.costs, "learn", lambda n_tokens, seconds: seen.append(n_tokens))
+    add(engine, prompt_of(40), greedy(3))
+    finish(engine)
+    assert seen == [1, 1]
+    engine.add_hooks({})
+    add(engine, prompt_of(40), greedy(3))
+    finish(engine)
+    assert len(seen) == 4
 
 
 def test_requests_choose(monkeypatch: pytest.MonkeyPatch) -> None:
