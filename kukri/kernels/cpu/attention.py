@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.elementwise import first_row, quantize_row, row_tiles, stop_row
+from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import (
     device,
     f32_of_bits,
@@ -168,8 +169,12 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int) -> Any:
     n_vectors = d_head // 16
     n_blocks, block_size = (d_head // KV_BLOCK, KV_BLOCK) if d_head % KV_BLOCK == 0 else (1, d_head)
     row_scores = 4 * CHUNK_TOKENS
-    few_rows = rows <= 4  # then several pages or value vectors at a time keep the FMA units busy
-    together = 4 if few_rows and n_vectors % 4 == 0 else 2 if few_rows and n_vectors % 2 == 0 else 1
+    # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
+    if cpu_target().has_wide_registers:
+        most_together = 4 if rows <= 4 else 1
+    else:
+        most_together = {1: 4, 2: 2, 3: 2}.get(rows, 1)
+    together = next(n for n in (4, 2, 1) if n <= most_together and n_vectors % n == 0)
 
     @device
     def page_scores(q, keys, scores):
@@ -179,6 +184,20 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int) -> Any:
             for d in range(block_size):
                 s = tile_fma(s, load_key(keys, b, d, scale), q + 4 * (b * block_size + d), 4 * d_head)
         tile_store(s, scores, row_scores, rows)
+
+    @device
+    def two_page_scores(q, k0, k1, scores):
+        s0 = tile_zeros_f32(rows)
+        s1 = tile_zeros_f32(rows)
+        for b in range(n_blocks):
+            scale0 = key_scale(k0, b)
+            scale1 = key_scale(k1, b)
+            for d in range(block_size):
+                at = q + 4 * (b * block_size + d)
+                s0 = tile_fma(s0, load_key(k0, b, d, scale0), at, 4 * d_head)
+                s1 = tile_fma(s1, load_key(k1, b, d, scale1), at, 4 * d_head)
+        tile_store(s0, scores, row_scores, rows)
+        tile_store(s1, scores + 64, row_scores, rows)
 
     @device
     def four_page_scores(q, k0, k1, k2, k3, scores):
@@ -250,10 +269,14 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int) -> Any:
     @device
     def chunk_part(q, ranges, keys, values, pages, base, n_keys, part, scores):
         """The partial result of keys base to base + n_keys - 1; `pages`: 4 byte offsets of their pages."""
-        if few_rows:
+        if most_together == 4:
             p0 = keys + load_i64(pages)
             p1 = keys + load_i64(pages + 8)
             four_page_scores(q, p0, p1, keys + load_i64(pages + 16), keys + load_i64(pages + 24), scores)
+        elif most_together == 2:
+            for page in range(0, (n_keys + PAGE_TOKENS - 1) >> 4, 2):
+                at = pages + 8 * page
+                two_page_scores(q, keys + load_i64(at), keys + load_i64(at + 8), scores + 64 * page)
         else:
             for page in range((n_keys + PAGE_TOKENS - 1) >> 4):
                 page_scores(q, keys + load_i64(pages + 8 * page), scores + 64 * page)

@@ -34,6 +34,11 @@ class CpuTarget:
     lowering: Lowering
     has_half: bool  # the CPU converts float16 in hardware
 
+    @property
+    def has_wide_registers(self) -> bool:
+        """Whether 32 registers hold sums of 16 lanes, as with AVX-512; others have 16 of 8 or fewer."""
+        return self.lowering == "avx512vnni"
+
 
 def _lowering_of_features(features: dict[str, bool]) -> Lowering:
     if features.get("avx512vnni") and features.get("avx512bw") and features.get("avx512vl"):

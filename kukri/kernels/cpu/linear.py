@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kukri.kernels.cpu.blocks import BLOCK_FUNCTIONS
+from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import device, load_i64
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.layouts import (
@@ -28,7 +29,6 @@ from kukri.kernels.cpu.layouts import (
 )
 from kukri.kernels.cpu.simd import load_f32x16
 from kukri.kernels.cpu.tiles import (
-    has_wide_registers,
     tile_add,
     tile_fma,
     tile_store,
@@ -85,7 +85,7 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
 
         return two_row_tiles
 
-    row_tile_8 = make_row_tile(8) if has_wide_registers() else make_two_row_tiles(4)
+    row_tile_8 = make_row_tile(8) if cpu_target().has_wide_registers else make_two_row_tiles(4)
 
     def linear(tile, rows, w, x, n_row_tiles, n_blocks, y, y_stride, bias, residual, residual_stride):
         """`rows` is the address of the number of tokens; strides are bytes; 0 for no bias or residual."""

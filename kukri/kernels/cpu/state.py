@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.rows import MAX_VOCAB
 
 DONE = 0  # finished tiles of the current op
@@ -85,8 +86,11 @@ def scratch_bytes(n: int) -> int:
 
 
 def query_tokens(group: int) -> int:
-    """New tokens of a sequence that attend together when `group` query heads share a key head."""
-    return max(1, 12 // group)
+    """New tokens of a sequence that attend together when `group` query heads share a key head.
+
+    As many as there are registers for: their heads each have a sum of 16 lanes.
+    """
+    return max(1, (12 if cpu_target().has_wide_registers else 6) // group)
 
 
 def partial_bytes(rows: int, d_head: int) -> int:

@@ -93,11 +93,6 @@ def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
 #   4 dots of 5 bits  (4 * 256 * 31 = 31,744)      8 dots of 3 or 2 bits
 
 
-def has_wide_registers() -> bool:
-    """Whether sums for 8 tokens fit the registers: AVX-512 has 32 of 16 lanes, others 16 of 8 or less."""
-    return cpu_target().lowering == "avx512vnni"
-
-
 def signed_dot_shift() -> int:
     """7 where dot4 of signed weights computes (w + 128) · s, so that accumulators start at -sum(s) << 7."""
     return 7 if cpu_target().lowering in ("avx512vnni", "avxvnni") else -1
