@@ -38,6 +38,7 @@ _KERNEL_MODULES = (
 )
 
 _SOON = ("choose_rows",)  # what every answer needs and what takes longest; helpers begin with it
+_MOST_HELPERS = 3  # each takes some 230 MB; more would not be done sooner than the longest kernel
 _helpers: list[subprocess.Popen[bytes]] = []
 
 
@@ -78,7 +79,7 @@ def _start_helpers(missing: Sequence[str]) -> None:
     """Starts processes that compile into the cache beside this one, which does what they cannot."""
     _helpers[:] = [helper for helper in _helpers if helper.poll() is None]
     soon = [name for name in _SOON if name not in missing and read_cached(name) is None]
-    n_more = min(len(missing) + len(soon) - 1, usable_cores()) - len(_helpers)
+    n_more = min(len(missing) + len(soon) - 1, usable_cores(), _MOST_HELPERS) - len(_helpers)
     if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name:
         return  # another program that has Python in it, which would not know what to do
     # -P: nothing that lies in the working directory is imported
