@@ -23,6 +23,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path))
     jit.cache_dir.cache_clear()
     monkeypatch.setattr(compiling, "_SOON", ())
+    monkeypatch.setattr(compiling, "_helpers", [])  # those of other tests may be at work still
     yield jit.cache_dir()
     jit.cache_dir.cache_clear()
 
@@ -91,7 +92,6 @@ def test_helpers_compile_and_import_nothing_from_the_working_directory(
 
 def test_no_helpers_are_started_by_another_program(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an application with Python inside that starts copies of itself."""
-    monkeypatch.setattr(compiling, "_helpers", [])
     monkeypatch.setattr(sys, "executable", "/usr/bin/editor")
     compiling._start_helpers(["gather_rows", "pack"])
     assert compiling._helpers == []
