@@ -7,6 +7,7 @@ as kernels find them in their records; nothing here checks bounds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
@@ -52,9 +53,9 @@ def compile_kernel(source: KernelSource) -> tuple[str, bytes]:
     exec(f"def entry(record, tile):\n    return body(tile, {loads})", namespace)
     function: Any = njit("int64(int64, int64)", **_OPTIONS)(namespace["entry"])
     (compiled,) = function.overloads.values()
-    library = compiled.library
-    code = library.codegen._tm.emit_object(library._final_module)
-    return compiled.fndesc.llvm_func_name, code
+    linked, described = attrgetter("library", "fndesc")(compiled)  # its code, all parts linked, and its names
+    code = linked.codegen._tm.emit_object(linked._final_module)
+    return described.llvm_func_name, code
 
 
 # --- how operations are defined -----------------------------------------------------------------------
