@@ -14,6 +14,13 @@ from kukri.sampling import SamplingParams
 
 Event = tuple[Any, ...]
 
+# of small engines, where requests meet every bound, for `given`
+SIZES: dict[str, st.SearchStrategy[Any]] = {
+    "max_requests": st.integers(1, 4),
+    "max_step_tokens": st.sampled_from([1, 2, 5, 16, 33, 100]),
+    "n_pages": st.integers(6, 14),
+}
+
 
 def prompt_of(n: int, seed: int = 0) -> list[int]:
     """n tokens, without those that mean something here."""

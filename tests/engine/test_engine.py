@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from driving import add, any_events, finish, greedy, play, prompt_of
+from driving import SIZES, add, any_events, finish, greedy, play, prompt_of
 from fake_model import EOS, N_VOCAB, POISON, FakeBackend, FakeModel, expected_output, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,9 +56,7 @@ def test_requests_share_steps() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    max_requests=st.integers(1, 4),
-    max_step_tokens=st.sampled_from([1, 2, 5, 16, 33, 100]),
-    n_pages=st.integers(6, 14),
+    **SIZES,
     events=any_events(
         st.integers(0, 50),  # tokens of a prompt that others begin with too
         st.integers(1, 30),  # tokens of its own

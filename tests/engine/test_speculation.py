@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driving import add, any_events, finish, greedy, play, prompt_of
+from driving import SIZES, add, any_events, finish, greedy, play, prompt_of
 from fake_model import EOS, N_VOCAB, POISON, expected_output, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,9 +69,7 @@ def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: f
 
 @settings(deadline=None, max_examples=150)
 @given(
-    max_requests=st.integers(1, 4),
-    max_step_tokens=st.sampled_from([1, 2, 5, 16, 33, 100]),
-    n_pages=st.integers(6, 14),
+    **SIZES,
     events=any_events(
         st.integers(0, 50),  # tokens of a prompt that others begin with too
         st.integers(1, 30),  # tokens of its own
