@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no fault of an example's; on CI the rest is Hypothesis's own profile for it.
+settings.register_profile("patient", settings(), deadline=None)
+settings.load_profile("patient")
+
+# Shells start what runs in the background with Ctrl-C ignored, which the tests' own processes would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

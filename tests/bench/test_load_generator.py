@@ -23,8 +23,9 @@ from kukri.bench.prompts import WORDS, file_prompts, random_prompts
 from kukri.cli import app
 from kukri.errors import ConfigError, KukriError
 
-WAIT_S, GAP_S = 0.06, 0.02
-TOLERANCE_S = 0.008  # between what one thread sent and another read, at the median
+WAIT_S, GAP_S = 0.3, 0.1
+TOLERANCE_S = 0.03  # between what one thread sent and another read, at the median
+TIMEOUT_S = 1.5  # where an answer is to come at once or never
 OVERHEAD = 9  # tokens that the fake template adds
 
 
@@ -166,22 +167,23 @@ def test_goodput_counts_answers_within_every_limit():
 
 def test_an_open_loop_waits_for_nobody():
     """Catches arrivals that wait for answers, or that are no Poisson process of the seed."""
-    n, rate = 30, 60.0
-    with fake_api(lambda exchange: speak(exchange, wait_s=0.3, n=1)) as (url, api):
+    n, rate = 30, 30.0
+    with fake_api(lambda exchange: speak(exchange, wait_s=0.6, n=1)) as (url, api):
         (point,) = measure(url, loads=(rate,), loop="open", n_requests=n, seed=11)
         came = [exchange.came_s for exchange in seen(api, point)]
     due = np.cumsum(np.random.default_rng(11).exponential(1 / rate, n))
-    late = np.array(came) - came[0] - (due - due[0])
-    assert float(np.median(np.abs(late))) < 0.01
-    assert point.max_in_flight == api.n_most > 10
+    late = np.array(came) - due
+    assert float(np.median(np.abs(late - np.median(late)))) < 0.03  # regular arrivals have 0.057
+    # The server sees a request some time after the client counts it.
+    assert 10 < api.n_most <= point.max_in_flight < api.n_most + 8
     assert point.n_answered == n
-    assert 0 <= point.late_p99_ms < 100
-    assert point.seconds > due[-1] + 0.3
+    assert 0 <= point.late_p99_ms < 300
+    assert point.seconds > due[-1] + 0.6
 
 
 def test_a_closed_loop_keeps_its_number():
     """Catches one client too few or too many, and requests beyond the number asked for."""
-    with fake_api(lambda exchange: speak(exchange, wait_s=0.02, gap_s=0.0)) as (url, api):
+    with fake_api(lambda exchange: speak(exchange, wait_s=0.1, gap_s=0.0)) as (url, api):
         points = measure(url, loads=(1, 3), n_requests=9)
         assert [point.max_in_flight for point in points] == [1, 3]
         assert api.n_most == 3
@@ -200,9 +202,10 @@ def test_a_duration_ends_a_load():
             url, loads=(40,), loop="open", n_requests=None, duration_s=1.2,
             progress=lambda amount, text: ticks.append(amount),
         )  # fmt: skip
-    assert closed.n_answered == closed.n_requests == 10
+    assert 2 <= closed.n_answered == closed.n_requests <= 10
+    assert closed.seconds > 0.45
     assert 25 < opened.n_answered == opened.n_requests < 75
-    assert sum(ticks) == 1, "seconds are told of"
+    assert 1 <= sum(ticks) <= 2, "seconds are told of"
 
 
 def test_prompts_have_the_length_asked_for():
@@ -347,7 +350,7 @@ def refuse(status: int, message: str):
 
 
 FAILURES = {
-    "timeout": (hang, "no whole answer within 0.5 s"),
+    "timeout": (hang, "no whole answer within 1.5 s"),
     "malformed event": (be_malformed, "{oops"),
     "malformed event (list)": (be_no_object, "[1]"),
     "malformed event (line)": (never_end_a_line, "1,048,576 bytes"),
@@ -375,7 +378,7 @@ def test_a_failure_is_counted_by_its_kind(kind, one_prompt):
         await (behaviour(exchange) if turn % 2 == 0 else be_quick(exchange))
 
     with fake_api(behave) as (url, _):
-        (point,) = measure(url, n_requests=4, timeout_s=0.5, prompts=one_prompt)
+        (point,) = measure(url, n_requests=4, timeout_s=TIMEOUT_S, prompts=one_prompt)
     name = kind.partition(" (")[0]
     assert point.errors == {name: 2}, point.error_details
     assert (point.n_requests, point.n_answered) == (4, 2)
@@ -388,7 +391,7 @@ def test_a_failure_is_counted_by_its_kind(kind, one_prompt):
     [
         ("HTTP 401", ("no such key", "--api-key")),
         ("HTTP 429", ("too many", "ask for less")),
-        ("timeout", ("0.5 s", "--timeout")),
+        ("timeout", ("1.5 s", "--timeout")),
         ("malformed event", ("oops",)),
         ("HTTP 500", ("x\\x1b[31m y",)),
     ],
@@ -396,7 +399,7 @@ def test_a_failure_is_counted_by_its_kind(kind, one_prompt):
 def test_a_server_that_answers_nobody_is_one_line(kind, words):
     """Catches a traceback, or tables of nothing."""
     with fake_api(FAILURES[kind][0]) as (url, _):
-        done = call("--url", url, "--timeout", "0.5")
+        done = call("--url", url, "--timeout", str(TIMEOUT_S))
     assert done.exit_code == 2
     assert done.stdout == ""
     assert done.stderr.startswith(f"error: {url}: {kind}: ")

@@ -60,7 +60,7 @@ def make(
     return engine
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n_wrong=st.integers(0, 8),
     max_requests=st.integers(1, 4),

@@ -54,7 +54,7 @@ def test_requests_share_steps() -> None:
     assert max(s for _, s, _ in backend.batches) == 4
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     **SIZES,
     events=any_events(

@@ -67,7 +67,7 @@ def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: f
     return request
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     **SIZES,
     events=any_events(

@@ -160,7 +160,7 @@ def test_reads_what_the_gguf_package_writes(tmp_path, version):
     strings=st.lists(st.text(max_size=12) | st.sampled_from(STRINGS), max_size=200),
     n_plain=st.integers(0, 40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_string_array_comes_back(tmp_path_factory, strings, n_plain):
     """The vectorised walk over strings joins, splits or loses strings: empty, long, or full of NULs."""
     strings = ["plain"] * n_plain + strings + ["plain"] * n_plain

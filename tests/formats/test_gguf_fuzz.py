@@ -195,7 +195,7 @@ def damage(data: bytes, changes: list[tuple[str, float, bytes]], limit: int) -> 
 
 
 @pytest.mark.parametrize("where", ["header", "anywhere"])
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=edits())
 @example(changes=[])
 def test_any_damage(valid, where, changes):
@@ -204,7 +204,7 @@ def test_any_damage(valid, where, changes):
     survives(path, damage(data, changes, header_end if where == "header" else len(data)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.binary(max_size=300))
 def test_any_bytes_after_the_magic(tmp_path_factory, data):
     """Files that share nothing with a valid one but their first bytes."""

@@ -295,7 +295,7 @@ def test_what_a_killed_pull_left_goes_with_the_next(index, spec, cache_dir):
     assert any(name.startswith("models/.pull-") for name in files_below(cache_dir))
     index.released.set()
     index.stall_at = None
-    time.sleep(0.5)  # lets the orphaned pip see the end of its connection and finish
+    time.sleep(1.5)  # lets the orphaned pip see the end of its connection and finish
     hub.pull("tiny")
     assert files_below(cache_dir) == ["models", "models/tiny.gguf"]
 

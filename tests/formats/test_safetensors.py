@@ -277,7 +277,7 @@ def test_a_directory_without_weights_says_what_is_wanted(tmp_path):
 WHOLE = safetensors.torch.save(tensors())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_is_refused_or_harmless(tmp_path, data):
     """Catches any exception but ours, and views outside the file, for files cut or with bytes changed."""

@@ -100,7 +100,7 @@ def same(record: RowRecord) -> RowRecord:
     return copy
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**32),
     n_vocab=st.sampled_from([1, 2, 15, 16, 17, 63, 1000, 1024, 1025, 2063, 4999]),

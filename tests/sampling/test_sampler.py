@@ -205,7 +205,7 @@ def rows(draw_: st.DrawFn) -> np.ndarray:
     return (row + draw_(st.sampled_from([0.0, -1000.0, 1e5]))).astype(np.float32)
 
 
-MANY = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 @MANY

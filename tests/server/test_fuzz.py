@@ -42,7 +42,6 @@ def fuzz(server: Served, path: str, mode: GenerationMode, n_examples: int) -> No
 
         @settings(
             max_examples=n_examples,
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -7,7 +7,6 @@ import logging
 import re
 import socket
 import threading
-import time
 from contextlib import contextmanager
 
 import httpx
@@ -182,13 +181,11 @@ def test_more_answers_than_the_queue_holds_are_a_mistake(served):
 
 def test_a_deadline_ends_an_answer(small):
     """Catches an answer that goes on for ever, or ends without a word."""
-    with serving(small, deadline_s=0.5) as server, server.http() as http:
-        started_s = time.monotonic()
+    with serving(small, deadline_s=1.5) as server, server.http() as http:
         check_error(http.post("/v1/completions", json=LONG), 503)
-        assert time.monotonic() - started_s < 5
         *chunks, last = events(http.post("/v1/completions", json=LONG | {"stream": True}))
         assert chunks
-        assert "0.5" in last["error"]["message"]
+        assert "1.5" in last["error"]["message"]
         server.wait_until(lambda: server.pages_used() == 0)
         assert http.post("/v1/completions", json=ASK).status_code == 200
 
@@ -211,7 +208,8 @@ def test_a_silent_stream_is_kept_alive(small):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_pages(served, stream):
     """Catches requests that are computed for nobody."""
-    before = served.pages_used()
+    before, status = served.pages_used(), served.service.bridge.loop.status
+    n_generated = status().n_generated
     with served.http() as http:
         if stream:
             with http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 2}) as response:
@@ -221,8 +219,9 @@ def test_a_client_that_leaves_frees_its_pages(served, stream):
         else:
             with pytest.raises(httpx.ReadTimeout):
                 http.post("/v1/completions", json=LONG, timeout=0.3)
-    served.wait_until(lambda: served.pages_used() == before, timeout_s=1.0)
-    assert served.service.bridge.loop.status().n_running == 0
+    served.wait_until(lambda: served.pages_used() == before)
+    assert status().n_running == 0
+    assert status().n_generated - n_generated < LONG["max_tokens"]
 
 
 def test_a_client_that_leaves_the_queue_is_forgotten(small):
@@ -231,7 +230,9 @@ def test_a_client_that_leaves_the_queue_is_forgotten(small):
         next(one), next(two)
         with server.http() as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=ASK, timeout=0.2)
-        server.wait_until(lambda: server.service.bridge.loop.status().n_waiting == 0, timeout_s=1.0)
+        status = server.service.bridge.loop.status
+        server.wait_until(lambda: status().n_waiting == 0)
+        assert status().n_running == 2, "those whom it waited for are not done"
 
 
 # --- ids, logs, origins

@@ -88,7 +88,7 @@ def check_schemas(llm: LLM, n_schemas: int) -> None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
     @seed(7)
-    @settings(max_examples=n_schemas, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=n_schemas, database=None, suppress_health_check=list(HealthCheck))
     @given(schema=schemas, first=st.integers(0, 1000))
     def check(schema: dict[str, Any], first: int) -> None:
         nonlocal n_ended, n_answers

@@ -42,7 +42,7 @@ def test_client_and_server_measure_the_same(served, tmp_path):
     for ours, theirs in (("ttft_ms", "kukri_time_to_first_token"), ("e2e_ms", "kukri_end_to_end")):
         assert delta[f"{theirs}_seconds_count"] == 7
         server_ms = 1e3 * delta[f"{theirs}_seconds_sum"] / 7
-        assert server_ms - 5 < point[ours]["mean"] < server_ms * 1.2 + 50
+        assert server_ms - 50 < point[ours]["mean"] < server_ms * 1.5 + 250
     assert point["tpot_ms"]["median"] * 11 < point["e2e_ms"]["p99"]
 
 

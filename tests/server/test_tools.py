@@ -130,7 +130,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     dialect=st.sampled_from([HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, CODE]),
     text=st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_size=12).map("".join),

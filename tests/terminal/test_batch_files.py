@@ -112,7 +112,7 @@ def test_ctrl_c_loses_nothing_and_the_next_run_goes_on(smollm2_path, tmp_path):
     """Catches results that were held back for their order, and requests that are answered again."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     part = tmp_path / "out.jsonl.part"
-    lengths = [300, *[4 + i % 5 for i in range(20)]]
+    lengths = [480, *[4 + i % 5 for i in range(60)]]
     options = {"temperature": 0, "ignore_eos": True}
     write(
         source,

@@ -130,7 +130,7 @@ def test_ids_are_those_of_transformers(pair, text):
     assert "".join(map(stream.push, ids)) + stream.flush() == theirs.decode(ids)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=any_text, second=any_text)
 def test_control_tokens_between_any_texts(pair, first, second):
     """Catches spaces that a control token takes along, or a space put before the text behind one."""

@@ -53,9 +53,8 @@ def test_any_text_comes_back(tokenizer, reference, text):
     """Catches lost bytes; eight rare ones have no token and are dropped, as transformers does."""
     ids = tokenizer.encode(text)
     assert ids == reference.encode(replaced(text), add_special_tokens=False, split_special_tokens=True)
-    known = re.sub("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]", "", replaced(text))
-    if known == replaced(text):
-        assert tokenizer.decode(ids) == text
+    if not re.search("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]", text):
+        assert tokenizer.decode(ids) == replaced(text)
     stream = TextStream(tokenizer)
     assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)
 
