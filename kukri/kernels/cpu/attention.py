@@ -23,6 +23,7 @@ from kukri.kernels.cpu.intrinsics import (
     load_f32,
     load_i32,
     load_i64,
+    prefetch,
     stack_bytes,
     store_f32,
     store_i64,
@@ -74,7 +75,7 @@ from kukri.kernels.types import KV_BLOCK, KVType, kv_bytes
 _NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
 _SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
 _VALUES = 8 * MAX_TILE_ROWS
-_PAGE_BYTES = 8 * CHUNK_PAGES  # page offsets of a chunk
+_PAGE_BYTES = 8 * (CHUNK_PAGES + 1)  # page offsets of a chunk
 
 
 # --- how a cache is read: two functions each for keys and values, and the bytes of a head in a page ---
@@ -126,6 +127,11 @@ _READERS = (
 )
 
 
+def _head_bytes(reader: _Reader, d_head: int) -> int:
+    """Bytes of one head's keys, or values, in a page."""
+    return kv_bytes(1, 1, d_head, reader.kv_type) * PAGE_TOKENS // 2
+
+
 @device
 def _start(state, rows, d_head):
     store_f32x16(state, splat(_NO_SCORE))
@@ -163,25 +169,31 @@ def _finish(state, row, y, d_head):
         store_f32x16(y + i, load_f32x16(state + _VALUES + row * d_head * 4 + i) / total)
 
 
-def _make_chunk(reader: _Reader, rows: int, d_head: int) -> Any:
+def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
     _, key_scale, load_key, load_value = reader
     n_vectors = d_head // 16
     n_blocks, block_size = (d_head // KV_BLOCK, KV_BLOCK) if d_head % KV_BLOCK == 0 else (1, d_head)
+    page_bytes = _head_bytes(reader, d_head)
     row_scores = 4 * CHUNK_TOKENS
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
+    # and what goes into them (12 sums of three rows and two pages do not fit into 16 with their factors)
     if cpu_target().has_wide_registers:
         most_together = 4 if rows <= 4 else 1
     else:
-        most_together = {1: 4, 2: 2, 3: 2}.get(rows, 1)
+        most_together = {1: 4, 2: 2}.get(rows, 1)
     together = next(n for n in (4, 2, 1) if n <= most_together and n_vectors % n == 0)
 
     @device
-    def page_scores(q, keys, scores):
+    def page_scores(q, keys, next_keys, values, scores):
+        """Scores of a page's keys. One token's wait for memory, so what is read next is asked for."""
         s = tile_zeros_f32(rows)
         for b in range(n_blocks):
             scale = key_scale(keys, b)
             for d in range(block_size):
+                if is_one_token:
+                    prefetch(next_keys + page_bytes // d_head * (b * block_size + d))
+                    prefetch(values + page_bytes // d_head * (b * block_size + d))
                 s = tile_fma(s, load_key(keys, b, d, scale), q + 4 * (b * block_size + d), 4 * d_head)
         tile_store(s, scores, row_scores, rows)
 
@@ -268,7 +280,10 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int) -> Any:
 
     @device
     def chunk_part(q, ranges, keys, values, pages, base, n_keys, part, scores):
-        """The partial result of keys base to base + n_keys - 1; `pages`: 4 byte offsets of their pages."""
+        """The partial result of keys base to base + n_keys - 1.
+
+        `pages`: the byte offsets of their 4 pages and of the next.
+        """
         if most_together == 4:
             p0 = keys + load_i64(pages)
             p1 = keys + load_i64(pages + 8)
@@ -279,7 +294,9 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int) -> Any:
                 two_page_scores(q, keys + load_i64(at), keys + load_i64(at + 8), scores + 64 * page)
         else:
             for page in range((n_keys + PAGE_TOKENS - 1) >> 4):
-                page_scores(q, keys + load_i64(pages + 8 * page), scores + 64 * page)
+                at = load_i64(pages + 8 * page)
+                following = keys + load_i64(pages + 8 * page + 8)
+                page_scores(q, keys + at, following, values + at, scores + 64 * page)
         for row in range(rows):
             first = load_i64(ranges + 16 * row)
             softmax(scores, base, first, load_i64(ranges + 16 * row + 8), part, row)
@@ -291,7 +308,7 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int) -> Any:
 def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int) -> Any:
     """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
     rows = group * n_query_tokens
-    chunk_part = _make_chunk(reader, rows, d_head)
+    chunk_part = _make_chunk(reader, rows, d_head, n_query_tokens == 1)
     scratch_bytes = partial_bytes(rows, d_head)
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
 
@@ -327,8 +344,8 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int) -
             if base + CHUNK_TOKENS <= first_visible:
                 continue
             n_keys = min(n_context - base, CHUNK_TOKENS)
-            for page in range(CHUNK_PAGES):
-                index = base // PAGE_TOKENS + (page if page * PAGE_TOKENS < n_keys else 0)
+            for page in range(CHUNK_PAGES + 1):
+                index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
                 store_i64(pages + 8 * page, load_i32(table + 4 * index) * page_stride)
             chunk_part(rows_q, ranges, keys, values, pages, base, n_keys, part, scores)
             _merge(state, part, rows, d_head)
@@ -347,7 +364,7 @@ def _make_attend(reader: _Reader, group: int, d_head: int) -> KernelSource:
     """`attend_f16[group,d_head]`: every work entry for every key head."""
     one_token = _make_entry(reader, group, 1, d_head)
     many_tokens = _make_entry(reader, group, query_tokens(group), d_head)
-    head_bytes = kv_bytes(1, 1, d_head, reader.kv_type) * PAGE_TOKENS // 2
+    head_bytes = _head_bytes(reader, d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     def attend(
