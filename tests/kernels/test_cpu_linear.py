@@ -180,8 +180,8 @@ def test_activation_quantization_error_is_that_of_int8(backend, type_name):
 
 
 @pytest.mark.parametrize("type_name", QUANTIZED)
-def test_logit_rows_are_quantized_in_two_terms(backend, type_name):
-    """Would catch logits that carry the error of one int8: the second term takes it below 1e-4."""
+def test_logit_rows_are_more_exact(backend, type_name):
+    """Would catch logits that carry the error of one int8: a second term, or int16, takes it below 1e-4."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((16, 512)).astype(np.float32)
     w = weight(rng, type_name, 256, 512)
@@ -240,6 +240,24 @@ def test_extreme_weights_with_extreme_activations(backend, type_name, n_tokens):
         plain_batch(n_tokens),
     )
     assert_close(got, want)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 4, 5, 8, 9])
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_extreme_logit_rows(backend, type_name, n_tokens):
+    """Would catch sums of int16 products that overflow, pairs that are crossed, a panel taken for another."""
+    rng = np.random.default_rng(n_tokens)
+    w = extreme_weight(rng, type_name)
+    x = np.full((n_tokens, 256), 127, np.float32)
+    x[1::2] = -127
+    x[2::4] = rng.choice([-127, 127], 256)
+    x[3::4] = rng.choice([-127, -1, 0, 1, 127], 256)
+    got, want = both(
+        backend,
+        lambda ops, batch: ops.linear(ops.logit_rows(ops.embed(f32_weight(x), batch), batch), (w,)),
+        plain_batch(n_tokens),
+    )
+    assert_close(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 4, 5, 8])

@@ -47,7 +47,7 @@ def test_kernels_under(lowering):
     """
     matrices = "every_width or extreme or token_beside"
     if lowering != "avx2":
-        matrices = "(every_width or extreme_weights) and (Q4_K or Q8_0 or IQ4_XS or F16)"
+        matrices = "(every_width or extreme_weights or extreme_logit) and (Q4_K or Q8_0 or IQ4_XS or F16)"
     run_kernel_tests(lowering, ["-k", f"(test_attention and 3-2-64) or silu or keeps_nan or {matrices}"])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from kukri.kernels.cpu.intrinsics import device
 from kukri.kernels.cpu.layouts import (
-    Q8_BLOCK_BYTES,
     Q8_NEGATIVE_SUMS,
     Q8_SCALED_SUMS,
     Q8_SCALES,
@@ -36,7 +35,7 @@ from kukri.kernels.cpu.simd import (
 )
 from kukri.kernels.cpu.tiles import (
     fetch_ahead,
-    signed_dot_shift,
+    panel_step,
     tile_dot4_short,
     tile_dot4_signed,
     tile_fma,
@@ -45,14 +44,14 @@ from kukri.kernels.cpu.tiles import (
     tile_offset_start,
     tile_short_end,
     tile_short_start,
+    tile_signed_start,
     tile_take_min,
     tile_zeros_like,
 )
 from kukri.quant.blocks import IQ4_VALUES
 
-_GROUP = 4 * TOKENS  # bytes from one group of 4 inputs to the next in a q8 panel
+_GROUP = 4 * TOKENS  # bytes from one group of 4 inputs to the next in a panel
 _LAST_SUMS = Q8_NEGATIVE_SUMS + 4 * TOKENS
-_SIGNED_SHIFT = signed_dot_shift()
 _iq4_values = look_up([int(value) for value in IQ4_VALUES])
 # Fetching a few lines at a time, as they are used: all of a block of 256 at once would fill the CPU's queue
 _ahead_1, _ahead_3, _ahead_4, _ahead_5, _ahead_6, _ahead_7, _ahead_9 = (
@@ -153,7 +152,7 @@ def _q5_1(out, w, x):
 @device
 def _q8_0(out, w, x):
     _ahead_9(out, w)
-    acc = _offset_start(out, x, _SIGNED_SHIFT)
+    acc = tile_signed_start(out, x + Q8_NEGATIVE_SUMS, x + _LAST_SUMS)
     for j in range(8):
         acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x + j * _GROUP, 4)
     return tile_fold(out, acc, load_f16x16(w + 512), x + Q8_SCALES)
@@ -162,7 +161,7 @@ def _q8_0(out, w, x):
 @device
 def _dot_iq4(out, w, x):
     """32 looked-up values, as a tile of integer sums."""
-    acc = _offset_start(out, x, _SIGNED_SHIFT)
+    acc = tile_signed_start(out, x + Q8_NEGATIVE_SUMS, x + _LAST_SUMS)
     for j in range(4):
         packed = load_u8x64(w + 64 * j)
         acc = tile_dot4_signed(acc, _iq4_values(low_nibbles(packed)), x + j * _GROUP, 4)
@@ -176,7 +175,7 @@ def _iq4_nl(out, w, x):
     return tile_fold(out, _dot_iq4(out, w, x), load_f16x16(w + 256), x + Q8_SCALES)
 
 
-# --- blocks of 256, in 8 groups of 32 inputs: a group's panel block is Q8_BLOCK_BYTES further ---
+# --- blocks of 256, in 8 groups of 32 inputs, which have a panel block each ---
 
 
 @device
@@ -190,7 +189,7 @@ def _iq4_xs(out, w, x):
         scale = either_word(word_bits(low_bits, 4 * g, 15, 0), word_bits(high_bits, 2 * g, 3, 4))
         acc = _dot_iq4(out, w + 64 + 256 * g, x)
         out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x + Q8_SCALES)
-        x += Q8_BLOCK_BYTES
+        x += panel_step(out)
     return out
 
 
@@ -234,12 +233,12 @@ def _q4_k(out, w, x):
     mins = _low_scales(w, 1)
     for g in range(4):
         _ahead_5(out, w + 320 * g)
-        out = _q4_k_group(out, w + 192, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+        out = _q4_k_group(out, w + 192, x + panel_step(out) * g, g, d, scales, dmin, mins)
     scales = _high_scales(w, 0)
     mins = _high_scales(w, 1)
     for g in range(4, 8):
         _ahead_5(out, w + 320 * g)
-        out = _q4_k_group(out, w + 192, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+        out = _q4_k_group(out, w + 192, x + panel_step(out) * g, g, d, scales, dmin, mins)
     return out
 
 
@@ -270,12 +269,12 @@ def _q5_k(out, w, x):
     mins = _low_scales(w, 1)
     for g in range(4):
         _ahead_6(out, w + 384 * g)
-        out = _q5_k_group(out, w + 192, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+        out = _q5_k_group(out, w + 192, x + panel_step(out) * g, g, d, scales, dmin, mins)
     scales = _high_scales(w, 0)
     mins = _high_scales(w, 1)
     for g in range(4, 8):
         _ahead_6(out, w + 384 * g)
-        out = _q5_k_group(out, w + 192, x + Q8_BLOCK_BYTES * g, g, d, scales, dmin, mins)
+        out = _q5_k_group(out, w + 192, x + panel_step(out) * g, g, d, scales, dmin, mins)
     return out
 
 
@@ -311,7 +310,7 @@ def _q6_k(out, w, x):
             scales = load_i32x16(w + 3072 + 128 * half + 64 * (g >> 1))
             out = tile_fold(out, first, d * signed_byte_to_f32(scales, 2 * (g & 1)), x + Q8_SCALES)
             out = tile_fold(out, last, d * signed_byte_to_f32(scales, 2 * (g & 1) + 1), x + Q8_SCALES)
-            x += Q8_BLOCK_BYTES
+            x += panel_step(out)
     return out
 
 
@@ -348,7 +347,7 @@ def _q3_k(out, w, x):
             scales = _q3_k_scales(w, 2 * half + (g >> 1))
             out = tile_fold(out, first, d * byte_to_f32(scales, 2 * (g & 1), -32), x + Q8_SCALES)
             out = tile_fold(out, last, d * byte_to_f32(scales, 2 * (g & 1) + 1, -32), x + Q8_SCALES)
-            x += Q8_BLOCK_BYTES
+            x += panel_step(out)
     return out
 
 
@@ -381,7 +380,7 @@ def _q2_k(out, w, x):
             out = tile_fold(out, last, d * byte_to_f32(scales, k + 1, 0), x + Q8_SCALES)
             out = tile_take_min(out, dmin * byte_to_f32(mins, k, 0), x + Q8_NEGATIVE_SUMS, x + Q8_SCALES)
             out = tile_take_min(out, dmin * byte_to_f32(mins, k + 1, 0), x + _LAST_SUMS, x + Q8_SCALES)
-            x += Q8_BLOCK_BYTES
+            x += panel_step(out)
     return out
 
 

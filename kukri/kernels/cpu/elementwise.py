@@ -30,6 +30,7 @@ from kukri.kernels.cpu.layouts import (
     Q8_SCALED_SUMS,
     Q8_SCALES,
     Q8T_TAIL_BYTES,
+    Q16_BLOCK_BYTES,
     TOKENS,
 )
 from kukri.kernels.cpu.simd import (
@@ -48,6 +49,7 @@ from kukri.kernels.cpu.simd import (
     store_first_f16,
     store_i8,
     store_i8x16,
+    store_pairs,
     store_words,
     sum_lanes,
     sum_lanes_i32,
@@ -80,10 +82,8 @@ def stop_row(tile, n_rows):
 
 
 @device
-def store_block(low, high, scale, target, lane):
-    """Writes 32 int8 and their scale as one token's share of a panel block -> their sum."""
-    store_words(target + 4 * lane, low)
-    store_words(target + 128 + 4 * lane, high)
+def store_sums(low, high, scale, target, lane):
+    """Writes the scale and sums of 32 whole numbers, a token's share of a panel block -> their sum."""
     first = sum_lanes_i32(low)
     last = sum_lanes_i32(high)
     store_f32(target + Q8_SCALES + 4 * lane, scale)
@@ -93,11 +93,26 @@ def store_block(low, high, scale, target, lane):
 
 
 @device
+def store_block(low, high, scale, target, lane):
+    """Writes 32 int8 and their scale as one token's share of a panel block -> their sum."""
+    store_words(target + 4 * lane, low)
+    store_words(target + 128 + 4 * lane, high)
+    return store_sums(low, high, scale, target, lane)
+
+
+@device
+def scale_of(a, b, most):
+    """(scale, its inverse) with which 32 values are whole numbers of -most to most."""
+    largest = max_lanes(maximum(absolute(a), absolute(b)))
+    return np.float32(largest * (1.0 / most)), np.float32(
+        most / largest if largest > 0.0 else largest
+    )  # keeps nan
+
+
+@device
 def quantize_block(a, b, target, lane):
     """Writes 32 values as one token's share (`lane` 0 to 7) of a q8 panel block -> (scale, its inverse)."""
-    largest = max_lanes(maximum(absolute(a), absolute(b)))
-    scale = np.float32(largest * (1.0 / 127.0))
-    inverse = np.float32(127.0 / largest if largest > 0.0 else largest)  # keeps nan
+    scale, inverse = scale_of(a, b, 127.0)
     low = to_i32(round_even(a * splat(inverse)))
     high = to_i32(round_even(b * splat(inverse)))
     total = store_block(low, high, scale, target, lane)
@@ -140,6 +155,28 @@ def panel_q8x2(tile, rows, x, x_stride, n, panels):
             high = fma(round_even(high * splat(inverse)), splat(-scale), high)
             quantize_block(low, high, target + term_bytes, row & 7)
             target += Q8_BLOCK_BYTES
+    return 0
+
+
+def panel_q16(tile, rows, x, x_stride, n, panels):
+    """Quantizes rows of n float32 to q16 panels."""
+    n_rows = load_i64(rows)
+    if tile < 0:
+        return row_tiles(n_rows)
+    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+        lane = row & 7
+        target = panels + (row >> 3) * (n // Q8_BLOCK * Q16_BLOCK_BYTES)
+        for i in range(0, 4 * n, 4 * Q8_BLOCK):
+            a = load_f32x16(x + row * x_stride + i)
+            b = load_f32x16(x + row * x_stride + i + 64)
+            scale, inverse = scale_of(a, b, 32767.0)
+            low = to_i32(round_even(a * splat(inverse)))
+            high = to_i32(round_even(b * splat(inverse)))
+            store_pairs(target + 4 * lane, low)
+            store_pairs(target + 128 + 4 * lane, high)
+            total = store_sums(low, high, scale, target, lane)
+            store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
+            target += Q16_BLOCK_BYTES
     return 0
 
 
@@ -467,6 +504,7 @@ KERNELS = {
     for kernel in (
         panel_q8,
         panel_q8x2,
+        panel_q16,
         panel_q8t,
         panel_f32,
         rms_norm,

@@ -35,6 +35,11 @@ class CpuTarget:
     has_half: bool  # the CPU converts float16 in hardware
 
     @property
+    def has_int8_dot(self) -> bool:
+        """Whether one instruction multiplies int8, adds four products up and adds them to an int32."""
+        return self.lowering in ("avx512vnni", "avxvnni")
+
+    @property
     def has_wide_registers(self) -> bool:
         """Whether 32 registers hold sums of 16 lanes, as with AVX-512; others have 16 of 8 or fewer."""
         return self.lowering == "avx512vnni"

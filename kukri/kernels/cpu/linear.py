@@ -24,8 +24,8 @@ from kukri.kernels.cpu.layouts import (
     ROWS,
     TOKENS,
     PanelKind,
+    inputs_bytes,
     linear_kernel,
-    panel_bytes,
 )
 from kukri.kernels.cpu.simd import load_f32x16
 from kukri.kernels.cpu.tiles import (
@@ -33,25 +33,27 @@ from kukri.kernels.cpu.tiles import (
     tile_fma,
     tile_store,
     tile_zeros_f32,
+    tile_zeros_q16,
 )
 
 _CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
-_ROW_TILES_PER_CLAIM = 4
+_ROW_TILES_PER_CLAIM = 2
 
 
 def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
     """The kernel of a weight type, for panels of a kind."""
     layout, block = LAYOUTS[weight_type], BLOCK_FUNCTIONS[weight_type]
-    w_step, x_step = layout.tile_block_bytes, panel_bytes(layout.panel, layout.block_size)
     two_terms, per_token = kind == "q8x2", kind == "q8t"
     w_tail, x_tail = (ROW_SUM_BYTES, Q8T_TAIL_BYTES) if per_token else (0, 0)
+    w_step, x_step = layout.tile_block_bytes, inputs_bytes(kind, layout.block_size)
+    tile_zeros = tile_zeros_q16 if kind == "q16" else tile_zeros_f32
 
     def make_row_tile(n: int) -> Callable[..., Any]:
         @device
         def row_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
             """16 rows times `count` <= n tokens of one panel."""
-            out = tile_zeros_f32(n)
+            out = tile_zeros(n)
             term_step = n_blocks * x_step  # from a block's first term to its second
             for _ in range(n_blocks):
                 out = block(out, w, x)
@@ -128,7 +130,8 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
 def _panel_kinds(weight_type: str) -> list[PanelKind]:
     if LAYOUTS[weight_type].panel == "f32":
         return ["f32"]
-    return ["q8", "q8x2", "q8t"] if weight_type == PER_TOKEN_TYPE else ["q8", "q8x2"]
+    kinds: list[PanelKind] = ["q8", "q8x2", "q16"]
+    return [*kinds, "q8t"] if weight_type == PER_TOKEN_TYPE else kinds
 
 
 _SOURCES = [_make_linear(name, kind) for name in BLOCK_FUNCTIONS for kind in _panel_kinds(name)]

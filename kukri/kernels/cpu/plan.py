@@ -18,6 +18,7 @@ import numpy as np
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import MissingKernelError, ShapeError
+from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.jit import KernelLibrary, float_bits
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, linear_kernel, panel_bytes
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
@@ -210,8 +211,9 @@ class Recorder:
         column = 0
         for group in groups:
             packed = self._pack(group)
-            # logit rows are few and their product is bound by memory: two terms cost nothing there
-            kind: PanelKind = "q8x2" if packed.panel == "q8" and x.rows == "N" else packed.panel
+            kind: PanelKind = packed.panel
+            if kind == "q8" and x.rows == "N":
+                kind = "q8x2" if cpu_target().has_int8_dot else "q16"
             panel = self._panel(x, kind)
             op = self._emit(
                 linear_kernel(packed.type_name, kind),

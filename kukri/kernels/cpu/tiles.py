@@ -1,7 +1,7 @@
 """Tiles: the vectors, one per token or per row, that a matrix kernel adds up in registers.
 
-The operations unroll over a tile's vectors. All is written at 512 bits, as in `simd.py`; only the int8 dot
-product has a lowering per instruction set.
+The operations unroll over a tile's vectors. All is written at 512 bits, as in `simd.py`; only the dot
+products have a lowering per instruction set.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kukri.kernels.cpu.intrinsics import (
     renamed,
     split,
 )
+from kukri.kernels.cpu.layouts import ODD_INPUTS, Q8_BLOCK_BYTES, Q16_BLOCK_BYTES
 from kukri.kernels.cpu.simd import (
     F32x16,
     I32x16,
@@ -36,23 +37,23 @@ from kukri.kernels.cpu.simd import (
 
 _I1, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 16, 32, 64))
 _F32 = ir.FloatType()
-_I16x16 = ir.VectorType(_I16, 16)
+_I16x16, _I16x32 = ir.VectorType(_I16, 16), ir.VectorType(_I16, 32)
 
 
 class Tile(types.Type):  # type: ignore[misc]
-    """The Numba type of `n` vectors of one kind, held in registers."""
+    """The Numba type of `n` vectors of one kind, held in registers; `is_q16` if their inputs are int16."""
 
-    def __init__(self, vec: Vec, n: int) -> None:
-        self.vec, self.n = vec, n
+    def __init__(self, vec: Vec, n: int, is_q16: bool) -> None:
+        self.vec, self.n, self.is_q16 = vec, n, is_q16
         self.llvm = ir.ArrayType(vec.llvm, n)
-        super().__init__(name=f"Tile({vec.name}, {n})")
+        super().__init__(name=f"Tile({vec.name}, {n}, {is_q16})")
 
 
 register_model(Tile)(RegisterModel)
 
 
 def _tile_operation(result: Callable[..., Any], *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Like `operation`, for a first argument that is a Tile; emits with (builder, n, tile, *values)."""
+    """Like `operation`, for a first argument that is a Tile; emits with (builder, its type, it, *values)."""
 
     def define(emit: Callable[..., Any]) -> Any:
         names = ["tile", *(f"a{i}" for i in range(len(parameters)))]
@@ -62,7 +63,7 @@ def _tile_operation(result: Callable[..., Any], *parameters: Any) -> Callable[[C
             returns = result(tile)
 
             def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                value = emit(builder, tile.n, *values)
+                value = emit(builder, tile, *values)
                 return context.get_dummy_value() if returns is types.void else value
 
             return returns(tile, *takes), generate
@@ -80,22 +81,17 @@ def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
     return tile
 
 
-# --- the int8 dot product -----------------------------------------------------------------------------
+# --- dot products of int8 -----------------------------------------------------------------------------
 # dot4(acc, u, s): acc[i] += sum over k < 4 of u[4i + k] * s[4i + k], u unsigned, s signed bytes.
 # Unsigned operands above 127 would saturate the 16-bit sums of AVX2, so there are two forms: weights of up
-# to 6 bits and signed bytes. The second leaves a bias of 128 * sum(s) on instruction sets that have
-# only unsigned times signed; `signed_dot_shift()` tells kernels how to start their accumulators.
+# to 6 bits and signed bytes. The second computes (w + 128) * s on instruction sets that have only unsigned
+# times signed; `tile_signed_start` begins with what takes the bias away.
 #
 # The first form sums *runs* of a few dots. On AVX2, where a dot is a multiplication into sums of two products
 # in int16 and another to widen those, a run is added up in int16 and widened once, at its end. A dot adds at
 # most 2 * 128 * max(u) to an int16, whose largest is 32,767. Runs may therefore have
 #   8 dots of 4 bits  (8 * 256 * 15 = 30,720)      2 dots of 6 bits  (2 * 256 * 63 = 32,256)
 #   4 dots of 5 bits  (4 * 256 * 31 = 31,744)      8 dots of 3 or 2 bits
-
-
-def signed_dot_shift() -> int:
-    """7 where dot4 of signed weights computes (w + 128) · s, so that accumulators start at -sum(s) << 7."""
-    return 7 if cpu_target().lowering in ("avx512vnni", "avxvnni") else -1
 
 
 def _dot4_unsigned(builder: Any, acc: Any, u: Any, s: Any) -> Any:
@@ -133,10 +129,9 @@ def _dot4_generic(builder: Any, acc: Any, u: Any, s: Any, widen_u: Any) -> Any:
 
 
 def _dot4_signed(builder: Any, acc: Any, w: Any, s: Any) -> Any:
-    lowering = cpu_target().lowering
-    if lowering in ("avx512vnni", "avxvnni"):
+    if cpu_target().has_int8_dot:
         return _dot4_unsigned(builder, acc, builder.xor(w, constant(U8x64.llvm, 0x80)), s)
-    if lowering == "generic":
+    if cpu_target().lowering == "generic":
         return _dot4_generic(builder, acc, w, s, builder.sext)
     # |w| times s with the sign of w: products stay below the 16-bit saturation
     halves = []
@@ -158,6 +153,37 @@ def _dot4_short(builder: Any, short: Any, u: Any, s: Any) -> Any:
     return join(builder, *halves)
 
 
+# --- dot products of int16 ----------------------------------------------------------------------------
+# The even bytes of weights, widened to int16, meet the inputs 4g and 4g + 2 of a q16 panel, the odd ones
+# 4g + 1 and 4g + 3: each lane adds up its own row, as with dot4.
+
+
+def _even_and_odd(builder: Any, w: Any, is_signed: bool) -> tuple[Any, Any]:
+    """The bytes of `w` as 32 int16 each."""
+    shorts, eight = builder.bitcast(w, _I16x32), constant(_I16x32, 8)
+    if is_signed:
+        return builder.ashr(builder.shl(shorts, eight), eight), builder.ashr(shorts, eight)
+    return builder.and_(shorts, constant(_I16x32, 255)), builder.lshr(shorts, eight)
+
+
+def _dot2(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+    """acc[i] + w[2i] x[2i] + w[2i + 1] x[2i + 1] of int16."""
+    if cpu_target().lowering == "generic":
+        for a, b in zip(_alternate(builder, w), _alternate(builder, x), strict=True):
+            acc = builder.add(acc, builder.mul(builder.sext(a, acc.type), builder.sext(b, acc.type)))
+        return acc
+    halves = []
+    for a, b, c in zip(split(builder, acc), split(builder, w), split(builder, x), strict=True):
+        halves.append(builder.add(a, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", a.type, b, c)))
+    return join(builder, *halves)
+
+
+def _alternate(builder: Any, a: Any) -> list[Any]:
+    """Entries 0, 2, 4, … and 1, 3, 5, … of 32."""
+    lanes = (ir.Constant(ir.VectorType(_I32, 16), list(range(first, 32, 2))) for first in (0, 1))
+    return [builder.shuffle_vector(a, a, lane) for lane in lanes]
+
+
 # --- tiles --------------------------------------------------------------------------------------------
 
 
@@ -169,23 +195,30 @@ def fetch_ahead(n_lines: int) -> Any:
     """An operation: asks for `n_lines` cache lines some way after an address, if `tile` is of few tokens."""
 
     @_tile_operation(lambda tile: types.void, types.int64)
-    def fetch_lines_ahead(builder: Any, n: int, tile: Any, address: Any) -> None:
+    def fetch_lines_ahead(builder: Any, kind: Tile, tile: Any, address: Any) -> None:
         """Prefetches the weights that are multiplied soon."""
-        if n <= _FEW_TOKENS:
+        if kind.n <= _FEW_TOKENS:
             for line in range(n_lines):
                 prefetch_line(builder, at(builder, address, _AHEAD_BYTES + 64 * line))
 
     return fetch_lines_ahead
 
 
-@intrinsic(prefer_literal=True)
-def tile_zeros_f32(context: Any, n: Any) -> Any:
-    """A tile of `n` (a literal) zero vectors."""
+def _make_zeros(is_q16: bool) -> Any:
+    @intrinsic(prefer_literal=True)
+    def zeros(context: Any, n: Any) -> Any:
+        """A tile of `n` (a literal) zero vectors."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return ir.Constant(ir.ArrayType(F32x16.llvm, n.literal_value), None)
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return ir.Constant(ir.ArrayType(F32x16.llvm, n.literal_value), None)
 
-    return Tile(F32x16, n.literal_value)(n), generate
+        return Tile(F32x16, n.literal_value, is_q16)(n), generate
+
+    return zeros
+
+
+tile_zeros_f32 = _make_zeros(is_q16=False)
+tile_zeros_q16 = _make_zeros(is_q16=True)  # for outputs of int16 inputs
 
 
 def _same(tile: Tile) -> Tile:
@@ -193,37 +226,54 @@ def _same(tile: Tile) -> Tile:
 
 
 def _as_i32(tile: Tile) -> Tile:
-    return Tile(I32x16, tile.n)
+    return Tile(I32x16, tile.n, tile.is_q16)
 
 
 @_tile_operation(_as_i32)
-def tile_zeros_like(builder: Any, n: int, tile: Any) -> Any:
+def tile_zeros_like(builder: Any, kind: Tile, tile: Any) -> Any:
     """A tile of int32 zeros, as long as `tile`."""
-    return ir.Constant(ir.ArrayType(I32x16.llvm, n), None)
+    return ir.Constant(ir.ArrayType(I32x16.llvm, kind.n), None)
+
+
+@_tile_operation(lambda tile: types.int64)
+def panel_step(builder: Any, kind: Tile, tile: Any) -> Any:
+    """Bytes from one panel block of 32 inputs to the next."""
+    return _I64(Q16_BLOCK_BYTES if kind.is_q16 else Q8_BLOCK_BYTES)
 
 
 def _offset(builder: Any, address: Any, i: int, shift: Any) -> Any:
-    """A vector of (int32 at address + 4i) << shift; of zeros for shift -1."""
+    """A vector of (int32 at address + 4i) << shift."""
     value = builder.load(pointer(builder, at(builder, address, 4 * i), _I32), align=4)
-    shifted = builder.shl(value, builder.trunc(shift, _I32))
-    return broadcast(builder, builder.select(builder.icmp_signed("<", shift, _I64(0)), _I32(0), shifted))
+    return broadcast(builder, builder.shl(value, builder.trunc(shift, _I32)))
 
 
 @_tile_operation(_as_i32, types.int64, types.int64)
-def tile_offset_start(builder: Any, n: int, tile: Any, address: Any, shift: Any) -> Any:
-    """A tile of int32 whose entry i holds (int32 at address + 4i) << shift; zeros for shift -1."""
-
-    return _each(builder, n, I32x16.llvm, lambda i: _offset(builder, address, i, shift))
+def tile_offset_start(builder: Any, kind: Tile, tile: Any, address: Any, shift: Any) -> Any:
+    """A tile of int32 whose entry i holds (int32 at address + 4i) << shift."""
+    return _each(builder, kind.n, I32x16.llvm, lambda i: _offset(builder, address, i, shift))
 
 
 @_tile_operation(_same, types.int64, types.int64)
-def tile_offset_add(builder: Any, n: int, acc: Any, address: Any, shift: Any) -> Any:
-    """acc[i] += (int32 at address + 4i) << shift; nothing for shift -1."""
+def tile_offset_add(builder: Any, kind: Tile, acc: Any, address: Any, shift: Any) -> Any:
+    """acc[i] += (int32 at address + 4i) << shift."""
 
     def step(i: int) -> Any:
         return builder.add(builder.extract_value(acc, i), _offset(builder, address, i, shift))
 
-    return _each(builder, n, I32x16.llvm, step)
+    return _each(builder, kind.n, I32x16.llvm, step)
+
+
+@_tile_operation(_as_i32, types.int64, types.int64)
+def tile_signed_start(builder: Any, kind: Tile, tile: Any, first: Any, last: Any) -> Any:
+    """What sums of `tile_dot4_signed` begin with; at `first` and `last` are a block's negative sums."""
+    if kind.is_q16 or not cpu_target().has_int8_dot:
+        return ir.Constant(ir.ArrayType(I32x16.llvm, kind.n), None)
+
+    def step(i: int) -> Any:
+        seven = _I64(7)
+        return builder.add(_offset(builder, first, i, seven), _offset(builder, last, i, seven))
+
+    return _each(builder, kind.n, I32x16.llvm, step)
 
 
 def _in_order(builder: Any, sums: Any) -> Any:
@@ -235,39 +285,52 @@ def _in_order(builder: Any, sums: Any) -> Any:
     return join(builder, *halves)
 
 
-def _tile_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
-    def emit(builder: Any, n: int, acc: Any, w: Any, address: Any, stride: Any) -> Any:
+def _tile_dot(dot4: Callable[..., Any], is_signed: bool) -> Callable[..., Any]:
+    def emit(builder: Any, kind: Tile, acc: Any, w: Any, address: Any, stride: Any) -> Any:
         # AVX2's sums are plain additions, which LLVM makes trees of: with several tokens, the trees' leaves
         # are more than there are registers
-        may_spill = n > 1 and cpu_target().lowering == "avx2"
+        may_spill = kind.n > 1 and cpu_target().lowering == "avx2"
+        if kind.is_q16:
+            even, odd = _even_and_odd(builder, w, is_signed)
+            dots = [(_dot2, even, 0), (_dot2, odd, ODD_INPUTS)]
+        else:
+            dots = [(dot4, w, 0)]
 
         def step(i: int) -> Any:
-            where = at(builder, address, builder.mul(stride, _I64(i)))
-            word = builder.load(pointer(builder, where, _I32), align=4)
-            s = builder.bitcast(broadcast(builder, word), U8x64.llvm)
-            sums = dot(builder, builder.extract_value(acc, i), w, s)
-            return _in_order(builder, sums) if may_spill else sums
+            sums = builder.extract_value(acc, i)
+            for dot, weights, offset in dots:
+                where = at(builder, address, builder.add(builder.mul(stride, _I64(i)), _I64(offset)))
+                word = builder.load(pointer(builder, where, _I32), align=4)
+                inputs = builder.bitcast(broadcast(builder, word), weights.type)
+                sums = dot(builder, sums, weights, inputs)
+                sums = _in_order(builder, sums) if may_spill else sums
+            return sums
 
-        return _each(builder, n, I32x16.llvm, step)
+        return _each(builder, kind.n, I32x16.llvm, step)
 
     return emit
 
 
+def _sums_int16(kind: Tile) -> bool:
+    """Whether runs are added up in int16."""
+    return cpu_target().lowering == "avx2" and not kind.is_q16
+
+
 @_tile_operation(_same)
-def tile_short_start(builder: Any, n: int, acc: Any) -> Any:
+def tile_short_start(builder: Any, kind: Tile, acc: Any) -> Any:
     """What a run of `tile_dot4_short` begins with, to be added to `acc` by `tile_short_end`."""
-    return ir.Constant(ir.ArrayType(I32x16.llvm, n), None) if cpu_target().lowering == "avx2" else acc
+    return ir.Constant(kind.llvm, None) if _sums_int16(kind) else acc
 
 
 tile_dot4_short = _tile_operation(_same, U8x64, types.int64, types.int64)(
-    renamed("tile_dot4_short", _tile_dot(_dot4_short))
+    renamed("tile_dot4_short", _tile_dot(_dot4_short, is_signed=False))
 )
 
 
 @_tile_operation(_same, None)
-def tile_short_end(builder: Any, n: int, acc: Any, short: Any) -> Any:
+def tile_short_end(builder: Any, kind: Tile, acc: Any, short: Any) -> Any:
     """`acc` with the run added that `tile_short_start(acc)` began."""
-    if cpu_target().lowering != "avx2":
+    if not _sums_int16(kind):
         return short
 
     def step(i: int) -> Any:
@@ -275,11 +338,11 @@ def tile_short_end(builder: Any, n: int, acc: Any, short: Any) -> Any:
         halves = zip(split(builder, total), split(builder, run), strict=True)
         return join(builder, *(_add_pairs(builder, a, builder.bitcast(b, _I16x16)) for a, b in halves))
 
-    return _each(builder, n, I32x16.llvm, step)
+    return _each(builder, kind.n, I32x16.llvm, step)
 
 
 tile_dot4_signed = _tile_operation(_same, U8x64, types.int64, types.int64)(
-    renamed("tile_dot4_signed", _tile_dot(_dot4_signed))
+    renamed("tile_dot4_signed", _tile_dot(_dot4_signed, is_signed=True))
 )
 
 
@@ -288,18 +351,18 @@ def _broadcast_f32(builder: Any, address: Any) -> Any:
 
 
 @_tile_operation(_same, F32x16, types.int64, types.int64)
-def tile_fma(builder: Any, n: int, acc: Any, v: Any, address: Any, stride: Any) -> Any:
+def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: Any) -> Any:
     """acc[i] += v * (float32 at address + i * stride)."""
 
     def step(i: int) -> Any:
         x = _broadcast_f32(builder, at(builder, address, builder.mul(stride, _I64(i))))
         return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, x, builder.extract_value(acc, i))
 
-    return _each(builder, n, F32x16.llvm, step)
+    return _each(builder, kind.n, F32x16.llvm, step)
 
 
 @_tile_operation(_same, None, F32x16, types.int64)
-def tile_fold(builder: Any, n: int, out: Any, acc: Any, scale: Any, address: Any) -> Any:
+def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, address: Any) -> Any:
     """out[i] += float(acc[i]) * scale * (float32 at address + 4i): one block's integer sums."""
 
     def step(i: int) -> Any:
@@ -307,11 +370,11 @@ def tile_fold(builder: Any, n: int, out: Any, acc: Any, scale: Any, address: Any
         scaled = builder.fmul(builder.sitofp(builder.extract_value(acc, i), F32x16.llvm), scale)
         return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, scaled, x, builder.extract_value(out, i))
 
-    return _each(builder, n, F32x16.llvm, step)
+    return _each(builder, kind.n, F32x16.llvm, step)
 
 
 @_tile_operation(_same, F32x16, types.int64, types.int64)
-def tile_take_min(builder: Any, n: int, out: Any, low: Any, sums: Any, scales: Any) -> Any:
+def tile_take_min(builder: Any, kind: Tile, out: Any, low: Any, sums: Any, scales: Any) -> Any:
     """out[i] += low * (float32 at scales + 4i) * float(int32 at sums + 4i): the mins of half a block."""
 
     def step(i: int) -> Any:
@@ -320,20 +383,20 @@ def tile_take_min(builder: Any, n: int, out: Any, low: Any, sums: Any, scales: A
         x = broadcast(builder, builder.fmul(builder.sitofp(total, _F32), scale))
         return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, low, x, builder.extract_value(out, i))
 
-    return _each(builder, n, F32x16.llvm, step)
+    return _each(builder, kind.n, F32x16.llvm, step)
 
 
 @_tile_operation(lambda tile: types.void, types.int64, types.int64, types.int64)
-def tile_store(builder: Any, n: int, tile: Any, address: Any, stride: Any, count: Any) -> None:
+def tile_store(builder: Any, kind: Tile, tile: Any, address: Any, stride: Any, count: Any) -> None:
     """Stores the first `count` entries, 16 float32 each, at address + i * stride."""
-    for i in range(n):
+    for i in range(kind.n):
         with builder.if_then(builder.icmp_signed(">", count, _I64(i)), likely=True):
             where = at(builder, address, builder.mul(stride, _I64(i)))
             builder.store(builder.extract_value(tile, i), pointer(builder, where, F32x16.llvm), align=1)
 
 
 @_tile_operation(_same, types.int64, types.int64, types.int64)
-def tile_add(builder: Any, n: int, tile: Any, address: Any, stride: Any, count: Any) -> Any:
+def tile_add(builder: Any, kind: Tile, tile: Any, address: Any, stride: Any, count: Any) -> Any:
     """tile[i] += the 16 float32 at address + i * stride, for i < count; other entries are undefined."""
 
     def step(i: int) -> Any:
@@ -344,4 +407,4 @@ def tile_add(builder: Any, n: int, tile: Any, address: Any, stride: Any, count: 
         row = builder.load(pointer(builder, at(builder, address, offset), F32x16.llvm), align=1)
         return builder.fadd(builder.extract_value(tile, i), row)
 
-    return _each(builder, n, F32x16.llvm, step)
+    return _each(builder, kind.n, F32x16.llvm, step)
