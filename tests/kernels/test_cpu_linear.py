@@ -225,18 +225,24 @@ def extreme_weight(rng, type_name):
     return Weight(rows, type, (17, 256))
 
 
+def extreme_rows(rng, n_rows):
+    """Rows of 256 inputs that are the largest of their block: all, none or some of them negative, or few."""
+    x = np.full((n_rows, 256), 127, np.float32)
+    x[1::2] = -127
+    x[2::4] = rng.choice([-127, 127], 256)
+    x[3::4] = rng.choice([-127, -1, 0, 1, 127], 256)
+    return f32_weight(x)
+
+
 @pytest.mark.parametrize("n_tokens", [1, 2, 4, 5, 8])
 @pytest.mark.parametrize("type_name", QUANTIZED)
 def test_extreme_weights_with_extreme_activations(backend, type_name, n_tokens):
     """Would catch a run of products that is too long for the 16 bits in which AVX2 sums it."""
     rng = np.random.default_rng(n_tokens)
-    w = extreme_weight(rng, type_name)
-    x = np.full((n_tokens, 256), 127, np.float32)
-    x[1::2] = -127
-    x[2::4] = rng.choice([-127, 127], 256)
+    w, x = extreme_weight(rng, type_name), extreme_rows(rng, n_tokens)
     got, want = both(
         backend,
-        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(x, batch), (w,)), batch),
         plain_batch(n_tokens),
     )
     assert_close(got, want)
@@ -247,14 +253,10 @@ def test_extreme_weights_with_extreme_activations(backend, type_name, n_tokens):
 def test_extreme_logit_rows(backend, type_name, n_tokens):
     """Would catch sums of int16 products that overflow, pairs that are crossed, a panel taken for another."""
     rng = np.random.default_rng(n_tokens)
-    w = extreme_weight(rng, type_name)
-    x = np.full((n_tokens, 256), 127, np.float32)
-    x[1::2] = -127
-    x[2::4] = rng.choice([-127, 127], 256)
-    x[3::4] = rng.choice([-127, -1, 0, 1, 127], 256)
+    w, x = extreme_weight(rng, type_name), extreme_rows(rng, n_tokens)
     got, want = both(
         backend,
-        lambda ops, batch: ops.linear(ops.logit_rows(ops.embed(f32_weight(x), batch), batch), (w,)),
+        lambda ops, batch: ops.linear(ops.logit_rows(ops.embed(x, batch), batch), (w,)),
         plain_batch(n_tokens),
     )
     assert_close(got, want, 1e-5)
