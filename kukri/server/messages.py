@@ -155,9 +155,10 @@ def _turn(turn: TurnMessage) -> Iterator[_Draft]:
     if isinstance(turn.content, str):
         yield _Draft(turn.role, [turn.content] if turn.content else [])
         return
-    draft = _Draft(turn.role)
+    draft, has_results = _Draft(turn.role), False
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
+            has_results = True
             if not draft.is_empty:
                 yield draft
                 draft = _Draft(turn.role)
@@ -165,7 +166,7 @@ def _turn(turn: TurnMessage) -> Iterator[_Draft]:
             yield _Draft("tool", [f"Error: {text}" if block.is_error else text], answers_to=block.tool_use_id)
         else:
             draft.add(block)
-    if not draft.is_empty or turn.content == []:
+    if not (draft.is_empty and has_results):
         yield draft
 
 

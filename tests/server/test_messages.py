@@ -284,6 +284,16 @@ def test_what_is_wrong_is_named(served, changes, message):
         assert message in check_message_error(http.post("/v1/messages", json=body), 400)
 
 
+@pytest.mark.parametrize("content", [[], [{"type": "text", "text": ""}], 2 * [{"type": "text", "text": ""}]])
+def test_an_empty_turn_is_an_empty_text(served, content):
+    """Catches turns of empty blocks alone that are lost, and a 500 for a conversation of them."""
+    count = client(served).messages.count_tokens
+    (found, wanted) = (
+        count(model=MODEL, messages=[{"role": "user", "content": one}]).input_tokens for one in (content, "")
+    )
+    assert found == wanted
+
+
 def test_what_asks_for_nothing_is_taken(served, offline):
     """Catches clients that always send a field, and get an error for its default."""
     expected = offline.chat(QUESTION, temperature=0, max_tokens=4).text
