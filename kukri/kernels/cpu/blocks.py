@@ -35,7 +35,7 @@ from kukri.kernels.cpu.simd import (
 )
 from kukri.kernels.cpu.tiles import (
     fetch_ahead,
-    panel_step,
+    panel_block_bytes,
     tile_dot4_short,
     tile_dot4_signed,
     tile_fma,
@@ -189,7 +189,7 @@ def _iq4_xs(out, w, x):
         scale = either_word(word_bits(low_bits, 4 * g, 15, 0), word_bits(high_bits, 2 * g, 3, 4))
         acc = _dot_iq4(out, w + 64 + 256 * g, x)
         out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x + Q8_SCALES)
-        x += panel_step(out)
+        x += panel_block_bytes(out)
     return out
 
 
@@ -233,12 +233,12 @@ def _q4_k(out, w, x):
     mins = _low_scales(w, 1)
     for g in range(4):
         _ahead_5(out, w + 320 * g)
-        out = _q4_k_group(out, w + 192, x + panel_step(out) * g, g, d, scales, dmin, mins)
+        out = _q4_k_group(out, w + 192, x + panel_block_bytes(out) * g, g, d, scales, dmin, mins)
     scales = _high_scales(w, 0)
     mins = _high_scales(w, 1)
     for g in range(4, 8):
         _ahead_5(out, w + 320 * g)
-        out = _q4_k_group(out, w + 192, x + panel_step(out) * g, g, d, scales, dmin, mins)
+        out = _q4_k_group(out, w + 192, x + panel_block_bytes(out) * g, g, d, scales, dmin, mins)
     return out
 
 
@@ -269,12 +269,12 @@ def _q5_k(out, w, x):
     mins = _low_scales(w, 1)
     for g in range(4):
         _ahead_6(out, w + 384 * g)
-        out = _q5_k_group(out, w + 192, x + panel_step(out) * g, g, d, scales, dmin, mins)
+        out = _q5_k_group(out, w + 192, x + panel_block_bytes(out) * g, g, d, scales, dmin, mins)
     scales = _high_scales(w, 0)
     mins = _high_scales(w, 1)
     for g in range(4, 8):
         _ahead_6(out, w + 384 * g)
-        out = _q5_k_group(out, w + 192, x + panel_step(out) * g, g, d, scales, dmin, mins)
+        out = _q5_k_group(out, w + 192, x + panel_block_bytes(out) * g, g, d, scales, dmin, mins)
     return out
 
 
@@ -310,7 +310,7 @@ def _q6_k(out, w, x):
             scales = load_i32x16(w + 3072 + 128 * half + 64 * (g >> 1))
             out = tile_fold(out, first, d * signed_byte_to_f32(scales, 2 * (g & 1)), x + Q8_SCALES)
             out = tile_fold(out, last, d * signed_byte_to_f32(scales, 2 * (g & 1) + 1), x + Q8_SCALES)
-            x += panel_step(out)
+            x += panel_block_bytes(out)
     return out
 
 
@@ -347,7 +347,7 @@ def _q3_k(out, w, x):
             scales = _q3_k_scales(w, 2 * half + (g >> 1))
             out = tile_fold(out, first, d * byte_to_f32(scales, 2 * (g & 1), -32), x + Q8_SCALES)
             out = tile_fold(out, last, d * byte_to_f32(scales, 2 * (g & 1) + 1, -32), x + Q8_SCALES)
-            x += panel_step(out)
+            x += panel_block_bytes(out)
     return out
 
 
@@ -380,7 +380,7 @@ def _q2_k(out, w, x):
             out = tile_fold(out, last, d * byte_to_f32(scales, k + 1, 0), x + Q8_SCALES)
             out = tile_take_min(out, dmin * byte_to_f32(mins, k, 0), x + Q8_NEGATIVE_SUMS, x + Q8_SCALES)
             out = tile_take_min(out, dmin * byte_to_f32(mins, k + 1, 0), x + _LAST_SUMS, x + Q8_SCALES)
-            x += panel_step(out)
+            x += panel_block_bytes(out)
     return out
 
 

@@ -236,8 +236,8 @@ def tile_zeros_like(builder: Any, kind: Tile, tile: Any) -> Any:
 
 
 @_tile_operation(lambda tile: types.int64)
-def panel_step(builder: Any, kind: Tile, tile: Any) -> Any:
-    """Bytes from one panel block of 32 inputs to the next."""
+def panel_block_bytes(builder: Any, kind: Tile, tile: Any) -> Any:
+    """Bytes of a panel block of 32 inputs."""
     return _I64(Q16_BLOCK_BYTES if kind.is_q16 else Q8_BLOCK_BYTES)
 
 
