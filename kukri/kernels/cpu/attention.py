@@ -186,7 +186,7 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> 
 
     @device
     def page_scores(q, keys, next_keys, values, scores):
-        """Scores of a page's keys. One token's wait for memory, so what is read next is asked for."""
+        """Scores of a page's keys. The rows of one token wait for memory: what is read next is asked for."""
         s = tile_zeros_f32(rows)
         for b in range(n_blocks):
             scale = key_scale(keys, b)

@@ -35,6 +35,7 @@ from kukri.kernels.cpu.simd import (
 )
 from kukri.kernels.cpu.tiles import (
     fetch_ahead,
+    has_signed_bias,
     panel_block_bytes,
     tile_dot4_short,
     tile_dot4_signed,
@@ -44,7 +45,6 @@ from kukri.kernels.cpu.tiles import (
     tile_offset_start,
     tile_short_end,
     tile_short_start,
-    tile_signed_start,
     tile_take_min,
     tile_zeros_like,
 )
@@ -86,6 +86,12 @@ def _bf16(out, w, x):
 def _offset_start(out, x, shift):
     """-(sum of the block's inputs) << shift: what weights q - 2^shift begin with."""
     return tile_offset_add(tile_offset_start(out, x + Q8_NEGATIVE_SUMS, shift), x + _LAST_SUMS, shift)
+
+
+@device
+def _signed_start(out, x):
+    """What sums of `tile_dot4_signed` over a block begin with."""
+    return _offset_start(out, x, 7) if has_signed_bias(out) else tile_zeros_like(out)
 
 
 @device
@@ -152,7 +158,7 @@ def _q5_1(out, w, x):
 @device
 def _q8_0(out, w, x):
     _ahead_9(out, w)
-    acc = tile_signed_start(out, x + Q8_NEGATIVE_SUMS, x + _LAST_SUMS)
+    acc = _signed_start(out, x)
     for j in range(8):
         acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x + j * _GROUP, 4)
     return tile_fold(out, acc, load_f16x16(w + 512), x + Q8_SCALES)
@@ -161,7 +167,7 @@ def _q8_0(out, w, x):
 @device
 def _dot_iq4(out, w, x):
     """32 looked-up values, as a tile of integer sums."""
-    acc = tile_signed_start(out, x + Q8_NEGATIVE_SUMS, x + _LAST_SUMS)
+    acc = _signed_start(out, x)
     for j in range(4):
         packed = load_u8x64(w + 64 * j)
         acc = tile_dot4_signed(acc, _iq4_values(low_nibbles(packed)), x + j * _GROUP, 4)

@@ -85,7 +85,7 @@ def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
 # dot4(acc, u, s): acc[i] += sum over k < 4 of u[4i + k] * s[4i + k], u unsigned, s signed bytes.
 # Unsigned operands above 127 would saturate the 16-bit sums of AVX2, so there are two forms: weights of up
 # to 6 bits and signed bytes. The second computes (w + 128) * s on instruction sets that have only unsigned
-# times signed; `tile_signed_start` begins with what takes the bias away.
+# times signed; `has_signed_bias` tells kernels to begin with what takes the bias away.
 #
 # The first form sums *runs* of a few dots. On AVX2, where a dot is a multiplication into sums of two products
 # in int16 and another to widen those, a run is added up in int16 and widened once, at its end. A dot adds at
@@ -263,17 +263,10 @@ def tile_offset_add(builder: Any, kind: Tile, acc: Any, address: Any, shift: Any
     return _each(builder, kind.n, I32x16.llvm, step)
 
 
-@_tile_operation(_as_i32, types.int64, types.int64)
-def tile_signed_start(builder: Any, kind: Tile, tile: Any, first: Any, last: Any) -> Any:
-    """What sums of `tile_dot4_signed` begin with; at `first` and `last` are a block's negative sums."""
-    if kind.is_q16 or not cpu_target().has_int8_dot:
-        return ir.Constant(ir.ArrayType(I32x16.llvm, kind.n), None)
-
-    def step(i: int) -> Any:
-        seven = _I64(7)
-        return builder.add(_offset(builder, first, i, seven), _offset(builder, last, i, seven))
-
-    return _each(builder, kind.n, I32x16.llvm, step)
+@_tile_operation(lambda tile: types.boolean)
+def has_signed_bias(builder: Any, kind: Tile, tile: Any) -> Any:
+    """Whether `tile_dot4_signed` computes (w + 128) * s."""
+    return _I1(cpu_target().has_int8_dot and not kind.is_q16)
 
 
 def _in_order(builder: Any, sums: Any) -> Any:
