@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import HookError, ShapeError
-from kukri.kernels.reference_rows import ReferenceRowOps
+from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.types import (
     KV_BLOCK,
     AttentionSpec,
@@ -43,7 +43,7 @@ class ReferenceBackend:
     exact_kv_type: KVType = "f32"
 
     def __init__(self) -> None:
-        self.row_ops = ReferenceRowOps()
+        self.sampling = ReferenceSampling()
         self._matrices: dict[Weight, FloatArray] = {}
 
     def compile(

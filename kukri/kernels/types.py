@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import ShapeError, UnsupportedError
-from kukri.kernels.rows import RowRecord
+from kukri.kernels.sampling_record import SamplingRecord
 from kukri.quant.types import QuantType
 
 FloatArray = npt.NDArray[np.float32]
@@ -281,14 +281,15 @@ class CompiledProgram(Protocol):
         """Runs one step -> logits float32 [N, V], valid until the next call. Writes the cache."""
 
 
-class RowOps(Protocol):
-    """Sampling: `kukri.kernels.rows` has the records and the arithmetic, `reference_rows` the definition."""
+class SamplingBackend(Protocol):
+    """Sampling; `sampling_record` has the records and the arithmetic, `reference_sampling` the definition."""
 
-    def choose(self, records: Sequence[RowRecord], logits: FloatArray) -> None:
+    def choose(self, records: Sequence[SamplingRecord], logits: FloatArray) -> None:
         """Chooses a token for each row of logits [N, V], by its record, and fills in the record.
 
         Rows are contiguous and not written, and no row's result depends on another row. V is at most
-        rows.MAX_VOCAB. A row that holds NaN or +inf, or nothing but -inf, gets another status than CHOSEN.
+        `sampling_record.MAX_VOCAB`. A row that holds NaN or +inf, or nothing but -inf, gets another status
+        than CHOSEN.
         """
 
 
@@ -299,7 +300,7 @@ class Backend(Protocol):
     exact_kv_type: KVType  # the widest numbers that its KV cache can hold
 
     @property
-    def row_ops(self) -> RowOps:
+    def sampling(self) -> SamplingBackend:
         """What sampling uses on this backend's logits."""
 
     def compile(
