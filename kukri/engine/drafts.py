@@ -1,18 +1,17 @@
-"""Guesses at the tokens to come, which a step computes beside the newest one and keeps where they come true.
+"""Draft tokens: candidates for the tokens to come, computed beside the newest one and kept if accepted.
 
-A guess changes no token: each is drawn as ever, from logits that do not depend on how tokens are cut into
-steps, and a guess that is another token is forgotten with all after it. So what matters is what it costs: how
-many guesses a step takes follows from how often guesses of their kind came true in this answer, and from what
-a step costs with more tokens.
+A draft changes no token: each token is drawn as ever, from logits that do not depend on how tokens are cut
+into steps, and a draft that is another token is rejected with all after it. So only speed is at stake: how
+many drafts a step computes follows from how often drafts of their kind were accepted in this answer, and from
+what another row costs (`DraftBudget`).
 
-`LookupDrafts` guesses that a text goes on as it did before (prompt lookup decoding, A. Saxena 2023): it
-follows the place that the last tokens repeat.
+`LookupDrafts` expects the sequence to go on as it did before (prompt lookup or n-gram decoding, A. Saxena
+2023): it follows the position after an earlier occurrence of the last tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import log
 from typing import Protocol
 
 import numpy as np
@@ -21,162 +20,87 @@ from kukri.kernels.types import IntArray
 
 _END = (1 << 32) - 1  # between a given text and the prompt: no token
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2^64 over the golden ratio: spreads pairs over keys
-# how often a guess that was looked up comes true after 0, 1, 2, 4, 8, 16 tokens that did
-_EXPECTED = (0.2, 0.4, 0.4, 0.6, 0.8, 0.9)
-_EXPECTED_WEIGHT = 4.0  # tokens that this counts for
-_MEMORY = 0.98  # what is left of a token's weight at the next of its kind
-_HOPELESS = 0.05  # a guess of less chance is worth no time, nor are those after it
-_GAIN = 1.03  # the least gain that is worth a guess, as odds and costs are guesses too
-# the time of a step of 1, 2, ... tokens, and of each beyond, in those of a step of one: see docs/log.md
-# for one machine; others differ by how steeply it grows, which `StepCosts` learns
-_COST = (1.0, 1.15, 1.27, 1.37, 1.5, 1.6, 1.7, 1.75, 2.1)
-_COST_BEYOND = 0.19
-_MEMORY_OF_STEPS = 0.1  # what the newest step counts, once there are some
-_BEND, _DAMPING = 0.1, 0.02  # how fast the steepness follows; where steps are alike, it stays
-_N_FIRST = 8  # steps that tell the time of one token alone
-_MAX_ERROR = 0.3  # a factor of 1.35: what is off by more was held up by something else
-_FLATTEST, _STEEPEST = 0.3, 6.0
-_DEPTHS = (1, 2, 3, 5, 7, 11, 15, 31, 63)  # guesses of one request: costs bend at 8 tokens, then grow evenly
+# acceptance of a looked-up draft after 0, 1, 2, 4, 8, 16 accepted ones, before an answer shows its own
+_PRIOR = (0.2, 0.4, 0.4, 0.6, 0.8, 0.9)
+_PRIOR_WEIGHT = 4.0  # drafts that the prior counts for
+_DECAY = 0.98  # of a draft's weight with each later one of its kind
+_PANEL_TOKENS = 8  # matrix kernels compute so many tokens at a time: the rest of a panel costs little
+_MIN_CHANCE, _MIN_CHANCE_EACH = 0.2, 0.05  # of a draft in such a row, and more for each decoding request
+_SURE = 0.95  # the least chance of a draft that begins or extends another panel
 
 
-class Odds:
-    """How often guesses come true in one answer, by how many tokens before them did."""
+class AcceptanceRate:
+    """The share of drafts accepted in one answer, by the number of accepted drafts just before them."""
 
-    def __init__(self, expected: Sequence[float]) -> None:
-        """`expected`: what is taken for true after 0, 1, 2, 4, 8, 16 tokens, before an answer shows it."""
-        self._n_true = [share * _EXPECTED_WEIGHT for share in expected]
-        self._n = [_EXPECTED_WEIGHT] * len(_EXPECTED)
+    def __init__(self, prior: Sequence[float]) -> None:
+        """`prior`: the share after 0, 1, 2, 4, 8, 16 accepted drafts, until an answer shows its own."""
+        self._n_accepted = [share * _PRIOR_WEIGHT for share in prior]
+        self._n = [_PRIOR_WEIGHT] * len(_PRIOR)
 
     def chance(self, n_before: int) -> float:
-        """The probability that a guess comes true, after `n_before` that did."""
-        kind = min(n_before.bit_length(), len(_EXPECTED) - 1)
-        return self._n_true[kind] / self._n[kind]
+        """The probability that a draft is accepted after `n_before` accepted ones."""
+        bucket = min(n_before.bit_length(), len(_PRIOR) - 1)
+        return self._n_accepted[bucket] / self._n[bucket]
 
-    def learn(self, n_before: int, came_true: bool) -> None:
-        """Books a guess."""
-        kind = min(n_before.bit_length(), len(_EXPECTED) - 1)
-        self._n_true[kind] = self._n_true[kind] * _MEMORY + came_true
-        self._n[kind] = self._n[kind] * _MEMORY + 1.0
+    def update(self, n_before: int, is_accepted: bool) -> None:
+        """Counts a draft."""
+        bucket = min(n_before.bit_length(), len(_PRIOR) - 1)
+        self._n_accepted[bucket] = self._n_accepted[bucket] * _DECAY + is_accepted
+        self._n[bucket] = self._n[bucket] * _DECAY + 1.0
 
 
-class StepCosts:
-    """What steps of more tokens cost on this machine, learned from those that ran.
+class DraftBudget:
+    """Decides how many drafts of each request a step computes.
 
-    A step of n tokens takes `one * (1 + steepness * x)`, where x is what the table says it costs beyond one
-    token: less where memory is slow, more where arithmetic is. Both factors follow the times of steps.
+    A row in a panel that is computed anyway costs a tenth of a step, and so does any row beside a prompt;
+    other rows cost twice that, in a step that serves many: these must be all but sure (docs/log.md).
     """
 
-    def __init__(self) -> None:
-        self.steepness = 1.0
-        self._log_one_s = 0.0  # of a step of one token
-        self._usual_slope = 0.0
-        self._n_seen = 0
+    def __init__(self, n_tokens: int, n_decoding: int) -> None:
+        """For a step of `n_tokens` without drafts, of which `n_decoding` requests compute one each."""
+        self._min_chance = _MIN_CHANCE + _MIN_CHANCE_EACH * n_decoding
+        has_prompt = n_tokens > n_decoding
+        self._n_cheap: float = float("inf") if has_prompt else max(_PANEL_TOKENS - n_tokens, 0)
 
-    def of(self, n_tokens: int) -> float:
-        """The time of a step of `n_tokens`, as a multiple of that of a step of one."""
-        n_beyond = n_tokens - len(_COST)
-        cost = _COST[n_tokens - 1] if n_beyond <= 0 else _COST[-1] + n_beyond * _COST_BEYOND
-        return 1.0 + self.steepness * (cost - 1.0)
+    def take(self, chances: Iterable[float], price: float = 0.0) -> int:
+        """The number of drafts that a request may compute, taken off the budget.
 
-    def learn(self, n_tokens: int, seconds: float) -> None:
-        """Books a step of requests that generate. One that was held up counts little."""
-        cost = self.of(n_tokens)
-        slope = (1.0 - 1.0 / cost) / self.steepness  # of the logarithm of its time, by the steepness
-        error = log(max(seconds, 1e-9) / cost) - self._log_one_s
-        self._n_seen += 1
-        share = max(1.0 / self._n_seen, _MEMORY_OF_STEPS)
-        self._usual_slope += share * (slope - self._usual_slope)
-        if self._n_seen > _N_FIRST:
-            error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
-            self._bend(error, slope - self._usual_slope)
-        self._log_one_s += share * error
-
-    def _bend(self, error: float, slope: float) -> None:
-        """Moves the steepness by an error, and the time of one so that that of usual steps stays."""
-        moved = self.steepness + _BEND * error * slope / (slope * slope + _DAMPING)
-        moved = min(max(moved, _FLATTEST), _STEEPEST)
-        self._log_one_s -= (moved - self.steepness) * self._usual_slope
-        self.steepness = moved
-
-
-class StepLoad:
-    """What a step is about to do: the tokens it computes, and those it is expected to give."""
-
-    def __init__(self, n_computed: int, n_given: int, costs: StepCosts) -> None:
-        self._cost = costs.of
-        self._n_computed, self._n_given, self._time_beside = n_computed, float(n_given), 0.0
-        self._least: dict[float, float] = {}  # by price: see _least_chance
-
-    def add(self, chances: Iterable[float], price: float = 0.0) -> int:
-        """How many of a request's guesses are worth their time; the step then has them.
-
-        `chances`: the probability that each comes true, given that those before it do. `price`: the time that
-        it takes to make a guess, in steps of one token.
+        `chances`: the probability that each is accepted, given that those before it are. `price`: the time
+        that making a draft takes, in steps of one token.
         """
-        best, best_rate = 0, _GAIN * self._n_given / (self._cost(self._n_computed) + self._time_beside)
-        best_given = given = self._n_given
-        all_true = 1.0
-        for depth, chance in enumerate(chances, 1):
-            all_true *= chance
-            if all_true < _HOPELESS or (depth == 1 and chance < self._least_chance(price)):
+        n, chance_of_all = 0, 1.0
+        for chance in chances:
+            chance_of_all *= chance
+            if chance_of_all < (self._min_chance if n < self._n_cheap else _SURE) + price:
                 break
-            given += all_true
-            rate = given / (self._cost(self._n_computed + depth) + self._time_beside + depth * price)
-            if rate > best_rate:
-                best, best_rate, best_given = depth, rate, given
-        if best:
-            self._least.clear()
-        self._n_computed += best
-        self._n_given = best_given
-        self._time_beside += best * price
-        return best
-
-    def _least_chance(self, price: float) -> float:
-        """What a first guess must have for any number to be worth its time, if those after it are sure.
-
-        A step of many requests asks this once for all of them, and takes none further.
-        """
-        least = self._least.get(price)
-        if least is None:
-            rate = _GAIN * self._n_given / (self._cost(self._n_computed) + self._time_beside)
-            times = ((n, self._cost(self._n_computed + n) + self._time_beside + n * price) for n in _DEPTHS)
-            least = self._least[price] = min((rate * time - self._n_given) / n for n, time in times)
-        return least
+            n += 1
+        self._n_cheap = max(self._n_cheap - n, 0)
+        return n
 
 
 class Drafts(Protocol):
-    """Where one request's guesses come from."""
+    """The source of one request's draft tokens."""
 
-    price: float  # of a guess: see StepLoad.add
+    price: float  # of a draft: see DraftBudget.take
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """Takes in a request's tokens that came since the last time."""
+        """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
 
     def chances(self, n: int) -> Iterator[float]:
-        """The probability that each of the next `n` guesses comes true, given that those before it do."""
+        """The probability that each of the next `n` drafts is accepted, given that those before it are."""
 
-    def guess(self, n: int) -> list[int]:
-        """The next `n` tokens, or fewer."""
+    def propose(self, n: int) -> list[int]:
+        """The next `n` draft tokens, or fewer."""
 
-
-class Drafter(Protocol):
-    """What makes the guesses of several requests at a time (draft_model.py)."""
-
-    def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
-        """Makes so many guesses for each request, those whose guesses are its own."""
-
-    def release(self, drafts: Drafts) -> None:
-        """Forgets what was read of a request that lost its turn, or ended."""
-
-    def check_integrity(self, running: Sequence[Drafts]) -> None:
-        """Asserts that pages are held by the requests that run."""
+    def release(self) -> None:
+        """Frees what a draft model keeps for the request, which was preempted or has ended."""
 
 
 class LookupDrafts:
-    """Where one request's text has been before, and the place that it follows now.
+    """N-gram drafts of one request: the tokens that followed an earlier occurrence of its last ones.
 
-    Every token tells whether the place would have been right, guesses taken or not: so odds are known without
-    trying. `given` is a text that the answer may resemble.
+    Every token tells whether the position followed would have been right, drafts computed or not: so the
+    acceptance rate is known without trying. `given` are tokens that the answer may resemble.
     """
 
     price = 0.0
@@ -184,14 +108,14 @@ class LookupDrafts:
     def __init__(self, given: Sequence[int] = ()) -> None:
         self._tokens: list[int] = [*given, _END] if given else []
         self._n_followed = 0  # tokens of the request
-        self._after_pair: dict[int, int] = {}  # two tokens -> the place after them, where they came last
+        self._after_pair: dict[int, int] = {}  # 2-gram -> the position after its last occurrence
         self._after_four: dict[int, int] = {}
-        self._place: int | None = 0 if given else None  # of the next guess
-        self._n_true = 0  # tokens before it that were as guessed
-        self._odds = Odds(_EXPECTED)
+        self._position: int | None = 0 if given else None  # of the next draft
+        self._n_accepted = 0  # tokens before it that were as drafted
+        self._rate = AcceptanceRate(_PRIOR)
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """Takes in a request's tokens that came since the last time."""
+        """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
         new: list[int] = tokens[self._n_followed : n_tokens].tolist()
         if self._n_followed:
             for token in new:
@@ -205,53 +129,56 @@ class LookupDrafts:
         self._n_followed = n_tokens
 
     def chances(self, n: int) -> Iterator[float]:
-        """The probability that each of the next `n` guesses comes true, given that those before it do."""
-        if self._place is not None:
-            for n_true in range(self._n_true, self._n_true + n):
-                yield self._odds.chance(n_true)
+        """The probability that each of the next `n` drafts is accepted, given that those before it are."""
+        if self._position is not None:
+            for n_before in range(self._n_accepted, self._n_accepted + n):
+                yield self._rate.chance(n_before)
 
-    def guess(self, n: int) -> list[int]:
-        """The next `n` tokens, or fewer: those after the place, over and over where it is near the end."""
-        if self._place is None:
+    def propose(self, n: int) -> list[int]:
+        """Copies up to `n` tokens from the position followed, repeating the copied span at the end."""
+        if self._position is None:
             return []
-        guesses = self._tokens[self._place : self._place + n]
-        if _END in guesses:
-            return guesses[: guesses.index(_END)]
-        period = len(self._tokens) - self._place
-        while len(guesses) < n:
-            guesses.append(guesses[-period])
-        return guesses
+        drafts = self._tokens[self._position : self._position + n]
+        if _END in drafts:
+            return drafts[: drafts.index(_END)]
+        period = len(self._tokens) - self._position
+        while len(drafts) < n:
+            drafts.append(drafts[-period])
+        return drafts
+
+    def release(self) -> None:
+        """Does nothing: no draft model is involved."""
 
     def _check(self, token: int) -> None:
-        """Moves on by a token: where it was not the one guessed, it may be there in the place of that."""
-        if self._place is None:
+        """Advances the position by one token; a mismatch counts as a substitution."""
+        if self._position is None:
             return
-        came_true = self._tokens[self._place] == token
-        self._odds.learn(self._n_true, came_true)
-        self._n_true = self._n_true + 1 if came_true else 0
-        self._place = None if self._tokens[self._place] == _END else self._place + 1
+        is_accepted = self._tokens[self._position] == token
+        self._rate.update(self._n_accepted, is_accepted)
+        self._n_accepted = self._n_accepted + 1 if is_accepted else 0
+        self._position = None if self._tokens[self._position] == _END else self._position + 1
 
     def _look_up(self) -> None:
-        """Books where the last tokens lie, and goes to where they were before, if that is better."""
-        tokens, place = self._tokens, len(self._tokens)
-        if place < 2:
+        """Indexes the latest 2- and 4-gram and jumps to its last occurrence if that is likelier."""
+        tokens, position = self._tokens, len(self._tokens)
+        if position < 2:
             return
         pair = tokens[-2] << 32 | tokens[-1]
         found, size = self._after_pair.get(pair), 2
-        self._after_pair[pair] = place
-        if place >= 4:
+        self._after_pair[pair] = position
+        if position >= 4:
             four = ((tokens[-4] << 32 | tokens[-3]) * _FACTOR + pair) & _MASK
             found_four = self._after_four.get(four)
-            self._after_four[four] = place
+            self._after_four[four] = position
             if found_four is not None:
                 found, size = found_four, 4
         if found is not None and (
-            self._place is None or self._odds.chance(size) > self._odds.chance(self._n_true)
+            self._position is None or self._rate.chance(size) > self._rate.chance(self._n_accepted)
         ):
-            self._place, self._n_true = found, size
+            self._position, self._n_accepted = found, size
 
     def _index(self) -> None:
-        """Books all places but the last, which `_look_up` does."""
+        """Indexes all positions but the last, which `_look_up` does."""
         tokens = np.array(self._tokens[:-1], np.uint64)
         pairs = tokens[:-1] << np.uint64(32) | tokens[1:]
         fours = pairs[:-2] * np.uint64(_FACTOR) + pairs[2:]

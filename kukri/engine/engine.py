@@ -71,7 +71,6 @@ class Engine:
         if draft_model is not None:
             price = draft_model.n_parameters / model.n_parameters
             self._draft_model = DraftModel(draft_model, backend, config, self.max_context, n_pages, price)
-            self.scheduler.drafter = self._draft_model
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
         self._builder = BatchBuilder(limits)
@@ -141,6 +140,7 @@ class Engine:
         for chunk in chunks:
             chunk.request.started_s = chunk.request.started_s or started_s
         try:
+            self._add_drafts(chunks)
             for source, target in self.scheduler.copies:
                 self.runner.copy_page(source, target)
             logits = self.runner.run(self._builder.build(chunks))
@@ -150,7 +150,7 @@ class Engine:
                 chunk.request.error = error if isinstance(error, KukriError) else KukriError(str(error))
                 self._end(chunk.request, "error")
             raise
-        return self.scheduler.postprocess(chunks, results, started_s, perf_counter())
+        return self.scheduler.postprocess(chunks, results, perf_counter())
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request between steps, as where its text met a stop string; one that ended stays so."""
@@ -194,6 +194,17 @@ class Engine:
     def check_integrity(self) -> None:
         """Asserts that requests and pages agree: nothing lost, nothing held twice."""
         self.scheduler.check_integrity()
+        if self._draft_model is not None:
+            drafts = (request.drafts for request in self.scheduler.running)
+            self._draft_model.check_integrity(d for d in drafts if d is not None)
+
+    def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
+        """Extends the chunks of decoding requests by draft tokens."""
+        planned = self.scheduler.plan_drafts(chunks)
+        if self._draft_model is not None:
+            self._draft_model.compute([(drafts, n) for _, drafts, n in planned])
+        for i, drafts, n in planned:
+            chunks[i] = self.scheduler.with_drafts(chunks[i], drafts.propose(n))
 
     def _sample(
         self, chunks: list[ScheduledChunk], logits: FloatArray

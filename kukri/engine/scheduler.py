@@ -16,7 +16,7 @@ from bisect import insort
 from typing import NamedTuple
 
 from kukri.config import PAGE_TOKENS
-from kukri.engine.drafts import Drafter, Drafts, StepCosts, StepLoad
+from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.pages import ROOT, PagePool, pages_for
 from kukri.engine.queue import WaitingQueue
 from kukri.engine.request import Request, RequestState
@@ -79,8 +79,6 @@ class Scheduler:
         self.takes_drafts = True  # False while somebody must see each token once, and no others
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.drafter: Drafter | None = None
-        self.costs = StepCosts()
         self.copies: list[tuple[int, int]] = []  # (from, to): pages to copy before the step, in this order
         self.n_preemptions = 0
         self.n_prefix_hit = 0  # tokens that were found and not computed
@@ -124,15 +122,44 @@ class Scheduler:
                 if request is None or not self._admit(request):
                     break
                 self._schedule(request, budget, chunks)
-        if self.takes_drafts:
-            self._add_drafts(chunks)
         return chunks
+
+    def plan_drafts(self, chunks: list[ScheduledChunk]) -> list[tuple[int, Drafts, int]]:
+        """(index of a chunk, its request's drafts, how many to compute) for each that is to have some."""
+        if not self.takes_drafts or all(chunk.request.drafts is None for chunk in chunks):
+            return []
+        n_tokens = sum(chunk.n_tokens for chunk in chunks)
+        n_rows = sum(chunk.n_logits for chunk in chunks)
+        room = min(self.max_step_tokens - n_tokens, self.max_logit_rows - n_rows)
+        budget = DraftBudget(n_tokens, sum(_generates(chunk.request) for chunk in chunks))
+        planned: list[tuple[int, Drafts, int]] = []
+        for i, chunk in enumerate(chunks):
+            request = chunk.request
+            if request.drafts is None or not _generates(request):
+                continue
+            request.drafts.follow(request.tokens, request.n_tokens)
+            # the last token that it may come to needs no draft: it follows from the row before
+            n = min(room, request.max_drafts, request.max_tokens - request.n_tokens - 1)
+            n = budget.take(request.drafts.chances(n), request.drafts.price)
+            if n:
+                planned.append((i, request.drafts, n))
+                room -= n
+        return planned
+
+    def with_drafts(self, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledChunk:
+        """A decoding request's chunk with drafts behind its newest token, those that free pages hold."""
+        request = chunk.request
+        n_fit = (request.n_pages + self.pool.n_free) * PAGE_TOKENS - request.n_tokens
+        n = max(min(len(drafts), n_fit), 0)
+        stop = request.n_tokens + n
+        request.tokens[request.n_tokens : stop] = drafts[:n]
+        self._grow(request, pages_for(stop) - request.n_pages)
+        return chunk._replace(n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
 
     def postprocess(
         self,
         chunks: list[ScheduledChunk],
         results: list[list[SampledToken | KukriError]],
-        started_s: float,
         now_s: float,
     ) -> list[StepOutput]:
         """Books a finished step: `results` has the tokens of each chunk that gives some, or why not.
@@ -140,8 +167,6 @@ class Scheduler:
         A chunk with guesses gives a token for each that came true, and one more. Ends the requests that are
         done, whose pages are free at once.
         """
-        if self.takes_drafts and all(_generates(chunk.request) for chunk in chunks):
-            self.costs.learn(sum(chunk.n_tokens for chunk in chunks), now_s - started_s)
         outputs: list[StepOutput] = []
         n_given = 0
         for chunk in chunks:
@@ -174,8 +199,6 @@ class Scheduler:
         assert len(self.running) <= self.max_requests, "more requests run than may"
         assert self.running == sorted(self.running, key=_turn), "requests run out of turn"
         self.pool.check_integrity([request.pages for request in self.running])
-        if self.drafter is not None:
-            self.drafter.check_integrity([r.drafts for r in self.running if r.drafts is not None])
         for request in self.waiting:
             assert request.state is RequestState.WAITING, f"request {request.id} waits and is {request.state}"
             assert request.n_pages == request.n_cached == 0, f"request {request.id} waits and holds pages"
@@ -210,41 +233,6 @@ class Scheduler:
             return
         chunks.append(ScheduledChunk(request, start, n_tokens, n_logits))
         budget.spend(request, n_tokens, n_logits)
-
-    def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
-        """Has requests that generate try guesses, as far as these are worth their time and find room."""
-        if all(chunk.request.drafts is None for chunk in chunks):
-            return
-        n_tokens = sum(chunk.n_tokens for chunk in chunks)
-        n_rows = sum(chunk.n_logits for chunk in chunks)
-        room = min(self.max_step_tokens - n_tokens, self.max_logit_rows - n_rows)
-        load = StepLoad(n_tokens, sum(chunk.gives_token for chunk in chunks), self.costs)
-        wanted: list[tuple[int, Drafts, int]] = []
-        for i, chunk in enumerate(chunks):
-            request = chunk.request
-            if request.drafts is None or not _generates(request):
-                continue
-            request.drafts.follow(request.tokens, request.n_tokens)
-            # the last token that it may come to needs no guess: it follows from the row before
-            n = min(room, request.max_drafts, request.max_tokens - request.n_tokens - 1)
-            n = load.add(request.drafts.chances(n), request.drafts.price)
-            if n:
-                wanted.append((i, request.drafts, n))
-                room -= n
-        if self.drafter is not None:
-            self.drafter.compute([(drafts, n) for _, drafts, n in wanted])
-        for i, drafts, n in wanted:
-            guesses = drafts.guess(n)
-            n_fit = (chunks[i].request.n_pages + self.pool.n_free) * PAGE_TOKENS - chunks[i].request.n_tokens
-            if guesses and n_fit > 0:
-                chunks[i] = self._with_drafts(chunks[i], guesses[:n_fit])
-
-    def _with_drafts(self, chunk: ScheduledChunk, guesses: list[int]) -> ScheduledChunk:
-        request, n = chunk.request, len(guesses)
-        stop = request.n_tokens + n
-        request.tokens[request.n_tokens : stop] = guesses
-        self._grow(request, pages_for(stop) - request.n_pages)
-        return chunk._replace(n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
 
     def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
         """Books guesses, and gives back the pages of those that did not come true."""
@@ -360,8 +348,8 @@ class Scheduler:
         self.n_preemptions += 1
 
     def _release(self, request: Request) -> None:
-        if self.drafter is not None and request.drafts is not None:
-            self.drafter.release(request.drafts)
+        if request.drafts is not None:
+            request.drafts.release()
         self.pool.free(request.pages)
         request.page_row[: request.n_pages] = 0
         request.n_pages = request.n_cached = request.n_cached_pages = 0

@@ -150,5 +150,4 @@ def make_engine(
     config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens, **options)
     engine = Engine(FakeModel(max_context), backend, config, eos_ids=[EOS], n_pages=n_pages)  # type: ignore[arg-type]
     backend.is_writable = engine.pool.is_writable
-    engine.scheduler.costs.learn = lambda n_tokens, seconds: None  # type: ignore[method-assign]  # its times mean nothing
     return engine, backend

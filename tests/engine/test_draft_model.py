@@ -1,4 +1,4 @@
-"""A small model that guesses for a larger one: read, followed, forgotten, and never heard in the answer."""
+"""A small model that drafts for a larger one: read, followed, forgotten, and never heard in the answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kukri.sampling import SamplingParams
 
 
 class WorseBackend(FakeBackend):
-    """Runs the second model that it compiles, the one that guesses, so that some of its tokens are wrong."""
+    """Runs the second model that it compiles, the one that drafts, so that some of its tokens are wrong."""
 
     def __init__(self, n_wrong: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class WorseBackend(FakeBackend):
         if self.n_compiled == 1:
             return compiled
 
-        def guess(batch: ForwardBatch) -> np.ndarray:
+        def draft(batch: ForwardBatch) -> np.ndarray:
             said, self.is_writable = self.is_writable, lambda page: True  # its pages are others
             try:
                 logits = compiled(batch)
@@ -45,7 +45,7 @@ class WorseBackend(FakeBackend):
             logits[wrong] = np.roll(logits[wrong], 1, axis=1)
             return logits
 
-        return guess
+        return draft
 
 
 def make(
@@ -79,8 +79,8 @@ def make(
 def test_a_draft_model_changes_no_token(
     n_wrong: int, max_requests: int, max_step_tokens: int, n_pages: int, events: list
 ) -> None:
-    """Its cache out of step with the text, its pages lost, a guess kept that did not come true: under
-    arrivals, aborts, preemption, other kinds of guesses beside it."""
+    """Its cache out of step with the text, its pages lost, a rejected draft kept: under
+    arrivals, aborts, preemption, other kinds of drafts beside it."""
     engine = make(n_wrong, 96, n_pages, max_requests=max_requests, max_step_tokens=max_step_tokens)
     live: list[tuple[Request, list[int]]] = []
 
@@ -106,7 +106,7 @@ def test_a_draft_model_changes_no_token(
 
 
 def test_a_model_that_knows_saves_steps() -> None:
-    """A cache out of step, which shows as guesses that are wrong: the fake model is a hash of its context."""
+    """A cache out of step, which shows as drafts that are wrong: the fake model is a hash of its context."""
     for n_prompt in (1, 15, 16, 17, 60):
         engine = make(0, max_requests=2)
         requests = [add(engine, prompt_of(n_prompt, seed), greedy(40)) for seed in range(2)]
@@ -116,8 +116,8 @@ def test_a_model_that_knows_saves_steps() -> None:
             assert request.n_accepted == request.n_drafted > 20
 
 
-def test_a_model_that_guesses_badly_is_asked_less() -> None:
-    """Time spent on guesses that never come true, or one that is never asked again."""
+def test_a_model_that_drafts_badly_is_asked_less() -> None:
+    """Time spent on drafts that are never accepted, or one that is never asked again."""
     engine = make(8, max_context=512)
     request = add(engine, prompt_of(10), greedy(400))
     finish(engine)
@@ -125,7 +125,7 @@ def test_a_model_that_guesses_badly_is_asked_less() -> None:
     assert 4 < request.n_drafted < 40
 
 
-def test_a_text_beyond_the_small_models_context_is_not_guessed() -> None:
+def test_a_text_beyond_the_small_models_context_is_not_drafted() -> None:
     """A position outside the small model's table."""
     engine = make(0, small_context=40)
     request = add(engine, prompt_of(20), greedy(60))
@@ -142,13 +142,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def cheap(llm: LLM) -> None:
-    """Makes guesses of a model that is not small worth their time."""
+    """Makes drafts of a model that is not small worth their time."""
     assert llm.engine._draft_model is not None
     llm.engine._draft_model._price = 0.05
 
 
 def test_a_model_as_large_as_the_other_is_not_asked(tiny: tuple[Path, Path]) -> None:
-    """Guesses that take the time that they save."""
+    """Drafts that take the time that they save."""
     with LLM(tiny[0], draft_model=tiny[0]) as llm:
         result = llm.generate("Hello", temperature=0, max_tokens=100, ignore_eos=True)
         assert result.timings.n_drafted == 0
@@ -187,8 +187,8 @@ def test_two_models_answer_as_one(tiny: tuple[Path, Path], temperature: float) -
             assert [result.token_ids for result in looked_up] == want
 
 
-def test_what_cannot_guess_is_refused(tiny: tuple[Path, Path], smollm2_path: Path) -> None:
-    """Guesses that are other tokens, or a kind of guesses that silently is none."""
+def test_what_cannot_draft_is_refused(tiny: tuple[Path, Path], smollm2_path: Path) -> None:
+    """Drafts that are other tokens, or a kind of drafts that silently is none."""
     with pytest.raises(ConfigError, match="other tokens"):
         LLM(tiny[0], draft_model=smollm2_path)
     with pytest.raises(ConfigError, match="draft"):
@@ -198,7 +198,7 @@ def test_what_cannot_guess_is_refused(tiny: tuple[Path, Path], smollm2_path: Pat
 
 
 def test_a_request_tells_its_drafts_apart() -> None:
-    """Guesses of a model asked of a table, or the other way round."""
+    """Drafts of a model asked of a table, or the other way round."""
     engine = make(0)
     assert isinstance(engine.make_request([1], greedy(2)).drafts, ModelDrafts)
     for kind in ("ngram", "off"):

@@ -1,4 +1,4 @@
-"""Guesses at tokens to come: whatever they are, a request gets the tokens that it gets without."""
+"""Draft tokens: whatever they are, a request gets the tokens that it gets without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kukri import LLM
 from kukri.engine import Engine, Request
-from kukri.engine.drafts import LookupDrafts, StepCosts, StepLoad
+from kukri.engine.drafts import DraftBudget, LookupDrafts
 from kukri.errors import RequestError
 from kukri.kernels.types import IntArray
 from kukri.sampling import Grammar, SamplingParams
@@ -26,7 +26,7 @@ DRAWN: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 4
 
 
 class SeerDrafts:
-    """Guesses what the fake model says, each guess wrong with a probability of `1 - skill`."""
+    """Drafts what the fake model says, each draft wrong with a probability of `1 - skill`."""
 
     price = 0.0
 
@@ -39,7 +39,10 @@ class SeerDrafts:
     def chances(self, n: int) -> list[float]:
         return [1.0] * n
 
-    def guess(self, n: int) -> list[int]:
+    def release(self) -> None:
+        pass
+
+    def propose(self, n: int) -> list[int]:
         text = list(self._text)
         for _ in range(n):
             is_right = self._random.random() < self._skill
@@ -52,7 +55,7 @@ def make(speculation: str = "ngram", **options: Any) -> Engine:
 
 
 def alone(prompt: Sequence[int], params: SamplingParams, max_context: int = 128) -> Request:
-    """The request by itself, without guesses."""
+    """The request by itself, without drafts."""
     engine = make("off", max_context=max_context)
     request = add(engine, prompt, params)
     finish(engine)
@@ -60,7 +63,7 @@ def alone(prompt: Sequence[int], params: SamplingParams, max_context: int = 128)
 
 
 def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: float, seed: int) -> Request:
-    """A queued request whose guesses are of some skill."""
+    """A queued request whose drafts are of some skill."""
     request = engine.make_request(prompt, params)
     request.drafts = SeerDrafts(skill, seed)  # type: ignore[assignment]
     engine.add_request(request)
@@ -83,11 +86,11 @@ def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: f
     ),
     caches_prefixes=st.booleans(),
 )
-def test_any_guesses_under_any_events_change_no_token(
+def test_any_drafts_under_any_events_change_no_token(
     max_requests: int, max_step_tokens: int, n_pages: int, events: list, caches_prefixes: bool
 ) -> None:
-    """A guess kept that did not come true, pages of guesses lost or kept, a token that depends on the guesses
-    beside it, guesses in what others read: under arrivals, aborts, shared prompts and too few pages."""
+    """A rejected draft kept, pages of drafts lost or kept, a token that depends on the drafts
+    beside it, drafts in what others read: under arrivals, aborts, shared prompts and too few pages."""
     engine = make(
         max_context=96,
         max_requests=max_requests,
@@ -146,7 +149,7 @@ def test_any_guesses_under_any_events_change_no_token(
     ids=lambda params: "-".join(params),
 )
 def test_tokens_are_those_of_plain_decoding_to_the_bit(params: dict[str, Any], skill: float) -> None:
-    """A sampler that is asked out of turn, twice, or with a history that holds guesses."""
+    """A sampler that is asked out of turn, twice, or with a history that holds drafts."""
     made = SamplingParams(**DRAWN | {"seed": 11} | params)
     want = alone(prompt_of(20), made)
     engine = make()
@@ -160,20 +163,20 @@ def test_tokens_are_those_of_plain_decoding_to_the_bit(params: dict[str, Any], s
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 24))
-def test_right_guesses_end_where_the_request_does(max_tokens: int) -> None:
-    """A token beyond max_tokens, or one too few, where the last of many guesses come true."""
+def test_accepted_drafts_end_where_the_request_does(max_tokens: int) -> None:
+    """A token beyond max_tokens, or one too few, where the last of many drafts are accepted."""
     engine = make(max_context=40)
     request = seen(engine, prompt_of(20), greedy(max_tokens), skill=1.0, seed=0)
     finish(engine)
     n = min(max_tokens, 20)
     assert request.output_ids == expected_output(prompt_of(20), n)
     assert request.finish_reason == "length"
-    if n > 2:  # the first token comes of the prompt, the second needs no guess
+    if n > 2:  # the first token comes of the prompt, the second needs no draft
         assert engine.scheduler.n_accepted >= n - 3
 
 
-def test_an_end_among_guesses_ends_the_request() -> None:
-    """Tokens after an end of text, because guesses after it came true."""
+def test_an_end_among_drafts_ends_the_request() -> None:
+    """Tokens after an end of text, because drafts after it were accepted."""
     for seed in range(30):
         prompt = prompt_of(20, seed)
         want = expected_output(prompt, 60, frozenset([EOS]))
@@ -184,8 +187,8 @@ def test_an_end_among_guesses_ends_the_request() -> None:
         assert request.finish_reason == ("stop" if want[-1] == EOS else "length")
 
 
-def test_several_answers_share_a_prompt_and_no_guess() -> None:
-    """A guess of one answer left in a page that another goes on from."""
+def test_several_answers_share_a_prompt_and_no_draft() -> None:
+    """A draft of one answer left in a page that another goes on from."""
     for n_prompt in (15, 16, 17, 31):
         params = SamplingParams(**DRAWN, seed=5, n=4, logit_bias={POISON: -100})
         engine = make(max_requests=4, max_step_tokens=64)
@@ -199,7 +202,7 @@ def test_several_answers_share_a_prompt_and_no_guess() -> None:
             assert request.output_ids == want.output_ids
 
 
-def test_a_cached_prefix_holds_no_guess() -> None:
+def test_a_cached_prefix_holds_no_draft() -> None:
     """A page found by tokens that it does not hold."""
     engine = make(max_context=256)
     first = seen(engine, prompt_of(30), greedy(100), skill=0.6, seed=1)
@@ -211,7 +214,7 @@ def test_a_cached_prefix_holds_no_guess() -> None:
     assert second.output_ids == expected_output(turn, 20)
 
 
-def test_nobody_gives_way_for_a_guess() -> None:
+def test_drafts_preempt_nobody() -> None:
     """A request that loses its pages, or a waiting one that finds none, for tokens that may be wrong."""
     for n_pages in range(6, 14):
         counts = []
@@ -223,11 +226,11 @@ def test_nobody_gives_way_for_a_guess() -> None:
                 engine.add_request(request)
             finish(engine)
             counts.append(engine.scheduler.n_preemptions)
-        assert counts[1] <= counts[0] + 1  # as answers drift apart by lucky guesses, turns may differ by one
+        assert counts[1] <= counts[0] + 1  # as answers drift apart by lucky drafts, turns may differ by one
 
 
-def test_logprobs_of_a_prompt_beside_guesses() -> None:
-    """Rows of logits taken for another request's, where some belong to guesses."""
+def test_logprobs_of_a_prompt_beside_drafts() -> None:
+    """Rows of logits taken for another request's, where some belong to drafts."""
     prompt = prompt_of(50, 2)
     want = alone(prompt, greedy(20, prompt_logprobs=1, logprobs=1))
     for skill in (0.0, 0.8):
@@ -243,7 +246,7 @@ def test_logprobs_of_a_prompt_beside_guesses() -> None:
             assert other.output_ids == expected_output(prompt_of(20, seed), 40)
 
 
-def test_hooks_see_no_guess() -> None:
+def test_hooks_see_no_draft() -> None:
     """A hook that is shown tokens which are in no text, or one twice."""
     engine, backend = make_engine(speculation="ngram")
     hooks = {"hook_embed": lambda name, x: None}
@@ -258,12 +261,12 @@ def test_hooks_see_no_guess() -> None:
     assert len(backend.batches) <= 12
 
 
-def test_what_a_wrong_guess_breaks_is_cleared() -> None:
-    """NaN stored by a guess, met by the tokens that come in its place or by who gets the page next."""
+def test_what_a_wrong_draft_breaks_is_cleared() -> None:
+    """NaN stored by a draft, met by the tokens that come in its place or by who gets the page next."""
     engine = make()
     request = engine.make_request(prompt_of(28), greedy(20))
     request.drafts = SeerDrafts(1.0)  # type: ignore[assignment]
-    request.drafts.guess = lambda n: [POISON] * n  # type: ignore[union-attr, method-assign]
+    request.drafts.propose = lambda n: [POISON] * n  # type: ignore[union-attr, method-assign]
     engine.add_request(request)
     engine.step()
     engine.step()
@@ -275,7 +278,7 @@ def test_what_a_wrong_guess_breaks_is_cleared() -> None:
     assert request.output_ids == expected_output(prompt_of(28), 20)
 
 
-def test_a_request_that_fails_among_guesses_fails_there() -> None:
+def test_a_request_that_fails_among_drafts_fails_there() -> None:
     """Tokens lost that came before unusable logits, or pages of NaN left behind."""
     engine = make()
     request = seen(engine, prompt_of(20), greedy(20, logit_bias={POISON: 100}), skill=1.0, seed=0)
@@ -286,7 +289,7 @@ def test_a_request_that_fails_among_guesses_fails_there() -> None:
 
 
 def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
-    """Guesses that make themselves more likely, or less: by chi-square over pairs of tokens."""
+    """Drafts that make themselves more likely, or less: by chi-square over pairs of tokens."""
     n, prompt = 4000, prompt_of(5)
     counts: list[Counter[tuple[int, ...]]] = []
     for skill in (None, 0.5):
@@ -317,21 +320,21 @@ def followed(tokens: list[int], given: Sequence[int] = ()) -> LookupDrafts:
 
 def test_a_text_is_expected_to_go_on_as_before() -> None:
     """The oldest place followed, or one by a single token."""
-    assert followed([1, 2, 3, 4, 5, 6, 1, 2]).guess(3) == [3, 4, 5]
-    assert followed([1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).guess(2) == [4, 9]
-    assert followed([1, 2, 3, 4, 7, 9, 3, 4, 8, 1, 2, 3, 4]).guess(1) == [7]  # four tokens, not two
-    assert followed([1, 2, 3, 2]).guess(4) == []
-    assert followed([5, 6, 5, 6, 5, 6]).guess(5) == [5, 6, 5, 6, 5]
-    assert followed([5]).guess(3) == []
+    assert followed([1, 2, 3, 4, 5, 6, 1, 2]).propose(3) == [3, 4, 5]
+    assert followed([1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).propose(2) == [4, 9]
+    assert followed([1, 2, 3, 4, 7, 9, 3, 4, 8, 1, 2, 3, 4]).propose(1) == [7]  # four tokens, not two
+    assert followed([1, 2, 3, 2]).propose(4) == []
+    assert followed([5, 6, 5, 6, 5, 6]).propose(5) == [5, 6, 5, 6, 5]
+    assert followed([5]).propose(3) == []
 
 
 def test_a_given_text_is_followed_from_its_beginning() -> None:
-    """A prediction found only after some of it is written, or guesses that run over its end."""
+    """A prediction found only after some of it is written, or drafts that run over its end."""
     drafts = followed([50, 51], given=[1, 2, 3, 4])
-    assert drafts.guess(3) == [1, 2, 3]
-    assert drafts.guess(9) == [1, 2, 3, 4]
+    assert drafts.propose(3) == [1, 2, 3]
+    assert drafts.propose(9) == [1, 2, 3, 4]
     drafts.follow(np.array([50, 51, 1, 9], np.int32), 4)  # 9 in the place of 2
-    assert drafts.guess(9) == [3, 4]
+    assert drafts.propose(9) == [3, 4]
 
 
 def test_tokens_that_come_at_once_are_followed_as_one_by_one() -> None:
@@ -343,11 +346,11 @@ def test_tokens_that_come_at_once_are_followed_as_one_by_one() -> None:
     for n in range(1, 201):
         by_one.follow(text, n)
     assert (whole._after_pair, whole._after_four) == (by_one._after_pair, by_one._after_four)
-    assert len(by_one.guess(5)) == 5
+    assert len(by_one.propose(5)) == 5
 
 
 def test_odds_are_learned_without_trying() -> None:
-    """A request whose guesses keep failing and are made again and again, or that never tries again."""
+    """A request whose drafts keep failing and are made again and again, or that never tries again."""
     random = np.random.default_rng(0)
     text = random.integers(0, 12, 2000).astype(np.int32)  # pairs come again, and mean nothing
     text[1500:] = np.tile(np.arange(100, 150), 10)
@@ -355,53 +358,28 @@ def test_odds_are_learned_without_trying() -> None:
     n_taken = []
     for n in range(1, 2000):
         drafts.follow(text, n)
-        n_taken.append(StepLoad(1, 1, StepCosts()).add(drafts.chances(8)))
+        n_taken.append(DraftBudget(1, 1).take(drafts.chances(8)))
     assert sum(n > 0 for n in n_taken[300:1500]) < 60
     assert min(n_taken[1570:]) >= 7
 
 
-def test_a_full_step_takes_no_guesses_of_little_chance() -> None:
-    """Guesses that cost a crowd more time than they save."""
-    assert StepLoad(1, 1, StepCosts()).add([0.6] * 8) >= 2
-    assert StepLoad(16, 16, StepCosts()).add([0.3] * 8) == 0
-    assert (
-        StepLoad(200, 1, StepCosts()).add([0.9] * 8) == 8
-    )  # beside a prompt a token more costs next to nothing
+def test_a_full_step_takes_no_drafts_of_little_chance() -> None:
+    """Drafts that cost a crowd more time than they save."""
+    assert DraftBudget(1, 1).take([0.6] * 8) >= 2
+    assert DraftBudget(16, 16).take([0.3] * 8) == 0
+    assert DraftBudget(200, 1).take([0.9] * 8) == 8  # beside a prompt a token more costs next to nothing
 
 
-@pytest.mark.parametrize("steepness", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("n_others", [0, 7])
-def test_costs_are_learned_from_steps(steepness: float, n_others: int) -> None:
-    """Guesses taken by another machine's costs, and costs spoiled by steps that were held up."""
-    true, costs, random = StepCosts(), StepCosts(), np.random.default_rng(0)
-    true.steepness = steepness
-    for i in range(600):
-        n_tokens = 1 + n_others + int(random.choice([0, 0, 1, 3, 7]))
-        seconds = 0.005 * (1 + i / 1000) * true.of(n_tokens) * np.exp(0.05 * random.standard_normal())
-        costs.learn(n_tokens, seconds * (10 if i % 50 == 49 else 1))
-    given = [0.5] * 8
-    if n_others == 0:
-        assert costs.steepness == pytest.approx(steepness, rel=0.35)
-        assert StepLoad(1, 1, costs).add(given) == pytest.approx(StepLoad(1, 1, true).add(given), abs=1)
-    ratio = costs.of(n_others + 8) / costs.of(n_others + 1)
-    assert ratio == pytest.approx(true.of(n_others + 8) / true.of(n_others + 1), rel=0.2)
+def test_a_panel_is_filled_once() -> None:
+    """Requests that each take the rest of the same panel, or a panel begun for drafts that are not sure."""
+    budget = DraftBudget(2, 2)
+    assert [budget.take([0.9] * 4), budget.take([0.9] * 4), budget.take([1.0] * 4)] == [4, 2, 4]
+    assert DraftBudget(1, 1).take([0.999] * 15) > 7
+    assert DraftBudget(1, 1).take([0.94] * 15) == 7
+    assert DraftBudget(1, 1).take([0.6] * 8, price=0.3) < DraftBudget(1, 1).take([0.6] * 8)
 
 
-def test_steps_of_prompts_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs learned from prompts, whose tokens cost less than guesses do, or under hooks."""
-    engine = make("ngram", max_step_tokens=64)
-    seen: list[int] = []
-    monkeypatch.setattr(engine.scheduler.costs, "learn", lambda n_tokens, seconds: seen.append(n_tokens))
-    add(engine, prompt_of(40), greedy(3))
-    finish(engine)
-    assert seen == [1, 1]
-    engine.add_hooks({})
-    add(engine, prompt_of(40), greedy(3))
-    finish(engine)
-    assert len(seen) == 4
-
-
-def test_requests_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_choose() -> None:
     """A field that is ignored."""
     engine = make("off")
     assert engine.make_request([1], greedy(5)).drafts is None
@@ -422,12 +400,12 @@ COPY = "Repeat this text word by word.\n\nThe quick brown fox jumps over the laz
 
 @pytest.fixture(scope="module")
 def pair(smollm2_path: Path) -> Any:
-    """The real model, with guesses and without."""
+    """The real model, with drafts and without."""
     with (
         LLM(smollm2_path, max_context=512, max_requests=4, speculation="off") as plain,
-        LLM(smollm2_path, max_context=512, max_requests=4) as guessing,
+        LLM(smollm2_path, max_context=512, max_requests=4) as drafting,
     ):
-        yield plain, guessing
+        yield plain, drafting
 
 
 @pytest.mark.parametrize(
@@ -449,11 +427,11 @@ def pair(smollm2_path: Path) -> Any:
 )  # fmt: skip
 def test_the_real_model_says_the_same_to_the_bit(pair: Any, params: dict[str, Any]) -> None:
     """Logits that depend on how tokens are cut into steps, or a text that goes on after its stop string."""
-    plain, guessing = pair
-    n_before = guessing.engine.scheduler.n_accepted
+    plain, drafting = pair
+    n_before = drafting.engine.scheduler.n_accepted
     prompts = [COPY, COPY + COPY, "Once upon a time"]
     answers = plain.generate(prompts, max_tokens=60, **params)
-    params = {"prediction": answers[1].token_ids} | params  # so that many guesses come true
-    for a, b in zip(answers, guessing.generate(prompts, max_tokens=60, **params), strict=True):
+    params = {"prediction": answers[1].token_ids} | params  # so that many drafts are accepted
+    for a, b in zip(answers, drafting.generate(prompts, max_tokens=60, **params), strict=True):
         assert replace(a, timings=b.timings) == b
-    assert guessing.engine.scheduler.n_accepted > n_before
+    assert drafting.engine.scheduler.n_accepted > n_before
