@@ -95,6 +95,22 @@ class LayerConfig:
 
     use_rope: bool = True  # False: a NoPE layer
     window: int | None = None  # visible tokens, the current one included; None sees the whole context
+    # None: the model's
+    rope: RopeConfig | None = None
+    n_kv_heads: int | None = None
+    d_head: int | None = None
+    attention_scale: float | None = None  # multiplies scores; the model's is d_head ** -0.5
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One layer's attention: see `ModelConfig.attention`."""
+
+    n_kv_heads: int
+    d_head: int
+    scale: float  # multiplies scores
+    window: int | None  # visible tokens, the current one included; None sees the whole context
+    rope: RopeConfig | None  # None: a NoPE layer
 
 
 HEADS = (
@@ -160,21 +176,38 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if len(self.layers) != self.n_layers:
             raise ConfigError(f"{len(self.layers)} layer configs for {self.n_layers} layers")
-        if not 0 <= self.rope.rotary_dim <= self.d_head or self.rope.rotary_dim % 2:
-            raise ConfigError(
-                f"rotary_dim {self.rope.rotary_dim} must be even and at most d_head {self.d_head}"
-            )
+        _check_heads(self.n_heads, self.n_kv_heads, self.d_head, self.rope)
+        for layer in map(self.attention, range(self.n_layers)):
+            _check_heads(self.n_heads, layer.n_kv_heads, layer.d_head, layer.rope)
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps must be above 0, not {self.norm_eps}")
+
+    def attention(self, layer: int) -> AttentionConfig:
+        """The attention of a layer: its own numbers, and the model's for those that it leaves out."""
+        this = self.layers[layer]
+        d_head = this.d_head or self.d_head
+        return AttentionConfig(
+            n_kv_heads=this.n_kv_heads or self.n_kv_heads,
+            d_head=d_head,
+            scale=d_head**-0.5 if this.attention_scale is None else this.attention_scale,
+            window=this.window,
+            rope=(this.rope or self.rope) if this.use_rope else None,
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes one token takes in an fp16 KV cache, all layers."""
-        return 2 * self.n_layers * self.n_kv_heads * self.d_head * 2
+        layers = map(self.attention, range(self.n_layers))
+        return sum(2 * 2 * layer.n_kv_heads * layer.d_head for layer in layers)
+
+
+def _check_heads(n_heads: int, n_kv_heads: int, d_head: int, rope: RopeConfig | None) -> None:
+    if n_kv_heads < 1 or n_heads % n_kv_heads:
+        raise ConfigError(f"n_heads {n_heads} is not a multiple of n_kv_heads {n_kv_heads}")
+    if rope is not None and (not 0 <= rope.rotary_dim <= d_head or rope.rotary_dim % 2):
+        raise ConfigError(f"rotary_dim {rope.rotary_dim} must be even and at most d_head {d_head}")
 
 
 PAGE_TOKENS = 16  # tokens per KV page: one SIMD vector of scores

@@ -116,7 +116,6 @@ def exact_logits(directory: Path, ids: list[int]) -> np.ndarray:
     n_pages = -(-n // PAGE_TOKENS)
     cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, "f32")
     program = make_backend("reference").compile(model, cache, StepLimits(n, 1, n, n_pages), {})
-    model.rope.ensure(n)
     steps = np.arange(n, dtype=np.int32)
     ends = np.array([0, n], np.int32)
     table = np.arange(n_pages, dtype=np.int32)[None]

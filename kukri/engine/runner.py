@@ -32,7 +32,6 @@ class Runner:
 
     def run(self, batch: ForwardBatch) -> FloatArray:
         """Runs one step -> logits [N, V], valid until the next. Writes the batch's tokens to the cache."""
-        self.model.rope.ensure(max(batch.context_len.tolist()))
         if self._program is None:
             self._program = self.backend.compile(self.model, self.cache, self.limits, dict(self.hooks))
         return self._program(batch)

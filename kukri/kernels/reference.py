@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import HookError, ShapeError
-from kukri.kernels.reference_sampling import ReferenceSampling
+from kukri.kernels.reference_rows import ReferenceRowOps
+from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     KV_BLOCK,
     AttentionSpec,
@@ -26,8 +27,9 @@ from kukri.kernels.types import (
     KVType,
     PagedKV,
     Program,
-    RopeTable,
+    RopeFrequencies,
     StepLimits,
+    Vector,
     Weight,
     tap_name,
 )
@@ -43,14 +45,15 @@ class ReferenceBackend:
     exact_kv_type: KVType = "f32"
 
     def __init__(self) -> None:
-        self.sampling = ReferenceSampling()
+        self.row_ops = ReferenceRowOps()
         self._matrices: dict[Weight, FloatArray] = {}
+        self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
     def compile(
         self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]
     ) -> CompiledProgram:
         """The program as it is, bound to the cache and the hooks. `limits` are checked at each step."""
-        return _BoundProgram(program, ReferenceOps(cache, hooks, self._matrices), limits)
+        return _BoundProgram(program, ReferenceOps(cache, hooks, self._matrices, self._rope_rows), limits)
 
 
 class _BoundProgram:
@@ -73,34 +76,36 @@ class ReferenceOps:
         cache: PagedKV,
         hooks: dict[str, list[Hook]] | None = None,
         matrices: dict[Weight, FloatArray] | None = None,
+        rope_rows: dict[RopeFrequencies, RopeRows] | None = None,
     ) -> None:
         self.cache, self.hooks = cache, hooks or {}
         self._matrices = {} if matrices is None else matrices
+        self._rope_rows = {} if rope_rows is None else rope_rows
 
     def embed(self, weight: Weight, batch: ForwardBatch) -> FloatArray:
         """Rows of `weight` [V, D] for the token ids -> [T, D]."""
         return self._matrix(weight)[batch.token_ids]
 
-    def rms_norm(self, x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
+    def rms_norm(self, x: FloatArray, weight: Vector, eps: float) -> FloatArray:
         """x / sqrt(mean(x^2) + eps) * weight, along each row."""
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
-        y: FloatArray = x / np.sqrt(mean_square + np.float32(eps)) * weight
+        y: FloatArray = x / np.sqrt(mean_square + np.float32(eps)) * weight.data
         return y
 
-    def head_norm(self, x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
+    def head_norm(self, x: FloatArray, weight: Vector, eps: float) -> FloatArray:
         """rms_norm of each head of x [T, heads*K]."""
         return self.rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).reshape(x.shape)
 
-    def layer_norm(self, x: FloatArray, weight: FloatArray, bias: FloatArray, eps: float) -> FloatArray:
+    def layer_norm(self, x: FloatArray, weight: Vector, bias: Vector, eps: float) -> FloatArray:
         """(x - mean) / sqrt(var + eps) * weight + bias, along each row."""
         centred = x - np.mean(x, axis=-1, keepdims=True)
-        return self.rms_norm(centred, weight, eps) + bias
+        return self.rms_norm(centred, weight, eps) + bias.data
 
     def linear(
         self,
         x: FloatArray,
         weights: Sequence[Weight],
-        bias: FloatArray | None = None,
+        bias: Vector | None = None,
         residual: FloatArray | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> FloatArray:
@@ -113,7 +118,7 @@ class ReferenceOps:
             np.vecdot(x[:, None], self._matrix(weight), out=y[:, start:stop])
             start = stop
         if bias is not None:
-            y += bias
+            y += bias.data
         if tap is not None:
             y = self.tap(*tap, y)
         return y if residual is None else y + residual
@@ -123,15 +128,15 @@ class ReferenceOps:
         return tuple(np.split(x, np.cumsum(widths)[:-1], axis=1))
 
     def rope(
-        self, q: FloatArray, k: FloatArray, table: RopeTable, spec: AttentionSpec, batch: ForwardBatch
+        self, q: FloatArray, k: FloatArray, rope: RopeFrequencies, spec: AttentionSpec, batch: ForwardBatch
     ) -> tuple[FloatArray, FloatArray]:
         """Rotates dimension i of each head with i + rotary_dim / 2 by the position (Su et al. 2021)."""
         positions = batch.positions if batch.rope_positions is None else batch.rope_positions
-        if table.n_filled <= positions.max(initial=-1):
-            raise ShapeError(
-                f"the RoPE table holds {table.n_filled} positions: call its ensure() before a step"
-            )
-        cos, sin = table.cos[positions, None], table.sin[positions, None]  # [T, 1, rotary_dim / 2]
+        rows = self._rope_rows.get(rope)
+        if rows is None:
+            rows = self._rope_rows[rope] = RopeRows(rope)
+        rows.ensure(int(positions.max(initial=-1)) + 1)
+        cos, sin = rows.cos[positions, None], rows.sin[positions, None]  # [T, 1, rotary_dim / 2]
         return _rotate(q, cos, sin, spec.d_head), _rotate(k, cos, sin, spec.d_head)
 
     def attention(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kukri.config import PAGE_TOKENS
 from kukri.errors import ShapeError, UnsupportedError
-from kukri.kernels.sampling_record import SamplingRecord
+from kukri.kernels.rows import RowRecord
 from kukri.quant.types import QuantType
 
 FloatArray = npt.NDArray[np.float32]
@@ -45,39 +45,39 @@ class Weight:
             )
 
 
-class RopeTable:
-    """cos and sin of every rotary angle, float32 [max_context, rotary_dim / 2], filled as positions need it.
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A float32 vector [n] of a model's constants: the weight of a norm, a bias. Hashed by identity."""
 
-    `inverse_frequencies`: float64 [rotary_dim / 2], radians per token. `scale` multiplies both tables
-    (the attention factor of YaRN). Rows are written once and never change, so addresses stay valid.
+    data: FloatArray
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError unless `data` is float32 with one dimension."""
+        if self.data.ndim != 1 or self.data.dtype != np.float32:
+            raise ShapeError(f"vector {self.name!r}: {self.data.dtype} {self.data.shape} is not float32 [n]")
+
+    def __len__(self) -> int:
+        """n."""
+        return len(self.data)
+
+
+@dataclass(frozen=True)
+class RopeFrequencies:
+    """The angles of a rotary embedding: position times frequency, for positions below `max_context`.
+
+    `inverse`: radians per token of each pair of dimensions, rotary_dim / 2 of them. `scale` multiplies cos
+    and sin (the attention factor of YaRN). Equal ones may share what a backend makes of them.
     """
 
-    def __init__(
-        self, inverse_frequencies: npt.NDArray[np.float64], max_context: int, scale: float = 1.0
-    ) -> None:
-        self.inverse_frequencies, self.scale = inverse_frequencies, scale
-        self.cos = np.empty((max_context, len(inverse_frequencies)), np.float32)
-        self.sin = np.empty_like(self.cos)
-        self.n_filled = 0
+    inverse: tuple[float, ...]
+    max_context: int
+    scale: float = 1.0
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that rotate."""
-        return 2 * len(self.inverse_frequencies)
-
-    def ensure(self, n_positions: int) -> None:
-        """Fills the rows of positions 0 to n_positions - 1. Raises ShapeError beyond max_context."""
-        if n_positions <= self.n_filled:
-            return
-        if n_positions > len(self.cos):
-            raise ShapeError(f"position {n_positions - 1} is outside a RoPE table of {len(self.cos)} rows")
-        stop = min(len(self.cos), max(n_positions, 2 * self.n_filled, 256))
-        # float32 angles, as transformers computes them, so that tables agree to the bit
-        positions = np.arange(self.n_filled, stop, dtype=np.float32)
-        angles = positions[:, None] * self.inverse_frequencies.astype(np.float32)
-        self.cos[self.n_filled : stop] = np.cos(angles) * np.float32(self.scale)
-        self.sin[self.n_filled : stop] = np.sin(angles) * np.float32(self.scale)
-        self.n_filled = stop
+        return 2 * len(self.inverse)
 
 
 @dataclass(frozen=True)
@@ -204,20 +204,20 @@ class Ops(Protocol):
     def embed(self, weight: Weight, batch: Any) -> Tensor:
         """Rows of `weight` [V, D] for the batch's token ids -> [T, D]."""
 
-    def rms_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, along each row (Zhang & Sennrich 2019)."""
 
-    def head_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
+    def head_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
         """rms_norm of each head of x [T, heads*K] on its own, by one `weight` [K]; in place."""
 
-    def layer_norm(self, x: Tensor, weight: FloatArray, bias: FloatArray, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Vector, bias: Vector, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) * weight + bias, along each row (Ba et al. 2016)."""
 
     def linear(
         self,
         x: Tensor,
         weights: Sequence[Weight],
-        bias: FloatArray | None = None,
+        bias: Vector | None = None,
         residual: Tensor | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
@@ -231,7 +231,7 @@ class Ops(Protocol):
         """Column views of x, of the given widths."""
 
     def rope(
-        self, q: Tensor, k: Tensor, table: RopeTable, spec: AttentionSpec, batch: Any
+        self, q: Tensor, k: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Tensor, Tensor]:
         """Rotates each head of q [T, H*K] and k [T, G*K] by its token's position (half-split); in place."""
 
@@ -281,15 +281,14 @@ class CompiledProgram(Protocol):
         """Runs one step -> logits float32 [N, V], valid until the next call. Writes the cache."""
 
 
-class SamplingBackend(Protocol):
-    """Sampling; `sampling_record` has the records and the arithmetic, `reference_sampling` the definition."""
+class RowOps(Protocol):
+    """Sampling: `kukri.kernels.rows` has the records and the arithmetic, `reference_rows` the definition."""
 
-    def choose(self, records: Sequence[SamplingRecord], logits: FloatArray) -> None:
+    def choose(self, records: Sequence[RowRecord], logits: FloatArray) -> None:
         """Chooses a token for each row of logits [N, V], by its record, and fills in the record.
 
         Rows are contiguous and not written, and no row's result depends on another row. V is at most
-        `sampling_record.MAX_VOCAB`. A row that holds NaN or +inf, or nothing but -inf, gets another status
-        than CHOSEN.
+        rows.MAX_VOCAB. A row that holds NaN or +inf, or nothing but -inf, gets another status than CHOSEN.
         """
 
 
@@ -300,7 +299,7 @@ class Backend(Protocol):
     exact_kv_type: KVType  # the widest numbers that its KV cache can hold
 
     @property
-    def sampling(self) -> SamplingBackend:
+    def row_ops(self) -> RowOps:
         """What sampling uses on this backend's logits."""
 
     def compile(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
-from kukri.kernels.types import Backend, FloatArray, Ops, RopeTable, Tensor
+from kukri.kernels.types import Backend, FloatArray, Ops, Tensor
 from kukri.models.forward import Forward, KVCache
 from kukri.models.layers import Parameter
 from kukri.models.llama import Llama
@@ -32,10 +32,9 @@ __all__ = [
 
 
 class Model(Protocol):
-    """A program for the backends, its RoPE table, what it is made of, and the researcher's `forward`."""
+    """A program for the backends, its parameters, and `forward` for research."""
 
     config: ModelConfig
-    rope: RopeTable
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Runs one step -> logits [N, V]."""

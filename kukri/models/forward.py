@@ -123,7 +123,6 @@ class Forward:
         ids = _token_ids(token_ids, config.n_vocab)
         cache = self._empty_scratch(ids.shape) if cache is None else self._checked(cache, ids.shape)
         call = _Call(config, ids, cache, attention_mask, positions)
-        self.model.rope.ensure(max(call.n_total, int(call.positions.max()) + 1))
         program = self.model if program is None else program
         result: FloatArray | None = None
         for rows, columns, batch in call.batches():

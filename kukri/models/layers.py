@@ -11,10 +11,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kukri.config import LayerConfig, ModelConfig
-from kukri.kernels.types import AttentionSpec, FloatArray, Ops, RopeTable, Tensor, Weight
+from kukri.config import ModelConfig
+from kukri.kernels.types import AttentionSpec, Ops, Tensor, Vector, Weight
+from kukri.models.rope import rope_frequencies
 
 if TYPE_CHECKING:
     from kukri.formats.weights import WeightSource
@@ -47,15 +47,15 @@ class Linear:
         n_outs = [sum(n_outs)] if len(names) == 1 else n_outs
         self.weights = tuple(source.matrix(f"{name}.weight", (n, n_in)) for name, n in zip(names, n_outs))
         biases = [_bias(source, name, n) for name, n in zip(names, n_outs)]
-        self.bias: FloatArray | None = None
+        self.bias: Vector | None = None
         if any(bias is not None for bias in biases):
-            parts = [np.zeros(n, np.float32) if b is None else b for b, n in zip(biases, n_outs)]
-            self.bias = np.concatenate(parts)
+            parts = [np.zeros(n, np.float32) if b is None else b.data for b, n in zip(biases, n_outs)]
+            self.bias = Vector(np.concatenate(parts), f"{names[0]}.bias")
         self.parameters: list[Parameter] = []
         for name, weight, bias in zip(names, self.weights, biases):
             self.parameters.append(matrix_parameter(f"{name}.weight", weight))
             if bias is not None:
-                self.parameters.append(vector_parameter(f"{name}.bias", bias))
+                self.parameters.append(vector_parameter(bias))
 
     def __call__(
         self,
@@ -92,8 +92,8 @@ class RMSNorm:
     """x / rms(x) * weight."""
 
     def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
-        self.weight, self.eps = source.vector(f"{name}.weight", size), eps
-        self.parameters = [vector_parameter(f"{name}.weight", self.weight)]
+        self.weight, self.eps = _vector(source, f"{name}.weight", size), eps
+        self.parameters = [vector_parameter(self.weight)]
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [R, size] -> the same shape."""
@@ -112,12 +112,9 @@ class LayerNorm:
     """(x - mean) / sqrt(var + eps) * weight + bias."""
 
     def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
-        self.weight, self.eps = source.vector(f"{name}.weight", size), eps
-        self.bias = source.vector(f"{name}.bias", size)
-        self.parameters = [
-            vector_parameter(f"{name}.weight", self.weight),
-            vector_parameter(f"{name}.bias", self.bias),
-        ]
+        self.weight, self.eps = _vector(source, f"{name}.weight", size), eps
+        self.bias = _vector(source, f"{name}.bias", size)
+        self.parameters = [vector_parameter(self.weight), vector_parameter(self.bias)]
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [R, size] -> the same shape."""
@@ -132,14 +129,13 @@ class Attention:
 
     out_name = "o_proj"
 
-    def __init__(
-        self, source: WeightSource, name: str, config: ModelConfig, layer: int, rope: RopeTable
-    ) -> None:
-        n_q, n_kv = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
-        this: LayerConfig = config.layers[layer]
-        self.layer, self.rope, self.use_rope = layer, rope, this.use_rope
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        this = config.attention(layer)
+        n_q, n_kv = config.n_heads * this.d_head, this.n_kv_heads * this.d_head
+        self.layer = layer
+        self.rope = None if this.rope is None else rope_frequencies(this.rope, config.max_context)
         self.spec = AttentionSpec(
-            layer, config.n_heads, config.n_kv_heads, config.d_head, config.d_head**-0.5, this.window
+            layer, config.n_heads, this.n_kv_heads, this.d_head, this.scale, this.window
         )
         parts = ["qkv"] if source.has(f"{name}.qkv_proj.weight") else ["q", "k", "v"]
         names = [f"{name}.{part}_proj" for part in parts]
@@ -154,7 +150,7 @@ class Attention:
         k = ops.tap("attn.hook_k", self.layer, k)
         v = ops.tap("attn.hook_v", self.layer, v)
         q, k = self.normalize(ops, q, k)
-        if self.use_rope:
+        if self.rope is not None:
             q, k = ops.rope(q, k, self.rope, self.spec, batch)
             q = ops.tap("attn.hook_rot_q", self.layer, q)
             k = ops.tap("attn.hook_rot_k", self.layer, k)
@@ -211,10 +207,14 @@ def matrix_parameter(name: str, weight: Weight) -> Parameter:
     return Parameter(name, weight.shape, weight.type.name, weight.data.nbytes)
 
 
-def vector_parameter(name: str, vector: npt.NDArray[np.float32]) -> Parameter:
+def vector_parameter(vector: Vector) -> Parameter:
     """The listing of a vector, which is always held in float32."""
-    return Parameter(name, vector.shape, "F32", vector.nbytes)
+    return Parameter(vector.name, vector.data.shape, "F32", vector.data.nbytes)
 
 
-def _bias(source: WeightSource, name: str, n_out: int) -> FloatArray | None:
-    return source.vector(f"{name}.bias", n_out) if source.has(f"{name}.bias") else None
+def _vector(source: WeightSource, name: str, size: int) -> Vector:
+    return Vector(source.vector(name, size), name)
+
+
+def _bias(source: WeightSource, name: str, n_out: int) -> Vector | None:
+    return _vector(source, f"{name}.bias", n_out) if source.has(f"{name}.bias") else None

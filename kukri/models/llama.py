@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
-from kukri.kernels.types import Backend, FloatArray, Ops, RopeTable, Tensor
+from kukri.kernels.types import Backend, FloatArray, Ops, Tensor
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import output_head
 from kukri.models.layers import Attention, Embedding, GatedMLP, Parameter, RMSNorm
-from kukri.models.rope import rope_table
 
 if TYPE_CHECKING:
     from kukri.formats.weights import WeightSource
@@ -33,11 +32,11 @@ class Block:
     attention_type = Attention
     mlp_type: Callable[..., Any] = GatedMLP
 
-    def __init__(self, source: WeightSource, config: ModelConfig, layer: int, rope: RopeTable) -> None:
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name, eps = f"model.layers.{layer}", config.norm_eps
         self.layer = layer
         self.attention_norm = self.norm_type(source, f"{name}.input_layernorm", config.d_model, eps)
-        self.attention = self.attention_type(source, f"{name}.self_attn", config, layer, rope)
+        self.attention = self.attention_type(source, f"{name}.self_attn", config, layer)
         self.mlp_norm = self.norm_type(source, f"{name}.post_attention_layernorm", config.d_model, eps)
         self.mlp = self.mlp_type(source, f"{name}.mlp", config, layer)
 
@@ -57,7 +56,7 @@ class Block:
 
 
 class Llama:
-    """The whole model: `model(ops, batch)` runs one step. Attributes: config, rope (fill it before)."""
+    """The whole model: `model(ops, batch)` runs one step. Attribute: config."""
 
     block_type: Callable[..., Any] = Block
     norm_type: Callable[..., Any] = RMSNorm
@@ -65,9 +64,8 @@ class Llama:
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         self.config = config
-        self.rope = rope_table(config.rope, config.max_context)
         self.embedding = Embedding(source, "model.embed_tokens", config.n_vocab, config.d_model)
-        self.blocks = [self.block_type(source, config, layer, self.rope) for layer in range(config.n_layers)]
+        self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
         self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
         self.head = output_head(source, config)
         self._forward: Forward | None = None

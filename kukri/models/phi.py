@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, RopeTable, Tensor
+from kukri.kernels.types import Ops, Tensor
 from kukri.models.layers import MLP, Attention, LayerNorm, Parameter
 from kukri.models.llama import Llama
 
@@ -22,11 +22,11 @@ class PhiAttention(Attention):
 class PhiBlock:
     """One layer: attention and MLP read the same normed stream, and both are added to it."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, layer: int, rope: RopeTable) -> None:
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name = f"model.layers.{layer}"
         self.layer = layer
         self.norm = LayerNorm(source, f"{name}.input_layernorm", config.d_model, config.norm_eps)
-        self.attention = PhiAttention(source, f"{name}.self_attn", config, layer, rope)
+        self.attention = PhiAttention(source, f"{name}.self_attn", config, layer)
         self.mlp = MLP(source, f"{name}.mlp", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:

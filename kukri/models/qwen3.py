@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, RopeTable, Tensor
+from kukri.kernels.types import Ops, Tensor
 from kukri.models.layers import Attention, HeadNorm
 from kukri.models.llama import Block, Llama
 
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 class Qwen3Attention(Attention):
     """Attention with a norm that all query heads share, and one for the key heads."""
 
-    def __init__(
-        self, source: WeightSource, name: str, config: ModelConfig, layer: int, rope: RopeTable
-    ) -> None:
-        super().__init__(source, name, config, layer, rope)
-        self.q_norm = HeadNorm(source, f"{name}.q_norm", config.d_head, config.norm_eps)
-        self.k_norm = HeadNorm(source, f"{name}.k_norm", config.d_head, config.norm_eps)
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        self.q_norm = HeadNorm(source, f"{name}.q_norm", self.spec.d_head, config.norm_eps)
+        self.k_norm = HeadNorm(source, f"{name}.k_norm", self.spec.d_head, config.norm_eps)
         self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

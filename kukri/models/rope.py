@@ -21,16 +21,16 @@ import numpy.typing as npt
 from kukri.config import MAX_ROPE_FACTOR, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import ConfigError
 from kukri.formats.config_gguf import MAX_CONTEXT
-from kukri.kernels.types import FloatArray, RopeTable
+from kukri.kernels.types import FloatArray, RopeFrequencies
 
 _ONE = np.float32(1)
 USER_SCALINGS = ("linear", "dynamic", "yarn")  # a kind and a factor say it all
 
 
-def rope_table(rope: RopeConfig, max_context: int) -> RopeTable:
-    """The angles of positions below max_context, times the attention factor; filled when asked for."""
-    frequencies = inverse_frequencies(rope, max_context)
-    return RopeTable(frequencies.astype(np.float64), max_context, attention_factor(rope.scaling))
+def rope_frequencies(rope: RopeConfig, max_context: int) -> RopeFrequencies:
+    """The frequencies of a rotary embedding for positions below max_context, and its attention factor."""
+    inverse = tuple(inverse_frequencies(rope, max_context).tolist())
+    return RopeFrequencies(inverse, max_context, attention_factor(rope.scaling))
 
 
 def with_scaling(config: ModelConfig, kind: str, factor: float) -> ModelConfig:

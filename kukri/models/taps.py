@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kukri.kernels.types import AttentionSpec, FloatArray, Program, RopeTable, Tensor, Weight, tap_name
+from kukri.kernels.types import AttentionSpec, Program, RopeFrequencies, Tensor, Vector, Weight, tap_name
 
 
 def tap_names(program: Program) -> list[str]:
@@ -35,20 +35,20 @@ class _TapOps:
     def embed(self, weight: Weight, batch: Any) -> Tensor:
         return None
 
-    def rms_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
         return None
 
-    def head_norm(self, x: Tensor, weight: FloatArray, eps: float) -> Tensor:
+    def head_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
         return None
 
-    def layer_norm(self, x: Tensor, weight: FloatArray, bias: FloatArray, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Vector, bias: Vector, eps: float) -> Tensor:
         return None
 
     def linear(
         self,
         x: Tensor,
         weights: Sequence[Weight],
-        bias: FloatArray | None = None,
+        bias: Vector | None = None,
         residual: Tensor | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
@@ -62,7 +62,7 @@ class _TapOps:
         return (None,) * len(widths)
 
     def rope(
-        self, q: Tensor, k: Tensor, table: RopeTable, spec: AttentionSpec, batch: Any
+        self, q: Tensor, k: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Tensor, Tensor]:
         return None, None
 

@@ -13,7 +13,7 @@ import kukri
 from kukri.bench.card import cpu_features, cpu_model
 from kukri.formats import hub
 from kukri.kernels.cpu.features import cpu_target, usable_cores
-from kukri.kernels.cpu.kernel_cache import cache_dir, cache_root
+from kukri.kernels.cpu.jit import cache_dir, cache_root
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts
 

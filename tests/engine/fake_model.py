@@ -9,9 +9,8 @@ import numpy as np
 
 from kukri.config import PAGE_TOKENS, EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
-from kukri.kernels.reference import ReferenceSampling
+from kukri.kernels.reference import ReferenceRowOps
 from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
-from kukri.models.rope import rope_table
 
 N_VOCAB = 50
 EOS = 7
@@ -41,7 +40,7 @@ def expected_output(
 
 
 class FakeModel:
-    """Only its config and RoPE table are looked at."""
+    """Only its config is looked at."""
 
     parameters = ()
     n_parameters = 0
@@ -62,7 +61,6 @@ class FakeModel:
             rope=RopeConfig(10000.0, 16),
             layers=(LayerConfig(),),
         )
-        self.rope = rope_table(self.config.rope, max_context)
 
     def __call__(self, ops: object, batch: object) -> None:
         raise AssertionError("the fake backend runs no program")
@@ -76,7 +74,7 @@ class FakeBackend:
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, int]] = []  # (T, S, N) of every step
         self.n_compiled = 0
-        self.sampling = ReferenceSampling()
+        self.row_ops = ReferenceRowOps()
         self.error: BaseException | None = None  # raised by the next step
         self.is_writable: Callable[[int], bool] = lambda page: True
 
@@ -123,7 +121,6 @@ class FakeProgram:
         assert batch.query_start[0] == 0
         assert batch.query_start[-1] == t
         assert len(set(batch.slots.tolist())) == t, "two tokens in one slot"
-        assert self.model.rope.n_filled >= batch.context_len.max()
         for i in range(s):
             start, stop = batch.query_start[i], batch.query_start[i + 1]
             assert stop > start

@@ -22,7 +22,7 @@ from small_programs import (
     weight,
 )
 
-from kukri.kernels.types import Weight
+from kukri.kernels.types import Vector, Weight
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.per_token import linear_per_token, quantize_tokens
 from kukri.quant.types import QUANT_TYPES
@@ -50,7 +50,7 @@ def test_linear_at_every_width(backend, type_name, n_out):
     rng = np.random.default_rng(n_out)
     w = weight(rng, type_name, n_out, 64)
     x = exact_rows(rng, 5, w.shape[1])
-    bias = rng.standard_normal(n_out).astype(np.float32)
+    bias = Vector(rng.standard_normal(n_out).astype(np.float32))
     residual = rng.standard_normal((5, n_out)).astype(np.float32)
 
     def program(ops, batch):
@@ -68,7 +68,7 @@ def test_weights_side_by_side(backend, names):
     rng = np.random.default_rng(1)
     x = exact_rows(rng, 9, 64)
     parts = tuple(weight(rng, name, n, 64) for name, n in zip(names, (24, 40, 7), strict=True))
-    bias = rng.standard_normal(71).astype(np.float32)
+    bias = Vector(rng.standard_normal(71).astype(np.float32))
 
     def program(ops, batch):
         return ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), parts, bias), batch)
@@ -82,7 +82,7 @@ def test_a_tile_that_starts_inside_another_ends_in_its_row(backend, sizes):
     rng = np.random.default_rng(2)
     x, width = exact_rows(rng, 9, 64), sum(sizes)
     parts = tuple(weight(rng, name, n, 64) for name, n in zip(("Q4_1", "Q8_0"), sizes, strict=True))
-    bias = rng.standard_normal(width).astype(np.float32)
+    bias = Vector(rng.standard_normal(width).astype(np.float32))
     residual = rng.standard_normal((9, width)).astype(np.float32)
 
     def program(ops, batch):
@@ -127,7 +127,7 @@ def test_one_scale_a_token_beside_others(backend):
     x = exact_rows(rng, 9, 64)
     parts = tuple(weight(rng, name, n, 64) for name, n in (("Q4_0", 32), ("Q4_0", 16), ("Q8_0", 15)))
     mixed = (per_token(parts[0]), per_token(parts[1]), per_token(parts[2]))
-    bias = rng.standard_normal(63).astype(np.float32)
+    bias = Vector(rng.standard_normal(63).astype(np.float32))
     residual = rng.standard_normal((9, 63)).astype(np.float32)
 
     def program(ops, batch):
@@ -142,7 +142,9 @@ def test_one_scale_a_token_beside_others(backend):
     got, head = run(backend, program, plain_batch(9)), run(backend, heads, plain_batch(9))
     int4 = np.hstack([linear_per_token(x, part.data) for part in parts[:2]])
     int8 = x.astype(np.float64) @ dequantize(parts[2].data, parts[2].type).T
-    np.testing.assert_allclose(got, np.hstack([int4, int8]) + bias + residual, atol=2e-5 * np.abs(got).max())
+    np.testing.assert_allclose(
+        got, np.hstack([int4, int8]) + bias.data + residual, atol=2e-5 * np.abs(got).max()
+    )
     np.testing.assert_allclose(head, int4, atol=2e-5 * np.abs(head).max())
 
 
@@ -297,7 +299,7 @@ def test_nan_goes_through(backend):
     rows = f32_weight(np.full((2, 64), np.nan))
 
     def program(ops, batch):
-        x = ops.rms_norm(ops.embed(rows, batch), np.ones(64, np.float32), 1e-5)
+        x = ops.rms_norm(ops.embed(rows, batch), Vector(np.ones(64, np.float32)), 1e-5)
         return ops.logit_rows(ops.linear(x, (w,)), batch)
 
     assert np.isnan(run(backend, program, plain_batch(2))).all()

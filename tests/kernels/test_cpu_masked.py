@@ -12,7 +12,7 @@ from kukri.config import PAGE_TOKENS
 from kukri.errors import ShapeError
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, PagedKV, RopeTable, StepLimits
+from kukri.kernels.types import AttentionSpec, PagedKV, RopeFrequencies, StepLimits
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +86,25 @@ def test_a_mask_comes_where_it_is_expected_and_nowhere_else(make):
             run(backend, program, replace(batch, mask=mask), copy_of(past), heads)
 
 
-def rotating(table):
+def rope_of(max_context):
+    return RopeFrequencies(tuple(10000.0 ** -(np.arange(8) / 8)), max_context)
+
+
+def rotating(rope):
     """q rotated by the positions of the step, without attention behind it."""
     rows = f32_weight(np.random.default_rng(1).standard_normal((12, 96)))
     spec = AttentionSpec(0, 4, 1, 16, 1.0)
 
     def program(ops, batch):
         q, k, _ = ops.split(ops.embed(rows, batch), (64, 16, 16))
-        return ops.logit_rows(ops.rope(q, k, table, spec, batch)[0], batch)
+        return ops.logit_rows(ops.rope(q, k, rope, spec, batch)[0], batch)
 
     return program
 
 
 def test_rope_rotates_by_other_positions_where_the_batch_has_them(backend):
     """Would catch positions of an earlier step left in place, and those of the cache used for both."""
-    table = RopeTable(10000.0 ** -(np.arange(8) / 8), 64)
-    table.ensure(64)
-    program, cache = rotating(table), PagedKV(1, 4, 1, 16)
+    program, cache = rotating(rope_of(64)), PagedKV(1, 4, 1, 16)
     plain = plain_batch(9)
     other = replace(plain, rope_positions=np.array([5, 63, 0, 1, 1, 30, 2, 9, 8], np.int32))
     compiled = backend.compile(program, cache, StepLimits(9, 1, 9, 4), {})
@@ -112,12 +114,9 @@ def test_rope_rotates_by_other_positions_where_the_batch_has_them(backend):
 
 
 @pytest.mark.parametrize("position", [-1, 64])
-def test_a_position_outside_the_table_never_reaches_a_kernel(backend, position):
+def test_a_position_outside_the_context_never_reaches_a_kernel(backend, position):
     """Would catch a read outside the table of angles."""
-    table = RopeTable(10000.0 ** -(np.arange(8) / 8), 256)
-    table.ensure(64)
-    table.n_filled = 64
     batch = replace(plain_batch(2), rope_positions=np.array([0, position], np.int32))
-    compiled = backend.compile(rotating(table), PagedKV(1, 4, 1, 16), StepLimits(9, 1, 9, 4), {})
-    with pytest.raises(ShapeError, match="outside the 64"):
+    compiled = backend.compile(rotating(rope_of(64)), PagedKV(1, 4, 1, 16), StepLimits(9, 1, 9, 4), {})
+    with pytest.raises(ShapeError, match="rotate by outside"):
         compiled(batch)

@@ -24,7 +24,7 @@ from kukri.config import PAGE_TOKENS
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeTable, StepLimits
+from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeFrequencies, StepLimits, Vector
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -44,7 +44,7 @@ def test_rms_norm(backend, n_tokens, width):
     scale = rng.standard_normal(width).astype(np.float32)
     got, want = both(
         backend,
-        lambda ops, batch: ops.logit_rows(ops.rms_norm(ops.embed(x, batch), scale, 1e-4), batch),
+        lambda ops, batch: ops.logit_rows(ops.rms_norm(ops.embed(x, batch), Vector(scale), 1e-4), batch),
         plain_batch(n_tokens),
     )
     assert_close(got, want)
@@ -75,7 +75,11 @@ def test_head_norm(backend, n_tokens, d_head, part):
 
     def program(ops, batch):
         q, k, v = ops.split(ops.embed(x, batch), (3 * d_head, d_head, d_head))
-        parts = {"q": ops.head_norm(q, scale, 1e-4), "k": ops.head_norm(k, scale * 2, 1e-4), "v": v}
+        parts = {
+            "q": ops.head_norm(q, Vector(scale), 1e-4),
+            "k": ops.head_norm(k, Vector(scale * 2), 1e-4),
+            "v": v,
+        }
         return ops.logit_rows(parts[part], batch)
 
     assert_close(*both(backend, program, plain_batch(n_tokens)))
@@ -90,7 +94,9 @@ def test_layer_norm(backend, n_tokens, width):
     scale, bias = rng.standard_normal((2, width)).astype(np.float32)
     got, want = both(
         backend,
-        lambda ops, batch: ops.logit_rows(ops.layer_norm(ops.embed(x, batch), scale, bias, 1e-4), batch),
+        lambda ops, batch: ops.logit_rows(
+            ops.layer_norm(ops.embed(x, batch), Vector(scale), Vector(bias), 1e-4), batch
+        ),
         plain_batch(n_tokens),
     )
     assert_close(got, want, 1e-5)  # x - mean loses two bits where the mean is five deviations away
@@ -115,7 +121,7 @@ def test_fused_and_separate_quantization_agree(backend, kind):
     """Would catch a producer whose int8 panels differ from quantizing its float result."""
     rng = np.random.default_rng(7)
     x, w = f32_weight(rng.standard_normal((9, 128))), weight(rng, "Q4_1", 32, 64)
-    norm, bias = rng.standard_normal((2, 64)).astype(np.float32)
+    norm, bias = map(Vector, rng.standard_normal((2, 64)).astype(np.float32))
 
     def activate(ops, gate, up):
         return ops.silu_mul(gate, up) if kind == "silu, rms" else ops.gelu(gate)
@@ -144,13 +150,12 @@ def test_rope(backend, rotary, d_head):
     """Would catch interleaved pairs, a rotation past rotary_dim, and widths that are not vectors."""
     rng = np.random.default_rng(rotary)
     spec = AttentionSpec(0, 3, 1, d_head, 1.0)
-    table = RopeTable(1 / 10000 ** (np.arange(0, rotary, 2) / rotary), 256)
-    table.ensure(128)
+    rope = RopeFrequencies(tuple(1 / 10000 ** (np.arange(0, rotary, 2) / rotary)), 256)
     x = f32_weight(rng.standard_normal((9, 4 * d_head)))
 
     def program(ops, batch):
         q, k = ops.split(ops.embed(x, batch), (3 * d_head, d_head))
-        q, k = ops.rope(q, k, table, spec, batch)
+        q, k = ops.rope(q, k, rope, spec, batch)
         return ops.logit_rows(q, batch)
 
     assert_close(*both(backend, program, plain_batch(9)))
@@ -316,7 +321,9 @@ def test_shapes_without_a_kernel_are_refused(backend):
     rows = f32_weight(np.zeros((4, 24)))
 
     def program(ops, batch):
-        return ops.logit_rows(ops.rms_norm(ops.embed(rows, batch), np.ones(24, np.float32), 1e-5), batch)
+        return ops.logit_rows(
+            ops.rms_norm(ops.embed(rows, batch), Vector(np.ones(24, np.float32)), 1e-5), batch
+        )
 
     with pytest.raises(MissingKernelError, match="multiples of 16"):
         run(backend, program, plain_batch(4))

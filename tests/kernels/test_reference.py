@@ -9,7 +9,15 @@ import torch
 from kukri.config import PAGE_TOKENS
 from kukri.errors import HookError, ShapeError
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps, call_hooks
-from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeTable, StepLimits, Weight
+from kukri.kernels.types import (
+    AttentionSpec,
+    ForwardBatch,
+    PagedKV,
+    RopeFrequencies,
+    StepLimits,
+    Vector,
+    Weight,
+)
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -59,7 +67,7 @@ def test_linear_is_the_product_with_dequantized_weights(type_name: str) -> None:
     weights = [weight(m, type_name) for m in matrices]
     x, bias, residual = normal(5, 64), normal(50), normal(5, 50)
     dense = np.concatenate([dequantize(w.data, w.type) for w in weights])
-    got = ops_without_cache().linear(x, weights, bias, residual)
+    got = ops_without_cache().linear(x, weights, Vector(bias), residual)
     want = x.astype(np.float64) @ dense.astype(np.float64).T + bias + residual
     np.testing.assert_allclose(got, want, **CLOSE)
 
@@ -77,7 +85,7 @@ def test_rms_norm_and_silu_mul_match_torch() -> None:
     """eps outside of the root, a mean over the wrong axis, gate and up exchanged, exp that overflows."""
     ops, x, w = ops_without_cache(), normal(7, 48) * 1e-2, normal(48)
     want = torch.nn.functional.rms_norm(torch.from_numpy(x), (48,), torch.from_numpy(w), 1e-3)
-    np.testing.assert_allclose(ops.rms_norm(x, w, 1e-3), want.numpy(), **CLOSE)
+    np.testing.assert_allclose(ops.rms_norm(x, Vector(w), 1e-3), want.numpy(), **CLOSE)
     gate, up = normal(7, 48) * 4, normal(7, 48)
     gate[0, 0] = -200.0
     want = torch.nn.functional.silu(torch.from_numpy(gate)) * torch.from_numpy(up)
@@ -90,9 +98,9 @@ def test_head_norm_layer_norm_and_gelu_match_torch() -> None:
     ops, x, w, bias = ops_without_cache(), normal(7, 48) + 0.5, normal(48), normal(48)
     t = torch.from_numpy
     heads = torch.nn.functional.rms_norm(t(x).reshape(7, 3, 16), (16,), t(w[:16]), 1e-3)
-    np.testing.assert_allclose(ops.head_norm(x, w[:16], 1e-3), heads.reshape(7, 48).numpy(), **CLOSE)
+    np.testing.assert_allclose(ops.head_norm(x, Vector(w[:16]), 1e-3), heads.reshape(7, 48).numpy(), **CLOSE)
     want = torch.nn.functional.layer_norm(t(x), (48,), t(w), t(bias), 1e-3)
-    np.testing.assert_allclose(ops.layer_norm(x, w, bias, 1e-3), want.numpy(), **CLOSE)
+    np.testing.assert_allclose(ops.layer_norm(x, Vector(w), Vector(bias), 1e-3), want.numpy(), **CLOSE)
     x = x * 4
     want = torch.nn.functional.gelu(t(x), approximate="tanh")
     np.testing.assert_allclose(ops.gelu(x), want.numpy(), **CLOSE)
@@ -104,12 +112,11 @@ def test_rope_rotates_pairs_as_complex_numbers(rotary_dim: int) -> None:
     """A wrong sign, interleaved pairs, or the dimensions beyond rotary_dim touched."""
     spec = AttentionSpec(0, 3, 1, 16, 1.0)
     frequencies = 1000.0 ** (-np.arange(rotary_dim // 2) / 5)
-    table = RopeTable(frequencies, 100)
-    table.ensure(60)
+    rope = RopeFrequencies(tuple(frequencies), 100)
     batch, _ = make_batch([(50, 4), (3, 2)], 16)
     q, k = normal(6, 48), normal(6, 16)
     before = q.copy()
-    got_q, got_k = ops_without_cache().rope(q, k, table, spec, batch)
+    got_q, got_k = ops_without_cache().rope(q, k, rope, spec, batch)
     half = rotary_dim // 2
     for x, got in ((q, got_q), (k, got_k)):
         heads, rotated = x.reshape(6, -1, 16), got.reshape(6, -1, 16)
@@ -122,13 +129,14 @@ def test_rope_rotates_pairs_as_complex_numbers(rotary_dim: int) -> None:
     np.testing.assert_array_equal(q, before)
 
 
-def test_rope_refuses_a_table_that_was_not_filled() -> None:
-    """Garbage angles read beyond the filled rows."""
-    table = RopeTable(np.ones(8), 1024)
-    table.ensure(1)
-    batch, _ = make_batch([(table.n_filled, 1)], 64)
-    with pytest.raises(ShapeError, match="ensure"):
-        ops_without_cache().rope(normal(1, 16), normal(1, 16), table, AttentionSpec(0, 1, 1, 16, 1.0), batch)
+def test_rope_refuses_a_position_beyond_its_context() -> None:
+    """Garbage angles read beyond the last row."""
+    rope, spec = RopeFrequencies((1.0,) * 8, 500), AttentionSpec(0, 1, 1, 16, 1.0)
+    last, _ = make_batch([(499, 1)], 64)
+    beyond, _ = make_batch([(500, 1)], 64)
+    ops_without_cache().rope(normal(1, 16), normal(1, 16), rope, spec, last)
+    with pytest.raises(ShapeError, match="position 500"):
+        ops_without_cache().rope(normal(1, 16), normal(1, 16), rope, spec, beyond)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])

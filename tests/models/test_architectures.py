@@ -104,7 +104,7 @@ class WithInt8Inputs:
     """A model on such ops."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.config, self.rope = model, model.config, model.rope
+        self.model, self.config = model, model.config
 
     def __call__(self, ops: Any, batch: Any) -> Any:
         return self.model(Int8Inputs(ops), batch)

@@ -18,9 +18,10 @@ from kukri.formats.config_gguf import model_config
 from kukri.formats.gguf import GGUFFile
 from kukri.formats.weights import GGUFWeights
 from kukri.kernels import make_backend
+from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import Backend
 from kukri.models import load_model, tap_names
-from kukri.models.rope import rope_table
+from kukri.models.rope import rope_frequencies
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -160,6 +161,34 @@ def test_nope_layers_do_not_rotate(reference: Backend) -> None:
     assert np.abs(rotated - want).max() > 100 * TOLERANCE
 
 
+def test_layers_have_their_own_rope_and_scale(backend: Backend, reference: Backend) -> None:
+    """One RoPE or one scale for all layers, and rows of cos and sin that are not there yet: the text is
+    longer than what is computed at first."""
+    own = RopeConfig(500.0, 16)
+    layers = [LayerConfig(), LayerConfig(rope=own, attention_scale=0.4)]
+    _, config, source = make_pair(max_context=512, layers=layers)
+    model = load_model(source, config)
+    ids = random_ids(400, config.n_vocab)
+    hf = make_pair(max_context=512)[0]
+    same, _ = hf_forward(hf, ids)
+    attention = hf.model.layers[1].self_attn
+    attention.scaling = 0.4
+    rows = RopeRows(rope_frequencies(own, 512))
+    rows.ensure(400)
+    cos, sin = (torch.from_numpy(np.hstack([part, part])[None, :400]) for part in (rows.cos, rows.sin))
+    forward = attention.forward
+    attention.forward = lambda *args, position_embeddings, **kwargs: forward(
+        *args, position_embeddings=(cos, sin), **kwargs
+    )
+    want, _ = hf_forward(hf, ids)
+    got = Driver(model, reference, max_tokens=200).run(ids, [200, 50])
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+    assert np.abs(same - want).max() > 100 * TOLERANCE
+    rounded = Driver(model, reference, kv_type="f16").run(ids, [200, 1])
+    got = Driver(model, backend, kv_type="f16").run(ids, [200, 1])
+    np.testing.assert_allclose(got, rounded, atol=0.02, rtol=0)  # float16 keys and values
+
+
 def test_a_window_hides_older_tokens(backend: Backend) -> None:
     """A window ignored, off by one, or counted from the chunk. One layer: the last token then sees exactly
     the window, as if the older tokens had never been."""
@@ -201,7 +230,7 @@ def test_a_gguf_file_gives_the_same_model(weight_type: str, tmp_path: Path, refe
 def test_rope_angles_are_transformers_own(theta: float, d_head: int) -> None:
     """Frequencies in another rounding: one unit in the last place is 5e-4 radians at position 8,192."""
     hf = make_pair(n_heads=1, n_kv_heads=1, d_head=d_head, theta=theta, max_context=8192)[0]
-    table = rope_table(RopeConfig(theta, d_head), 8192)
+    table = RopeRows(rope_frequencies(RopeConfig(theta, d_head), 8192))
     table.ensure(8192)
     positions = torch.arange(8192)[None]
     cos, sin = hf.model.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)

@@ -14,7 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kukri.config import RopeConfig, RopeScaling
 from kukri.errors import ConfigError
-from kukri.models.rope import attention_factor, inverse_frequencies, rope_table, with_scaling
+from kukri.kernels.rope_rows import RopeRows
+from kukri.models.rope import attention_factor, inverse_frequencies, rope_frequencies, with_scaling
 
 HALF = 32
 SHORT = tuple(1 + 0.01 * i for i in range(HALF))
@@ -109,7 +110,7 @@ def test_tables_of_short_contexts_differ(name: str) -> None:
 
 def test_the_attention_factor_reaches_the_table() -> None:
     """cos and sin without YaRN's attention factor."""
-    table = rope_table(ours("yarn", {"factor": 4.0}), 64)
+    table = RopeRows(rope_frequencies(ours("yarn", {"factor": 4.0}), 64))
     table.ensure(64)
     np.testing.assert_allclose(table.cos[0], 1 + 0.1 * math.log(4), rtol=1e-6)
     np.testing.assert_allclose(np.hypot(table.cos, table.sin), 1 + 0.1 * math.log(4), rtol=1e-6)

@@ -137,7 +137,6 @@ class Driver:
         table = np.zeros((1, len(self.pages)), np.int32)
         n_used = -(-stop // PAGE_TOKENS)
         table[0, :n_used] = self.pages[:n_used]
-        self.model.rope.ensure(stop)
         batch = ForwardBatch(
             np.array(ids, np.int32),
             positions,

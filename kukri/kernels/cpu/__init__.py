@@ -21,8 +21,9 @@ from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pack import PackedWeight, pack
 from kukri.kernels.cpu.plan import Recorder, Segment, Value, max_partials
 from kukri.kernels.cpu.pool import ThreadPool
-from kukri.kernels.cpu.sampling_backend import CpuSampling
+from kukri.kernels.cpu.row_ops import CpuRowOps
 from kukri.kernels.reference import call_hooks, check_mask
+from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     FloatArray,
     ForwardBatch,
@@ -30,6 +31,7 @@ from kukri.kernels.types import (
     KVType,
     PagedKV,
     Program,
+    RopeFrequencies,
     StepLimits,
     Weight,
 )
@@ -44,8 +46,9 @@ class CpuBackend:
     def __init__(self, n_threads: int | None = None) -> None:
         self.kernels = KernelLibrary()
         self.pool = ThreadPool(self.kernels, n_threads)
-        self._sampling: CpuSampling | None = None
+        self._row_ops: CpuRowOps | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
+        self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
     def compile(
         self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]
@@ -54,11 +57,11 @@ class CpuBackend:
         return CpuProgram(self, program, cache, limits, hooks)
 
     @property
-    def sampling(self) -> CpuSampling:
-        """See Backend.sampling."""
-        if self._sampling is None:
-            self._sampling = CpuSampling(self.kernels, self.pool)
-        return self._sampling
+    def row_ops(self) -> CpuRowOps:
+        """See Backend.row_ops."""
+        if self._row_ops is None:
+            self._row_ops = CpuRowOps(self.kernels, self.pool)
+        return self._row_ops
 
     def close(self) -> None:
         """Ends the worker threads."""
@@ -69,6 +72,12 @@ class CpuBackend:
         if weights not in self._packed:
             self._packed[weights] = pack(weights, self.pool)
         return self._packed[weights]
+
+    def rope_rows(self, frequencies: RopeFrequencies) -> RopeRows:
+        """cos and sin by position, shared by all layers and programs of these frequencies."""
+        if frequencies not in self._rope_rows:
+            self._rope_rows[frequencies] = RopeRows(frequencies)
+        return self._rope_rows[frequencies]
 
 
 class CpuProgram:
@@ -84,7 +93,7 @@ class CpuProgram:
     ) -> None:
         self._backend, self._limits, self._cache = backend, limits, cache  # the plan points into all
         self._batch = BatchMemory(limits)
-        recorder = Recorder(cache, limits, hooks, self._batch.address, backend.packed)
+        recorder = Recorder(cache, limits, hooks, self._batch.address, backend.packed, backend.rope_rows)
         result = program(recorder, None)
         self.plan = recorder.finish(result, backend.kernels)
         self._n_vocab = recorder.n_vocab
@@ -96,7 +105,7 @@ class CpuProgram:
                 "n_vocab": self._n_vocab,
                 "n_pages": cache.n_pages,
                 "max_pages": limits.max_pages,
-                "n_positions": 0,
+                "n_positions": min((r.frequencies.max_context for r in self.plan.ropes), default=1 << 31),
             },
         )
         self._failed_check = ctypes.c_int64()
@@ -104,20 +113,20 @@ class CpuProgram:
         run_check = entry_point(check.address)
         self._check: Callable[[], int] = lambda: run_check(failed, None, record, 0)
         self._ops_address = address_of(self.plan.ops)
+        self._n_rope_rows = 0  # of every RoPE in the plan
         self._logits = _view(result, limits.max_logit_rows)
 
     def __call__(self, batch: ForwardBatch) -> FloatArray:
         """See CompiledProgram. Raises CapacityError beyond the limits, ShapeError on a bad index."""
         self._batch.fill(batch, self._limits)
-        n_positions = min((t.n_filled for t in self.plan.rope_tables), default=1 << 31)
-        self._check_record[-1] = n_positions
         self._check()
-        if batch.rope_positions is not None and (
-            batch.rope_positions.min() < 0 or batch.rope_positions.max() >= n_positions
-        ):
-            raise ShapeError(f"bad step: a position to rotate by outside the {n_positions} that are filled")
         if self._failed_check.value:
             raise ShapeError(f"bad step: {state.BATCH_CHECKS[self._failed_check.value]}")
+        n_positions = self._batch.n_positions
+        if n_positions > self._n_rope_rows:
+            for rows in self.plan.ropes:
+                rows.ensure(n_positions)
+            self._n_rope_rows = n_positions
         start = 0
         for segment in self.plan.segments:
             self._run(start, segment.stop)
@@ -157,6 +166,11 @@ class BatchMemory:
         self._addresses = {
             name: address_of(self._arrays[name]) for name in (state.POSITIONS, state.ROPE_POSITIONS)
         }
+
+    @property
+    def n_positions(self) -> int:
+        """Positions that the batch, once checked, rotates by: 0 to one less."""
+        return int(self._header[state.N_POSITIONS // 8])
 
     def fill(self, batch: ForwardBatch, limits: StepLimits) -> None:
         """Copies a batch in. Raises CapacityError if it is larger than `limits`."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.intrinsics import device, load_i32, load_i64, store_i64
-from kukri.kernels.cpu.kernel_cache import KernelSource
+from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.state import (
     CHUNK_TOKENS,
     CONTEXT_LEN,
     LOGIT_ROWS,
     MAX_PAGES,
     N_LOGIT_ROWS,
+    N_POSITIONS,
     N_SEQUENCES,
     N_TOKENS,
     N_WORK,
     PAGE_TABLE,
     POSITIONS,
     QUERY_START,
+    ROPE_POSITIONS,
     SLOTS,
     TOKEN_IDS,
     TOKEN_PARTS,
@@ -68,6 +70,13 @@ def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions):
         for t in range(start, stop):
             if load_i32(load_i64(batch + POSITIONS) + 4 * t) != context - (stop - t):
                 return 7
+    rotates_by = load_i64(batch + ROPE_POSITIONS)
+    if rotates_by != load_i64(batch + POSITIONS) and _outside(rotates_by, n_tokens, n_positions):
+        return 8
+    highest = 0
+    for t in range(n_tokens):
+        highest = max(highest, load_i32(rotates_by + 4 * t))
+    store_i64(batch + N_POSITIONS, highest + 1)
     return 0
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from kukri.config import PAGE_TOKENS
 from kukri.errors import MissingKernelError, ShapeError
 from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.cpu.jit import KernelLibrary
-from kukri.kernels.cpu.kernel_cache import float_bits
+from kukri.kernels.cpu.jit import KernelLibrary, float_bits
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, linear_kernel, panel_bytes
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pack import PackedWeight, layout_of
@@ -34,14 +33,15 @@ from kukri.kernels.cpu.state import (
     partial_bytes,
     query_tokens,
 )
+from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     AttentionSpec,
     ByteArray,
-    FloatArray,
     Hook,
     PagedKV,
-    RopeTable,
+    RopeFrequencies,
     StepLimits,
+    Vector,
     Weight,
     tap_name,
 )
@@ -106,13 +106,13 @@ class Plan:
     segments: list[Segment]
     result: Value
     kernel_names: list[str]
-    rope_tables: list[RopeTable]
+    ropes: list[RopeRows]  # that records point into: each step's positions must be computed
     memory: ByteArray  # all buffers
     keep: list[Any] = field(default_factory=list)  # arrays that records point into
 
 
 class Recorder:
-    """The op set, writing a plan. `pack` gives the tiles of weights of one type."""
+    """The op set, writing a plan. `pack` gives the tiles of weights of one type, `rope_rows` cos and sin."""
 
     def __init__(
         self,
@@ -121,14 +121,10 @@ class Recorder:
         hooks: dict[str, list[Hook]],
         batch_address: int,
         pack: Callable[[tuple[Weight, ...]], PackedWeight],
+        rope_rows: Callable[[RopeFrequencies], RopeRows],
     ) -> None:
-        self._cache, self._limits, self._hooks, self._batch, self._pack = (
-            cache,
-            limits,
-            hooks,
-            batch_address,
-            pack,
-        )
+        self._cache, self._limits, self._hooks, self._batch = cache, limits, hooks, batch_address
+        self._pack, self._rope_rows = pack, rope_rows
         self._ops: list[Op] = []
         self._buffers: list[Buffer] = []
         self._segments: list[Segment] = []
@@ -136,7 +132,7 @@ class Recorder:
         self._producers: dict[Value, Op] = {}  # ops that could write their result's q8 panels as well
         self._partials: Buffer | None = None
         self._group_tokens = 0
-        self._tables: list[RopeTable] = []
+        self._ropes: list[RopeRows] = []
         self._keep: list[Any] = []
         self.n_vocab = 0
 
@@ -148,22 +144,21 @@ class Recorder:
         self.n_vocab = weight.shape[0]
         y = self._value("T", weight.shape[1])
         data = np.ascontiguousarray(weight.data)
-        self._keep.append(data)
         self._emit(
             f"embed_{weight.type.name}",
             batch=self._batch,
-            w=address_of(data),
+            w=self._kept(data),
             n_blocks=weight.shape[1] // layout.block_size,
             y=Ref(y.buffer),
             y_stride=y.stride,
         )
         return y
 
-    def rms_norm(self, x: Value, weight: FloatArray, eps: float) -> Value:
+    def rms_norm(self, x: Value, weight: Vector, eps: float) -> Value:
         """See Ops.rms_norm."""
         return self._row_op("rms_norm", "the model width", x, weight=self._array(weight), eps=float_bits(eps))
 
-    def head_norm(self, x: Value, weight: FloatArray, eps: float) -> Value:
+    def head_norm(self, x: Value, weight: Vector, eps: float) -> Value:
         """See Ops.head_norm."""
         self._require_multiple("the head size", len(weight), 16)
         self._emit(
@@ -178,7 +173,7 @@ class Recorder:
         )
         return x
 
-    def layer_norm(self, x: Value, weight: FloatArray, bias: FloatArray, eps: float) -> Value:
+    def layer_norm(self, x: Value, weight: Vector, bias: Vector, eps: float) -> Value:
         """See Ops.layer_norm."""
         arrays = {"weight": self._array(weight), "bias": self._array(bias)}
         return self._row_op("layer_norm", "the model width", x, **arrays, eps=float_bits(eps))
@@ -191,7 +186,7 @@ class Recorder:
         self,
         x: Value,
         weights: Sequence[Weight],
-        bias: FloatArray | None = None,
+        bias: Vector | None = None,
         residual: Value | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Value:
@@ -207,8 +202,8 @@ class Recorder:
         bias_address = 0
         if bias is not None:
             padded = np.zeros(width + TOKENS * 2, np.float32)
-            padded[:width] = bias
-            bias_address = self._array(padded)
+            padded[:width] = bias.data
+            bias_address = self._kept(padded)
         column = 0
         for group in groups:
             packed = self._pack(group)
@@ -244,14 +239,15 @@ class Recorder:
         )
 
     def rope(
-        self, q: Value, k: Value, table: RopeTable, spec: AttentionSpec, batch: Any
+        self, q: Value, k: Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Value, Value]:
         """See Ops.rope."""
-        if table not in self._tables:
-            self._tables.append(table)
+        rows = self._rope_rows(rope)
+        if rows not in self._ropes:
+            self._ropes.append(rows)
         self._rope_store(
             q, k, k, spec,
-            cos=address_of(table.cos), sin=address_of(table.sin), half=table.rotary_dim // 2,
+            cos=address_of(rows.cos), sin=address_of(rows.sin), half=rope.rotary_dim // 2,
             keys=0, values=0,
         )  # fmt: skip
         return q, k
@@ -383,7 +379,7 @@ class Recorder:
             ops[i, 0], ops[i, 1] = kernel.address, address_of(records) + 8 * start
             ops[i, 3], ops[i, 4] = op.weights
             start += len(values)
-        return Plan(ops, self._segments, result, names, self._tables, memory, [records, *self._keep])
+        return Plan(ops, self._segments, result, names, self._ropes, memory, [records, *self._keep])
 
     def _emit(self, kernel: str, **fields: int | Ref) -> Op:
         op = Op(kernel, fields)
@@ -452,8 +448,10 @@ class Recorder:
     def _count(self, rows: Rows) -> int:
         return self._batch + (N_TOKENS if rows == "T" else N_LOGIT_ROWS)
 
-    def _array(self, array: FloatArray) -> int:
-        array = np.ascontiguousarray(array, np.float32)
+    def _array(self, vector: Vector) -> int:
+        return self._kept(np.ascontiguousarray(vector.data))
+
+    def _kept(self, array: np.ndarray[Any, Any]) -> int:
         self._keep.append(array)
         return address_of(array)
 

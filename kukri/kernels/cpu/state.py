@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.sampling_record import MAX_VOCAB
+from kukri.kernels.rows import MAX_VOCAB
 
 DONE = 0  # finished tiles of the current op
 OPS = 64  # address of the plan's ops, OP_BYTES each
@@ -50,6 +50,7 @@ ROPE_POSITIONS = 112  # address of what RoPE rotates by: those of POSITIONS, unl
 MASK = 120
 MASK_STRIDE = 128
 MASK_HEAD_STRIDE = 136
+N_POSITIONS = 144  # filled by `check_batch`: positions that RoPE rotates by, 0 to one less
 BATCH_BYTES = 192
 
 # One attention work entry (int64 each): some new tokens of one sequence against some of its chunks.
@@ -105,7 +106,8 @@ BATCH_CHECKS = (
     "a slot outside the cache",
     "a logit row outside the step",
     "sequences that do not cover the step's tokens",
-    "a context longer than the page table or the filled RoPE table",
+    "a context longer than the page table or the model's",
     "a page outside the cache",
     "a position that does not match its sequence",
+    "a position to rotate by outside the model's context",
 )

@@ -1,4 +1,4 @@
-"""A client of the application in this process, without a network: same routes, same middleware."""
+"""The application without a network: requests in this process, through the same routes and guards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 
-class AppResponse(NamedTuple):
+class InsideResponse(NamedTuple):
     """A whole response."""
 
     status: int
@@ -27,8 +27,8 @@ async def running(app: FastAPI) -> AsyncIterator[None]:
         yield
 
 
-async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> AppResponse:
-    """The response of a running application to a JSON body. Cancelling it ends the request."""
+async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> InsideResponse:
+    """What an application that runs answers to a JSON body. Cancelling it ends the request."""
     data = json.dumps(body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(data))}
     scope = {
@@ -42,17 +42,17 @@ async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> AppResponse:
         "root_path": "",
         "query_string": b"",
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": ("local", 0),
-        "server": ("local", 0),
+        "client": ("inside", 0),
+        "server": ("inside", 0),
     }
-    is_sent = False
+    is_asked = False
     status, request_id, parts = 0, "", []
 
     async def receive() -> Message:
-        nonlocal is_sent
-        if is_sent:
+        nonlocal is_asked
+        if is_asked:
             await asyncio.Event().wait()  # nobody hangs up
-        is_sent = True
+        is_asked = True
         return {"type": "http.request", "body": data, "more_body": False}
 
     async def send(message: Message) -> None:
@@ -64,4 +64,4 @@ async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> AppResponse:
             parts.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return AppResponse(status, request_id, json.loads(b"".join(parts)))
+    return InsideResponse(status, request_id, json.loads(b"".join(parts)))
