@@ -7,14 +7,12 @@ that the machine allows: the ceiling. Measured speeds are given as a share of it
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kukri.errors import KukriError, UnsupportedError
@@ -24,13 +22,9 @@ from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool
+from kukri.machine import cpu_features, cpu_model, installed_versions, memory_bytes
 from kukri.quant.types import fitting_type
 
-# LLVM's names of the CPU features that kernels care about
-_FEATURES = (
-    *("sse4.2", "avx", "avx2", "fma", "f16c", "avxvnni", "avxvnniint8", "avx512f", "avx512bw", "avx512vnni"),
-    *("avx512bf16", "amx-int8", "neon", "fullfp16", "dotprod", "i8mm", "sve", "sve2"),
-)
 _PACKAGES = ("kukri", "numpy", "numba", "llvmlite", "tokenizers")
 _BUFFER_BYTES = 512 << 20  # many times what caches hold
 _PASSES = 10
@@ -38,7 +32,7 @@ _PASSES = 10
 
 @dataclass(frozen=True)
 class MachineCard:
-    """What a benchmark ran on. `read_gb_per_s` (10^9 bytes) is measured over `n_threads` threads."""
+    """The machine of a benchmark. `read_gb_per_s` (10^9 bytes) is measured over `n_threads` threads."""
 
     cpu: str
     n_cores: int  # that this process may use
@@ -52,7 +46,7 @@ class MachineCard:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a benchmark ran. `bytes_per_token`: weights that decoding one token reads, the cache aside."""
+    """The model of a benchmark. `bytes_per_token`: weights read to decode one token, without the KV cache."""
 
     path: str
     name: str
@@ -77,9 +71,9 @@ def machine_card(n_threads: int) -> MachineCard:
         cpu=cpu_model(),
         n_cores=usable_cores(),
         features=cpu_features(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        versions={"python": platform.python_version(), **_versions()},
+        versions={"python": platform.python_version(), **installed_versions(_PACKAGES)},
         n_threads=n_threads,
         read_gb_per_s=read_bandwidth_of_a_fresh_process(n_threads),
     )
@@ -119,40 +113,6 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
     )
 
 
-def cpu_model() -> str:
-    """The processor's name, as the system gives it."""
-    if sys.platform == "darwin":
-        asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
-        return asked.stdout.strip() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def cpu_features() -> tuple[str, ...]:
-    """LLVM's names of the features that matter here and that the CPU has."""
-    from llvmlite.binding import get_host_cpu_features
-
-    host = get_host_cpu_features()
-    return tuple(name for name in _FEATURES if host.get(name))
-
-
-def peak_rss_bytes() -> int:
-    """The most memory this process has held so far, mapped files included."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        # getrusage would also count what the parent held when it started this process
-        return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
-    except (OSError, IndexError, ValueError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def measure_read_bandwidth(n_threads: int) -> float:
     """GB/s (10^9 bytes) that `n_threads` threads read together, the best of several passes.
 
@@ -178,20 +138,6 @@ def read_bandwidth_of_a_fresh_process(n_threads: int) -> float:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise KukriError(f"measuring the memory bandwidth failed: {reason}")
     return float(json.loads(done.stdout))
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

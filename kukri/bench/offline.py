@@ -23,12 +23,12 @@ from kukri.bench.card import (
     ceiling_tokens_per_s,
     machine_card,
     model_card,
-    peak_rss_bytes,
 )
 from kukri.errors import ConfigError
 from kukri.formats import hub
 from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.types import FloatArray, ForwardBatch
+from kukri.machine import peak_rss_bytes
 from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Kukri:
     ) -> None:
         from kukri import LLM
 
-        # what guesses save depends on the text: kukri.bench.speculation measures it
+        # gains of speculation depend on the text: benchmarks.speculation measures them
         options = {"speculation": "off", **options}
         self.llm = LLM(os.fspath(path), n_threads=n_threads, max_context=context_tokens, **options)
         self._random = np.random.default_rng(0)

@@ -7,7 +7,7 @@ scale. As
     sum of d (w - 8) scale (q - zero)  =  scale * sum of d (w - 8) q  -  scale * zero * sum of d (w - 8)
 
 the zero point costs one product with the sum of a row's weights, which is known beforehand. kukri's own form,
-a scale for each 32 inputs and no zero point, rounds more finely; `python -m kukri.bench.int4` compares them.
+a scale for each 32 inputs and no zero point, rounds more finely; `python -m benchmarks.int4` compares them.
 """
 
 from __future__ import annotations

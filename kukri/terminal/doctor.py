@@ -1,19 +1,18 @@
-"""`kukri doctor`: what kukri finds on this machine, to read when something is slow or broken."""
+"""`kukri doctor`: processor, kernels, caches and versions, to read when something is slow or broken."""
 
 from __future__ import annotations
 
 import json
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import kukri
-from kukri.bench.card import cpu_features, cpu_model
 from kukri.formats import hub
 from kukri.kernels.cpu.features import cpu_target, usable_cores
 from kukri.kernels.cpu.jit import cache_dir, cache_root
+from kukri.machine import cpu_features, cpu_model, installed_versions
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts
 
@@ -61,7 +60,7 @@ def machine_report() -> dict[str, Any]:
             "cached": [name for name, spec in hub.MODELS.items() if spec.path.exists()],
             **_contents(hub.models_dir()),
         },
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": installed_versions(PACKAGES),
     }
 
 
@@ -69,13 +68,6 @@ def _contents(directory: Path) -> dict[str, int]:
     """How many files a directory holds, and their bytes."""
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     return {"n_files": len(sizes), "n_bytes": sum(sizes)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:

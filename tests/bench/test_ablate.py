@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from kukri import LLM
 from kukri.bench import ablate as ablation
-from kukri.bench import card
+from kukri.bench import card, turns
 from kukri.bench.ablate import TECHNIQUES, ablate, chosen, n_rounds
-from kukri.bench.ablation import attention, cache, mix, trial
-from kukri.bench.ablation.trial import Sizes, Trial, row
+from kukri.bench.ablation import attention, cache, mix
+from kukri.bench.ablation.trial import Sizes, Trial, random_ids, row
 from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.formats.headers import read_headers
@@ -46,7 +46,7 @@ SMALL = Sizes(
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "read_bandwidth_of_a_fresh_process", lambda n_threads: 47.0)
-    monkeypatch.setattr(trial, "SETTLE_S", 0.0)
+    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def report(model: Path) -> ablation.AblationReport:
     """All techniques, two rounds each; what `on_round` heard is checked here, as it is gone afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(card, "read_bandwidth_of_a_fresh_process", lambda n_threads: 47.0)
-        patch.setattr(trial, "SETTLE_S", 0.0)
+        patch.setattr(turns, "SETTLE_S", 0.0)
         heard: list[str] = []
         techniques = chosen([], 2)
         found = ablate(str(model), techniques, n_threads=2, repetitions=2, sizes=SMALL, on_round=heard.append)
@@ -114,7 +114,7 @@ def test_rounds_take_turns(small: Trial) -> None:
 def test_generating_without_the_cache_gives_the_same_tokens(small: Trial) -> None:
     """Would catch a side that computes something else, or less than the whole text."""
     engine = small.engine
-    prompt = trial.random_ids(engine, 30, np.random.default_rng(5))
+    prompt = random_ids(engine, 30, np.random.default_rng(5))
     n_before = engine.scheduler.n_computed
     want = cache.generate(engine, prompt, 6)
     n_with = engine.scheduler.n_computed - n_before

@@ -63,7 +63,7 @@ def test_a_tuned_recipe_beats_the_uniform_mix(f16: Path, other_text: Path, tmp_p
 
 def test_no_more_is_lost_than_by_llama_cpp(smollm2_path: Path) -> None:
     """A quantizer that got worse: 1.02 is what a wrong scale would exceed."""
-    command = [sys.executable, "-m", "kukri.bench.quantizers", "-m", str(smollm2_path), "--json", "-r", "1"]
+    command = [sys.executable, "-m", "benchmarks.quantizers", "-m", str(smollm2_path), "--json", "-r", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     for mix, pair in json.loads(done.stdout).items():
         assert pair["kl_ratio"] <= 1.02, mix

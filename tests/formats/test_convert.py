@@ -358,7 +358,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
 def test_llama_cpp_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
     """A file that only kukri understands."""
     pytest.importorskip("llama_cpp")
-    from kukri.bench.llama_cpp import LlamaCpp
+    from benchmarks.llama_cpp import LlamaCpp
 
     directory, _ = make(tmp_path / "hf", kind)
     path = convert(directory, tmp_path / "m.gguf")

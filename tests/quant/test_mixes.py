@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kukri.bench.make_model import SHAPES, Shape, make_model, tensor_shapes
+from benchmarks.make_model import SHAPES, Shape, make_model, tensor_shapes
 from kukri.formats.gguf import GGUFFile
 from kukri.quant.mixes import MIXES, mix_types
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kukri.bench.int4 import q4_0_quants
+from benchmarks.int4 import q4_0_quants
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.per_token import linear_per_token, quantize_tokens, row_sums
 from kukri.quant.types import QUANT_TYPES

@@ -12,8 +12,8 @@ import yaml
 from tiny_gguf import tiny_config, write_tiny
 from typer.testing import CliRunner
 
+from benchmarks.make_model import SHAPES, tensor_shapes
 from kukri import LLM
-from kukri.bench.make_model import SHAPES, tensor_shapes
 from kukri.cli import app
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.formats.gguf import GGUFFile

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from kukri.bench.ablation.trial import Row, Trial, row
-from kukri.bench.card import peak_rss_bytes
-from kukri.bench.worker import Child, serve
+from kukri.bench.child import Child, serve
 from kukri.engine.pages import pages_for
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.types import AttentionSpec, FloatArray, ForwardBatch, PagedKV, StepLimits, Weight
+from kukri.machine import peak_rss_bytes
 from kukri.quant.types import QUANT_TYPES
 
 _SOFTMAX_ROWS = 64  # that a thread takes at a time: what it goes over three times stays in its cache

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kukri.bench.ablation.trial import Row, Trial, row
 from kukri.bench.offline import Kukri
-from kukri.bench.quantizers import write_as
+from kukri.formats.convert import open_gguf, with_recipe, write
 from kukri.quant.recipes import Recipe, Rule
 from kukri.quant.types import QUANT_TYPES
 
@@ -29,8 +29,8 @@ def quantization(trial: Trial) -> Iterator[Row]:
     usual = next(iter(trial.card.bytes_by_type))
     with tempfile.TemporaryDirectory() as name:
         f16, q4_0 = (Path(name) / f"{type}.gguf" for type in ("F16", "Q4_0"))
-        write_as(trial.path, f16, Recipe("F16"))
-        write_as(f16, q4_0, Recipe(None, (Rule(re.compile("."), QUANT_TYPES["Q4_0"]),)))
+        _write_as(trial.path, f16, Recipe("F16"))
+        _write_as(f16, q4_0, Recipe(None, (Rule(re.compile("."), QUANT_TYPES["Q4_0"]),)))
         own = {f"the model's {usual}": trial.path} if QUANT_TYPES[usual].block_size > 1 else {}
         files = {"F16": f16, **own, "Q4_0 throughout": q4_0}
         with ExitStack() as stack:
@@ -65,3 +65,8 @@ def _speeds(trial: Trial, kukri: Kukri) -> tuple[float, float]:
     """Tokens per second of writing and of reading."""
     n_generate, n_prompt = trial.sizes.n_generate, trial.sizes.n_prompt
     return n_generate / kukri.decode_s(n_generate), n_prompt / kukri.prefill_s(n_prompt)
+
+
+def _write_as(source: Path, target: Path, recipe: Recipe) -> None:
+    with open_gguf(source) as conversion:
+        write(with_recipe(conversion, recipe), target, lambda step: None)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import numpy as np
 
 from kukri.bench.card import ModelCard
 from kukri.bench.offline import Kukri
-from kukri.bench.peers import SETTLE_S
+from kukri.bench.turns import T, in_turns
 from kukri.config import ModelConfig
 from kukri.engine import Engine, Request
 from kukri.kernels.types import IntArray
 from kukri.sampling import SamplingParams
 
-T = TypeVar("T")
 Range = tuple[int, int]  # the least and the most, both meant
 
 
@@ -91,20 +88,8 @@ class Trial:
         self._on_round = on_round
 
     def in_turns(self, what: str, *measures: Callable[[], T]) -> list[tuple[T, ...]]:
-        """Results of the measures, round by round; a first round warms up and is thrown away.
-
-        Each round begins with another measure, so that what goes first gains nothing by it.
-        """
-        rounds: list[tuple[T, ...]] = []
-        for i in range(self.repetitions + 1):
-            self._on_round(f"{what}: {f'round {i} of {self.repetitions}' if i else 'warming up'}")
-            results: dict[int, T] = {}
-            for j in range(len(measures)):
-                place = (i + j) % len(measures)
-                time.sleep(SETTLE_S)
-                results[place] = measures[place]()
-            rounds.append(tuple(results[place] for place in range(len(measures))))
-        return rounds[1:]
+        """`turns.in_turns` over this trial's repetitions; `what` names them in the progress."""
+        return in_turns(measures, self.repetitions, lambda text: self._on_round(f"{what}: {text}"))
 
     @cached_property
     def _kukri(self) -> Kukri:

@@ -1,22 +1,23 @@
-"""What guesses at tokens to come are worth: `python -m kukri.bench.speculation`.
+"""Gains of speculative decoding: `python -m benchmarks.speculation`.
 
-The same requests are answered with guesses and without, in turns, by one engine; answers must be equal. What
-copies is a file to edit, a passage to repeat, a list to write and a program to go on with; prose is stories,
+The same requests are answered with n-gram drafts and without, in turns, by one engine; answers must be equal.
+Copies are a file to edit, a passage to repeat, a list to write and a program to continue; prose is stories,
 an explanation and a letter. A ratio is of the times from the first token to the last, the median over rounds;
-of streams, of the times in which all of them are answered, their prompts being cached.
+for streams, of the times in which all of them are answered, their prompts being cached.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING
 
-from kukri.bench.command import model_path, parser, positive, print_table, run, say
+from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
+from kukri.bench.turns import in_turns
 from kukri.errors import KukriError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ _PROGRAM = f"# shapes.py\n\n{_CODE}\n\n# shapes.py, TypeError for ValueError\n\n
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt, or a message of a chat, and where its answer ends."""
+    """A prompt, or a message of a chat, and the end of its answer."""
 
     name: str
     text: str
@@ -104,22 +105,22 @@ _TEMPERATURES = (0.0, 0.7)
 
 @dataclass(frozen=True)
 class SpeculationRow:
-    """What guesses were worth at one task, or for streams. Speeds in tokens/s, ratios of speed."""
+    """Speculation on one task, or on streams. Speeds in tokens/s, ratios speculating / plain."""
 
-    what: str
+    task: str
     temperature: float
     n_tokens: int
     n_drafted: int
     n_accepted: int
     plain: float
-    guessing: float
+    speculating: float
     ratio: float  # median of the rounds
     ratios: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """What `python -m kukri.bench.speculation` found; `copies` and `prose` are geometric means of ratios."""
+    """The report of `python -m benchmarks.speculation`. `copies`, `prose`: geometric means of ratios."""
 
     model: str
     rounds: int
@@ -137,37 +138,32 @@ class _Trial:
         self.llm = LLM(path, n_threads=n_threads, max_context=_CONTEXT, max_requests=_N_STREAMS)
         self._rounds = rounds
 
-    def row(self, what: str, tasks: Sequence[Task], temperature: float) -> SpeculationRow:
-        """The tasks answered at a time, both ways in turns. Raises KukriError where answers differ."""
-        plain: list[float] = []
-        guessing: list[float] = []
-        results: list[Result] = []
-        for i in range(self._rounds + 1):  # the first round reads the prompts, and is not counted
-            found = {}
-            for kind in ("off", "ngram") if i % 2 else ("ngram", "off"):
-                found[kind] = self._answer(tasks, temperature, kind)
-            results = found["ngram"][1]
-            if [a.token_ids for a in results] != [a.token_ids for a in found["off"][1]]:
-                raise KukriError(f"answers with guesses are others: {what} at temperature {temperature}")
-            if i:
-                plain.append(found["off"][0])
-                guessing.append(found["ngram"][0])
+    def row(self, name: str, tasks: Sequence[Task], temperature: float) -> SpeculationRow:
+        """Answers the tasks side by side, both ways in turns. Raises KukriError if answers differ."""
+        kinds = ("off", "ngram")
+        measures = [partial(self._answer, tasks, temperature, kind) for kind in kinds]
+        rounds = in_turns(measures, self._rounds, silent)  # the first, not counted, fills the prefix cache
+        for (_, plain), (_, results) in rounds:
+            if [a.token_ids for a in results] != [a.token_ids for a in plain]:
+                raise KukriError(f"speculation changed the answers: {name} at temperature {temperature}")
+        plain_s, speculating_s = zip(*((a, b) for (a, _), (b, _) in rounds), strict=True)
+        results = rounds[-1][1][1]
         n_tokens = sum(len(result.token_ids) for result in results)
-        ratios = tuple(a / b for a, b in zip(plain, guessing, strict=True))
+        ratios = tuple(a / b for a, b in zip(plain_s, speculating_s, strict=True))
         return SpeculationRow(
-            what,
+            name,
             temperature,
             n_tokens,
             sum(result.timings.n_drafted for result in results),
             sum(result.timings.n_accepted for result in results),
-            n_tokens / median(plain),
-            n_tokens / median(guessing),
+            n_tokens / median(plain_s),
+            n_tokens / median(speculating_s),
             median(ratios),
             ratios,
         )
 
     def _answer(self, tasks: Sequence[Task], temperature: float, kind: str) -> tuple[float, list[Result]]:
-        """Seconds that the answers took, and the answers."""
+        """Seconds of the answers, and the answers."""
         from kukri.sampling import SamplingParams
 
         llm, answers = self.llm, []
@@ -188,9 +184,7 @@ class _Trial:
         return results[0].timings.decode_s if len(tasks) == 1 else spent_s, results
 
 
-def measure(
-    model: str | None, rounds: int, n_threads: int | None, *, silent: bool = False
-) -> SpeculationReport:
+def measure(model: str | None, rounds: int, n_threads: int | None, say: Say = silent) -> SpeculationReport:
     """Answers everything `rounds` times each way."""
     path = model_path(model, _CONTEXT)
     trial = _Trial(path, n_threads, rounds)
@@ -200,9 +194,9 @@ def measure(
         for kind, tasks in (("copies", COPIES), ("prose", PROSE)):
             wanted = [(task.name, [task]) for task in tasks]
             streams = [tasks[i % len(tasks)] for i in range(_N_STREAMS)]
-            for what, together in [*wanted, (f"{_N_STREAMS} streams of {kind}", streams)]:
-                row = trial.row(what, together, temperature)
-                say(f"{what} at temperature {temperature:g}: {row.ratio:.2f}", silent=silent)
+            for name, together in [*wanted, (f"{_N_STREAMS} streams of {kind}", streams)]:
+                row = trial.row(name, together, temperature)
+                say(f"{name} at temperature {temperature:g}: {row.ratio:.2f}")
                 rows.append(row)
             means[kind][f"{temperature:g}"] = geometric_mean(row.ratio for row in rows[-len(tasks) - 1 : -1])
     trial.llm.close()
@@ -210,32 +204,30 @@ def measure(
 
 
 def main() -> None:
-    """The program."""
-    options = parser("speculation", "generating with guesses at tokens to come, and without")
-    options.add_argument("-r", "--rounds", type=positive, default=5, help="times each way (5)")
-    given = options.parse_args()
-    report = measure(given.model, given.rounds, given.threads, silent=given.json)
-    if not given.json:
-        rows = [
-            [
-                row.what,
-                f"{row.temperature:g}",
-                f"{row.n_tokens}",
-                f"{row.n_accepted} of {row.n_drafted}",
-                f"{row.plain:,.0f}",
-                f"{row.guessing:,.0f}",
-                f"{row.ratio:.2f}",
-                f"{min(row.ratios):.2f} to {max(row.ratios):.2f}",
-            ]
-            for row in report.rows
+    """Runs the experiment."""
+    experiment = Experiment("speculation", "Compare decoding with speculation and without, in turns.")
+    experiment.count("-r", "--rounds", 5, "times each way")
+    given = experiment.parse()
+    report = measure(given.model, given.rounds, given.threads, experiment.say)
+    rows = [
+        [
+            row.task,
+            f"{row.temperature:g}",
+            f"{row.n_tokens}",
+            f"{row.n_accepted} of {row.n_drafted}",
+            f"{row.plain:,.0f}",
+            f"{row.speculating:,.0f}",
+            f"{row.ratio:.2f}",
+            f"{min(row.ratios):.2f} to {max(row.ratios):.2f}",
         ]
-        for temperature in report.copies:
-            for kind, means in (("copies", report.copies), ("prose", report.prose)):
-                mean = ["" for _ in range(4)]
-                rows.append([f"{kind}, geometric mean", temperature, *mean, f"{means[temperature]:.2f}", ""])
-        header = ["", "temp.", "tokens", "came true", "plain, /s", "guessing, /s", "ratio", "of rounds"]
-        print_table("tokens/s from the first token on, in turns", header, rows)
-    print(json.dumps(asdict(report)))
+        for row in report.rows
+    ]
+    for temperature in report.copies:
+        for kind, means in (("copies", report.copies), ("prose", report.prose)):
+            blank = ["" for _ in range(4)]
+            rows.append([f"{kind}, geometric mean", temperature, *blank, f"{means[temperature]:.2f}", ""])
+    header = ["", "temp.", "tokens", "accepted", "plain, /s", "speculating, /s", "ratio", "of rounds"]
+    experiment.show(report, Table("tokens/s from the first token on, in turns", header, rows))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""What choosing tokens costs beside computing their logits: `python -m kukri.bench.sampling`.
+"""The cost of sampling beside that of logits: `python -m benchmarks.sampling`.
 
-Requests with mixed settings decode together in one engine. Each step is timed whole, and so is the part of it
-that chooses the tokens: by the share of the second in the first, at the median step.
+Requests with mixed settings decode together in one engine. Each step is timed whole, and so is its
+sampling; the result is the share of the second in the first, at the median step.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kukri.bench.command import model_path, parser, positive, print_table, run, say
+from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
 
 _MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -51,7 +50,7 @@ _SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class SamplingReport:
-    """What `python -m kukri.bench.sampling` found. Times are medians of `n_steps` steps."""
+    """The report of `python -m benchmarks.sampling`. Times are medians of `n_steps` steps."""
 
     model: str
     n_requests: int
@@ -70,11 +69,11 @@ def measure(
     n_threads: int | None,
     *,
     constrained: bool = False,
-    silent: bool = False,
+    say: Say = silent,
 ) -> SamplingReport:
-    """Decodes with `n_requests` requests of mixed settings, or of a JSON schema that each has to follow.
+    """Decodes with `n_requests` requests of mixed settings, or constrained to a JSON schema.
 
-    Raises ConfigError where they do not fit.
+    Raises ConfigError if they do not fit.
     """
     from kukri.llm import LLM
     from kukri.sampling import Grammar, SamplingParams, resolve_texts
@@ -99,7 +98,7 @@ def measure(
         engine.add_request(engine.make_request(prompt, params))
     sampling_s, masks_s = [0.0], [0.0]
     engine._sample = _timed(engine._sample, sampling_s)  # type: ignore[method-assign]
-    say(f"{n_requests} requests decode for {n_steps} steps", silent=silent)
+    say(f"{n_requests} requests decode for {n_steps} steps")
     update, take = Matcher.update, Matcher.take
     Matcher.update = _timed(update, masks_s)  # type: ignore[method-assign]
     Matcher.take = _timed(take, masks_s)  # type: ignore[method-assign]
@@ -120,7 +119,7 @@ def measure(
 
 
 def _timed(function: Callable[..., Any], spent_s: list[float]) -> Callable[..., Any]:
-    """The function, whose time is added to `spent_s`."""
+    """Wraps a function to add its time to `spent_s`."""
 
     def timed(*arguments: Any) -> Any:
         started = time.perf_counter()
@@ -147,33 +146,31 @@ def _steps(
 
 
 def main() -> None:
-    """The program."""
-    options = parser("sampling", "the share of sampling in a step of requests with mixed settings")
-    options.add_argument("-n", "--n-requests", type=positive, default=32, help="requests at once (32)")
-    options.add_argument(
+    """Runs the experiment."""
+    experiment = Experiment("sampling", "Measure sampling's share of a step of requests with mixed settings.")
+    experiment.count("-n", "--n-requests", 32, "requests at once")
+    experiment.count("-s", "--n-steps", 200, "steps")
+    experiment.options.add_argument(
         "--grammar", action="store_true", help="requests with a JSON schema, at temperature 1"
     )
-    options.add_argument("-s", "--n-steps", type=positive, default=200, help="steps (200)")
-    given = options.parse_args()
+    given = experiment.parse()
     report = measure(
         given.model,
         given.n_requests,
         given.n_steps,
         given.threads,
         constrained=given.grammar,
-        silent=given.json,
+        say=experiment.say,
     )
-    if not given.json:
-        rows = [
-            ["step", f"{report.step_ms:.3f}"],
-            ["sampling", f"{report.sampling_ms:.3f}"],
-            ["share", f"{100 * report.share:.1f}%"],
-            ["grammars in that", f"{report.masks_ms:.3f}"],
-            ["share of the step", f"{100 * report.masks_share:.1f}%"],
-        ]
-        kind = "a JSON schema" if given.grammar else "mixed settings"
-        print_table(f"{report.n_requests} requests with {kind}", ["median", "ms"], rows)
-    print(json.dumps(asdict(report)))
+    rows = [
+        ["step", f"{report.step_ms:.3f}"],
+        ["sampling", f"{report.sampling_ms:.3f}"],
+        ["share", f"{100 * report.share:.1f}%"],
+        ["grammars in that", f"{report.masks_ms:.3f}"],
+        ["share of the step", f"{100 * report.masks_share:.1f}%"],
+    ]
+    kind = "a JSON schema" if given.grammar else "mixed settings"
+    experiment.show(report, Table(f"{report.n_requests} requests with {kind}", ["median", "ms"], rows))
 
 
 if __name__ == "__main__":

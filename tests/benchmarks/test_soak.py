@@ -1,4 +1,4 @@
-"""The soak that `python -m kukri.bench.soak` runs for minutes, here for seconds."""
+"""The soak that `python -m benchmarks.soak` runs for minutes, here for seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kukri.bench.soak import Load, SoakReport, soak
+from benchmarks.soak import Load, SoakReport, soak
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kukri.bench import int4
+from benchmarks import int4
 from kukri.errors import ConfigError
 from kukri.kernels.cpu import CpuBackend
 

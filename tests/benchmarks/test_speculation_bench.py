@@ -1,4 +1,4 @@
-"""What guesses are worth."""
+"""Gains of speculation."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from kukri.bench import speculation
+from benchmarks import speculation
 
 
 def test_a_short_run_is_measured(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch ratios of other texts, upside down, or of runs without guesses."""
+    """Would catch ratios of other texts, upside down, or of runs without drafts."""
     monkeypatch.setattr(speculation, "COPIES", (replace(speculation.COPIES[1], max_tokens=40),))
     monkeypatch.setattr(speculation, "PROSE", (replace(speculation.PROSE[3], max_tokens=6),))
     monkeypatch.setattr(speculation, "_N_STREAMS", 2)
-    report = speculation.measure(str(smollm2_path), 1, None, silent=True)
+    report = speculation.measure(str(smollm2_path), 1, None)
     assert [row.n_tokens for row in report.rows] == [40, 80, 6, 12] * 2
     copied, streams = report.rows[:2]
     assert 20 < copied.n_accepted <= copied.n_drafted
     assert streams.n_accepted > 40
     assert copied.ratio == copied.ratios[0] > 1
-    assert copied.ratio == pytest.approx(copied.guessing / copied.plain)
+    assert copied.ratio == pytest.approx(copied.speculating / copied.plain)
     assert report.copies["0"] == pytest.approx(copied.ratio)

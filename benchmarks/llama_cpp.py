@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's C interface, timed as its own llama-bench times it.
 
-What is timed is `llama_decode` and the wait for it, on random token ids and without sampling or text, so no
-Python of llama-cpp-python's own counts against it. Batches, flash attention and cache types are llama-bench's
+`llama_decode` and the wait for it are timed, on random token ids and without sampling or text, so no Python
+of llama-cpp-python's own counts against it. Batches, flash attention and cache types are llama-bench's
 defaults: 2048 and 512 tokens, chosen by llama.cpp, fp16.
 """
 
@@ -49,7 +49,7 @@ class LlamaCpp:
         `plain_weights` leaves them as the file has them: slower, but llama.cpp's kernels for AMX end the
         process on virtual machines that announce AMX and do not have it.
 
-        Raises UnsupportedError without llama-cpp-python, FormatError where it cannot load the file.
+        Raises UnsupportedError without llama-cpp-python, FormatError if it cannot load the file.
         """
         self._api = api = import_llama_cpp()
         # llama.cpp writes its log to stderr from the start; kept here, or ctypes would free the callback
@@ -123,7 +123,7 @@ class LlamaCpp:
         return rows
 
     def versions(self) -> dict[str, str]:
-        """What runs."""
+        """Name and version of the package."""
         return {"llama-cpp-python": str(self._api.__version__)}
 
     def close(self) -> None:

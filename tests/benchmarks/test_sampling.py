@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kukri.bench import sampling
+from benchmarks import sampling
 from kukri.sampling import SamplingParams
 
 
 def test_a_short_run_is_measured(smollm2_path: Path) -> None:
     """Would catch steps that are not timed, or sampling timed as a part of nothing."""
-    report = sampling.measure(str(smollm2_path), 14, 5, None, silent=True)
+    report = sampling.measure(str(smollm2_path), 14, 5, None)
     assert (report.n_requests, report.n_steps) == (14, 5)
     assert 0 < report.sampling_ms < report.step_ms
     assert 0 < report.share < 1
     assert report.masks_ms == 0
-    constrained = sampling.measure(str(smollm2_path), 3, 5, None, constrained=True, silent=True)
+    constrained = sampling.measure(str(smollm2_path), 3, 5, None, constrained=True)
     assert 0 < constrained.masks_ms < constrained.sampling_ms
 
 

@@ -1,7 +1,7 @@
-"""A server under random load for a while: `python -m kukri.bench.soak --minutes 10`.
+"""A server under random load: `python -m benchmarks.soak --minutes 10`.
 
-Clients ask for answers that are known beforehand, leave in the middle, send broken and oversized requests,
-and ask for more than the KV cache and the queue hold. Lost, extra or crossed tokens show as a text that
+Clients request answers that are known beforehand, leave in the middle, send broken and oversized requests,
+and request more than the KV cache and the queue hold. Lost, extra or crossed tokens show as a text that
 differs. At the end nothing may be left in the server, its memory may not have grown, and SIGTERM has to let
 the running answers finish.
 """
@@ -18,13 +18,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kukri.bench.command import model_path, parser, positive, print_table, run, say, served_url
+from benchmarks.harness import Experiment, Table, model_path, positive, run, served
 from kukri.errors import KukriError, UnsupportedError
 from kukri.llm import LLM
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_CONTEXT = 512  # tokens
 _OPTIONS = (
-    "--port", "0", "--alias", "soak", "--max-context", str(MAX_CONTEXT), "--max-requests", "8",
+    "--alias", "soak", "--max-context", str(MAX_CONTEXT), "--max-requests", "8",
     "--max-waiting", "12", "--kv-memory", "16MiB", "--max-body", "64KiB", "--log-level", "warning",
 )  # fmt: skip
 _PROMPTS = (
@@ -60,7 +60,7 @@ _LEAST_WARM_UP_S = 5.0
 
 @dataclass
 class SoakReport:
-    """What `python -m kukri.bench.soak` found; `failures` is empty where all is well."""
+    """The report of `python -m benchmarks.soak`; `failures` is empty if all is well."""
 
     model: str
     seconds: float
@@ -75,24 +75,18 @@ class SoakReport:
 
     @property
     def rss_growth(self) -> float:
-        """The share by which memory grew after the warm-up; below 0 where it did not."""
+        """The share by which memory grew after the warm-up; below 0 if it did not."""
         return self.peak_rss_bytes / self.warm_rss_bytes - 1 if self.warm_rss_bytes else 0.0
 
 
 class Server:
-    """A `kukri serve` process."""
+    """A running `kukri serve` process. Attributes: process, url, log (its lines on stderr so far)."""
 
-    def __init__(self, path: Path, n_threads: int | None) -> None:
-        command = [sys.executable, "-m", "kukri", "serve", str(path), *_OPTIONS]
-        if n_threads is not None:
-            command += ["--threads", str(n_threads)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        assert self.process.stderr is not None
-        self.url = served_url(self.process.stderr)
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
         self.log: list[str] = []
-        asyncio.get_running_loop().run_in_executor(None, self.log.extend, self.process.stderr)
+        assert process.stderr is not None
+        asyncio.get_running_loop().run_in_executor(None, self.log.extend, process.stderr)
 
     @property
     def rss_bytes(self) -> int:
@@ -103,7 +97,7 @@ class Server:
         return int(done.stdout or 0) * 1024
 
     async def wait_ready(self, http: httpx.AsyncClient) -> None:
-        """Waits until it answers. Raises KukriError where it ends instead."""
+        """Waits until it answers. Raises KukriError if it ends instead."""
         import httpx
 
         deadline_s = time.monotonic() + _START_S
@@ -116,19 +110,8 @@ class Server:
         raise KukriError(f"the server did not start: {' '.join(self.log)}")
 
 
-@contextmanager
-def _serving(path: Path, n_threads: int | None) -> Iterator[Server]:
-    server = Server(path, n_threads)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait()
-
-
 class Load:
-    """Random clients of one server. `actions` and `statuses` count what they did and got."""
+    """Random clients of one server. `actions` and `statuses` count theirs."""
 
     def __init__(self, http: httpx.AsyncClient, answers: dict[str, str], report: SoakReport) -> None:
         self.http, self.answers = http, answers
@@ -154,14 +137,14 @@ class Load:
                 self.fail(f"{action.__name__}: {type(error).__name__} {error}")
 
     async def ask(self, rng: random.Random) -> None:
-        """A whole answer, which has to be the known one."""
+        """Requests a whole answer, which has to be the known one."""
         body = self._known(rng)
         response = await self._post(body)
         if response.status_code == 200:
             self._compare(body, response.json()["choices"][0]["text"], "an answer")
 
     async def stream(self, rng: random.Random) -> None:
-        """The same as a stream."""
+        """Requests the same as a stream."""
         body = self._known(rng)
         async with self._stream(body) as (status, chunks):
             if status == 200:
@@ -169,7 +152,7 @@ class Load:
                 self._compare(body, text, "a stream")
 
     async def sample(self, rng: random.Random) -> None:
-        """Several drawn answers with other parameters."""
+        """Requests several sampled answers with other parameters."""
         body = self._known(rng) | {"temperature": 1.3, "top_p": 0.9, "n": 2, "presence_penalty": 0.5}
         response = await self._post(body | {"max_tokens": 20})
         if response.status_code == 200 and len(response.json()["choices"]) != 2:
@@ -194,7 +177,7 @@ class Load:
             pass
 
     async def send_broken(self, rng: random.Random) -> None:
-        """A body that is wrong: 400."""
+        """Sends an invalid body: 400."""
         headers = {"content-type": "application/json"}
         response = await self.http.post("/v1/completions", content=rng.choice(_BROKEN), headers=headers)
         self._count(response.status_code)
@@ -202,7 +185,7 @@ class Load:
             self.fail(f"a broken body got {response.status_code}")
 
     async def send_oversized(self, rng: random.Random) -> None:
-        """A prompt or a body that is too long: 400 or 413."""
+        """Sends a prompt or a body that is too long: 400 or 413."""
         n, expected = rng.choice([(MAX_CONTEXT + 1, 400), (100_000, 413)])
         response = await self.http.post("/v1/completions", json={"model": "soak", "prompt": [5] * n})
         self._count(response.status_code)
@@ -210,7 +193,7 @@ class Load:
             self.fail(f"a prompt of {n} tokens got {response.status_code}, not {expected}")
 
     async def look(self, rng: random.Random) -> None:
-        """What monitoring asks for."""
+        """Requests metrics and health."""
         for path in ("/metrics", "/health"):
             response = await self.http.get(path)
             self._count(response.status_code)
@@ -266,7 +249,7 @@ async def _chunks(response: httpx.Response) -> AsyncIterator[Any]:
 
 
 def known_answers(path: Path, n_threads: int | None) -> dict[str, str]:
-    """What the model says alone, by number of tokens and prompt."""
+    """Answers of the model alone, by number of tokens and prompt."""
     answers = {}
     with LLM(path, n_threads=n_threads, max_context=MAX_CONTEXT) as llm:
         for prompt in _PROMPTS:
@@ -277,7 +260,7 @@ def known_answers(path: Path, n_threads: int | None) -> dict[str, str]:
 
 
 async def soak(path: Path, seconds: float, n_clients: int, seed: int, n_threads: int | None) -> SoakReport:
-    """Loads a server for a while, ends it by SIGTERM in the middle of answers, and says what went wrong."""
+    """Loads a server for a while, ends it by SIGTERM in the middle of answers, and reports failures."""
     try:
         import httpx
     except ImportError:
@@ -285,7 +268,8 @@ async def soak(path: Path, seconds: float, n_clients: int, seed: int, n_threads:
     report = SoakReport(str(path), seconds, n_clients)
     answers = known_answers(path, n_threads)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=n_clients)
-    with _serving(path, n_threads) as server:
+    with served(path, *_OPTIONS, *([] if n_threads is None else ["--threads", str(n_threads)])) as started:
+        server = Server(*started)
         async with httpx.AsyncClient(base_url=server.url, timeout=_CALL_S, limits=limits) as http:
             await server.wait_ready(http)
             load = Load(http, answers, report)
@@ -317,7 +301,7 @@ async def _watch(server: Server, report: SoakReport, started_s: float, warm_up_s
 
 
 async def _check_idle(http: httpx.AsyncClient, load: Load, report: SoakReport) -> None:
-    """Nothing may be left once every client has gone."""
+    """Checks that nothing is held once every client has gone."""
     deadline_s = time.monotonic() + _IDLE_S
     left: dict[str, float] = {}
     while time.monotonic() < deadline_s:
@@ -337,7 +321,7 @@ async def _check_idle(http: httpx.AsyncClient, load: Load, report: SoakReport) -
 
 
 async def _end_by_signal(server: Server, load: Load) -> None:
-    """SIGTERM while answers run: they finish, new ones are refused, the status is 0."""
+    """Sends SIGTERM while answers run: they finish, new ones are refused, the status is 0."""
     import httpx
 
     bodies = [
@@ -374,34 +358,30 @@ async def _end_by_signal(server: Server, load: Load) -> None:
 
 
 def main() -> None:
-    """The program."""
-    options = parser("soak", "A server under random load, and what is left of it.")
-    options.add_argument("--minutes", type=float, default=10.0, help="how long (10)")
-    options.add_argument("--clients", type=positive, default=24, help="at a time (24)")
+    """Runs the experiment."""
+    experiment = Experiment("soak", "Load a server at random for minutes, and check all that is left of it.")
+    options = experiment.options
+    options.add_argument("--minutes", type=float, default=10.0, help="duration (10)")
+    options.add_argument("--clients", type=positive, default=24, help="clients at a time (24)")
     options.add_argument(
-        "--seed", type=int, default=int.from_bytes(os.urandom(2)), help="of what they do (random)"
+        "--seed", type=int, default=int.from_bytes(os.urandom(2)), help="of their actions (random)"
     )
-    options.add_argument(
-        "--max-growth", type=float, default=0.05, help="of memory after warm-up, a share (0.05)"
-    )
-    args = options.parse_args()
-    path = model_path(args.model, MAX_CONTEXT)
-    say(f"{args.clients} clients for {args.minutes:g} minutes, seed {args.seed}", silent=args.json)
-    report = asyncio.run(soak(path, args.minutes * 60, args.clients, args.seed, args.threads))
-    if report.rss_growth > args.max_growth:
+    options.add_argument("--max-growth", type=float, default=0.05, help="of memory after warm-up (0.05)")
+    given = experiment.parse()
+    path = model_path(given.model, MAX_CONTEXT)
+    experiment.say(f"{given.clients} clients for {given.minutes:g} minutes, seed {given.seed}")
+    report = asyncio.run(soak(path, given.minutes * 60, given.clients, given.seed, given.threads))
+    if report.rss_growth > given.max_growth:
         report.failures.append(f"memory grew by {report.rss_growth:.1%} after the warm-up")
-    if not args.json:
-        rows = [(name, str(n)) for counts in (report.actions, report.statuses) for name, n in counts.items()]
-        print_table("what clients did, and the statuses they got", ("", "times"), rows)
-        print(
-            f"memory {report.warm_rss_bytes / 2**20:.0f} MiB warm, "
-            f"{report.peak_rss_bytes / 2**20:.0f} MiB at most "
-            f"({report.rss_growth:+.1%})"
-        )
-        print(f"{report.n_preemptions} preemptions, {report.n_prefix_hit} prompt tokens from the cache")
-        for failure in report.failures:
-            print(f"failed: {failure}")
-    print(json.dumps(asdict(report)))
+    rows = [(name, str(n)) for counts in (report.actions, report.statuses) for name, n in counts.items()]
+    experiment.show(
+        report,
+        Table("actions of clients, and statuses they got", ("", "times"), rows),
+        f"memory {report.warm_rss_bytes / 2**20:.0f} MiB warm, "
+        f"{report.peak_rss_bytes / 2**20:.0f} MiB at most ({report.rss_growth:+.1%})",
+        f"{report.n_preemptions} preemptions, {report.n_prefix_hit} prompt tokens from the cache",
+        *(f"failed: {failure}" for failure in report.failures),
+    )
     if report.failures:
         sys.exit(1)
 

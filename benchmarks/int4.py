@@ -1,26 +1,27 @@
-"""`python -m kukri.bench.int4`: int4 weights and int8 activations, three ways, by error and speed.
+"""Error and speed of int4 weights with int8 activations, three ways: `python -m benchmarks.int4`.
 
 The same Q4_0 quants (symmetric, 32 to a scale) are multiplied by kukri with activations of a scale for each
 32, by kukri with one scale and zero point a token (`kukri.quant.per_token`), and by PyTorch's dynamic 4-bit
-matmul, where it is installed. Errors are root mean squares over that of the product in float64: against the
+matmul, if it is installed. Errors are root mean squares over that of the product in float64: against the
 float32 weights that were quantized ("error"), and against the quantized ones ("rounding"), for normal
-activations and ("outliers") where one column in a hundred is 20 times as large, as language models have them.
-Rounds go over all ways in turn; medians are shown.
+activations and ("outliers") when one column in a hundred is 20 times as large, as language models have them.
+Rounds take all ways in turn; medians are shown.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.bench.command import parser, positive, print_table, run, say
+from benchmarks.harness import Experiment, Table, run, silent
+from kukri.bench.turns import in_turns
 from kukri.errors import ConfigError
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.types import FloatArray, ForwardBatch, PagedKV, StepLimits, Weight
@@ -43,12 +44,12 @@ class Measured:
     n_tokens: int
     error: float  # against float32 weights
     activation_error: float  # against the quantized weights
-    outlier_error: float  # the same where some columns are large
+    outlier_error: float  # the same if some columns are large
     ms: float
 
 
 def kukri_product(backend: CpuBackend, weight: Weight, x: FloatArray) -> Product:
-    """A function that gives x times the weight transposed, [T, out], on the CPU backend."""
+    """A function that returns x times the weight transposed, [T, out], on the CPU backend."""
     rows = Weight(x.view(np.uint8), QUANT_TYPES["F32"], (x.shape[0], x.shape[1]))
 
     def program(ops: Any, batch: Any) -> Any:
@@ -63,7 +64,7 @@ def kukri_product(backend: CpuBackend, weight: Weight, x: FloatArray) -> Product
 
 
 def torch_product(weight: Weight, x: FloatArray, n_threads: int) -> Product:
-    """The same by PyTorch's dynamic 4-bit matmul. Raises what PyTorch raises where it has none."""
+    """The same by PyTorch's dynamic 4-bit matmul. Raises PyTorch's own errors if it has none."""
     import torch
 
     torch.set_num_threads(n_threads)
@@ -121,12 +122,8 @@ def measure_shape(
         makers["PyTorch/token"] = lambda x: torch_product(block, x, backend.pool.n_threads)
     products = {way: make(plain) for way, make in makers.items()}
     rough = {way: make(outliers) for way, make in makers.items()}
-    seconds: dict[str, list[float]] = {way: [] for way in makers}
-    for _ in range(rounds):
-        for way, product in products.items():
-            started = time.perf_counter()
-            product()
-            seconds[way].append(time.perf_counter() - started)
+    rounds_s = in_turns([partial(_seconds, product) for product in products.values()], rounds, silent)
+    seconds = dict(zip(makers, zip(*rounds_s, strict=True), strict=True))
     return [
         Measured(
             way, n_out, n_in, n_tokens,
@@ -139,8 +136,14 @@ def measure_shape(
     ]  # fmt: skip
 
 
+def _seconds(product: Product) -> float:
+    started = time.perf_counter()
+    product()
+    return time.perf_counter() - started
+
+
 def torch_refusal(n_threads: int) -> str:
-    """Why PyTorch's op does not run here, "" where it does."""
+    """The reason why PyTorch's op does not run here, "" if it does."""
     weight = Weight(np.zeros((32, 18), np.uint8), QUANT_TYPES["Q4_0"], (32, 32))
     try:
         torch_product(weight, np.zeros((1, 32), np.float32), n_threads)
@@ -162,28 +165,22 @@ def _shapes(text: str) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    """The program."""
-    options = parser("int4", "int4 weights, int8 activations: kukri and PyTorch by turns", with_model=False)
-    options.add_argument("-r", "--rounds", type=positive, default=15, help="rounds over all ways (15)")
-    options.add_argument("-s", "--shapes", help="out x in, such as 576x1536,2048x2048")
-    given = options.parse_args()
+    """Runs the experiment."""
+    experiment = Experiment("int4", "Compare int4 products of kukri and PyTorch, in turns.", with_model=False)
+    experiment.count("-r", "--rounds", 15, "rounds over all ways")
+    experiment.options.add_argument("-s", "--shapes", help="out x in, such as 576x1536,2048x2048")
+    given = experiment.parse()
     shapes = SHAPES if given.shapes is None else _shapes(given.shapes)
     backend = CpuBackend(given.threads)
     refusal = torch_refusal(backend.pool.n_threads)
     if refusal:
-        say(f"without PyTorch: {refusal}", silent=given.json)
+        experiment.say(f"without PyTorch: {refusal}")
     found: list[Measured] = []
     for n_out, n_in in shapes:
-        say(f"{n_out} x {n_in}", silent=given.json)
+        experiment.say(f"{n_out} x {n_in}")
         for n_tokens in N_TOKENS:
             found += measure_shape(backend, n_out, n_in, n_tokens, given.rounds, with_torch=not refusal)
     backend.close()
-    if not given.json:
-        _print(found)
-    print(json.dumps({"torch_refusal": refusal, "products": [asdict(one) for one in found]}))
-
-
-def _print(found: list[Measured]) -> None:
     rows = [
         [
             f"{one.n_out}x{one.n_in}, {one.n_tokens}: {one.way}",
@@ -196,7 +193,8 @@ def _print(found: list[Measured]) -> None:
         for one in found
     ]
     header = ["out x in, tokens", "error", "rounding", "outliers", "ms", "Gop/s"]
-    print_table("int4 weights, int8 activations", header, rows)
+    report = {"torch_refusal": refusal, "products": [asdict(one) for one in found]}
+    experiment.show(report, Table("int4 weights, int8 activations", header, rows))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import pytest
 
+from benchmarks.make_model import DEVIATION, SHAPES, make_model, random_rows
 from kukri import LLM, SamplingParams
-from kukri.bench.make_model import DEVIATION, SHAPES, make_model, random_rows
 from kukri.formats.gguf import GGUFFile
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES
@@ -50,7 +50,7 @@ def test_the_file_runs(mix, tmp_path):
 def test_the_program(tmp_path):
     """A program that does not start, or writes another shape than it was asked for."""
     path = tmp_path / "m.gguf"
-    command = [sys.executable, "-m", "kukri.bench.make_model", "tiny", str(path), "--type", "Q8_0"]
+    command = [sys.executable, "-m", "benchmarks.make_model", "tiny", str(path), "--type", "Q8_0"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{path}: ")
     with GGUFFile(path) as file:

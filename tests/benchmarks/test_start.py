@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from kukri.bench import start
+from benchmarks import start
 from kukri.errors import KukriError
 
 
 def test_a_process_is_timed() -> None:
     """Would catch memory in kilobytes, or a time that leaves the interpreter's own start out."""
     code = "import time; held = bytearray(100 << 20); time.sleep(0.2)"
-    seconds, peak_bytes = start._timed([sys.executable, "-c", code], dict(os.environ))
+    seconds, peak_bytes = start.timed_process([sys.executable, "-c", code])
     assert 0.2 < seconds < 20
     assert 100 << 20 < peak_bytes < 8 << 30
 
@@ -23,12 +22,12 @@ def test_a_process_is_timed() -> None:
 def test_a_failing_process_is_an_error() -> None:
     """Would catch a crash being reported as a quick start."""
     with pytest.raises(KukriError, match="kukri run failed: ValueError: what went wrong"):
-        start._timed([sys.executable, "-c", "raise ValueError('what went wrong')"], dict(os.environ))
+        start.timed_process([sys.executable, "-c", "raise ValueError('what went wrong')"])
 
 
 def test_the_whole_command_is_measured(smollm2_path: Path) -> None:
     """Would catch options that `kukri run` no longer has."""
-    report = start.measure(str(smollm2_path), 2, 1, 1, first=False, silent=True)
+    report = start.measure(str(smollm2_path), 2, 1, 1, first=False)
     assert report.median_s == report.seconds[0] > 0
     assert report.peak_rss_bytes > 50e6
     assert report.first_s is None

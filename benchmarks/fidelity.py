@@ -1,39 +1,35 @@
-"""How close kukri computes to the model's own arithmetic: `python -m kukri.bench.fidelity`.
+"""Rounding error against the model's own arithmetic: `python -m benchmarks.fidelity`.
 
 The judge is transformers in float32 on the same weights, dequantized from the same file. Over the tokens of
-some prose, the mean of KL(transformers || kukri) is what rounding costs: activations in int8, keys and values
-in fp16. llama.cpp is measured the same way in the same run, where it is installed. The reference backend,
+some prose, the mean of KL(transformers || kukri) is the cost of rounding: activations in int8, keys and
+values in fp16. llama.cpp is measured the same way in the same run, if it is installed. The reference backend,
 here with a cache in float32 too, rounds nothing: its largest difference of a logit tells model from rounding.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
+from benchmarks.llama_cpp import LlamaCpp, import_llama_cpp
 from kukri import LLM
-from kukri.bench.command import model_path, parser, positive, print_table, run, say
-from kukri.bench.llama_cpp import LlamaCpp, import_llama_cpp
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, UnsupportedError
-from kukri.evaluate.divergence import log_softmax
+from kukri.evaluate.divergence import divergence
 from kukri.evaluate.text import read_text
 from kukri.formats.config_gguf import model_config
 from kukri.formats.gguf import GGUFFile
 from kukri.formats.names import canonical_name
 from kukri.formats.weights import GGUFWeights
-from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.types import FloatArray
 from kukri.quant.blocks import dequantize
 from kukri.tokenizer import Tokenizer
-
-_ROWS = 64  # of logits compared at a time
 
 
 @dataclass(frozen=True)
@@ -42,13 +38,13 @@ class Distance:
 
     mean_kl: float
     max_kl: float
-    same_top: float  # share of tokens after which both think the same token the likeliest
+    same_top: float  # share of tokens after which both find the same token likeliest
     max_logit_difference: float
 
 
 @dataclass(frozen=True)
 class FidelityReport:
-    """What `python -m kukri.bench.fidelity` found. `llama_cpp` is None where it is not installed."""
+    """The report of `python -m benchmarks.fidelity`. `llama_cpp` is None if it is not installed."""
 
     model: str
     n_tokens: int
@@ -59,7 +55,7 @@ class FidelityReport:
 
 
 def compare(
-    model: str | None, text: str, n_tokens: int, n_threads: int, *, with_reference: bool, silent: bool = False
+    model: str | None, text: str, n_tokens: int, n_threads: int, *, with_reference: bool, say: Say = silent
 ) -> FidelityReport:
     """Compares on the first `n_tokens` tokens of `text`.
 
@@ -71,33 +67,27 @@ def compare(
     if len(ids) < n_tokens:
         raise ConfigError(f"the text has {len(ids)} tokens and {n_tokens} are asked for: ask for fewer")
     ids = ids[:n_tokens]
-    say("transformers, float32", silent=silent)
+    say("transformers, float32")
     judge = _judge_logits(transformers, torch, path, ids, n_threads)
-    say("llama-cpp-python", silent=silent)
+    say("llama-cpp-python")
     llama_cpp = _llama_cpp_logits(path, ids, n_threads)
-    say("kukri", silent=silent)
+    say("kukri")
     kukri = distance(judge, _kukri_logits(path, ids, n_threads))
-    say("kukri, q8_0 cache", silent=silent)
+    say("kukri, q8_0 cache")
     q8_0_cache = distance(judge, _kukri_logits(path, ids, n_threads, "q8_0"))
     reference = None
     if with_reference:
-        say("kukri's reference backend", silent=silent)
+        say("kukri's reference backend")
         reference = distance(judge, _reference_logits(path, ids))
     peer = None if llama_cpp is None else distance(judge, llama_cpp)
     return FidelityReport(str(path), n_tokens, kukri, q8_0_cache, reference, peer)
 
 
 def distance(judge: FloatArray, other: FloatArray) -> Distance:
-    """How far `other` is from `judge`, logits float32 [T, V] of the same tokens."""
-    kl = np.empty(len(judge))
-    n_same, difference = 0, 0.0
-    for start in range(0, len(judge), _ROWS):
-        a, b = judge[start : start + _ROWS], other[start : start + _ROWS]
-        log_p, log_q = log_softmax(a), log_softmax(b)
-        kl[start : start + _ROWS] = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)
-        n_same += int((a.argmax(axis=1) == b.argmax(axis=1)).sum())
-        difference = max(difference, float(np.abs(a - b).max()))
-    return Distance(float(kl.mean()), float(kl.max()), n_same / len(judge), difference)
+    """The distance of `other` from `judge`, logits float32 [T, V] of the same tokens."""
+    found = divergence(judge, other, np.zeros(len(judge), np.int64))
+    difference = float(np.abs(judge - other).max())
+    return Distance(float(found.kl.mean()), float(found.kl.max()), float(found.same_top.mean()), difference)
 
 
 def _judge_modules() -> tuple[Any, Any]:
@@ -189,29 +179,26 @@ def _row(name: str, found: Distance) -> list[str]:
 
 
 def main() -> None:
-    """The program."""
-    options = parser(
-        "fidelity", "how far kukri's probabilities are from float32 transformers, over real prose"
-    )
-    options.add_argument("-n", "--tokens", type=positive, default=1024, help="tokens compared (1024)")
+    """Runs the experiment."""
+    experiment = Experiment("fidelity", "Compare kukri's probabilities with float32 transformers on prose.")
+    experiment.count("-n", "--tokens", 1024, "tokens compared")
+    options = experiment.options
     options.add_argument("--text", type=Path, help="a UTF-8 file to take them from (the opening of a novel)")
-    options.add_argument("--no-reference", action="store_true", help="leave the slow reference backend out")
-    given = options.parse_args()
-    text = read_text(given.text)
-    threads = given.threads or usable_cores()
+    options.add_argument("--no-reference", action="store_true", help="skip the slow reference backend")
+    given = experiment.parse()
+    text, with_reference = read_text(given.text), not given.no_reference
     report = compare(
-        given.model, text, given.tokens, threads, with_reference=not given.no_reference, silent=given.json
+        given.model, text, given.tokens, given.threads, with_reference=with_reference, say=experiment.say
     )
-    if not given.json:
-        rows = [_row("kukri", report.kukri), _row("kukri, q8_0 cache", report.kukri_q8_0_cache)]
-        if report.llama_cpp is not None:
-            rows.append(_row("llama-cpp-python", report.llama_cpp))
-        if report.kukri_reference is not None:
-            rows.append(_row("kukri, reference", report.kukri_reference))
-        title = f"against transformers in float32, {report.n_tokens} tokens"
-        print_table(title, ["", "mean KL", "max KL", "same top", "max logit diff"], rows)
-        print()
-    print(json.dumps(asdict(report)))
+    found = {
+        "kukri": report.kukri,
+        "kukri, q8_0 cache": report.kukri_q8_0_cache,
+        "llama-cpp-python": report.llama_cpp,
+        "kukri, reference": report.kukri_reference,
+    }
+    rows = [_row(name, distance) for name, distance in found.items() if distance is not None]
+    title = f"against transformers in float32, {report.n_tokens} tokens"
+    experiment.show(report, Table(title, ["", "mean KL", "max KL", "same top", "max logit diff"], rows))
 
 
 if __name__ == "__main__":

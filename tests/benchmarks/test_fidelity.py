@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kukri.bench import fidelity
+from benchmarks import fidelity
 from kukri.errors import ConfigError
 from kukri.evaluate.text import prose
 from kukri.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def test_the_prose_is_long_enough(smollm2_path: Path) -> None:
 def test_a_short_text_is_an_error(smollm2_path: Path) -> None:
     """Would catch fewer tokens compared than the report says."""
     with pytest.raises(ConfigError, match="ask for fewer"):
-        fidelity.compare(str(smollm2_path), "Hello.", 64, 1, with_reference=False, silent=True)
+        fidelity.compare(str(smollm2_path), "Hello.", 64, 1, with_reference=False)
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_kukri_is_as_close_to_float32_as_promised(smollm2_path: Path) -> None:
 
     The reference backend, in float32 throughout, must agree to the rounding of other orders of summing.
     """
-    command = [sys.executable, "-m", "kukri.bench.fidelity", "-m", str(smollm2_path), "--json"]
+    command = [sys.executable, "-m", "benchmarks.fidelity", "-m", str(smollm2_path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert report["n_tokens"] >= 900

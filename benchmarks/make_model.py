@@ -1,4 +1,4 @@
-"""`python -m kukri.bench.make_model`: a GGUF file of true dimensions and random weights, to measure with.
+"""GGUF files of true dimensions and random weights, to measure with: `python -m benchmarks.make_model`.
 
 Every block of the file is valid and finite: quants are random bits, scales such that weights have a deviation
 of 0.02 and a mean near 0, so that activations stay sane. The tokenizer is a byte-level BPE with made-up
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.bench.command import run
+from benchmarks.harness import run
 from kukri.formats.gguf_writer import TensorSource, write_gguf
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.mixes import MIXES, mix_types
@@ -196,11 +196,11 @@ def _words(space: str) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """The program."""
+    """Writes the file that the command line asks for."""
     options = argparse.ArgumentParser(
-        prog="python -m kukri.bench.make_model", description=__doc__.split(": ", 1)[1].split(".", 1)[0]
+        prog="python -m benchmarks.make_model", description="Write a GGUF file of random weights."
     )
-    options.add_argument("shape", choices=SHAPES, help="whose dimensions")
+    options.add_argument("shape", choices=SHAPES, help="the model whose dimensions it has")
     options.add_argument("path", type=Path, help="the .gguf file to write")
     options.add_argument("--type", choices=MIXES, default="Q4_K_M", help="llama.cpp's name of a mix (Q4_K_M)")
     options.add_argument("--seed", type=int, default=0, help="of the random weights (0)")

@@ -1,0 +1,26 @@
+"""One engine in a process of its own, timed on request: the child of `benchmarks.harness.Worker`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kukri.bench.child import serve
+
+_METHODS = ("prefill_s", "decode_s", "batch_decode_s", "versions")
+
+
+def make_engine(engine: str, path: str, n_threads: int, context_tokens: int, n_streams: int) -> Any:
+    """Loads an engine by its name in `benchmarks.harness.ENGINES`."""
+    if engine == "kukri":
+        from kukri.bench.offline import Kukri
+
+        return Kukri(path, n_threads, context_tokens, max_requests=n_streams)
+    from benchmarks.llama_cpp import LlamaCpp
+
+    return LlamaCpp(path, n_threads, context_tokens, n_streams=n_streams)
+
+
+if __name__ == "__main__":
+    _, _engine, _path, *_numbers = sys.argv
+    serve(lambda: make_engine(_engine, _path, *map(int, _numbers)), _METHODS)
