@@ -23,10 +23,10 @@ from kukri.config import ModelConfig
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.evaluate.divergence import divergence
 from kukri.evaluate.text import read_text
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.names import canonical_name
-from kukri.formats.weights import GGUFWeights
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.tensor_names import canonical_name
+from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels.types import FloatArray
 from kukri.quant.blocks import dequantize
 from kukri.tokenizer import Tokenizer

@@ -138,8 +138,8 @@ def positive(text: str) -> int:
 
 def model_path(model: str | None, n_tokens: int) -> Path:
     """The file of a model. Raises ConfigError if its context is shorter than `n_tokens`."""
-    from kukri.formats.config_gguf import model_config
-    from kukri.formats.gguf import GGUFFile
+    from kukri.formats.gguf.config import model_config
+    from kukri.formats.gguf.reader import GGUFFile
 
     path = hub.resolve(model)
     with GGUFFile(path) as file:

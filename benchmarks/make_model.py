@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import run
-from kukri.formats.gguf_writer import TensorSource, write_gguf
+from kukri.formats.gguf.writer import TensorSource, write_gguf
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.mixes import MIXES, mix_types
 from kukri.quant.types import QUANT_TYPES, QuantType

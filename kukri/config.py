@@ -10,6 +10,9 @@ from kukri.errors import ConfigError
 
 ROPE_SCALINGS = ("linear", "dynamic", "yarn", "llama3", "longrope")
 MAX_ROPE_FACTOR = 1 << 20
+# Larger claims of a file are damage, and memory is reserved by these.
+MAX_CONTEXT = 1 << 24  # tokens
+MAX_HEAD = 1 << 10  # d_head
 
 
 @dataclass(frozen=True)

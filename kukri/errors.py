@@ -96,3 +96,9 @@ class HookError(KukriError):
 
 class ShapeError(KukriError):
     """An array has an unexpected shape: a bug of kukri, please report it."""
+
+
+def brief(value: object) -> str:
+    """A file's text or value as an error message shows it: quoted, on one line, short."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -15,7 +15,10 @@ import kukri
 PACKAGE = Path(kukri.__file__).parent
 
 # Each part may import itself and these; `__init__` is the face of the package and imports lazily.
-LAYERS = ("errors", "machine", "config", "quant", "kernels", "formats", "models", "engine", "tasks", "llm")
+LAYERS = (
+    *("errors", "machine", "config", "mapped_files", "quant", "kernels"),
+    *("models", "formats", "engine", "tasks", "llm"),
+)
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
 ALLOWED["tokenizer"] = {"errors", "formats"}
 ALLOWED["sampling"] = {"errors", "kernels"}

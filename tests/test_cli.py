@@ -285,7 +285,7 @@ def test_inspect_shows_models_it_cannot_run(tmp_path):
     """Catches a file of another architecture being refused where its tensors could be shown."""
     import numpy as np
 
-    from kukri.formats.gguf_writer import write_gguf
+    from kukri.formats.gguf.writer import write_gguf
     from kukri.quant.types import QUANT_TYPES
 
     path = tmp_path / "other.gguf"

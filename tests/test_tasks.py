@@ -19,8 +19,8 @@ from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.writer import write_gguf
 from kukri.models import load_model
 from kukri.tasks import last_token
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.blocks import quantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats.headers import read_headers
-from kukri.formats.safetensors import packed_type
+from kukri.formats.huggingface.weights import packed_type
 from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.memory import address_of, aligned_zeros

@@ -10,8 +10,8 @@ import numpy as np
 from kukri.errors import ConfigError
 from kukri.evaluate.divergence import DoubleArray
 from kukri.evaluate.text import STEP_TOKENS, bos_ids, check_language_model
+from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.imatrix import ImportanceMatrix
-from kukri.formats.names import gguf_name
 from kukri.kernels.types import FloatArray, Hook
 from kukri.llm import LLM
 from kukri.models import linear_inputs

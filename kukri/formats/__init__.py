@@ -1,1 +1,1 @@
-"""Model files: readers and writers, tensor names, and `WeightSource`, where models get their weights."""
+"""Model files: GGUF, transformers' directories, conversion between them, and the hub."""

@@ -9,28 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.errors import ConfigError, FormatError
-from kukri.formats.config_gguf import model_config
-from kukri.formats.config_hf import check_biases, hf_model_config
-from kukri.formats.gguf import GGUFFile, brief
-from kukri.formats.safetensors import SafetensorsWeights, packed_type, read_json
-from kukri.formats.weights import GGUFWeights, WeightSource
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """What a directory says about text: the contents of its JSON files, and its chat template's source.
-
-    `eos_ids` end a generation by generation_config.json, or config.json where that is silent; `n_vocab` is
-    the number of rows of the embedding, which may be more than there are tokens.
-    """
-
-    path: Path  # of tokenizer.json
-    tokenizer: dict[str, Any]
-    settings: dict[str, Any]  # tokenizer_config.json over special_tokens_map.json
-    chat_template: str | None
-    eos_ids: tuple[int, ...]
-    n_vocab: int
+from kukri.errors import ConfigError
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.weights import GGUFWeights
+from kukri.formats.huggingface.config import check_biases
+from kukri.formats.huggingface.directory import TokenizerFiles, directory_config, tokenizer_files
+from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
+from kukri.formats.json_files import read_json
+from kukri.models.weights import WeightSource
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
     return Checkpoint(
         directory,
         config,
-        _tokenizer_files(directory, stated, config.n_vocab),
+        tokenizer_files(directory, stated, config.n_vocab),
         lambda used: _weights(directory, stated, used, quantize),
     )
 
@@ -78,64 +65,3 @@ def _weights(
     source = SafetensorsWeights(directory, config, quantize)
     check_biases(stated, source.names, directory)
     return source
-
-
-def directory_config(directory: Path, stated: dict[str, Any]) -> ModelConfig:
-    """The configuration that `stated`, the contents of a directory's config.json, describes."""
-    return hf_model_config(stated, directory / "config.json", _name_of(directory))
-
-
-def _name_of(directory: Path) -> str:
-    """A name for people: the repository's for a directory in the hub's cache, else the directory's."""
-    resolved = directory.resolve()
-    if resolved.parent.name == "snapshots":
-        return resolved.parent.parent.name.rpartition("--")[2]
-    return resolved.name
-
-
-def _tokenizer_files(directory: Path, stated: dict[str, Any], n_vocab: int) -> TokenizerFiles:
-    if not (directory / "tokenizer.json").is_file():
-        raise FormatError("holds no tokenizer.json, which kukri reads text with", path=directory)
-    special = _optional(directory / "special_tokens_map.json")
-    settings = special | _optional(directory / "tokenizer_config.json")
-    generation = _optional(directory / "generation_config.json")
-    source = "generation_config.json" if generation.get("eos_token_id") is not None else "config.json"
-    ends = (generation if source == "generation_config.json" else stated).get("eos_token_id")
-    return TokenizerFiles(
-        path=directory / "tokenizer.json",
-        tokenizer=read_json(directory / "tokenizer.json"),
-        settings=settings,
-        chat_template=_chat_template(directory, settings),
-        eos_ids=_eos_ids(ends, n_vocab, directory / source),
-        n_vocab=n_vocab,
-    )
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _eos_ids(stated: Any, n_vocab: int, path: Path) -> tuple[int, ...]:
-    """One id, several, or none."""
-    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
-    for i in ids:
-        if type(i) is not int or not 0 <= i < n_vocab:
-            raise FormatError(f"key 'eos_token_id' holds {brief(i)}, no id below {n_vocab}", path=path)
-    return tuple(ids)
-
-
-def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
-    """The source in chat_template.jinja or tokenizer_config.json; of several the one named default."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise FormatError(f"cannot be read: {error}", path=path) from None
-    stated = settings.get("chat_template")
-    if isinstance(stated, list):
-        named = {item.get("name"): item.get("template") for item in stated if isinstance(item, dict)}
-        stated = named.get("default")
-    if stated is not None and not isinstance(stated, str):
-        raise FormatError("key 'chat_template' must be text", path=directory / "tokenizer_config.json")
-    return stated

@@ -6,10 +6,7 @@ before anything is written. The file appears under its name when it is complete.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,25 +18,19 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import TensorSource, write_gguf
-from kukri.formats.imatrix import ImportanceMatrix
-from kukri.formats.metadata_gguf import gguf_architecture, model_metadata, rope_tensors
-from kukri.formats.metadata_hf import hf_config
-from kukri.formats.names import canonical_name, gguf_name
-from kukri.formats.safetensors import (
-    SINGLE_NAME,
+from kukri.formats.gguf.config import gguf_architecture, model_config, model_metadata, rope_tensors
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.tensor_names import canonical_name, gguf_name
+from kukri.formats.gguf.weights import half_split_order
+from kukri.formats.gguf.writer import TensorSource, write_gguf
+from kukri.formats.huggingface.safetensors import (
     SafetensorsFile,
-    follows_from_config,
-    model_prefix,
     open_files,
-    write_safetensors,
 )
-from kukri.formats.weights import WeightSource, half_split_order
-from kukri.kernels.cpu.memory import forget_file_pages
-from kukri.kernels.types import ByteArray, FloatArray, Weight
-from kukri.quant.blocks import BLOCKS, requantize
+from kukri.formats.huggingface.weights import follows_from_config, model_prefix
+from kukri.formats.imatrix import ImportanceMatrix
+from kukri.mapped_files import release_pages
+from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, requantize
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 from kukri.quant.recipes import Recipe, apply_recipe
@@ -69,15 +60,15 @@ class Step:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes where it comes from."""
+        """Size in the source file."""
         return prod(self.shape[:-1]) * self.source.row_bytes(self.shape[-1])
 
     def make(self) -> ByteArray:
-        """The tensor in its new type. What was read of the source leaves memory again."""
+        """Requantizes the tensor, then evicts its source pages."""
         rows = self.read()
         made = requantize(rows, self.source, self.target, self.importance, tensor=self.name)
         if made is not rows:
-            forget_file_pages(rows)
+            release_pages(rows)
         return made
 
 
@@ -240,83 +231,3 @@ def write(conversion: Conversion, path: Path, on_tensor: Callable[[Step], None])
 def requantized(steps: Iterable[Step]) -> list[Step]:
     """The steps whose tensors lose a second time: from one quantized type to another."""
     return [s for s in steps if min(s.source.block_size, s.target.block_size) > 1 and s.target != s.source]
-
-
-class NamedWeights:
-    """A `WeightSource` that passes on what another holds, and notes what a model takes from it.
-
-    Attributes: matrices and vectors, the shape of each by name.
-    """
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self.matrices: dict[str, tuple[int, int]] = {}
-        self.vectors: dict[str, int] = {}
-
-    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix as it is stored."""
-        self.matrices[name] = shape
-        return self._source.matrix(name, shape)
-
-    def vector(self, name: str, size: int) -> FloatArray:
-        """A vector as float32 [size]."""
-        self.vectors[name] = size
-        return self._source.vector(name, size)
-
-    def has(self, name: str) -> bool:
-        """True if there is such a tensor."""
-        return self._source.has(name)
-
-    def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that nobody took."""
-        self._source.done()
-
-
-def write_directory(
-    path: Path,
-    config: ModelConfig,
-    weights: NamedWeights,
-    dtype: str,
-    text: Mapping[str, Any],
-    on_tensor: Callable[[str], None],
-) -> None:
-    """Writes a model as transformers saves it; the directory appears complete or not at all.
-
-    `weights` are those a model has taken, `text` the contents of its tokenizer's files by their names.
-    Matrices become `dtype` (F32, F16 or BF16), vectors stay F32.
-    """
-    target, names = QUANT_TYPES[dtype], [*weights.matrices, *weights.vectors]
-
-    def matrix(name: str) -> Callable[[], ByteArray]:
-        def make() -> ByteArray:
-            on_tensor(name)
-            weight = weights.matrix(name, weights.matrices[name])
-            made = requantize(weight.data, weight.type, target, tensor=name)
-            forget_file_pages(weight.data)
-            return made
-
-        return make
-
-    def vector(name: str) -> Callable[[], ByteArray]:
-        return lambda: weights.vector(name, weights.vectors[name]).view(np.uint8)
-
-    tensors: dict[str, tuple[str, tuple[int, ...], Callable[[], ByteArray]]] = {
-        name: (dtype, shape, matrix(name)) for name, shape in weights.matrices.items()
-    }
-    tensors |= {name: ("F32", (size,), vector(name)) for name, size in weights.vectors.items()}
-    torch_name = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
-    stated = {**hf_config(config, names), "torch_dtype": torch_name}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        unfinished.mkdir()
-        for name, contents in {"config.json": stated, **text}.items():
-            made = (
-                contents if isinstance(contents, str) else json.dumps(contents, ensure_ascii=False, indent=2)
-            )
-            (unfinished / name).write_text(made, encoding="utf-8")
-        write_safetensors(unfinished / SINGLE_NAME, tensors)
-        unfinished.rename(path)
-    except OSError as error:
-        raise FormatError(f"cannot be written: {error.strerror}", path=path) from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

@@ -11,12 +11,14 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, KukriError, UnsupportedError
-from kukri.formats.checkpoint import directory_config
-from kukri.formats.config_gguf import ROPE_TENSORS, model_config
-from kukri.formats.config_hf import check_biases
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.safetensors import DTYPE_BYTES, follows_from_config, open_files, read_json
-from kukri.formats.weights import GGUFWeights
+from kukri.formats.gguf.config import ROPE_TENSORS, model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.weights import GGUFWeights
+from kukri.formats.huggingface.config import check_biases
+from kukri.formats.huggingface.directory import directory_config
+from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
+from kukri.formats.huggingface.weights import follows_from_config
+from kukri.formats.json_files import read_json
 from kukri.kernels.types import FloatArray, Weight
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from kukri.errors import ConfigError, FormatError, UnsupportedError
-from kukri.formats.gguf import MAX_NAME_BYTES, GGUFFile
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.reader import MAX_NAME_BYTES, GGUFFile
+from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels.types import FloatArray
 from kukri.quant.types import QUANT_TYPES
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kukri.errors import DownloadError, UnsupportedError
-from kukri.formats.gguf_split import part_name, part_of
+from kukri.formats.gguf.split import part_name, part_of
 
 # Well-known models under short names, each the repository of its authors.
 SHORT_NAMES: dict[str, str] = {

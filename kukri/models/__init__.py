@@ -17,7 +17,7 @@ from kukri.models.starcoder2 import Starcoder2
 from kukri.models.taps import linear_inputs, tap_names
 
 if TYPE_CHECKING:
-    from kukri.formats.weights import WeightSource
+    from kukri.models.weights import WeightSource
 
 __all__ = [
     "ARCHITECTURES",

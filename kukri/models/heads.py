@@ -12,7 +12,7 @@ from kukri.config import ModelConfig
 from kukri.models.layers import Linear
 
 if TYPE_CHECKING:
-    from kukri.formats.weights import WeightSource
+    from kukri.models.weights import WeightSource
 
 
 def output_head(source: WeightSource, config: ModelConfig) -> Linear | None:

@@ -17,7 +17,7 @@ from kukri.kernels.types import AttentionSpec, Ops, Tensor, Vector, Weight
 from kukri.models.rope import rope_frequencies
 
 if TYPE_CHECKING:
-    from kukri.formats.weights import WeightSource
+    from kukri.models.weights import WeightSource
 
 
 @dataclass(frozen=True)

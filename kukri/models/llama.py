@@ -22,7 +22,7 @@ from kukri.models.heads import output_head
 from kukri.models.layers import Attention, Embedding, GatedMLP, Parameter, RMSNorm
 
 if TYPE_CHECKING:
-    from kukri.formats.weights import WeightSource
+    from kukri.models.weights import WeightSource
 
 
 class Block:

@@ -10,7 +10,7 @@ from kukri.models.layers import MLP, Attention, LayerNorm, Parameter
 from kukri.models.llama import Llama
 
 if TYPE_CHECKING:
-    from kukri.formats.weights import WeightSource
+    from kukri.models.weights import WeightSource
 
 
 class PhiAttention(Attention):

@@ -10,7 +10,7 @@ from kukri.models.layers import Attention, HeadNorm
 from kukri.models.llama import Block, Llama
 
 if TYPE_CHECKING:
-    from kukri.formats.weights import WeightSource
+    from kukri.models.weights import WeightSource
 
 
 class Qwen3Attention(Attention):

@@ -18,9 +18,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import MAX_ROPE_FACTOR, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import MAX_CONTEXT, MAX_ROPE_FACTOR, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import ConfigError
-from kukri.formats.config_gguf import MAX_CONTEXT
 from kukri.kernels.types import FloatArray, RopeFrequencies
 
 _ONE = np.float32(1)

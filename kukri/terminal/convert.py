@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kukri.errors import ConfigError
-from kukri.formats.checkpoint import TokenizerFiles, open_checkpoint
+from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.convert import (
     Conversion,
-    NamedWeights,
     Step,
     of_directory,
     open_gguf,
@@ -20,9 +19,10 @@ from kukri.formats.convert import (
     with_importance,
     with_recipe,
     write,
-    write_directory,
 )
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.huggingface.directory import TokenizerFiles
+from kukri.formats.huggingface.writer import NamedWeights, write_directory
 from kukri.formats.imatrix import read_imatrix
 from kukri.models import load_model
 from kukri.quant.recipes import Recipe, recipe_named, shipped_recipes
@@ -69,7 +69,7 @@ def quantized_file(source: Path, target: Path, recipe: str, imatrix: Path | None
 
 def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_json: bool) -> None:
     """Writes a GGUF model as a safetensors directory; `dtype` None keeps floats and makes the rest F16."""
-    from kukri.tokenizer.files_hf import tokenizer_files
+    from kukri.tokenizer.huggingface_writer import tokenizer_files
 
     if source.is_dir():
         raise ConfigError(f"{source} is a directory already: --to hf is for GGUF files")
@@ -116,7 +116,7 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         with open_gguf(source) as conversion:
             yield conversion
         return
-    from kukri.tokenizer.metadata_gguf import tokenizer_metadata
+    from kukri.tokenizer.gguf_writer import tokenizer_metadata
 
     with open_checkpoint(source) as checkpoint:
         load_model(checkpoint.weights(checkpoint.config), checkpoint.config)  # all tensors there, none left

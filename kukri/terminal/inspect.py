@@ -11,10 +11,10 @@ from typing import Any
 from kukri.config import ModelConfig, RopeScaling
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats import hub
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.tensor_names import canonical_name
 from kukri.formats.headers import GGUFNames, Headers, StoredTensor, read_headers
-from kukri.formats.names import canonical_name
-from kukri.formats.safetensors import SafetensorsWeights
+from kukri.formats.huggingface.weights import SafetensorsWeights
 from kukri.models import load_model
 from kukri.models.rope import attention_factor
 from kukri.terminal.module_tree import Module, class_names, module_tree, tree_lines

@@ -136,9 +136,9 @@ def _warm_up(llm: Any) -> None:
     The embedding is read row by row, a token's at a time: one that has not been seen would wait for a disk
     in the middle of every stream, and memory would grow for as long as new tokens come up.
     """
-    from kukri.kernels.cpu.memory import fetch_file_pages
+    from kukri.mapped_files import fetch_pages
 
-    fetch_file_pages(llm.model.embedding.weight.data)
+    fetch_pages(llm.model.embedding.weight.data)
     first = llm.tokenizer.bos_id or 0
     for temperature in (0.0, 1.0):
         llm.generate([first], max_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)

@@ -1,7 +1,7 @@
 """Text to token ids and back, chat templates, and text that grows token by token."""
 
 from kukri.tokenizer.chat import ChatTemplate
-from kukri.tokenizer.hf_files import load_tokenizer
+from kukri.tokenizer.huggingface_reader import load_tokenizer
 from kukri.tokenizer.stream import StopStrings, TextStream
 from kukri.tokenizer.tokenizer import Tokenizer
 

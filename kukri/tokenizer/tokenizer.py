@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
 from kukri.errors import FormatError, RequestError
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_vocabulary, strings
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.make_model import DEVIATION, SHAPES, make_model, random_rows
 from kukri import LLM, SamplingParams
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -19,10 +19,10 @@ from kukri.cli import app
 from kukri.errors import ConfigError, FormatError
 from kukri.evaluate.importance import importance_matrix
 from kukri.evaluate.text import prose
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.tensor_names import gguf_name
+from kukri.formats.gguf.writer import write_gguf
 from kukri.formats.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
-from kukri.formats.names import gguf_name
 from kukri.models import linear_inputs, tap_names
 from kukri.quant.blocks import dequantize, quantize, requantize
 from kukri.quant.types import QUANT_TYPES

@@ -17,7 +17,7 @@ from kukri.errors import ConfigError
 from kukri.evaluate.compare import compare
 from kukri.evaluate.text import prose, text_windows
 from kukri.evaluate.tuning import Choice, allocate, recipe_of, tune
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.quant.recipes import apply_recipe, recipe_named
 from kukri.quant.types import QUANT_TYPES
 

@@ -24,9 +24,9 @@ from tiny_gguf import tiny_config, write_tiny
 from kukri import LLM
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
-from kukri.formats.config_gguf import model_config
 from kukri.formats.convert import open_gguf, with_recipe, write
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.mixes import MIXES
 from kukri.quant.recipes import Recipe

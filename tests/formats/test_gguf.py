@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import FormatError, KukriError, UnsupportedError
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.blocks import quantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -577,6 +577,6 @@ def test_a_152k_vocabulary_opens_in_time(tmp_path):
 def test_the_reader_stands_alone():
     """Reading a file's metadata made to wait for Numba or torch to load."""
     heavy = "('numba', 'torch', 'tokenizers')"
-    code = f"import sys, kukri.formats.gguf; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, kukri.formats.gguf.reader; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

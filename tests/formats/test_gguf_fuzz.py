@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import FormatError, KukriError
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import write_gguf
-from kukri.formats.weights import GGUFWeights
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.weights import GGUFWeights
+from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.blocks import BLOCKS, quantize
 from kukri.quant.types import QUANT_TYPES
 

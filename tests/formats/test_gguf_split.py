@@ -15,7 +15,7 @@ from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.repos import RepoName, choose
 
 

@@ -18,7 +18,7 @@ from tiny_gguf import write_tiny
 
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats import hub
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
-from kukri.formats.safetensors import SafetensorsFile, SafetensorsWeights, open_files
+from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
+from kukri.formats.huggingface.weights import SafetensorsWeights
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.types import QUANT_TYPES
 

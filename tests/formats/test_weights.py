@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import write_gguf
-from kukri.formats.names import canonical_name, gguf_name
-from kukri.formats.weights import GGUFWeights, half_split_order
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.tensor_names import canonical_name, gguf_name
+from kukri.formats.gguf.weights import GGUFWeights, half_split_order
+from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -14,9 +14,9 @@ from tiny_llama import Driver, TorchSource, hf_forward, random_ids
 from tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
 
 from kukri.errors import FormatError, UnusedTensorError
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.weights import GGUFWeights
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.kernels.types import Backend
 from kukri.models import ARCHITECTURES, Model, load_model

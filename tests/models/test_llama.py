@@ -14,9 +14,9 @@ from tiny_llama import Driver, TorchSource, hf_forward, make_pair, random_ids
 
 from kukri.config import LayerConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.weights import GGUFWeights
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import Backend

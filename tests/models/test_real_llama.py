@@ -11,9 +11,9 @@ import real_llama
 from tiny_llama import Driver, hf_forward
 
 from kukri import LLM
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.weights import GGUFWeights
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.models import Model, load_model
 from kukri.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from tiny_gguf import _interleaved
 from tiny_llama import TorchSource
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.blocks import quantize
 from kukri.quant.types import QUANT_TYPES
 

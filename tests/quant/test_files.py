@@ -13,8 +13,8 @@ from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import MissingKernelError, UnsupportedError
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels.cpu.layouts import LAYOUTS
 from kukri.quant.blocks import BLOCKS
 from kukri.quant.types import QUANT_TYPES

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from benchmarks.make_model import SHAPES, Shape, make_model, tensor_shapes
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.quant.mixes import MIXES, mix_types
 
 DEEP = Shape("llama", 256, 512, 24, 4, 1, 64, 512, 128, 10000.0)

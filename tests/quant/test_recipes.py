@@ -16,8 +16,8 @@ from benchmarks.make_model import SHAPES, tensor_shapes
 from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ConfigError, UnsupportedError
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.names import canonical_name
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.tensor_names import canonical_name
 from kukri.quant.mixes import MIXES, file_type, mix_types
 from kukri.quant.per_token import ACTIVATIONS_KEY
 from kukri.quant.recipes import apply_recipe, recipe_named, shipped_recipes

@@ -18,7 +18,7 @@ from tiny_models import TINY, make, write
 from typer.testing import CliRunner
 
 from kukri.cli import app
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
 
 SIZES = {
@@ -94,7 +94,7 @@ def test_layers_that_differ_are_not_folded(tmp_path: Path) -> None:
     _, config, source = make("qwen3")
     path = write(tmp_path / "tiny.gguf", "qwen3", config, source, "Q8_0")
     assert "(0-3): 4 x Qwen3DecoderLayer(" in inspect(path, "--tree")
-    from kukri.formats.gguf import GGUFFile
+    from kukri.formats.gguf.reader import GGUFFile
 
     with GGUFFile(path) as gguf:
         tensors: dict[str, Any] = {

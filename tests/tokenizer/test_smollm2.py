@@ -86,7 +86,7 @@ def test_loads_in_some_tenth_of_a_second(smollm2_path):
     """Catches a slow way to build the vocabulary, which every start of the program would pay."""
     program = """
 import sys, time
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer import Tokenizer
 file, times = GGUFFile(sys.argv[1]), []
 for _ in range(5):

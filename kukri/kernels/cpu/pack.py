@@ -16,9 +16,10 @@ from kukri.kernels.cpu.layouts import (
     PanelKind,
     TileLayout,
 )
-from kukri.kernels.cpu.memory import address_of, aligned_zeros, forget_file_pages
+from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.types import ByteArray, Weight
+from kukri.mapped_files import release_pages
 from kukri.quant.per_token import row_sums
 
 
@@ -84,6 +85,6 @@ def pack(weights: Sequence[Weight], pool: ThreadPool) -> PackedWeight:
         sums.reshape(-1)[:n_rows] = np.concatenate([row_sums(rows) for rows in data])
         tiles.reshape(n_row_tiles, tile_bytes)[:, blocks_bytes:] = sums.view(np.uint8)
     for w in weights:
-        forget_file_pages(w.data)
+        release_pages(w.data)
     panel: PanelKind = "q8t" if per_token else layout.panel
     return PackedWeight(weights[0].type.name, panel, tiles, n_rows, n_row_tiles, n_blocks)

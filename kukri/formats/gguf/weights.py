@@ -1,40 +1,24 @@
-"""`WeightSource`: where models pull their weights from, by canonical name, with shapes checked."""
+"""The `WeightSource` of a GGUF file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
-from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
-from kukri.formats.config_gguf import GGUF_ARCHITECTURES, ROPE_TENSORS, activations_per_token
-from kukri.formats.gguf import GGUFFile, GGUFTensor, brief
-from kukri.formats.names import gguf_name
+from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief
+from kukri.formats.gguf.config import GGUF_ARCHITECTURES, ROPE_TENSORS, activations_per_token
+from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
+from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.kernels.types import FloatArray, Weight
 from kukri.quant.blocks import BLOCKS
 
 _MAX_LISTED = 8
 _BIAS = re.compile(r"blk\.\d+\.(?P<module>\w+)\.(?P<kind>weight|bias)")
-
-
-class WeightSource(Protocol):
-    """The weights of a checkpoint under Hugging Face names, q and k rows in half-split RoPE order."""
-
-    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
-
-    def vector(self, name: str, size: int) -> FloatArray:
-        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
-
-    def has(self, name: str) -> bool:
-        """True if the checkpoint has the tensor; does not take it."""
-
-    def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that nobody took."""
 
 
 class GGUFWeights:

@@ -13,9 +13,7 @@ The layout (docs/gguf.md of ggml; versions 2 and 3 are the same), little-endian 
 
 from __future__ import annotations
 
-import mmap
 import os
-import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +25,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.gguf_split import part_name, part_paths
-from kukri.quant.blocks import dequantize
+from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.formats.gguf.split import part_name, part_paths
+from kukri.mapped_files import map_file
+from kukri.quant.blocks import ByteArray, dequantize
 from kukri.quant.types import QUANT_TYPES_BY_ID, QuantType
 
-ByteArray = npt.NDArray[np.uint8]
 Scalar = str | int | float | bool
 Value = Scalar | list[str] | npt.NDArray[Any]
 
@@ -83,12 +81,6 @@ class GGUFTensor:
     shape: tuple[int, ...]
     offset: int
     n_bytes: int
-
-
-def brief(value: object) -> str:
-    """A file's text or value as an error message shows it: quoted, on one line, short."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class GGUFFile:
@@ -153,7 +145,7 @@ class _Part:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.bytes: ByteArray | None = _map_file(path)
+        self.bytes: ByteArray | None = map_file(path, "GGUF")
         cursor = _Cursor(self.bytes, path)
         self.version, n_tensors, n_keys = _read_header(cursor)
         self.metadata = Metadata(cursor, n_keys)
@@ -375,24 +367,6 @@ class _Cursor:
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _WINDOW_BYTES = 1 << 16
-
-
-def _map_file(path: Path) -> ByteArray:
-    try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise FormatError("is a directory, not a GGUF file", path=path)
-        if not stat.S_ISREG(mode):
-            raise FormatError("is not a regular file", path=path)
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise FormatError("the file is empty", path=path)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except FileNotFoundError:
-        raise FormatError("there is no such file", path=path) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise FormatError(f"cannot be read: {reason}", path=path) from None
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int, int]:

@@ -8,8 +8,8 @@ import numpy as np
 import tokenizers
 
 from kukri.errors import UnsupportedError
-from kukri.formats.checkpoint import TokenizerFiles
-from kukri.tokenizer.hf_files import Parts
+from kukri.formats.huggingface.directory import TokenizerFiles
+from kukri.tokenizer.huggingface_reader import Parts
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 from kukri.tokenizer.tokenizer import merges_from_scores
 from kukri.tokenizer.vocabulary import SPACE_MARK, Vocabulary, ends_by_text

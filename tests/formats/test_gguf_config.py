@@ -11,9 +11,9 @@ import pytest
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.config_gguf import model_config
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
 
 F32 = QUANT_TYPES["F32"]

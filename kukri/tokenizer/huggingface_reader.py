@@ -8,9 +8,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.checkpoint import TokenizerFiles
-from kukri.formats.gguf import GGUFFile, brief
+from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.tokenizer import Tokenizer
 from kukri.tokenizer.vocabulary import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocabulary
 

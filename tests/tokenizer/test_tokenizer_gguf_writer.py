@@ -9,16 +9,16 @@ from typing import Any
 import gguf
 import pytest
 from hard_texts import HARD_TEXTS
-from test_hf_files import byte_level, files, prepending, save
+from test_huggingface_reader import byte_level, files, prepending, save
 from tiny_tokenizers import CORPUS, train_sentencepiece
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from kukri.errors import UnsupportedError
-from kukri.formats.gguf import GGUFFile
-from kukri.formats.gguf_writer import write_gguf
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.writer import write_gguf
 from kukri.tokenizer import Tokenizer, load_tokenizer
-from kukri.tokenizer.metadata_gguf import tokenizer_metadata
+from kukri.tokenizer.gguf_writer import tokenizer_metadata
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 
 

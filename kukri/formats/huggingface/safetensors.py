@@ -8,11 +8,9 @@ library, whose NumPy reader copies every tensor and knows no BF16.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
-import stat
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,19 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import ModelConfig
-from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError
-from kukri.formats.gguf import brief
-from kukri.kernels.types import ByteArray, FloatArray, Weight
-from kukri.quant.blocks import BLOCKS, dequantize, requantize
-from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
+from kukri.errors import FormatError, brief
+from kukri.formats.json_files import parse_json, read_json
+from kukri.mapped_files import map_file
+from kukri.quant.blocks import ByteArray
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the `safetensors` library
 _MAX_DIMENSIONS = 8
-_MAX_LISTED = 8
 
 # bytes of a number in each type of the format; those that run are below
 DTYPE_BYTES = {
@@ -41,17 +36,6 @@ DTYPE_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-_RUNS = ("F32", "F16", "BF16")
-
-# Tensors that old checkpoints carry and that follow from the configuration: frequencies and causal masks.
-_IGNORABLE = re.compile(
-    r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|self_attn\.(?:bias|masked_bias))"
-)
-
-PACKED_TYPES = tuple(name for name in BLOCKS if QUANT_TYPES[name].block_size > 1)  # while loading
-
-# The model below a head, or on its own, has other names in front than a language model's.
-_PREFIXES = ("model.", "transformer.", "")
 
 
 @dataclass(frozen=True)
@@ -74,114 +58,13 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._bytes = _map_file(self.path)
+        self._bytes = map_file(self.path, "safetensors")
         entries, start = _read_header(self._bytes, self.path)
         self.tensors = _read_tensors(entries, start, len(self._bytes), self.path)
 
     def data(self, tensor: SafeTensor) -> ByteArray:
         """A tensor as stored: uint8 [n_bytes], a read-only view of the mapped file."""
         return self._bytes[tensor.offset : tensor.offset + tensor.n_bytes]
-
-
-class SafetensorsWeights:
-    """The `WeightSource` of a directory's safetensors files. Matrices are views of the mapped files.
-
-    `quantize_to` packs every matrix to that type instead, a copy in memory, or to the type that stands in for
-    it where rows are no whole blocks of 256; rows of no whole blocks at all and vectors stay as they are.
-    Raises FormatError for what is broken or absent, and ConfigError for a type that weights cannot be packed
-    to.
-    """
-
-    def __init__(
-        self, directory: str | os.PathLike[str], config: ModelConfig, quantize_to: str | None = None
-    ) -> None:
-        self.path, self._config = Path(directory), config
-        self._target = None if quantize_to is None else packed_type(quantize_to)
-        self._files = open_files(self.path)
-        self._prefix = model_prefix(self._files)
-        self._taken: set[str] = set()
-
-    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
-        data, kind = self._take(name, shape)
-        rows = data.reshape(shape[0], -1)
-        target = self._target and fitting_type(self._target, shape[1])
-        if target is None:
-            return Weight(rows, kind, shape, name)
-        return Weight(requantize(rows, kind, target, tensor=name), target, shape, name)
-
-    def vector(self, name: str, size: int) -> FloatArray:
-        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
-        data, kind = self._take(name, (size,))
-        return dequantize(data.reshape(1, -1), kind).reshape(size)
-
-    def has(self, name: str) -> bool:
-        """True if the checkpoint has the tensor; does not take it."""
-        return self._stored_name(name) in self._files
-
-    @property
-    def names(self) -> Collection[str]:
-        """Every tensor."""
-        return self._files.keys()
-
-    def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that nobody took and that mean something."""
-        unused = [
-            name
-            for name in self._files
-            if name not in self._taken and not follows_from_config(name, self._config.tie_embeddings)
-        ]
-        if unused:
-            listed = ", ".join(map(brief, unused[:_MAX_LISTED]))
-            more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
-            raise UnusedTensorError(
-                f"holds tensors that no layer of {self._config.architecture} takes: {listed}{more}; "
-                "check model_type in config.json, or save the checkpoint without them",
-                path=self.path,
-            )
-
-    def _stored_name(self, name: str) -> str:
-        return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
-
-    def _take(self, name: str, shape: tuple[int, ...]) -> tuple[ByteArray, QuantType]:
-        name = self._stored_name(name)
-        file = self._files.get(name)
-        if file is None:
-            raise FormatError("is missing", path=self.path, tensor=name)
-        tensor = file.tensors[name]
-        if tensor.shape != shape:
-            message = f"has shape {tensor.shape} where the configuration asks for {shape}"
-            raise FormatError(message, path=file.path, offset=tensor.offset, tensor=name)
-        if tensor.dtype not in _RUNS:
-            raise UnsupportedError(
-                f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(_RUNS)}"
-            )
-        self._taken.add(name)
-        data = file.data(tensor)
-        if tensor.offset % DTYPE_BYTES[tensor.dtype]:
-            data = data.copy()  # numbers must not straddle their own boundaries
-        return data, QUANT_TYPES[tensor.dtype]
-
-
-def follows_from_config(name: str, tied: bool) -> bool:
-    """True for a tensor that is no parameter; `tied` if the head is the embedding."""
-    # transformers ties the head to the embedding and drops the copy that some checkpoints hold
-    return (tied and name == "lm_head.weight") or _IGNORABLE.fullmatch(name) is not None
-
-
-def model_prefix(names: Collection[str]) -> str:
-    """What stands before the names of the model below a head, in a checkpoint of these tensors."""
-    found = (prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in names)
-    return next(found, _PREFIXES[0])
-
-
-def packed_type(name: str) -> QuantType:
-    """The weight type of a name. Raises ConfigError for one that weights cannot be packed to."""
-    if name not in PACKED_TYPES:
-        raise ConfigError(
-            f"weights cannot be packed to {name!r} while loading: use one of {', '.join(PACKED_TYPES)}"
-        )
-    return QUANT_TYPES[name]
 
 
 def open_files(directory: Path) -> dict[str, SafetensorsFile]:
@@ -219,55 +102,10 @@ def write_safetensors(
         os.fsync(file.fileno())
 
 
-def read_json(path: Path, *, max_bytes: int = 100_000_000) -> dict[str, Any]:
-    """The object in a JSON file. Raises FormatError for anything else, duplicate keys included."""
-    try:
-        if path.stat().st_size > max_bytes:
-            raise FormatError(f"is larger than {max_bytes} bytes", path=path)
-        return parse_json(path.read_bytes(), path)
-    except FileNotFoundError:
-        raise FormatError("there is no such file", path=path) from None
-    except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", path=path) from None
-
-
-def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-    """The object in JSON text. Raises FormatError for anything else, duplicate keys included."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            keys = [key for key, _ in pairs]
-            again = next(key for i, key in enumerate(keys) if key in keys[:i])
-            raise FormatError(f"the key {brief(again)} appears twice", path=path)
-        return made
-
-    try:
-        value = json.loads(data.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"is not JSON: {' '.join(str(error).split())[:100]}", path=path) from None
-    if not isinstance(value, dict):
-        raise FormatError(f"must hold a JSON object, not {type(value).__name__}", path=path)
-    return value
-
-
-def _map_file(path: Path) -> ByteArray:
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise FormatError("is not a regular file", path=path)
-            if status.st_size < 8:
-                raise FormatError(f"is cut short: {status.st_size} bytes are no safetensors file", path=path)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except FileNotFoundError:
-        raise FormatError("there is no such file", path=path) from None
-    except (OSError, ValueError) as error:
-        raise FormatError(f"cannot be read: {getattr(error, 'strerror', error)}", path=path) from None
-
-
 def _read_header(data: ByteArray, path: Path) -> tuple[dict[str, Any], int]:
     """The header's entries, and where the tensors begin in the file."""
+    if len(data) < 8:
+        raise FormatError(f"is cut short: {len(data)} bytes are no safetensors file", path=path)
     n_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if n_bytes > MAX_HEADER_BYTES:
         raise FormatError(f"claims a header of {n_bytes} bytes: not a safetensors file", path=path, offset=0)

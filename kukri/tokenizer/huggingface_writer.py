@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, processors
 
-from kukri.formats.gguf import GGUFFile
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.tokenizer import Tokenizer
 from kukri.tokenizer.vocabulary import SPACE_MARK, UNUSED, USER_DEFINED
 

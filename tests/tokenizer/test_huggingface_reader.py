@@ -23,7 +23,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.checkpoint import TokenizerFiles, _tokenizer_files
+from kukri.formats.huggingface.directory import TokenizerFiles, tokenizer_files
 from kukri.tokenizer import ChatTemplate, TextStream, load_tokenizer
 
 N_VOCAB = 1000
@@ -94,7 +94,7 @@ def save(directory: Path, made: Tokenizer, **settings_: object) -> Path:
 
 
 def files(directory: Path, n_vocab: int = N_VOCAB, **config: object) -> TokenizerFiles:
-    return _tokenizer_files(directory, config, n_vocab)
+    return tokenizer_files(directory, config, n_vocab)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -1,4 +1,4 @@
-"""Writes GGUF files: `kukri.formats.gguf` has the layout."""
+"""Writes GGUF files: `kukri.formats.gguf.reader` has the layout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError
-from kukri.formats.gguf import (
+from kukri.errors import FormatError, brief
+from kukri.formats.gguf.reader import (
     ARRAY_ID,
     MAX_KEY_BYTES,
     MAX_NAME_BYTES,
@@ -20,7 +20,6 @@ from kukri.formats.gguf import (
     STRING_ID,
     aligned,
     alignment_of,
-    brief,
     impossible_shape,
     n_bytes_of,
 )

@@ -8,7 +8,7 @@ import pytest
 import transformers as tr
 
 from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.config_hf import HF_ARCHITECTURES, hf_model_config
+from kukri.formats.huggingface.config import HF_ARCHITECTURES, hf_model_config
 
 PATH = Path("dir/config.json")
 CLASSES = {

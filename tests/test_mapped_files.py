@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kukri.kernels.cpu.memory import address_of, fetch_file_pages, forget_file_pages
+from kukri.kernels.cpu.memory import address_of
+from kukri.mapped_files import fetch_pages, release_pages
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident"
@@ -32,9 +33,9 @@ def test_file_pages_are_given_back_and_fetched(tmp_path: Path, shape: tuple[int,
         n_kib = rows.nbytes // 1024
         np.testing.assert_array_equal(view, rows)
         assert resident_kib(path) >= n_kib
-        forget_file_pages(view)
+        release_pages(view)
         assert resident_kib(path) < 8 + n_kib // 20
-        fetch_file_pages(view)
+        fetch_pages(view)
         assert resident_kib(path) >= n_kib
         assert address_of(view) % mmap.PAGESIZE == 64
         np.testing.assert_array_equal(view, rows)

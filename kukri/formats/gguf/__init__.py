@@ -1,0 +1,1 @@
+"""GGUF files: reader, writer, configuration, tensor names and weights."""

@@ -1,0 +1,1 @@
+"""Directories as transformers saves them: configuration, safetensors, weights, tokenizer files."""

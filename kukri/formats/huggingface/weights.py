@@ -1,0 +1,129 @@
+"""The `WeightSource` of a directory of safetensors files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from kukri.config import ModelConfig
+from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief
+from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
+from kukri.kernels.types import ByteArray, FloatArray, Weight
+from kukri.quant.blocks import BLOCKS, dequantize, requantize
+from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
+
+_RUNS = ("F32", "F16", "BF16")
+_MAX_LISTED = 8
+
+# Tensors that old checkpoints carry and that follow from the configuration: frequencies and causal masks.
+_IGNORABLE = re.compile(
+    r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|self_attn\.(?:bias|masked_bias))"
+)
+
+PACKED_TYPES = tuple(name for name in BLOCKS if QUANT_TYPES[name].block_size > 1)  # while loading
+
+# The model below a head, or on its own, has other names in front than a language model's.
+_PREFIXES = ("model.", "transformer.", "")
+
+
+class SafetensorsWeights:
+    """The `WeightSource` of a directory's safetensors files. Matrices are views of the mapped files.
+
+    `quantize_to` packs every matrix to that type instead, a copy in memory, or to the type that stands in for
+    it where rows are no whole blocks of 256; rows of no whole blocks at all and vectors stay as they are.
+    Raises FormatError for what is broken or absent, and ConfigError for a type that weights cannot be packed
+    to.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], config: ModelConfig, quantize_to: str | None = None
+    ) -> None:
+        self.path, self._config = Path(directory), config
+        self._target = None if quantize_to is None else packed_type(quantize_to)
+        self._files = open_files(self.path)
+        self._prefix = model_prefix(self._files)
+        self._taken: set[str] = set()
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
+        data, kind = self._take(name, shape)
+        rows = data.reshape(shape[0], -1)
+        target = self._target and fitting_type(self._target, shape[1])
+        if target is None:
+            return Weight(rows, kind, shape, name)
+        return Weight(requantize(rows, kind, target, tensor=name), target, shape, name)
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
+        data, kind = self._take(name, (size,))
+        return dequantize(data.reshape(1, -1), kind).reshape(size)
+
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has the tensor; does not take it."""
+        return self._stored_name(name) in self._files
+
+    @property
+    def names(self) -> Collection[str]:
+        """Every tensor."""
+        return self._files.keys()
+
+    def done(self) -> None:
+        """Raises UnusedTensorError listing the tensors that nobody took and that mean something."""
+        unused = [
+            name
+            for name in self._files
+            if name not in self._taken and not follows_from_config(name, self._config.tie_embeddings)
+        ]
+        if unused:
+            listed = ", ".join(map(brief, unused[:_MAX_LISTED]))
+            more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
+            raise UnusedTensorError(
+                f"holds tensors that no layer of {self._config.architecture} takes: {listed}{more}; "
+                "check model_type in config.json, or save the checkpoint without them",
+                path=self.path,
+            )
+
+    def _stored_name(self, name: str) -> str:
+        return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> tuple[ByteArray, QuantType]:
+        name = self._stored_name(name)
+        file = self._files.get(name)
+        if file is None:
+            raise FormatError("is missing", path=self.path, tensor=name)
+        tensor = file.tensors[name]
+        if tensor.shape != shape:
+            message = f"has shape {tensor.shape} where the configuration asks for {shape}"
+            raise FormatError(message, path=file.path, offset=tensor.offset, tensor=name)
+        if tensor.dtype not in _RUNS:
+            raise UnsupportedError(
+                f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(_RUNS)}"
+            )
+        self._taken.add(name)
+        data = file.data(tensor)
+        if tensor.offset % DTYPE_BYTES[tensor.dtype]:
+            data = data.copy()  # numbers must not straddle their own boundaries
+        return data, QUANT_TYPES[tensor.dtype]
+
+
+def follows_from_config(name: str, tied: bool) -> bool:
+    """True for a tensor that is no parameter; `tied` if the head is the embedding."""
+    # transformers ties the head to the embedding and drops the copy that some checkpoints hold
+    return (tied and name == "lm_head.weight") or _IGNORABLE.fullmatch(name) is not None
+
+
+def model_prefix(names: Collection[str]) -> str:
+    """What stands before the names of the model below a head, in a checkpoint of these tensors."""
+    found = (prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in names)
+    return next(found, _PREFIXES[0])
+
+
+def packed_type(name: str) -> QuantType:
+    """The weight type of a name. Raises ConfigError for one that weights cannot be packed to."""
+    if name not in PACKED_TYPES:
+        raise ConfigError(
+            f"weights cannot be packed to {name!r} while loading: use one of {', '.join(PACKED_TYPES)}"
+        )
+    return QUANT_TYPES[name]

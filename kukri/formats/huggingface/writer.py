@@ -1,0 +1,102 @@
+"""Writes a checkpoint directory that transformers reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.errors import FormatError
+from kukri.formats.huggingface.config import hf_config
+from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
+from kukri.kernels.types import ByteArray, FloatArray, Weight
+from kukri.mapped_files import release_pages
+from kukri.models.weights import WeightSource
+from kukri.quant.blocks import requantize
+from kukri.quant.types import QUANT_TYPES
+
+
+class NamedWeights:
+    """A `WeightSource` that passes on what another holds, and notes what a model takes from it.
+
+    Attributes: matrices and vectors, the shape of each by name.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.matrices: dict[str, tuple[int, int]] = {}
+        self.vectors: dict[str, int] = {}
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix as it is stored."""
+        self.matrices[name] = shape
+        return self._source.matrix(name, shape)
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """A vector as float32 [size]."""
+        self.vectors[name] = size
+        return self._source.vector(name, size)
+
+    def has(self, name: str) -> bool:
+        """True if there is such a tensor."""
+        return self._source.has(name)
+
+    def done(self) -> None:
+        """Raises UnusedTensorError listing the tensors that nobody took."""
+        self._source.done()
+
+
+def write_directory(
+    path: Path,
+    config: ModelConfig,
+    weights: NamedWeights,
+    dtype: str,
+    text: Mapping[str, Any],
+    on_tensor: Callable[[str], None],
+) -> None:
+    """Writes a model as transformers saves it; the directory appears complete or not at all.
+
+    `weights` are those a model has taken, `text` the contents of its tokenizer's files by their names.
+    Matrices become `dtype` (F32, F16 or BF16), vectors stay F32.
+    """
+    target, names = QUANT_TYPES[dtype], [*weights.matrices, *weights.vectors]
+
+    def matrix(name: str) -> Callable[[], ByteArray]:
+        def make() -> ByteArray:
+            on_tensor(name)
+            weight = weights.matrix(name, weights.matrices[name])
+            made = requantize(weight.data, weight.type, target, tensor=name)
+            release_pages(weight.data)
+            return made
+
+        return make
+
+    def vector(name: str) -> Callable[[], ByteArray]:
+        return lambda: weights.vector(name, weights.vectors[name]).view(np.uint8)
+
+    tensors: dict[str, tuple[str, tuple[int, ...], Callable[[], ByteArray]]] = {
+        name: (dtype, shape, matrix(name)) for name, shape in weights.matrices.items()
+    }
+    tensors |= {name: ("F32", (size,), vector(name)) for name, size in weights.vectors.items()}
+    torch_name = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
+    stated = {**hf_config(config, names), "torch_dtype": torch_name}
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        unfinished.mkdir()
+        for name, contents in {"config.json": stated, **text}.items():
+            made = (
+                contents if isinstance(contents, str) else json.dumps(contents, ensure_ascii=False, indent=2)
+            )
+            (unfinished / name).write_text(made, encoding="utf-8")
+        write_safetensors(unfinished / SINGLE_NAME, tensors)
+        unfinished.rename(path)
+    except OSError as error:
+        raise FormatError(f"cannot be written: {error.strerror}", path=path) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,0 +1,41 @@
+"""JSON files that hold one object."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kukri.errors import FormatError, brief
+
+
+def read_json(path: Path, *, max_bytes: int = 100_000_000) -> dict[str, Any]:
+    """The object in a JSON file. Raises FormatError for anything else, duplicate keys included."""
+    try:
+        if path.stat().st_size > max_bytes:
+            raise FormatError(f"is larger than {max_bytes} bytes", path=path)
+        return parse_json(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise FormatError("there is no such file", path=path) from None
+    except OSError as error:
+        raise FormatError(f"cannot be read: {error.strerror}", path=path) from None
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    """The object in JSON text. Raises FormatError for anything else, duplicate keys included."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            keys = [key for key, _ in pairs]
+            again = next(key for i, key in enumerate(keys) if key in keys[:i])
+            raise FormatError(f"the key {brief(again)} appears twice", path=path)
+        return made
+
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"is not JSON: {' '.join(str(error).split())[:100]}", path=path) from None
+    if not isinstance(value, dict):
+        raise FormatError(f"must hold a JSON object, not {type(value).__name__}", path=path)
+    return value

@@ -1,0 +1,23 @@
+"""`WeightSource`: where models pull their weights from, by canonical name, with shapes checked."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kukri.kernels.types import FloatArray, Weight
+
+
+class WeightSource(Protocol):
+    """The weights of a checkpoint under Hugging Face names, q and k rows in half-split RoPE order."""
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
+
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has the tensor; does not take it."""
+
+    def done(self) -> None:
+        """Raises UnusedTensorError listing the tensors that nobody took."""
