@@ -177,7 +177,7 @@ class _Trial:
             )
             message = {"role": "user", "content": task.text}
             ids = llm._encode_chat([message]) if task.is_chat else llm._encode(task.text)
-            answers.append(llm._answer(ids, params))
+            answers.append(llm._call(ids, params))
         started = time.perf_counter()
         results = llm._run(answers)
         spent_s = time.perf_counter() - started

@@ -1,13 +1,13 @@
-"""The offline face: text in, text out.
+"""The offline face: text in, text out, from any number of threads.
 
-Token ids become text here and nowhere below: control tokens are not shown, a character is never cut in half,
-and stop strings are matched on the text.
+Token ids become text in `kukri.answer` and nowhere below; models are opened in `kukri.loading`.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -16,18 +16,17 @@ from types import TracebackType
 from typing import Any, Literal, cast, overload
 
 from kukri import tasks
-from kukri.config import EngineConfig, ModelConfig, Speculation
+from kukri.answer import Answer
+from kukri.config import Speculation
 from kukri.engine import Engine, Request, RequestState, Timings
-from kukri.errors import ConfigError, FormatError, HookError, KukriError, RequestError, UnsupportedError
-from kukri.formats import hub
-from kukri.formats.checkpoint import open_checkpoint
-from kukri.kernels import make_backend
+from kukri.engine.turns import EngineTurns
+from kukri.errors import HookError, KukriError, RequestError, UnsupportedError
 from kukri.kernels.types import FloatArray, Hook
-from kukri.models import Forward, Model, load_model, tap_names
-from kukri.models.rope import with_scaling
+from kukri.loading import ModelOptions, open_model
+from kukri.models import Forward, tap_names
 from kukri.sampling import SampledToken, SamplingParams, resolve_texts
 from kukri.tasks import Label, Span, TokenLabel
-from kukri.tokenizer import ChatTemplate, StopStrings, TextStream, Tokenizer, load_tokenizer
+from kukri.tokenizer import ChatTemplate, Tokenizer
 
 _USES = {
     "question_answering": "answer()",
@@ -46,7 +45,7 @@ class Result:
 
     `token_ids` are all tokens generated, one that ended the answer included; `text` leaves control tokens and
     a stop string out. `finish_reason` is "length", or "stop" for an end of text, a stop id or a stop string,
-    and `stop_reason` is the id or the string. `logprobs` has an entry for each token, where asked for.
+    and `stop_reason` is the id or the string. `logprobs` has an entry for each token, if requested.
     """
 
     text: str
@@ -69,19 +68,22 @@ class Chunk:
 
 
 class LLM:
-    """A model loaded from a file, ready to generate. For one thread at a time.
+    """A model loaded from a file, ready to generate. Threads may share it: their calls run as one batch.
 
     `model` is a known name, the path of a .gguf file or of a directory with safetensors, or None for the
     default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0", "Q4_K" …, packs a
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
     for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
-    steps of `max_step_tokens`. Up to `max_requests` prompts of a list are answered side by side, in a cache
+    steps of `max_step_tokens`. Up to `max_requests` requests, None for 16, run side by side, in a cache
     with room for as many contexts, or of `kv_bytes`, in float16 or q8_0. `rope_scaling`, "linear", "dynamic"
-    or "yarn", stretches the model's context `rope_factor` times. `speculation` computes guesses beside a
-    token, which changes none, unless a request says otherwise: "ngram" looks them up in the text, "draft"
-    asks `draft_model`, a small model of the same tokens; "off" does without.
+    or "yarn", stretches the model's context `rope_factor` times. `speculation` computes drafts beside a
+    token, which change none, unless a request says otherwise: "ngram" looks them up in the text, "draft"
+    runs `draft_model`, a small model of the same tokens; "off" does without.
 
-    Attributes: path, config (of the file), engine_config, tokenizer, model, engine.
+    Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
+    see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
+
+    Attributes: options, path, config (of the file), engine_config, tokenizer, model, engine.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class LLM:
         n_threads: int | None = None,
         backend: Literal["cpu", "reference"] = "cpu",
         max_step_tokens: int = 512,
-        max_requests: int = 1,
+        max_requests: int | None = None,
         kv_bytes: int | None = None,
         kv_type: Literal["f16", "q8_0"] = "f16",
         quantize: str | None = None,
@@ -101,40 +103,28 @@ class LLM:
         speculation: Speculation | None = None,
         draft_model: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.engine_config = EngineConfig(
-            backend=backend,
+        self.options = ModelOptions(
+            model=None if model is None else os.fspath(model),
             max_context=max_context,
-            max_requests=max_requests,
+            n_threads=n_threads,
+            backend=backend,
             max_step_tokens=max_step_tokens,
+            max_requests=max_requests,
             kv_bytes=kv_bytes,
             kv_type=kv_type,
-            speculation=speculation or ("ngram" if draft_model is None else "draft"),
-            n_threads=n_threads,
+            quantize=quantize,
+            rope_scaling=rope_scaling,
+            rope_factor=rope_factor,
+            speculation=speculation,
+            draft_model=None if draft_model is None else os.fspath(draft_model),
         )
-        self.path = hub.resolve(model)
-        with open_checkpoint(self.path, quantize) as checkpoint:
-            self.config = _stretched(checkpoint.config, rope_scaling, rope_factor)
-            self.tokenizer = load_tokenizer(checkpoint.tokenizer)
-            if self.tokenizer.n_vocab != self.config.n_vocab:
-                raise FormatError(
-                    f"{self.tokenizer.n_vocab} tokens for {self.config.n_vocab} rows of the embedding",
-                    path=self.path,
-                )
-            used = _within(self.config, max_context)
-            self.model: Model = load_model(checkpoint.weights(used), used)
-        self._backend = make_backend(backend, n_threads)
-        self.model.bind(self._backend)
-        self._engine: Engine | None = None  # a head for a task has no use for one
+        loaded = open_model(self.options)
+        self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config
+        self.tokenizer, self.model = loaded.tokenizer, loaded.model
+        self._backend, self._engine = loaded.backend, loaded.engine
         self._is_open = True
-        if self.config.head.kind == "language_model":
-            self._engine = Engine(
-                self.model,
-                self._backend,
-                self.engine_config,
-                eos_ids=self.tokenizer.eos_ids,
-                draft_model=None if draft_model is None else _draft_model(draft_model, self.tokenizer),
-            )
-        self._answers: dict[int, _Answer] = {}  # those under way, by request id
+        self._turns = EngineTurns(self._step)
+        self._running: dict[int, tuple[Answer, _Call]] = {}  # by request id; for the holder of the turn
 
     @overload
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Result: ...
@@ -155,8 +145,7 @@ class LLM:
         """
         checked = resolve_texts(_params(params, overrides), self.tokenizer)
         many = _is_many(prompt)
-        answers = [self._answer(self._encode(p), checked) for p in (prompt if many else [prompt])]
-        results = self._run(answers)
+        results = self._run([self._call(self._encode(p), checked) for p in (prompt if many else [prompt])])
         return results if many else results[0]
 
     def chat(
@@ -166,8 +155,8 @@ class LLM:
 
         Control tokens come from the template alone: in the contents they stay text.
         """
-        checked = _params(params, overrides)
-        return self._run([self._answer(self._encode_chat(messages), checked)])[0]
+        checked = resolve_texts(_params(params, overrides), self.tokenizer)
+        return self._run([self._call(self._encode_chat(messages), checked)])[0]
 
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, **overrides: Any
@@ -176,16 +165,17 @@ class LLM:
 
         The request is checked at once and starts with the first chunk; closing the iterator ends it.
         """
-        checked = _params(params, overrides)
+        checked = resolve_texts(_params(params, overrides), self.tokenizer)
         if _is_chat(prompt):
             ids: Any = self._encode_chat(cast("Sequence[Message]", prompt))
         else:
             ids = self._encode(prompt)
-        return self._chunks(self._answer(ids, checked))
+        return self._chunks(self._call(ids, checked, streams=True))
 
     def logits(self, token_ids: Sequence[int]) -> FloatArray:
         """Logits float32 [T, V]: row t is about the token after `token_ids[: t + 1]`."""
-        return self.engine.logits(token_ids)
+        with self._turns.alone():
+            return self.engine.logits(token_ids)
 
     def answer(
         self, question: str, context: str, *, top_k: int = 1, max_answer_tokens: int = 15
@@ -194,25 +184,25 @@ class LLM:
 
         For checkpoints of `...ForQuestionAnswering`; others raise UnsupportedError.
         """
-        self._check_open()
-        return tasks.answer(
-            self.model,
-            self.tokenizer,
-            question,
-            context,
-            top_k=top_k,
-            max_answer_tokens=max_answer_tokens,
-        )
+        with self._alone():
+            return tasks.answer(
+                self.model,
+                self.tokenizer,
+                question,
+                context,
+                top_k=top_k,
+                max_answer_tokens=max_answer_tokens,
+            )
 
     def classify(self, text: str) -> list[Label]:
         """Every label of a text with its score, the best first; for `...ForSequenceClassification`."""
-        self._check_open()
-        return tasks.classify(self.model, self.tokenizer, text)
+        with self._alone():
+            return tasks.classify(self.model, self.tokenizer, text)
 
     def classify_tokens(self, text: str) -> list[TokenLabel]:
         """A label for each token of a text, with its place; for `...ForTokenClassification`."""
-        self._check_open()
-        return tasks.classify_tokens(self.model, self.tokenizer, text)
+        with self._alone():
+            return tasks.classify_tokens(self.model, self.tokenizer, text)
 
     def embed(
         self, texts: str | Sequence[str], *, pooling: tasks.Pooling = "mean", normalize: bool = True
@@ -222,13 +212,13 @@ class LLM:
         `pooling` is the mean over all tokens, the last or the first ("cls"), of what the last norm gives.
         `normalize` makes vectors of length 1.
         """
-        self._check_open()
         if not isinstance(texts, Sequence):
             raise RequestError(
                 f"texts must be str or a list of them, not {type(texts).__name__}", param="texts"
             )
         many = [texts] if isinstance(texts, str) else texts
-        vectors = tasks.embed(self.embedder, self.tokenizer, many, pooling=pooling, normalize=normalize)
+        with self._alone():
+            vectors = tasks.embed(self.embedder, self.tokenizer, many, pooling=pooling, normalize=normalize)
         return vectors[0] if isinstance(texts, str) else vectors
 
     @contextmanager
@@ -244,18 +234,19 @@ class LLM:
                 raise HookError(f"the model has no hook {name!r}{_close_matches(name, self.hook_names)}")
             if not callable(hook):
                 raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
-        self._check_open()
         listening = dict(hooks)
-        listened: list[Forward | Engine] = [self.model.bound]
-        if self._engine is not None:
-            listened.append(self._engine)
-        for runner in listened:
-            runner.add_hooks(listening)
+        with self._alone():
+            listened: list[Forward | Engine] = [self.model.bound]
+            if self._engine is not None:
+                listened.append(self._engine)
+            for runner in listened:
+                runner.add_hooks(listening)
         try:
             yield
         finally:
-            for runner in listened:
-                runner.remove_hooks(listening)
+            with self._turns.alone():
+                for runner in listened:
+                    runner.remove_hooks(listening)
 
     @cached_property
     def hook_names(self) -> tuple[str, ...]:
@@ -275,22 +266,30 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine below. Raises KukriError after `close`, UnsupportedError where the head is no LM's."""
+        """The engine below, to be stepped by this LLM alone.
+
+        Raises KukriError after `close`, UnsupportedError if the head is no language model's.
+        """
         self._check_open()
         self._check_generates()
-        assert self._engine is not None, "an open LLM of a language model has an engine"
-        return self._engine
+        engine = self._engine
+        if engine is None:
+            raise self._closed_error()
+        return engine
 
     def close(self) -> None:
-        """Ends what is still under way, the backend's threads too. The LLM cannot be used any more."""
-        for answer in list(self._answers.values()):
-            self._drop(answer)
-        self._engine, self._is_open = None, False
-        self.__dict__.pop("embedder", None)  # its caches
-        self.model.bind(None)
-        close = getattr(self._backend, "close", None)
-        if close is not None:
-            close()
+        """Ends all calls under way, with an error, and the backend's threads. The LLM is of no use after."""
+        with self._turns.alone():
+            self._is_open = False
+            for _, call in self._running.values():
+                call.error = call.error or self._closed_error()
+            self._end([call for _, call in self._running.values()])
+            self._engine = None
+            self.__dict__.pop("embedder", None)  # its caches
+            self.model.bind(None)
+            close = getattr(self._backend, "close", None)
+            if close is not None:
+                close()
 
     def __enter__(self) -> LLM:
         return self
@@ -300,9 +299,20 @@ class LLM:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within the block no step runs. Raises KukriError after `close`."""
+        with self._turns.alone():
+            self._check_open()
+            yield
+
     def _check_open(self) -> None:
         if not self._is_open:
-            raise KukriError("this LLM is closed: load the model again")
+            raise self._closed_error()
+
+    @staticmethod
+    def _closed_error() -> KukriError:
+        return KukriError("this LLM is closed: load the model again")
 
     def _check_generates(self) -> None:
         kind = self.config.head.kind
@@ -320,145 +330,169 @@ class LLM:
         self._check_generates()  # before a template is missed that has no use
         return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
 
-    def _answer(self, prompt_ids: Any, params: SamplingParams) -> _Answer:
-        params = resolve_texts(params, self.tokenizer)
-        return _Answer(self.engine.make_request(prompt_ids, params), self.tokenizer)
+    def _call(self, prompt_ids: Any, params: SamplingParams, *, streams: bool = False) -> _Call:
+        """A call for one prompt, checked, its texts resolved already; not started."""
+        engine = self.engine
+        request = engine.make_request(prompt_ids, params)
+        engine.scheduler.check_fits(request)
+        return _Call(request, self.tokenizer, streams=streams)
 
-    def _run(self, answers: list[_Answer]) -> list[Result]:
+    def _run(self, calls: list[_Call]) -> list[Result]:
         try:
-            for answer in answers:
-                self._start(answer)
-            return [self._finished(answer) for answer in answers]
+            self._start(calls)
+            return [self._finished(call) for call in calls]
         finally:
-            for answer in answers:
-                self._drop(answer)
+            self._drop(calls)
 
-    def _finished(self, answer: _Answer) -> Result:
-        while answer.result is None:
-            self._step(answer)
-        return answer.result
+    def _finished(self, call: _Call) -> Result:
+        self._turns.wait(lambda: call.is_done)
+        return call.result_or_error()
 
-    def _chunks(self, answer: _Answer) -> Iterator[Chunk]:
+    def _chunks(self, call: _Call) -> Iterator[Chunk]:
         try:
-            self._start(answer)
+            self._start([call])
             chunk: Chunk | None = None
             while chunk is None or chunk.result is None:
-                if answer.result is None:  # else another stream's steps have finished it
-                    self._step(answer)
-                chunk = answer.take_chunk()
-                if chunk is not None:
-                    yield chunk
+                self._turns.wait(lambda: call.is_done or bool(call.chunks))
+                if not call.chunks:
+                    call.result_or_error()  # raises: a result comes with a chunk
+                yield (chunk := call.chunks.popleft())
         finally:
-            self._drop(answer)
+            self._drop([call])
 
-    def _start(self, answer: _Answer) -> None:
-        self.engine.add_request(answer.request)
-        self._answers[answer.request.id] = answer
+    def _start(self, calls: list[_Call]) -> None:
+        """Queues the calls' requests before the next step."""
+        self._turns.submit(lambda: self._add(calls))
 
-    def _drop(self, answer: _Answer) -> None:
-        """Forgets an answer, and ends it where it is not."""
-        if self._answers.pop(answer.request.id, None) is not None and self._engine is not None:
-            self._engine.abort(answer.request)
+    def _drop(self, calls: list[_Call]) -> None:
+        """Ends, before the next step, what is left of calls nobody waits for."""
+        left = [call for call in calls if not call.is_done]
+        if left:
+            self._turns.submit(lambda: self._end(left))
 
-    def _step(self, answer: _Answer) -> None:
-        """Runs one step for all that is under way. Raises the error that ended `answer`, if one did."""
-        engine = self.engine
-        for request, token, finish_reason in engine.step():
-            owner = self._answers.get(request.id)
-            if owner is not None and token is not None and owner.result is None:
-                stop = owner.push(token.id, finish_reason)
-                if stop is not None:
-                    engine.finish(request, "stop", stop)
-                if stop is not None or finish_reason is not None:
-                    owner.end(stop)
-        if answer.result is None and answer.request.state is RequestState.FINISHED:
-            raise answer.request.error or KukriError(f"request {answer.request.id} was aborted")
+    # The methods below belong to the thread that holds the turn.
+
+    def _add(self, calls: list[_Call]) -> None:
+        for call in calls:
+            if self._engine is None:
+                call.error = self._closed_error()
+                continue
+            self._engine.add_request(call.answer.request)
+            self._running[call.answer.request.id] = call.answer, call
+
+    def _end(self, calls: list[_Call]) -> None:
+        for call in calls:
+            if self._running.pop(call.answer.request.id, None) is not None and self._engine is not None:
+                self._engine.abort(call.answer.request)
+
+    def _step(self) -> None:
+        """Runs one step and gives each call its tokens, or the error that ended it."""
+        engine = self._engine
+        assert engine is not None, "close() leaves nothing to wait for"
+        try:
+            outputs = engine.step()
+        except BaseException as error:
+            if not self._fail_ended(error) or not isinstance(error, Exception):
+                raise
+            return
+        if not outputs:
+            self._fail_ended()
+            return
+        touched: dict[Answer, _Call] = {}
+        for request, token, finish_reason in outputs:
+            answer, call = self._running.get(request.id, (None, None))
+            if answer is None or call is None:  # ended by a stop string earlier in the step
+                continue
+            stop = answer.push(token, finish_reason)
+            if stop is not None and finish_reason is None:
+                engine.finish(request, "stop", stop)
+            if answer.finish_reason is not None:
+                del self._running[request.id]
+            touched[answer] = call
+        for call in touched.values():
+            call.advance()
+
+    def _fail_ended(self, error: BaseException | None = None) -> bool:
+        """Fails the calls whose requests ended without an output, by `error` if given; False if none did."""
+        has_work = self._engine is not None and self._engine.has_work
+        ended = [
+            (answer, call)
+            for answer, call in self._running.values()
+            if answer.request.state is RequestState.FINISHED or not has_work
+        ]
+        for answer, call in ended:
+            del self._running[answer.request.id]
+            call.error = (error if isinstance(error, Exception) else None) or _ending_of(answer.request)
+        return bool(ended)
 
 
-class _Answer:
-    """A request and the text that grows from it; `result` when it is done."""
+class _Call:
+    """One prompt's answer, filled by the thread that holds the turn and read by the one that called."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self.request = request
+    def __init__(self, request: Request, tokenizer: Tokenizer, *, streams: bool) -> None:
+        self.answer = Answer(request, 0, tokenizer)
+        self.chunks: deque[Chunk] = deque()  # of a stream, not read yet
         self.result: Result | None = None
-        self._stream = TextStream(tokenizer)
-        self._stops = StopStrings(request.params.stop_strings)
-        self._pieces: list[str] = []
-        self._n_tokens = self._n_pieces_taken = self._n_tokens_taken = 0
+        self.error: Exception | None = None
+        self._streams, self._text, self._n_tokens_taken = streams, "", 0
 
-    def push(self, token_id: int, finish_reason: str | None) -> str | None:
-        """Adds a token's text; gives the stop string that it completed."""
-        self._n_tokens += 1
-        if finish_reason == "stop":  # by its id: it is no part of the text
-            return None
-        text, stop = self._stream.push(token_id), None
-        if self._n_tokens >= self.request.params.min_tokens:
-            text, stop = self._stops.push(text)
-        self._pieces.append(text)
-        return stop
+    @property
+    def is_done(self) -> bool:
+        """True once there is a result or an error."""
+        return self.result is not None or self.error is not None
 
-    def end(self, stop: str | None) -> None:
-        """Makes the result, once the request has finished; `stop` is the stop string that ended it."""
-        if stop is None:
-            text, stop = self._stops.push(self._stream.flush())
-            self._pieces += [text] if stop is not None else [text, self._stops.flush()]
-        request = self.request
-        request.cut(self._n_tokens)
-        self.result = Result(
-            text="".join(self._pieces),
+    def result_or_error(self) -> Result:
+        """Returns the result. Raises the error that ended the call."""
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None, "the call is done"
+        return self.result
+
+    def advance(self) -> None:
+        """Takes what a step added: the next chunk of a stream, the result at the end."""
+        answer = self.answer
+        if answer.finish_reason in ("abort", "error"):
+            self.error = _ending_of(answer.request)
+            return
+        is_ended = answer.finish_reason is not None
+        if not self._streams and not is_ended:
+            return
+        text = answer.take_text()
+        self._text += text
+        result = self._result() if is_ended else None
+        if self._streams and (text or is_ended):
+            first = answer.request.n_prompt + self._n_tokens_taken
+            self._n_tokens_taken = answer.n_tokens
+            token_ids = answer.request.tokens[first : answer.request.n_prompt + answer.n_tokens].tolist()
+            self.chunks.append(
+                Chunk(text, token_ids, None if result is None else result.finish_reason, result)
+            )
+        self.result = result
+
+    def _result(self) -> Result:
+        answer, request = self.answer, self.answer.request
+        request.cut(answer.n_tokens)
+        return Result(
+            text=self._text,
             token_ids=request.output_ids,
-            finish_reason="stop" if stop is not None else cast("FinishReason", request.finish_reason),
-            stop_reason=stop if stop is not None else request.stop_reason,
+            finish_reason=cast("FinishReason", answer.finish_reason),
+            stop_reason=request.stop_reason if answer.stop_string is None else answer.stop_string,
             logprobs=None if request.params.logprobs is None else request.sampled,
             prompt_token_ids=request.tokens[: request.n_prompt].tolist(),
             timings=request.timings,
         )
 
-    def take_chunk(self) -> Chunk | None:
-        """What came since the last chunk; None while there is nothing to show."""
-        request, result = self.request, self.result
-        text = "".join(self._pieces[self._n_pieces_taken :])
-        if not text and result is None:
-            return None
-        first = request.n_prompt + self._n_tokens_taken
-        token_ids = request.tokens[first : request.n_tokens].tolist()
-        self._n_pieces_taken, self._n_tokens_taken = len(self._pieces), request.n_generated
-        return Chunk(text, token_ids, None if result is None else result.finish_reason, result)
+
+def _ending_of(request: Request) -> KukriError:
+    """The error that ended a request."""
+    if request.error is not None and str(request.error):
+        return request.error
+    return KukriError(f"request {request.id} was aborted")
 
 
 def load(model: str | os.PathLike[str] | None = None, **options: Any) -> LLM:
-    """An LLM, as `LLM(model, **options)` makes it."""
+    """Opens an LLM: the same as `LLM(model, **options)`."""
     return LLM(model, **options)
-
-
-def _stretched(config: ModelConfig, kind: str | None, factor: float | None) -> ModelConfig:
-    """The configuration with RoPE scaled as a user asks."""
-    if kind is None and factor is None:
-        return config
-    if kind is None or factor is None:
-        raise ConfigError("rope_scaling and rope_factor belong together: give both, or neither")
-    return with_scaling(config, kind, factor)
-
-
-def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer) -> Model:
-    """A model to guess with. Raises ConfigError where its tokens are others, or it is no language model."""
-    path = hub.resolve(model)
-    with open_checkpoint(path, None) as checkpoint:
-        config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)
-        if config.head.kind != "language_model":
-            raise ConfigError(f"{path} generates no text and cannot guess any")
-        if own.vocabulary.id_of != tokenizer.vocabulary.id_of or config.n_vocab != tokenizer.n_vocab:
-            raise ConfigError(f"{path} has other tokens than the model: a draft model needs the same")
-        return load_model(checkpoint.weights(config), config)
-
-
-def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
-    """The configuration with the context that will be used, so that tables are no longer than that."""
-    if max_context is None:
-        return config
-    if max_context > config.max_context:
-        raise ConfigError(f"max_context {max_context} is more than the model's {config.max_context} tokens")
-    return replace(config, max_context=max_context)
 
 
 def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:

@@ -8,115 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
-from kukri.engine import Engine, Job, Request, StepOutput
+from kukri.answer import Answer
+from kukri.engine import Engine, Job, StepOutput
 from kukri.engine.loop import EngineLoop
 from kukri.errors import CapacityError, KukriError
-from kukri.sampling import SampledToken
 from kukri.server.metrics import Metrics
-from kukri.tokenizer import StopStrings, TextStream, Tokenizer
 
 log = logging.getLogger("kukri.server")
-
-
-class Answer:
-    """The text of one request, growing with its tokens. `finish_reason` is set when it has ended."""
-
-    __slots__ = (
-        "_ends", "_ends_at", "_n_decoded", "_n_shown", "_pending", "_pieces", "_stops", "_stream",
-        "cumulative_logprob", "finish_reason", "index", "n_tokens", "request", "stop_string",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request: Request,
-        index: int,
-        tokenizer: Tokenizer,
-        *,
-        continues: bool = False,
-        shown: frozenset[int] = frozenset(),
-    ) -> None:
-        self.request, self.index = request, index
-        self.n_tokens = 0
-        self.cumulative_logprob = 0.0  # of its tokens: the request may have some beyond a stop string
-        self.finish_reason: str | None = None
-        self.stop_string: str | None = None  # that ended it
-        self._stream = TextStream(tokenizer, continues=continues, shown=shown)
-        self._stops = StopStrings(request.params.stop_strings)
-        self._pieces: list[str] = []
-        self._n_decoded = self._n_shown = (
-            0  # characters: of tokens, and of text that no stop string holds back
-        )
-        self._pending: list[
-            tuple[int, SampledToken]
-        ] = []  # where its text begins; with log-probabilities alone
-        self._ends: list[int] = []  # where each token's text ends
-        self._ends_at: int | None = None  # where a stop string cut the text
-
-    def push(self, token: SampledToken | None, finish_reason: str | None) -> str | None:
-        """Takes what a step did for the request; gives the stop string that it completed."""
-        stop = None
-        if token is not None:
-            self.n_tokens += 1
-            self.cumulative_logprob += token.logprob or 0.0
-            if finish_reason != "stop":  # else it is the token that ended the text, and no part of it
-                stop = self._add(token)
-        if stop is not None:
-            self.finish_reason = "stop"
-        elif finish_reason is not None:
-            self.finish_reason = finish_reason
-            self._end()
-        return stop
-
-    def take_text(self) -> str:
-        """The text that came since the last time."""
-        text = "".join(self._pieces)
-        self._pieces.clear()
-        return text
-
-    def take_tokens(self) -> list[tuple[int, SampledToken]]:
-        """The tokens of the text that was taken since the last time, each with where its text begins."""
-        is_done = self.finish_reason is not None
-        limit = self._ends_at if self._ends_at is not None else self._n_shown
-        everything = is_done and self._ends_at is None
-        n = len(self._pending) if everything else sum(start < limit for start, _ in self._pending)
-        taken = self._pending[:n]
-        self._pending = [] if is_done else self._pending[n:]
-        return taken
-
-    def n_tokens_within(self, n_characters: int) -> int:
-        """Tokens whose text ends within so many characters."""
-        return bisect_right(self._ends, n_characters)
-
-    def _add(self, token: SampledToken) -> str | None:
-        text, stop = self._stream.push(token.id), None
-        if token.logprob is not None:
-            self._pending.append((self._n_decoded, token))
-        self._n_decoded += len(text)
-        self._ends.append(self._n_decoded)
-        if self.n_tokens >= self.request.params.min_tokens:
-            text, stop = self._stops.push(text)
-        self._show(text)
-        if stop is not None:
-            self._ends_at, self.stop_string = self._n_shown, stop
-        return stop
-
-    def _end(self) -> None:
-        """Shows what was held back, up to a stop string that the last bytes may complete."""
-        text, stop = self._stops.push(self._stream.flush())
-        self._show(text if stop is not None else text + self._stops.flush())
-        if stop is not None:
-            self._ends_at, self.finish_reason, self.stop_string = self._n_shown, "stop", stop
-
-    def _show(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
-            self._n_shown += len(text)
 
 
 class Call:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.answer import Answer
 from kukri.errors import RequestError
 from kukri.sampling import Grammar, SampledToken
-from kukri.server.bridge import Answer, Call
+from kukri.server.bridge import Call
 from kukri.server.logprobs import chat_logprobs
 from kukri.server.reasoning import ReasoningSplit
 from kukri.server.reply import ChunkWriter, Reply, usage

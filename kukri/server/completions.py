@@ -8,8 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.answer import Answer
 from kukri.sampling import SampledToken
-from kukri.server.bridge import Answer, Call
+from kukri.server.bridge import Call
 from kukri.server.logprobs import legacy_logprobs
 from kukri.server.reply import ChunkWriter, Reply, usage
 from kukri.server.schema import CompletionBody

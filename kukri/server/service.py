@@ -11,11 +11,12 @@ from typing import Any
 from starlette.requests import Request
 
 from kukri import __version__
+from kukri.answer import Answer
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
 from kukri.llm import LLM
 from kukri.sampling import Grammar, SamplingParams, ThoughtLimit, resolve_texts
-from kukri.server.bridge import Answer, Bridge, Call
+from kukri.server.bridge import Bridge, Call
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.metrics import Metrics
 from kukri.server.reasoning import CLOSE, OPEN

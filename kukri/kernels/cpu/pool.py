@@ -94,8 +94,8 @@ class _Workers:
 class ThreadPool:
     """`n_threads` threads, the caller's among them, that run plans together.
 
-    One plan at a time: a pool belongs to one engine. Workers start with the first plan and spin through a
-    generation; after some milliseconds without work they sleep until the next plan. They end with the pool.
+    One plan at a time: other threads that call `run` wait. Workers start with the first plan and spin through
+    a generation; after some milliseconds without work they sleep until the next plan. They end with the pool.
     """
 
     def __init__(self, kernels: KernelLibrary, n_threads: int | None = None) -> None:
@@ -109,6 +109,7 @@ class ThreadPool:
         self._retry_at = 0.0  # when to try with one thread more
         self._pause_s = _FIRST_PAUSE_S
         self._enter: Callable[[int], int] | None = None
+        self._is_running = threading.Lock()
         # also runs before the interpreter ends, when compiled code is about to be unmapped
         self._finalizer = weakref.finalize(self, self._workers.stop)
 
@@ -119,6 +120,10 @@ class ThreadPool:
 
     def run(self, ops_address: int, n_ops: int) -> None:
         """Runs ops once: int64 [n_ops, OP_BYTES / 8] as drawn in state.py."""
+        with self._is_running:
+            self._run(ops_address, n_ops)
+
+    def _run(self, ops_address: int, n_ops: int) -> None:
         if self._enter is None:
             self._enter = self._workers.executor()
             self._workers.start(self.n_threads - 1)

@@ -1,0 +1,124 @@
+"""Opens a model to run: files, tokenizer, weights, backend and engine, by one set of options."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from kukri.config import EngineConfig, ModelConfig, Speculation
+from kukri.engine import Engine
+from kukri.errors import ConfigError, FormatError
+from kukri.formats import hub
+from kukri.formats.checkpoint import open_checkpoint
+from kukri.kernels import make_backend
+from kukri.kernels.types import Backend
+from kukri.models import Model, load_model
+from kukri.models.rope import with_scaling
+from kukri.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Everything that `LLM` is opened with; any process can open the same model from it.
+
+    The fields are the parameters of `LLM`, which documents them.
+    """
+
+    model: str | None = None
+    max_context: int | None = None
+    n_threads: int | None = None
+    backend: Literal["cpu", "reference"] = "cpu"
+    max_step_tokens: int = 512
+    max_requests: int | None = None
+    kv_bytes: int | None = None
+    kv_type: Literal["f16", "q8_0"] = "f16"
+    quantize: str | None = None
+    rope_scaling: str | None = None
+    rope_factor: float | None = None
+    speculation: Speculation | None = None
+    draft_model: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, on its backend. A head for a task has no engine."""
+
+    path: Path
+    config: ModelConfig  # as the files state it
+    engine_config: EngineConfig
+    tokenizer: Tokenizer
+    model: Model
+    backend: Backend
+    engine: Engine | None
+
+
+_MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
+
+
+def open_model(options: ModelOptions) -> LoadedModel:
+    """Loads a model and makes its engine. Raises KukriError on options or files that do not work."""
+    engine_config = EngineConfig(
+        backend=options.backend,
+        max_context=options.max_context,
+        max_requests=_MAX_REQUESTS if options.max_requests is None else options.max_requests,
+        max_step_tokens=options.max_step_tokens,
+        kv_bytes=options.kv_bytes,
+        kv_type=options.kv_type,
+        speculation=options.speculation or ("ngram" if options.draft_model is None else "draft"),
+        n_threads=options.n_threads,
+    )
+    path = hub.resolve(options.model)
+    with open_checkpoint(path, options.quantize) as checkpoint:
+        config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
+        tokenizer = load_tokenizer(checkpoint.tokenizer)
+        if tokenizer.n_vocab != config.n_vocab:
+            raise FormatError(
+                f"{tokenizer.n_vocab} tokens for {config.n_vocab} rows of the embedding", path=path
+            )
+        used = _within(config, options.max_context)
+        model = load_model(checkpoint.weights(used), used)
+    backend = make_backend(options.backend, options.n_threads)
+    model.bind(backend)
+    engine = None
+    if config.head.kind == "language_model":
+        draft_model = options.draft_model
+        engine = Engine(
+            model,
+            backend,
+            engine_config,
+            eos_ids=tokenizer.eos_ids,
+            draft_model=None if draft_model is None else _draft_model(draft_model, tokenizer),
+        )
+    return LoadedModel(path, config, engine_config, tokenizer, model, backend, engine)
+
+
+def _stretched(config: ModelConfig, kind: str | None, factor: float | None) -> ModelConfig:
+    """The configuration with the RoPE scaling that the user chose."""
+    if kind is None and factor is None:
+        return config
+    if kind is None or factor is None:
+        raise ConfigError("rope_scaling and rope_factor belong together: give both, or neither")
+    return with_scaling(config, kind, factor)
+
+
+def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
+    """The configuration with the context that will be used, so that tables are no longer than that."""
+    if max_context is None:
+        return config
+    if max_context > config.max_context:
+        raise ConfigError(f"max_context {max_context} is more than the model's {config.max_context} tokens")
+    return replace(config, max_context=max_context)
+
+
+def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer) -> Model:
+    """Loads a draft model. Raises ConfigError if it has other tokens, or is no language model."""
+    path = hub.resolve(model)
+    with open_checkpoint(path, None) as checkpoint:
+        config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)
+        if config.head.kind != "language_model":
+            raise ConfigError(f"{path} generates no text and cannot draft any")
+        if own.vocabulary.id_of != tokenizer.vocabulary.id_of or config.n_vocab != tokenizer.n_vocab:
+            raise ConfigError(f"{path} has other tokens than the model: a draft model needs the same")
+        return load_model(checkpoint.weights(config), config)
