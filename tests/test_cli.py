@@ -223,6 +223,19 @@ def test_debug_shows_the_traceback():
     assert b"FormatError" in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize(
+    "arguments", [["run", "Hi", "-n", "2"], ["run", "Hi", "-n", "2", "--json"], ["--help"]]
+)
+def test_a_full_disk_is_one_line(arguments):
+    """Catches a traceback, or "Exception ignored" while Python shuts down."""
+    with Path("/dev/full").open("wb") as full:
+        process = start(*arguments, stdout=full)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.decode() == "error: cannot write the output: No space left on device\n"
+
+
 def test_usage_errors_exit_with_2():
     """Catches a usage error that a script takes for success."""
     done = call("run", "hi", "--no-such-option")

@@ -44,14 +44,14 @@ def windows(ids: Sequence[int], bos: Sequence[int], size: int, stride: int) -> l
     """Windows of at most `size` tokens, each behind `bos`: every token of `ids` but the first is scored once.
 
     A window begins `stride` tokens after the one before and scores its last `stride` tokens, the first window
-    all of its own: so a token comes after all text before it, or at least size - stride tokens of that.
-    Raises ConfigError for sizes that leave no context, and for fewer than 2 tokens.
+    all of its own: so each token has the whole text before it as context, or at least size - stride tokens.
+    A stride of `size` scores as much as a window can, all but its first token.
+    Raises ConfigError for other strides, and for fewer than 2 tokens.
     """
     room = size - len(bos)
-    if not 1 <= stride < room:
-        raise ConfigError(
-            f"a stride of {stride} tokens must be at least 1 and less than the {room} of a window"
-        )
+    if not 1 <= stride <= size or size < 2:
+        raise ConfigError(f"a stride of {stride} tokens must be at least 1 and at most the window's {size}")
+    stride = min(stride, size - 1)
     if len(ids) < 2:
         raise ConfigError(f"a text of {len(ids)} tokens says nothing: use a longer one")
     end = min(room, len(ids))

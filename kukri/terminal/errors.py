@@ -1,9 +1,10 @@
-"""How a command ends: one line for an error, nothing for Ctrl-C or a closed pipe."""
+"""Exit codes and messages of commands: one line for an error, none for Ctrl-C or a closed pipe."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -20,24 +21,54 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 class ErrorReportingGroup(TyperGroup):
     """A command group that turns what its commands raise into a line on stderr and an exit code."""
 
-    def invoke(self, ctx: Any) -> Any:
-        """Runs the command. A KukriError exits with 2 and one line, or with its traceback under --debug."""
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Runs the command line, and flushes stdout while an error of that can still be reported."""
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()  # so that a closed pipe shows here and not while Python shuts down
-            return result
-        except KukriError as error:
-            if ctx.params.get("debug"):
-                raise
-            print(f"error: {one_line(error)}", file=sys.stderr)
-            raise typer.Exit(EXIT_ERROR) from None
+            try:
+                return super().main(*arguments, **options)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            sys.exit(_give_up_stdout(EXIT_BROKEN_PIPE))
+        except OSError as error:
+            sys.exit(_report_os_error(error))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command. An error exits with 2 and one line, or with its traceback under --debug."""
+        try:
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             print(file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
-            # what is still buffered has nowhere to go
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(EXIT_BROKEN_PIPE) from None
+            raise typer.Exit(_give_up_stdout(EXIT_BROKEN_PIPE)) from None
+        except (KukriError, OSError) as error:
+            if ctx.params.get("debug"):
+                raise
+            if isinstance(error, OSError):
+                raise typer.Exit(_report_os_error(error)) from None
+            print(f"error: {one_line(error)}", file=sys.stderr)
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+def _report_os_error(error: OSError) -> int:
+    """Prints an error of the system, such as a full disk, on one line; returns the exit code."""
+    where = "cannot write the output" if error.filename is None else str(error.filename)
+    print(f"error: {printable(where)}: {error.strerror or one_line(error)}", file=sys.stderr)
+    return _give_up_stdout(EXIT_ERROR)
+
+
+def _give_up_stdout(exit_code: int) -> int:
+    """Drops the text that stdout still buffers and cannot write, and returns `exit_code`.
+
+    Python would try again at its end and report an ignored exception.
+    """
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return exit_code
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return exit_code
 
 
 def one_line(error: BaseException) -> str:

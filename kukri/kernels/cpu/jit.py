@@ -24,6 +24,7 @@ from typing import Any
 from platformdirs import user_cache_dir
 
 from kukri.kernels import rows
+from kukri.kernels.compile_notice import CompileNotice
 from kukri.kernels.cpu.features import cpu_target
 
 KernelCode = tuple[str, tuple[str, ...], bytes]  # symbol, parameters, object code
@@ -113,14 +114,10 @@ def cache_dir() -> Path:
 
 
 class KernelLibrary:
-    """Loads kernels by name, from the cache or by compiling them.
-
-    Says on stderr that it compiles, for the first start ever takes some ten seconds.
-    """
+    """Loads kernels by name, from the cache or by compiling them; a notice says if that takes long."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, LoadedKernel] = {}
-        self._has_told = False
         self._engine: Any = None
         self._objects: list[bytes] = []  # MCJIT reads them as long as it lives
 
@@ -138,9 +135,10 @@ class KernelLibrary:
         if missing:
             from kukri.kernels.cpu.compiling import compile_with_helpers
 
-            self._tell_once()
-            for name, code in compile_with_helpers(missing):
-                self._link(name, *code)
+            with CompileNotice(len(missing)) as notice:
+                for name, code in compile_with_helpers(missing):
+                    self._link(name, *code)
+                    notice.advance()
 
     def __getitem__(self, name: str) -> LoadedKernel:
         """The kernel of that name, loaded on first use."""
@@ -152,15 +150,6 @@ class KernelLibrary:
     def names(self) -> tuple[str, ...]:
         """Names of the kernels loaded so far."""
         return tuple(self._kernels)
-
-    def _tell_once(self) -> None:
-        if not self._has_told:
-            self._has_told = True
-            print(
-                "kukri: compiling kernels for this CPU, once: about 10 to 30 seconds",
-                file=sys.stderr,
-                flush=True,
-            )
 
     def _link(self, name: str, symbol: str, parameters: tuple[str, ...], code: bytes) -> None:
         import llvmlite.binding as llvm

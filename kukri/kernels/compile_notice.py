@@ -1,0 +1,71 @@
+"""The notice that kernels are being compiled, which the first run on a machine waits for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+from typing import ClassVar, Self
+
+_DELAY_S = 1.0  # shorter compilations need no word
+_TEXT = "kukri: compiling kernels for this CPU, once"
+
+
+class CompileNotice:
+    """Tells on stderr that `n_kernels` are being compiled, if that takes more than a second.
+
+    A terminal shows a line of progress, erased at the end; elsewhere a process writes one line in its life.
+    Use it in a `with` block and call `advance` after each kernel.
+    """
+
+    _is_told: ClassVar[bool] = False
+
+    def __init__(self, n_kernels: int) -> None:
+        self._n, self._n_done = n_kernels, 0
+        self._is_shown = self._has_ended = False
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(_DELAY_S, self._begin)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._has_ended = True
+            if self._is_shown:
+                self._write("\r\x1b[K")
+
+    def advance(self) -> None:
+        """Counts a compiled kernel."""
+        with self._lock:
+            self._n_done += 1
+            if self._is_shown:
+                self._write_progress()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._has_ended:
+                return
+            if _is_terminal():
+                self._is_shown = True
+                self._write_progress()
+            elif not CompileNotice._is_told:
+                CompileNotice._is_told = True
+                self._write(f"{_TEXT}: about 10 to 30 seconds\n")
+
+    def _write_progress(self) -> None:
+        self._write(f"\r{_TEXT}: {self._n_done} of {self._n}")
+
+    def _write(self, text: str) -> None:
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
