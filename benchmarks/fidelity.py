@@ -158,7 +158,8 @@ def _kukri_logits(
 def _reference_logits(path: Path, ids: Sequence[int]) -> FloatArray:
     with LLM(path, max_context=len(ids), backend="reference") as llm:
         cache: Any = llm.engine.runner.cache  # fp16 is kukri's choice and costs up to 0.02 of a logit
-        cache.keys, cache.values = cache.keys.astype(np.float32), cache.values.astype(np.float32)
+        for arrays in (cache.keys, cache.values):
+            arrays |= {layer: array.astype(np.float32) for layer, array in arrays.items()}
         return llm.logits(ids)
 
 

@@ -24,7 +24,8 @@ from benchmarks.harness import Experiment, Table, run, silent
 from kukri.bench.turns import in_turns
 from kukri.errors import ConfigError
 from kukri.kernels.cpu import CpuBackend
-from kukri.kernels.types import FloatArray, ForwardBatch, PagedKV, StepLimits, Weight
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.types import FloatArray, ForwardBatch, KVLayer, StepLimits, Weight
 from kukri.quant.blocks import ByteArray, dequantize, quantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -56,7 +57,7 @@ def kukri_product(backend: CpuBackend, weight: Weight, x: FloatArray) -> Product
         return ops.logit_rows(ops.linear(ops.embed(rows, batch), (weight,)), batch)
 
     n = len(x)
-    compiled = backend.compile(program, PagedKV(1, 32, 1, 16), StepLimits(n, 1, n, 32), {})
+    compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(n, 1, n, 32), {})
     ids = np.arange(n, dtype=np.int32)
     pages = np.arange(-(-n // 16), dtype=np.int32)[None]
     step = ForwardBatch(ids, ids, ids, np.array([0, n], np.int32), ids[-1:] + 1, pages, ids)

@@ -20,7 +20,8 @@ from kukri.bench.turns import in_turns
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import LAYOUTS
-from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits, Weight
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.types import ForwardBatch, KVLayer, StepLimits, Weight
 from kukri.quant.types import QUANT_TYPES
 
 N_IN = 2048
@@ -58,7 +59,7 @@ def product_timer(backend: CpuBackend, weight: Weight) -> Callable[[int], float]
         y = ops.linear(ops.embed(rows, batch), (weight,))
         return ops.logit_rows(ops.split(y, (16, weight.shape[0] - 16))[0], batch)
 
-    compiled = backend.compile(program, PagedKV(1, 32, 1, 16), StepLimits(N_PROMPT, 1, 1, 32), {})
+    compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(N_PROMPT, 1, 1, 32), {})
     steps = {n: one_sequence(n) for n in (1, N_PROMPT)}
 
     def seconds(n: int) -> float:

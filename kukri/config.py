@@ -213,7 +213,6 @@ def _check_heads(n_heads: int, n_kv_heads: int, d_head: int, rope: RopeConfig | 
         raise ConfigError(f"rotary_dim {rope.rotary_dim} must be even and at most d_head {d_head}")
 
 
-PAGE_TOKENS = 16  # tokens per KV page: one SIMD vector of scores
 Speculation = Literal["off", "ngram", "draft"]
 
 

@@ -17,11 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from kukri import LLM, SamplingParams
-from kukri.config import PAGE_TOKENS
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
-from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
+from kukri.kernels.types import ForwardBatch, StepLimits
 from kukri.models import ARCHITECTURES, load_model
 from kukri.quant.blocks import dequantize, quantize
 from kukri.quant.types import QUANT_TYPES
@@ -112,10 +111,10 @@ def exact_logits(directory: Path, ids: list[int]) -> np.ndarray:
     """Logits [T, V] on the reference backend with a float32 cache, which LLM does not have."""
     with open_checkpoint(directory) as checkpoint:
         model = load_model(checkpoint.weights(checkpoint.config), checkpoint.config)
-    n, config = len(ids), model.config
-    n_pages = -(-n // PAGE_TOKENS)
-    cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, "f32")
-    program = make_backend("reference").compile(model, cache, StepLimits(n, 1, n, n_pages), {})
+    n, backend = len(ids), make_backend("reference")
+    n_pages = -(-n // backend.page_tokens)
+    cache = backend.new_cache(model.cache_layout, n_pages, kv_type="f32")
+    program = backend.compile(model, cache, StepLimits(n, 1, n, n_pages), {})
     steps = np.arange(n, dtype=np.int32)
     ends = np.array([0, n], np.int32)
     table = np.arange(n_pages, dtype=np.int32)[None]

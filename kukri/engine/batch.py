@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 
-from kukri.config import PAGE_TOKENS
 from kukri.kernels.types import ForwardBatch, IntArray, StepLimits
 
 
@@ -24,18 +23,20 @@ Chunk = tuple[PagedText, int, int, int, int]  # a text, and the numbers of `Sche
 class BatchBuilder:
     """Fills arrays made once; a batch is views of them, valid until the next `build`."""
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
         self._token_ids, self._positions, self._slots = np.zeros((3, limits.max_tokens), np.int32)
         self._query_start = np.zeros(limits.max_sequences + 1, np.int32)
         self._context_len = np.zeros(limits.max_sequences, np.int32)
         self._page_table = np.zeros((limits.max_sequences, limits.max_pages), np.int32)
         self._logit_rows = np.zeros(limits.max_logit_rows, np.int32)
-        self._counting = np.arange(limits.max_pages * PAGE_TOKENS, dtype=np.int32)
+        self._counting = np.arange(limits.max_pages * page_tokens, dtype=np.int32)
         self._sizes = (-1, -1, -1)
         self._batch: ForwardBatch
 
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
         """The batch of one step: tokens and rows of logits in the order of chunks, the guesses' rows last."""
+        page_tokens = self._page_tokens
         t = n_rows = 0
         draft_rows: list[int] = []
         for s, (text, start, n_tokens, n_logits, n_drafts) in enumerate(chunks):
@@ -43,13 +44,13 @@ class BatchBuilder:
             if n_tokens == 1:  # a decode step: scalars cost less than slices
                 self._token_ids[t] = text.tokens[start]
                 self._positions[t] = start
-                self._slots[t] = text.page_row[start // PAGE_TOKENS] * PAGE_TOKENS + start % PAGE_TOKENS
+                self._slots[t] = text.page_row[start // page_tokens] * page_tokens + start % page_tokens
             else:
                 positions = self._counting[start:stop]
                 self._token_ids[t : t + n_tokens] = text.tokens[start:stop]
                 self._positions[t : t + n_tokens] = positions
-                pages = text.page_row[positions // PAGE_TOKENS]
-                self._slots[t : t + n_tokens] = pages * PAGE_TOKENS + positions % PAGE_TOKENS
+                pages = text.page_row[positions // page_tokens]
+                self._slots[t : t + n_tokens] = pages * page_tokens + positions % page_tokens
             t += n_tokens
             self._query_start[s + 1] = t
             self._context_len[s] = stop

@@ -88,14 +88,14 @@ class DraftModel:
     ) -> None:
         """`price`: the time of a draft, in steps of the larger model of one token."""
         self._max_context = min(max_context, model.config.max_context)
-        self._max_pages = pages_for(self._max_context)
+        self._max_pages = pages_for(self._max_context, backend.page_tokens)
         n_requests = config.max_requests
         self._max_tokens = max(config.max_step_tokens, n_requests)
         limits = StepLimits(self._max_tokens, n_requests, n_requests, self._max_pages)
         self._runner = Runner(model, backend, n_pages, limits, config.kv_type)
-        self._builder = BatchBuilder(limits)
+        self._builder = BatchBuilder(limits, backend.page_tokens)
         self._price = max(price, _MIN_PRICE)
-        self.pool = PagePool(n_pages)
+        self.pool = PagePool(n_pages, backend.page_tokens)
 
     def drafts(self) -> ModelDrafts:
         """Fresh draft state for a request."""
@@ -153,7 +153,7 @@ class DraftModel:
             drafts.drafts.append(draft)
 
     def _make_room(self, drafts: ModelDrafts, n_tokens: int) -> bool:
-        n_pages = pages_for(n_tokens)
+        n_pages = self.pool.pages_for(n_tokens)
         n_new = n_pages - drafts.n_pages
         if n_new > self.pool.n_free:
             return False

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import PAGE_TOKENS, EngineConfig
+from kukri.config import EngineConfig
 from kukri.engine.batch import BatchBuilder
 from kukri.engine.draft_model import DraftModel
 from kukri.engine.drafts import Drafts, LookupDrafts
@@ -19,7 +19,7 @@ from kukri.engine.request import Request, RequestState
 from kukri.engine.runner import Runner
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
-from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, StepLimits, kv_bytes
+from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, StepLimits
 from kukri.models import Model
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SEED_MAX
@@ -48,17 +48,18 @@ class Engine:
         self.model, self.config = model, config
         self.max_context = _max_context(config, model)
         self.eos_ids = frozenset(eos_ids)
-        max_pages = pages_for(self.max_context)
-        n_pages = _n_pages(config, model, max_pages) if n_pages is None else n_pages
+        self._max_pages = max_pages = pages_for(self.max_context, backend.page_tokens)
+        page_bytes = backend.page_bytes(model.cache_layout, config.kv_type)
+        n_pages = _n_pages(config, page_bytes, max_pages) if n_pages is None else n_pages
         self._rows_per_step = min(_ROWS_PER_STEP, config.max_step_tokens)
         max_rows = config.max_requests + self._rows_per_step
         limits = StepLimits(config.max_step_tokens, config.max_requests, max_rows, max_pages)
         try:
             self.runner = Runner(model, backend, n_pages, limits, config.kv_type)
         except MemoryError:
-            n_gib = n_pages * _page_bytes(config, model) / 2**30
+            n_gib = n_pages * page_bytes / 2**30
             raise ConfigError(f"no memory for a KV cache of {n_gib:.1f} GiB: lower max_context") from None
-        self.pool = PagePool(n_pages)
+        self.pool = PagePool(n_pages, backend.page_tokens)
         self.scheduler = Scheduler(
             self.pool,
             config.max_requests,
@@ -73,7 +74,7 @@ class Engine:
             self._draft_model = DraftModel(draft_model, backend, config, self.max_context, n_pages, price)
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
-        self._builder = BatchBuilder(limits)
+        self._builder = BatchBuilder(limits, backend.page_tokens)
         self._row_ops = backend.row_ops
         self._ids = count(1)
 
@@ -114,6 +115,7 @@ class Engine:
                     RequestSampler(own, prompt, self.model.config.n_vocab, eos_ids, self._row_ops),
                     stop_ids,
                     self.max_context,
+                    self._max_pages,
                     priority=priority,
                     client=client,
                     leader=requests[0] if requests else None,
@@ -142,7 +144,7 @@ class Engine:
         try:
             self._add_drafts(chunks)
             for source, target in self.scheduler.copies:
-                self.runner.copy_page(source, target)
+                self.runner.cache.copy_page(source, target)
             logits = self.runner.run(self._builder.build(chunks))
             results = self._sample(chunks, logits)
         except BaseException as error:
@@ -169,7 +171,7 @@ class Engine:
         request = self.make_request(token_ids)
         n_tokens = request.n_tokens
         result = np.empty((n_tokens, self.model.config.n_vocab), np.float32)
-        pages = self.pool.allocate(pages_for(n_tokens))
+        pages = self.pool.allocate(self.pool.pages_for(n_tokens))
         try:
             request.page_row[: len(pages)] = pages
             for start in range(0, n_tokens, self._rows_per_step):
@@ -177,7 +179,7 @@ class Engine:
                 chunk = ScheduledChunk(request, start, n, n)
                 result[start : start + n] = self.runner.run(self._builder.build([chunk]))
         finally:
-            self.runner.clear_pages(pages)
+            self.runner.cache.clear_pages(pages)
             self.pool.free(pages)
         return result
 
@@ -251,11 +253,11 @@ class Engine:
 
     def _clear_drafts(self, chunk: ScheduledChunk, n_kept: int) -> None:
         """Zeroes what guesses that did not come true have stored, which is NaN where their logits were."""
-        page, place = divmod(chunk.start + n_kept, PAGE_TOKENS)
+        page, place = divmod(chunk.start + n_kept, self.pool.page_tokens)
         if place:
-            self.runner.clear_places(int(chunk.request.page_row[page]), place)
+            self.runner.cache.clear_from(int(chunk.request.page_row[page]), place)
             page += 1
-        self.runner.clear_pages(chunk.request.pages[page:])
+        self.runner.cache.clear_pages(chunk.request.pages[page:])
 
     def _drafts(self, params: SamplingParams) -> Drafts | None:
         """Where a request's guesses come from. Raises RequestError where it has no such place here."""
@@ -293,7 +295,7 @@ class Engine:
     def _clear_pages(self, request: Request) -> None:
         """Zeroes the pages that only this request would have read: it may have stored NaN in them."""
         pages = request.pages
-        self.runner.clear_pages([page for page in pages if self.pool.is_writable(page)])
+        self.runner.cache.clear_pages([page for page in pages if self.pool.is_writable(page)])
 
     def _forget_prefixes(self) -> None:
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""
@@ -333,18 +335,12 @@ def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> 
     return token.id == int(request.tokens[request.n_tokens + n - 1])
 
 
-def _n_pages(config: EngineConfig, model: Model, max_pages: int) -> int:
+def _n_pages(config: EngineConfig, page_bytes: int, max_pages: int) -> int:
     if config.kv_bytes is None:
         return config.max_requests * max_pages
-    page_bytes = _page_bytes(config, model)
     if config.kv_bytes < page_bytes:
         raise ConfigError(f"a KV pool of {config.kv_bytes} bytes holds no page of {page_bytes}: give it more")
     return config.kv_bytes // page_bytes
-
-
-def _page_bytes(config: EngineConfig, model: Model) -> int:
-    m = model.config
-    return PAGE_TOKENS * kv_bytes(m.n_layers, m.n_kv_heads, m.d_head, config.kv_type)
 
 
 def _seed(seed: int) -> int:

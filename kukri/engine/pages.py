@@ -1,7 +1,7 @@
 """The pool of KV pages: who may write where, and which pages hold a prefix that others may read.
 
 A full page can be *cached*: found again by its tokens and all those before it. Its key is the identity of the
-page before it and its own 16 tokens, compared as they are, so no two contexts are ever taken for one another.
+page before it and its own tokens, compared as they are, so no two contexts are ever taken for one another.
 A cached page that nobody holds keeps its contents until the space is wanted, the longest unused first.
 """
 
@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import count
 
-from kukri.config import PAGE_TOKENS
 from kukri.errors import CapacityError
 from kukri.kernels.types import IntArray
 
@@ -19,19 +18,19 @@ _Key = tuple[int, bytes]  # (identity of the page before, the page's tokens)
 ROOT = 0  # the identity before the first page
 
 
-def pages_for(n_tokens: int) -> int:
+def pages_for(n_tokens: int, page_tokens: int) -> int:
     """Pages that hold `n_tokens` tokens."""
-    return -(-n_tokens // PAGE_TOKENS)
+    return -(-n_tokens // page_tokens)
 
 
 class PagePool:
-    """Pages 0 to n_pages - 1: each free, held by as many owners as its reference count says, or idle.
+    """Pages 0 to n_pages - 1, of `page_tokens` tokens each: free, held by owners, who are counted, or idle.
 
     An idle page is cached and held by nobody.
     """
 
-    def __init__(self, n_pages: int) -> None:
-        self.n_pages = n_pages
+    def __init__(self, n_pages: int, page_tokens: int) -> None:
+        self.n_pages, self.page_tokens = n_pages, page_tokens
         # taken from the end: the page freed last is the warmest, and untouched pages cost no memory
         self._free = list(range(n_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
@@ -50,6 +49,10 @@ class PagePool:
     def n_cached(self) -> int:
         """Pages that may be found by their tokens."""
         return len(self._key_of)
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that hold `n_tokens` tokens."""
+        return pages_for(n_tokens, self.page_tokens)
 
     def allocate(self, n: int) -> list[int]:
         """Takes n pages for one owner. Raises CapacityError, taking none, where fewer can be had."""
@@ -94,8 +97,9 @@ class PagePool:
         """The cached pages of the longest known prefix of `tokens`, whole pages only. Takes none."""
         pages: list[int] = []
         identity = ROOT
-        for start in range(0, len(tokens) - PAGE_TOKENS + 1, PAGE_TOKENS):
-            page = self._page_of.get((identity, tokens[start : start + PAGE_TOKENS].tobytes()))
+        size = self.page_tokens
+        for start in range(0, len(tokens) - size + 1, size):
+            page = self._page_of.get((identity, tokens[start : start + size].tobytes()))
             if page is None:
                 break
             pages.append(page)

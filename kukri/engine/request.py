@@ -9,7 +9,6 @@ from time import perf_counter
 import numpy as np
 
 from kukri.engine.drafts import Drafts
-from kukri.engine.pages import pages_for
 from kukri.errors import KukriError
 from kukri.kernels.types import IntArray
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams
@@ -67,6 +66,7 @@ class Request:
         sampler: RequestSampler,
         stop_ids: frozenset[int],
         max_context: int,
+        max_pages: int,
         *,
         priority: int = 0,
         client: str = "",
@@ -85,7 +85,7 @@ class Request:
         self.tokens = np.empty(self.max_tokens, np.int32)  # prompt, generated, and in a step guesses
         self.tokens[: self.n_prompt] = prompt_ids
         self.n_cached = 0  # tokens whose keys and values are in the cache
-        self.page_row = np.zeros(pages_for(max_context), np.int32)  # its row of the page table
+        self.page_row = np.zeros(max_pages, np.int32)  # its row of the page table
         self.n_pages = 0
         self.n_cached_pages = 0  # of those, the first that may be found by their tokens
         self.is_cacheable = True  # False where hooks may have changed what its pages hold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from kukri.kernels.types import (
     Backend,
@@ -11,7 +11,6 @@ from kukri.kernels.types import (
     ForwardBatch,
     Hook,
     KVType,
-    PagedKV,
     StepLimits,
 )
 from kukri.models import Model
@@ -23,9 +22,8 @@ class Runner:
     def __init__(
         self, model: Model, backend: Backend, n_pages: int, limits: StepLimits, kv_type: KVType = "f16"
     ) -> None:
-        config = model.config
         self.model, self.backend, self.limits = model, backend, limits
-        self.cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, kv_type)
+        self.cache = backend.new_cache(model.cache_layout, n_pages, kv_type=kv_type)
         self.hooks: dict[str, list[Hook]] = {}
         self._plain = backend.compile(model, self.cache, limits, {})
         self._program: CompiledProgram | None = self._plain  # None: to be compiled with the hooks of now
@@ -52,20 +50,3 @@ class Runner:
             else:
                 del self.hooks[name]
         self._program = None if self.hooks else self._plain
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies what a page holds, for a request that is about to write where others read."""
-        self.cache.keys[:, target] = self.cache.keys[:, source]
-        self.cache.values[:, target] = self.cache.values[:, source]
-
-    def clear_places(self, page: int, first: int) -> None:
-        """Zeroes the places `first` and after of a page, which may hold NaN."""
-        keys, values = self.cache.keys[:, page], self.cache.values[:, page]
-        for name in keys.dtype.names or (None,):
-            (keys if name is None else keys[name])[..., first:] = 0
-            (values if name is None else values[name])[:, :, first:] = 0
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes pages that may hold NaN: whoever gets them next must not meet it."""
-        self.cache.keys[:, pages] = 0
-        self.cache.values[:, pages] = 0

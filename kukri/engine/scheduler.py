@@ -15,9 +15,8 @@ from __future__ import annotations
 from bisect import insort
 from typing import NamedTuple
 
-from kukri.config import PAGE_TOKENS
 from kukri.engine.drafts import DraftBudget, Drafts
-from kukri.engine.pages import ROOT, PagePool, pages_for
+from kukri.engine.pages import ROOT, PagePool
 from kukri.engine.queue import WaitingQueue
 from kukri.engine.request import Request, RequestState
 from kukri.errors import CapacityError, KukriError
@@ -94,7 +93,7 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raises CapacityError where a request could outgrow the whole pool."""
-        n_pages = pages_for(request.max_cached)
+        n_pages = self.pool.pages_for(request.max_cached)
         if n_pages > self.pool.n_pages:
             raise CapacityError(
                 f"a request of up to {request.max_cached} tokens needs {n_pages} KV pages and there are "
@@ -149,11 +148,11 @@ class Scheduler:
     def with_drafts(self, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledChunk:
         """A decoding request's chunk with drafts behind its newest token, those that free pages hold."""
         request = chunk.request
-        n_fit = (request.n_pages + self.pool.n_free) * PAGE_TOKENS - request.n_tokens
+        n_fit = (request.n_pages + self.pool.n_free) * self.pool.page_tokens - request.n_tokens
         n = max(min(len(drafts), n_fit), 0)
         stop = request.n_tokens + n
         request.tokens[request.n_tokens : stop] = drafts[:n]
-        self._grow(request, pages_for(stop) - request.n_pages)
+        self._grow(request, self.pool.pages_for(stop) - request.n_pages)
         return chunk._replace(n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
 
     def postprocess(
@@ -208,10 +207,12 @@ class Scheduler:
             assert request.n_cached <= request.n_tokens <= request.max_tokens, (
                 f"request {request.id} ran over"
             )
-            assert request.n_pages == pages_for(request.n_cached), (
+            assert request.n_pages == self.pool.pages_for(request.n_cached), (
                 f"request {request.id} holds too many pages"
             )
-            assert request.n_cached_pages <= request.n_cached // PAGE_TOKENS, "a page is cached and not full"
+            assert request.n_cached_pages <= request.n_cached // self.pool.page_tokens, (
+                "a page is cached and not full"
+            )
             assert not request.page_row[request.n_pages :].any(), f"request {request.id} lists pages it lost"
 
     def _give_way(self) -> None:
@@ -240,7 +241,7 @@ class Scheduler:
         for counts in (self, request):
             counts.n_drafted += chunk.n_drafts
             counts.n_accepted += n_accepted
-        n_pages = pages_for(request.n_cached)
+        n_pages = self.pool.pages_for(request.n_cached)
         self.pool.free(request.page_row[n_pages : request.n_pages].tolist())
         request.page_row[n_pages : request.n_pages] = 0
         request.n_pages = n_pages
@@ -262,9 +263,11 @@ class Scheduler:
 
     def _make_writable(self, request: Request, start: int, stop: int) -> bool:
         """Gets pages to write tokens `start` to `stop` - 1 to; False where it had to give up its own."""
-        first = start // PAGE_TOKENS  # a page that others read too is copied before the first write
-        copies = start % PAGE_TOKENS != 0 and not self.pool.is_writable(int(request.page_row[first]))
-        n_new = pages_for(stop) - request.n_pages
+        first = start // self.pool.page_tokens  # a page that others read too is copied before the first write
+        copies = start % self.pool.page_tokens != 0 and not self.pool.is_writable(
+            int(request.page_row[first])
+        )
+        n_new = self.pool.pages_for(stop) - request.n_pages
         while self.pool.n_free < n_new + copies:
             last = self.running[-1]
             self._preempt(last)
@@ -289,7 +292,7 @@ class Scheduler:
         if len(self.running) >= self.max_requests:
             return None
         known = self._known_pages(request)
-        n_new = pages_for(request.n_tokens) - len(known)
+        n_new = self.pool.pages_for(request.n_tokens) - len(known)
         n_left = self.pool.n_free - sum(self.pool.is_idle(page) for page in known)
         return known if n_new <= n_left else None
 
@@ -298,11 +301,11 @@ class Scheduler:
         pages = self._room(request)
         if pages is None:
             return False
-        n_known = len(pages) * PAGE_TOKENS
+        n_known = len(pages) * self.pool.page_tokens
         leader = request.leader
         if leader is not None and leader.n_cached >= request.n_prompt and not request.n_generated:
             n_known = request.n_prompt - 1  # its last token is computed anew, for logits
-            pages = leader.pages[: pages_for(n_known)]
+            pages = leader.pages[: self.pool.pages_for(n_known)]
         self.pool.share(pages)
         request.page_row[: len(pages)] = pages
         request.n_pages, request.n_cached = len(pages), n_known
@@ -326,13 +329,13 @@ class Scheduler:
 
     def _cache_pages(self, request: Request) -> None:
         """Lets others find the request's full pages: its logits were numbers, so all that is in them is."""
-        n_full = request.n_cached // PAGE_TOKENS
+        n_full = request.n_cached // self.pool.page_tokens
         if n_full == request.n_cached_pages or not self._uses_cache(request):
             return
         first = request.n_cached_pages
         identity = self.pool.identity(int(request.page_row[first - 1])) if first else ROOT
         for i in range(first, n_full):
-            tokens = request.tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS]
+            tokens = request.tokens[i * self.pool.page_tokens : (i + 1) * self.pool.page_tokens]
             page = self.pool.cache(int(request.page_row[i]), identity, tokens)
             request.page_row[i] = page
             identity = self.pool.identity(page)

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import PAGE_TOKENS
 from kukri.errors import HookError, ShapeError
+from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference_rows import ReferenceRowOps
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
-    KV_BLOCK,
     AttentionSpec,
+    Cache,
+    CacheLayout,
     CompiledProgram,
     FloatArray,
     ForwardBatch,
     Hook,
     KVType,
-    PagedKV,
     Program,
     RopeFrequencies,
     StepLimits,
@@ -43,16 +43,28 @@ class ReferenceBackend:
 
     name = "reference"
     exact_kv_type: KVType = "f32"
+    page_tokens = PAGE_TOKENS
 
     def __init__(self) -> None:
         self.row_ops = ReferenceRowOps()
         self._matrices: dict[Weight, FloatArray] = {}
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
+    def new_cache(
+        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+    ) -> PagedKV:
+        """See Backend.new_cache."""
+        return PagedKV(layout, n_pages, n_states, kv_type)
+
+    def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
+        """See Backend.page_bytes."""
+        return page_bytes(layout, kv_type)
+
     def compile(
-        self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]
+        self, program: Program, cache: Cache, limits: StepLimits, hooks: dict[str, list[Hook]]
     ) -> CompiledProgram:
         """The program as it is, bound to the cache and the hooks. `limits` are checked at each step."""
+        assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
         return _BoundProgram(program, ReferenceOps(cache, hooks, self._matrices, self._rope_rows), limits)
 
 
@@ -203,7 +215,7 @@ class ReferenceOps:
         return matrix
 
     def _store(self, k: FloatArray, v: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> None:
-        """Writes k and v [T, G*K] to the cache, limited to what its dtype can hold."""
+        """Writes k and v [T, G*K] to the cache, clamped to what its dtype can hold."""
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         page, offset = np.divmod(batch.slots, PAGE_TOKENS)
         limit = np.finfo(np.float32 if self.cache.kv_type == "f32" else np.float16).max
@@ -221,7 +233,7 @@ class ReferenceOps:
     def _context(self, layer: int, page_table: Array, n_context: int) -> tuple[FloatArray, FloatArray]:
         """A sequence's pages side by side: keys float32 [G, K, n], values [G, n, K], n >= n_context."""
         pages = page_table[: -(-n_context // PAGE_TOKENS)]
-        keys, values = self.cache.keys[layer, pages], self.cache.values[layer, pages]
+        keys, values = self.cache.keys[layer][pages], self.cache.values[layer][pages]
         if self.cache.kv_type == "q8_0":
             keys = keys["quants"] * keys["scales"].astype(np.float32)[..., None, :]
             keys = keys.reshape(*keys.shape[:2], -1, PAGE_TOKENS)

@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import PAGE_TOKENS
-from kukri.errors import ShapeError, UnsupportedError
+from kukri.errors import ShapeError
 from kukri.kernels.rows import RowRecord
 from kukri.quant.types import QuantType
 
@@ -122,62 +121,58 @@ class ForwardBatch:
 
 
 KVType = Literal["f16", "q8_0", "f32"]
-KV_BLOCK = 32  # values that share a scale in a q8_0 cache
-_KV_BYTES = {"f16": 2.0, "q8_0": 1.0 + 2 / KV_BLOCK, "f32": 4.0}  # of a value
 
 
-class PagedKV:
-    """The KV cache of all layers: `keys` float16 [L, P, G, K, B], `values` float16 [L, P, G, B, K].
+@dataclass(frozen=True)
+class KVLayer:
+    """A layer that caches keys and values of each token; a query sees `window` of them, or all."""
 
-    Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is reserved
-    at once and taken from the system as it is written, in pieces of up to 2 MiB: so a page's layers lie
-    together, and a short context does not touch one such piece per layer. Numbers beyond float16 are limited;
-    NaN stays, so that its request fails and no other sees it.
+    n_kv_heads: int
+    d_head: int
+    window: int | None = None
 
-    `kv_type` q8_0 keeps int8 "quants" and a float16 of "scales" for each 32 dimensions of a token's head:
-    keys are records [L, P, G, K/32] of quants [32, B] and scales [B], values records [L, P, G] of quants
-    [B, K] and scales [B, K/32]. f32 is for checks on the reference backend, where rounding would hide what is
-    compared.
+
+@dataclass(frozen=True)
+class StateLayer:
+    """A layer that keeps a recurrent state of fixed size for each sequence: float32 arrays, (name, shape)."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+CacheLayout = Sequence[KVLayer | StateLayer]  # an entry for each layer of a model
+
+
+class Cache(Protocol):
+    """What a model remembers of its sequences: keys and values in pages, recurrent states in slots.
+
+    It belongs to the backend that made it, which alone knows how it lies in memory. A page has room for
+    `page_tokens` tokens, in all layers; page p has the slots p * page_tokens and on. All is zero at first.
     """
 
-    def __init__(
-        self, n_layers: int, n_pages: int, n_kv_heads: int, d_head: int, kv_type: KVType = "f16"
-    ) -> None:
-        """Raises UnsupportedError where q8_0 cannot hold heads of this size."""
-        self.n_layers, self.n_pages, self.n_kv_heads, self.d_head = n_layers, n_pages, n_kv_heads, d_head
-        self.kv_type = kv_type
-        pages = n_pages, n_layers, n_kv_heads
-        if kv_type == "q8_0":
-            if d_head % KV_BLOCK:
-                raise UnsupportedError(f"a q8_0 KV cache needs a head size of {KV_BLOCK} n, not {d_head}")
-            n_blocks = d_head // KV_BLOCK
-            key = [("quants", np.int8, (KV_BLOCK, PAGE_TOKENS)), ("scales", np.float16, (PAGE_TOKENS,))]
-            value = [
-                ("quants", np.int8, (PAGE_TOKENS, d_head)),
-                ("scales", np.float16, (PAGE_TOKENS, n_blocks)),
-            ]
-            keys, values = np.zeros((*pages, n_blocks), key), np.zeros(pages, value)
-        else:
-            dtype = np.float32 if kv_type == "f32" else np.float16
-            keys = np.zeros((*pages, d_head, PAGE_TOKENS), dtype)
-            values = np.zeros((*pages, PAGE_TOKENS, d_head), dtype)
-        self.keys: npt.NDArray[Any] = keys.swapaxes(0, 1)
-        self.values: npt.NDArray[Any] = values.swapaxes(0, 1)
-
-    @property
-    def page_stride(self) -> int:
-        """Bytes from a page to the next in one layer's keys, and in its values."""
-        return self.keys.strides[1]
+    layout: tuple[KVLayer | StateLayer, ...]
+    n_pages: int
+    n_states: int
+    kv_type: KVType
+    page_tokens: int
 
     @property
     def n_bytes(self) -> int:
-        """Bytes reserved for keys and values."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes reserved."""
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies what a page holds."""
 
-def kv_bytes(n_layers: int, n_kv_heads: int, d_head: int, kv_type: KVType) -> int:
-    """Bytes of one token's keys and values."""
-    return int(2 * n_layers * n_kv_heads * d_head * _KV_BYTES[kv_type])
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeroes pages before others get them: they may hold NaN."""
+
+    def clear_from(self, page: int, offset: int) -> None:
+        """Zeroes the tokens of a page from `offset` on."""
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies the recurrent state of a sequence from one slot to another."""
+
+    def clear_state(self, slot: int) -> None:
+        """Zeroes a slot, for a sequence that begins."""
 
 
 @dataclass(frozen=True)
@@ -297,12 +292,23 @@ class Backend(Protocol):
 
     name: str
     exact_kv_type: KVType  # the widest numbers that its KV cache can hold
+    page_tokens: int  # tokens of a page of its caches
 
     @property
     def row_ops(self) -> RowOps:
         """What sampling uses on this backend's logits."""
 
+    def new_cache(
+        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+    ) -> Cache:
+        """A cache for a model of this layout. Raises MemoryError, and UnsupportedError on heads that
+        `kv_type` cannot hold.
+        """
+
+    def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
+        """Bytes that a page of such a cache takes. Raises UnsupportedError as `new_cache` does."""
+
     def compile(
-        self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]
+        self, program: Program, cache: Cache, limits: StepLimits, hooks: dict[str, list[Hook]]
     ) -> CompiledProgram:
         """Binds a model to kernels. `hooks` maps full hook names to listeners; others cost nothing."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
-from kukri.kernels.types import Backend, FloatArray, Ops, Tensor
+from kukri.kernels.types import Backend, CacheLayout, FloatArray, Ops, Tensor
 from kukri.models.forward import Forward, KVCache
 from kukri.models.layers import Parameter
 from kukri.models.llama import Llama
@@ -38,6 +38,10 @@ class Model(Protocol):
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Runs one step -> logits [N, V]."""
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """What each layer caches."""
 
     def hidden(self, ops: Ops, batch: Any) -> Tensor:
         """Runs one step -> what the head reads [N, D]."""

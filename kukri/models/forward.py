@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import PAGE_TOKENS, ModelConfig
+from kukri.config import ModelConfig
 from kukri.errors import RequestError
 from kukri.kernels.types import (
     Backend,
@@ -22,8 +22,6 @@ from kukri.kernels.types import (
     ForwardBatch,
     Hook,
     IntArray,
-    KVType,
-    PagedKV,
     Program,
     StepLimits,
 )
@@ -48,7 +46,8 @@ class KVCache:
     Attributes: batch_size; max_tokens of a row; n_tokens of a row so far, pads included.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, max_tokens: int, kv_type: KVType) -> None:
+    def __init__(self, model: Model, backend: Backend, batch_size: int, max_tokens: int) -> None:
+        config = model.config
         if not 1 <= max_tokens <= config.max_context:
             raise _error(
                 f"a cache of {max_tokens} tokens: it may have 1 to {config.max_context}", "max_tokens"
@@ -56,10 +55,10 @@ class KVCache:
         if batch_size < 1:
             raise _error(f"a cache of {batch_size} rows: it must have at least one", "batch_size")
         self.batch_size, self.max_tokens, self.n_tokens = batch_size, max_tokens, 0
-        n_pages = -(-max_tokens // PAGE_TOKENS)
+        n_pages = -(-max_tokens // backend.page_tokens)
         try:
-            self.kv = PagedKV(
-                config.n_layers, batch_size * n_pages, config.n_kv_heads, config.d_head, kv_type
+            self.kv = backend.new_cache(
+                model.cache_layout, batch_size * n_pages, kv_type=backend.exact_kv_type
             )
         except MemoryError:
             raise _error(f"no memory for {batch_size} x {max_tokens} cached tokens", "max_tokens") from None
@@ -91,9 +90,8 @@ class Forward:
 
     def new_cache(self, batch_size: int = 1, max_tokens: int | None = None) -> KVCache:
         """An empty cache; `max_tokens` None takes the model's whole context."""
-        config = self.model.config
-        n_tokens = config.max_context if max_tokens is None else max_tokens
-        return KVCache(config, batch_size, n_tokens, self.backend.exact_kv_type)
+        n_tokens = self.model.config.max_context if max_tokens is None else max_tokens
+        return KVCache(self.model, self.backend, batch_size, n_tokens)
 
     def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
         """Makes each hook listen on its full name, after those that already do."""
@@ -150,11 +148,9 @@ class Forward:
 
     def _checked(self, cache: KVCache, shape: tuple[int, int]) -> KVCache:
         """The caller's cache, which must fit the model and the batch."""
-        config = self.model.config
         if not isinstance(cache, KVCache):
             raise _error(f"cache must come from new_cache(), not be a {type(cache).__name__}", "cache")
-        layout = (config.n_layers, config.n_kv_heads, config.d_head)
-        if (cache.kv.n_layers, cache.kv.n_kv_heads, cache.kv.d_head) != layout:
+        if cache.kv.layout != tuple(self.model.cache_layout):
             raise _error("the cache was made by another model", "cache")
         if cache.batch_size != shape[0]:
             raise _error(f"the cache has {cache.batch_size} rows and token_ids have {shape[0]}", "cache")
@@ -216,14 +212,15 @@ class _Call:
             row_of = np.concatenate([np.full(stop - start, row) for row, start, stop in step])
             column_of = np.concatenate([columns[row][start:stop] for row, start, stop in step])
             places = np.concatenate([n_stored[row] + np.arange(start, stop) for row, start, stop in step])
-            pages = self.cache.page_table[row_of, places // PAGE_TOKENS]
+            page_tokens = self.cache.kv.page_tokens
+            pages = self.cache.page_table[row_of, places // page_tokens]
             yield (
                 row_of,
                 column_of,
                 ForwardBatch(
                     token_ids=self.ids[row_of, column_of],
                     positions=places.astype(np.int32),
-                    slots=(pages * PAGE_TOKENS + places % PAGE_TOKENS).astype(np.int32),
+                    slots=(pages * page_tokens + places % page_tokens).astype(np.int32),
                     query_start=np.cumsum([0, *(stop - start for _, start, stop in step)], dtype=np.int32),
                     context_len=np.array([n_stored[row] + stop for row, _, stop in step], np.int32),
                     page_table=self.cache.page_table[[row for row, _, _ in step]],

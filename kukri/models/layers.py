@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import AttentionSpec, Ops, Tensor, Vector, Weight
+from kukri.kernels.types import AttentionSpec, KVLayer, Ops, Tensor, Vector, Weight
 from kukri.models.rope import rope_frequencies
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class Attention:
         self.spec = AttentionSpec(
             layer, config.n_heads, this.n_kv_heads, this.d_head, this.scale, this.window
         )
+        self.cache_layer = KVLayer(this.n_kv_heads, this.d_head, this.window)
         parts = ["qkv"] if source.has(f"{name}.qkv_proj.weight") else ["q", "k", "v"]
         names = [f"{name}.{part}_proj" for part in parts]
         self.qkv = Linear(source, names, (n_q, n_kv, n_kv), config.d_model)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
-from kukri.kernels.types import Backend, FloatArray, Ops, Tensor
+from kukri.kernels.types import Backend, FloatArray, KVLayer, Ops, Tensor
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import output_head
 from kukri.models.layers import Attention, Embedding, GatedMLP, Parameter, RMSNorm
@@ -86,6 +86,11 @@ class Llama:
         for block in self.blocks:
             x = block(ops, x, batch)
         return ops.tap("ln_final.hook_normalized", None, self.norm(ops, ops.logit_rows(x, batch)))
+
+    @property
+    def cache_layout(self) -> tuple[KVLayer, ...]:
+        """What each layer caches."""
+        return tuple(block.attention.cache_layer for block in self.blocks)
 
     def forward(
         self, token_ids: Any, attention_mask: Any = None, positions: Any = None, cache: KVCache | None = None

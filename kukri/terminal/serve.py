@@ -146,14 +146,10 @@ def _warm_up(llm: Any) -> None:
 
 def _announce(settings: Any, bound: socket.socket, llm: Any) -> None:
     """Says on stderr what is served, to whom, and how much memory that takes."""
-    from kukri.config import PAGE_TOKENS
-    from kukri.kernels.types import kv_bytes
-
     host, port = bound.getsockname()[:2]
     engine, config = llm.engine, llm.engine_config
-    n_tokens = engine.pool.n_pages * PAGE_TOKENS
-    c = llm.config
-    size = n_tokens * kv_bytes(c.n_layers, c.n_kv_heads, c.d_head, config.kv_type) / 2**20
+    n_tokens = engine.pool.n_pages * engine.pool.page_tokens
+    size = engine.runner.cache.n_bytes / 2**20
     shown = f"[{host}]" if ":" in host else host
     page = f", a page to chat on at http://{shown}:{port}/" if settings.has_page else ""
     print(f"serving {', '.join(settings.model_names)} on http://{shown}:{port}/v1{page}", file=sys.stderr)

@@ -23,8 +23,9 @@ from kukri.bench.ablation.trial import Sizes, Trial, random_ids, row
 from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.formats.headers import read_headers
+from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, PagedKV, StepLimits, Weight
+from kukri.kernels.types import AttentionSpec, KVLayer, StepLimits, Weight
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.ablate import page_text, show_ablation
 
@@ -196,7 +197,9 @@ def test_both_kinds_of_attention_are_right(n_tokens: int) -> None:
 
     paged = attention.Paged(rows, heads, 2, n_results=n_tokens)
     limits = StepLimits(n_tokens, 1, n_tokens, 10)
-    want = ReferenceBackend().compile(program, PagedKV(1, 10, 2, 64, "f32"), limits, {})(paged._batch)
+    want = ReferenceBackend().compile(program, PagedKV([KVLayer(2, 64)], 10, kv_type="f32"), limits, {})(
+        paged._batch
+    )
     matrix = attention.Matrix(rows, heads, 2)
     for _ in range(2):  # its buffers are used again
         np.testing.assert_allclose(matrix(), want, rtol=1e-4, atol=1e-5)

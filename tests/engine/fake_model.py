@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import PAGE_TOKENS, EngineConfig, LayerConfig, ModelConfig, RopeConfig
+from kukri.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference import ReferenceRowOps
-from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
+from kukri.kernels.types import CacheLayout, ForwardBatch, KVLayer, StepLimits
 
 N_VOCAB = 50
 EOS = 7
@@ -43,6 +44,7 @@ class FakeModel:
     """Only its config is looked at."""
 
     parameters = ()
+    cache_layout = (KVLayer(1, 16),)
     n_parameters = 0
 
     def __init__(self, max_context: int) -> None:
@@ -70,6 +72,7 @@ class FakeBackend:
     """Keeps tokens where keys would be, and finds each context through the page table."""
 
     name = "fake"
+    page_tokens = PAGE_TOKENS
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, int]] = []  # (T, S, N) of every step
@@ -77,6 +80,14 @@ class FakeBackend:
         self.row_ops = ReferenceRowOps()
         self.error: BaseException | None = None  # raised by the next step
         self.is_writable: Callable[[int], bool] = lambda page: True
+
+    def new_cache(
+        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: str = "f16"
+    ) -> PagedKV:
+        return PagedKV(layout, n_pages, n_states, kv_type)
+
+    def page_bytes(self, layout: CacheLayout, kv_type: Any) -> int:
+        return page_bytes(layout, kv_type)
 
     def compile(self, program: FakeModel, cache: PagedKV, limits: StepLimits, hooks: dict) -> FakeProgram:
         self.n_compiled += 1
@@ -94,14 +105,14 @@ class FakeProgram:
         self._check(batch)
         pages, offsets = np.divmod(batch.slots, PAGE_TOKENS)
         assert all(map(self.backend.is_writable, set(pages.tolist()))), "a write to a page that others read"
-        self.cache.keys[0, pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
+        self.cache.keys[0][pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
         logits = np.zeros((batch.n_logit_rows, N_VOCAB), np.float32)
         for i, row in enumerate(batch.logit_rows):
             s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
             n_visible = batch.context_len[s] - (batch.query_start[s + 1] - 1 - row)
             positions = np.arange(n_visible)
             slots = batch.page_table[s, positions // PAGE_TOKENS], positions % PAGE_TOKENS
-            context = (self.cache.keys[0, slots[0], 0, 0, slots[1]].astype(int) - 1).tolist()
+            context = (self.cache.keys[0][slots[0], 0, 0, slots[1]].astype(int) - 1).tolist()
             assert min(context) >= 0, "a token of the context was never stored, or was overwritten"
             logits[i, next_token(context)] = 5.0
             if POISON in context:

@@ -19,7 +19,8 @@ from kukri.config import EngineConfig
 from kukri.engine import Engine, Request
 from kukri.engine.draft_model import ModelDrafts
 from kukri.errors import ConfigError, RequestError
-from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.types import ForwardBatch, StepLimits
 from kukri.sampling import SamplingParams
 
 

@@ -271,7 +271,7 @@ def test_what_a_wrong_draft_breaks_is_cleared() -> None:
     engine.step()
     engine.step()
     cache = engine.runner.cache
-    stored = cache.keys[0, :, 0, 0].reshape(-1)  # the fake model's tokens, plus 1
+    stored = cache.keys[0][:, 0, 0].reshape(-1)  # the fake model's tokens, plus 1
     assert not (stored == POISON + 1).any()
     assert engine.scheduler.n_drafted > 0
     finish(engine)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from random_blocks import HALVES, random_rows
 
-from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, StepLimits, Weight
+from kukri.kernels.types import AttentionSpec, ForwardBatch, KVLayer, StepLimits, Weight
 from kukri.quant.blocks import quantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -59,7 +59,7 @@ def plain_batch(n_tokens, n_rows=None):
 
 def run(backend, program, batch, cache=None, max_sequences=4):
     """The program's result on a backend whose buffers held NaN before."""
-    cache = cache or PagedKV(1, 32, 1, 16)
+    cache = cache or PagedKV([KVLayer(1, 16)], 32)
     limits = StepLimits(max(batch.n_tokens, 8) + 3, max_sequences, max(batch.n_tokens, 8) + 3, 32)
     compiled = backend.compile(program, cache, limits, {})
     if isinstance(backend, CpuBackend):
@@ -110,9 +110,9 @@ def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_t
         table,
         np.arange(n_tokens, dtype=np.int32),
     )
-    past = PagedKV(1, sum(n_pages) + 5, n_kv_heads, d_head, kv_type)
-    fill(past.keys, rng)
-    fill(past.values, rng)
+    past = PagedKV([KVLayer(n_kv_heads, d_head)], sum(n_pages) + 5, kv_type=kv_type)
+    fill(past.keys[0], rng)
+    fill(past.values[0], rng)
 
     def program(ops, batch):
         sizes = (group * n_kv_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head)
@@ -123,6 +123,7 @@ def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_t
 
 
 def copy_of(cache):
-    new = PagedKV(cache.n_layers, cache.n_pages, cache.n_kv_heads, cache.d_head, cache.kv_type)
-    new.keys[:], new.values[:] = cache.keys, cache.values
+    new = PagedKV(cache.layout, cache.n_pages, kv_type=cache.kv_type)
+    for layer, keys in cache.keys.items():
+        new.keys[layer][:], new.values[layer][:] = keys, cache.values[layer]
     return new

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from small_programs import assert_close, attention_case, copy_of, f32_weight, plain_batch
 
-from kukri.config import PAGE_TOKENS
 from kukri.errors import ShapeError
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, PagedKV, RopeFrequencies, StepLimits
+from kukri.kernels.types import AttentionSpec, KVLayer, RopeFrequencies, StepLimits
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_masked_attention(backend, group, n_kv_heads, d_head, per_head, n_contex
     got = run(backend, program, batch, caches[0], len(mask))
     want = run(ReferenceBackend(), program, batch, caches[1], len(mask))
     assert_close(got, want, relative=1e-5)
-    np.testing.assert_array_equal(caches[0].keys, caches[1].keys)
+    np.testing.assert_array_equal(caches[0].keys[0], caches[1].keys[0])
     assert not got[n_new // 3].any()
 
 
@@ -64,8 +64,8 @@ def test_masked_attention_ignores_what_lies_behind_the_context(backend):
     batch = replace(batch, mask=np.zeros((1, 5, 37), np.float32))
     dirty = copy_of(past)
     page = batch.page_table[0, 37 // PAGE_TOKENS]
-    dirty.keys[0, page, :, :, 37 % PAGE_TOKENS :] = np.nan
-    dirty.values[0, page, :, 37 % PAGE_TOKENS :] = np.nan
+    dirty.keys[0][page, :, :, 37 % PAGE_TOKENS :] = np.nan
+    dirty.values[0][page, :, 37 % PAGE_TOKENS :] = np.nan
     want = run(backend, program, batch, copy_of(past), 1)
     np.testing.assert_array_equal(run(backend, program, batch, dirty, 1), want)
 
@@ -104,7 +104,7 @@ def rotating(rope):
 
 def test_rope_rotates_by_other_positions_where_the_batch_has_them(backend):
     """Would catch positions of an earlier step left in place, and those of the cache used for both."""
-    program, cache = rotating(rope_of(64)), PagedKV(1, 4, 1, 16)
+    program, cache = rotating(rope_of(64)), PagedKV([KVLayer(1, 16)], 4)
     plain = plain_batch(9)
     other = replace(plain, rope_positions=np.array([5, 63, 0, 1, 1, 30, 2, 9, 8], np.int32))
     compiled = backend.compile(program, cache, StepLimits(9, 1, 9, 4), {})
@@ -117,6 +117,8 @@ def test_rope_rotates_by_other_positions_where_the_batch_has_them(backend):
 def test_a_position_outside_the_context_never_reaches_a_kernel(backend, position):
     """Would catch a read outside the table of angles."""
     batch = replace(plain_batch(2), rope_positions=np.array([0, position], np.int32))
-    compiled = backend.compile(rotating(rope_of(64)), PagedKV(1, 4, 1, 16), StepLimits(9, 1, 9, 4), {})
+    compiled = backend.compile(
+        rotating(rope_of(64)), PagedKV([KVLayer(1, 16)], 4), StepLimits(9, 1, 9, 4), {}
+    )
     with pytest.raises(ShapeError, match="rotate by outside"):
         compiled(batch)

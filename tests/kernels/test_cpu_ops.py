@@ -20,11 +20,11 @@ from small_programs import (
     weight,
 )
 
-from kukri.config import PAGE_TOKENS
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, ForwardBatch, PagedKV, RopeFrequencies, StepLimits, Vector
+from kukri.kernels.types import AttentionSpec, ForwardBatch, KVLayer, RopeFrequencies, StepLimits, Vector
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -138,7 +138,7 @@ def test_fused_and_separate_quantization_agree(backend, kind):
             return ops.logit_rows(ops.linear(normed, (w,)), batch)
 
         hooks = {"t1": [lambda name, x: None], "t2": [lambda name, x: None]} if listen else {}
-        compiled = backend.compile(program, PagedKV(1, 32, 1, 16), StepLimits(16, 1, 16, 8), hooks)
+        compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(16, 1, 16, 8), hooks)
         compiled.plan.memory.view(np.float32)[:] = np.nan
         return compiled(plain_batch(9)).copy()
 
@@ -179,8 +179,8 @@ def test_attention(backend, group, n_kv_heads, d_head, kv_type, window):
     got = run(backend, program, batch, caches[0], max_sequences=5)
     want = run(ReferenceBackend(), program, batch, caches[1], max_sequences=5)
     assert_close(got, want, relative=1e-5)
-    np.testing.assert_array_equal(caches[0].keys, caches[1].keys)
-    np.testing.assert_array_equal(caches[0].values, caches[1].values)
+    np.testing.assert_array_equal(caches[0].keys[0], caches[1].keys[0])
+    np.testing.assert_array_equal(caches[0].values[0], caches[1].values[0])
 
 
 def test_a_q8_0_cache_is_close_to_float16(backend):
@@ -193,7 +193,7 @@ def test_a_q8_0_cache_is_close_to_float16(backend):
     error = np.abs(logits[0] - logits[1])
     assert 1e-4 < error.max() < 0.05
     with pytest.raises(UnsupportedError, match="head size"):
-        PagedKV(1, 1, 1, 16, "q8_0")
+        PagedKV([KVLayer(1, 16)], 1, kv_type="q8_0")
 
 
 def test_attention_ignores_what_lies_outside_the_context(backend):
@@ -209,8 +209,8 @@ def test_attention_ignores_what_lies_outside_the_context(backend):
     for page in range(past.n_pages):
         for offset in range(PAGE_TOKENS):
             if (page, offset) not in used:
-                dirty.keys[0, page, :, :, offset] = 65504
-                dirty.values[0, page, :, offset] = -65504
+                dirty.keys[0][page, :, :, offset] = 65504
+                dirty.values[0][page, :, offset] = -65504
     np.testing.assert_array_equal(run(backend, program, batch, clean), run(backend, program, batch, dirty))
 
 
@@ -220,7 +220,7 @@ def test_the_cache_limits_numbers_and_keeps_nan(backend):
     values[1, 16:32], values[1, 32:] = 1e30, -1e30
     values[2, 32:] = np.nan
     spec = AttentionSpec(0, 1, 1, 16, 1.0)
-    cache = PagedKV(1, 2, 1, 16)
+    cache = PagedKV([KVLayer(1, 16)], 2)
 
     def program(ops, batch):
         q, k, v = ops.split(ops.embed(f32_weight(values), batch), (16, 16, 16))
@@ -229,8 +229,8 @@ def test_the_cache_limits_numbers_and_keeps_nan(backend):
     for n_tokens in (2, 3):
         got = run(backend, program, plain_batch(n_tokens), cache)
         assert np.isnan(got[-1]).all() == (n_tokens == 3)
-    assert cache.keys.max() == 65504
-    assert cache.values[0, 0, 0, 1].min() == -65504
+    assert cache.keys[0].max() == 65504
+    assert cache.values[0][0, 0, 1].min() == -65504
 
 
 def test_nan_left_in_a_page_does_not_reach_the_next_owner(backend):
@@ -240,8 +240,8 @@ def test_nan_left_in_a_page_does_not_reach_the_next_owner(backend):
     clean, dirty = copy_of(past), copy_of(past)
     for s, n_context in enumerate(batch.context_len):
         page, offset = batch.page_table[s, n_context // PAGE_TOKENS], n_context % PAGE_TOKENS
-        dirty.keys[0, page, :, :, offset:] = np.nan
-        dirty.values[0, page, :, offset:] = np.nan
+        dirty.keys[0][page, :, :, offset:] = np.nan
+        dirty.values[0][page, :, offset:] = np.nan
     np.testing.assert_array_equal(run(backend, program, batch, clean), run(backend, program, batch, dirty))
 
 
@@ -306,7 +306,7 @@ def test_limits_are_checked(backend):
     rows = f32_weight(np.zeros((40, 16)))
     compiled = backend.compile(
         lambda ops, batch: ops.logit_rows(ops.embed(rows, batch), batch),
-        PagedKV(1, 8, 1, 16),
+        PagedKV([KVLayer(1, 16)], 8),
         StepLimits(16, 1, 4, 8),
         {},
     )

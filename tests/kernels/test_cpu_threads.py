@@ -14,6 +14,7 @@ import pytest
 from kukri.kernels.cpu.jit import KernelLibrary, pack_record
 from kukri.kernels.cpu.memory import address_of
 from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.paged_kv import PagedKV
 
 N = 64  # float32 of one row
 
@@ -151,7 +152,7 @@ backend.pool.run_kernel("read_memory", data=where, n_bytes=1 << 22, out=out.__ar
 def test_a_program_keeps_what_it_points_into():
     """Would catch packed weights freed under a plan whose backend nobody else holds."""
     from kukri.kernels.cpu import CpuBackend
-    from kukri.kernels.types import ForwardBatch, PagedKV, StepLimits, Weight
+    from kukri.kernels.types import ForwardBatch, KVLayer, StepLimits, Weight
     from kukri.quant.types import QUANT_TYPES
 
     forgotten_backend = CpuBackend(n_threads=1)
@@ -159,7 +160,7 @@ def test_a_program_keeps_what_it_points_into():
     weight = Weight(rows.view(np.uint8), QUANT_TYPES["F32"], (64, 64))
     program = forgotten_backend.compile(
         lambda ops, batch: ops.linear(ops.logit_rows(ops.embed(weight, batch), batch), (weight,)),
-        PagedKV(1, 1, 1, 16),
+        PagedKV([KVLayer(1, 16)], 1),
         StepLimits(4, 1, 4, 1),
         {},
     )

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from kukri.config import PAGE_TOKENS
 from kukri.errors import HookError, ShapeError
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps, call_hooks
 from kukri.kernels.types import (
     AttentionSpec,
     ForwardBatch,
-    PagedKV,
+    KVLayer,
     RopeFrequencies,
     StepLimits,
     Vector,
@@ -57,7 +57,7 @@ def make_batch(
 
 
 def ops_without_cache() -> ReferenceOps:
-    return ReferenceOps(PagedKV(1, 1, 1, 16))
+    return ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
 
 
 @pytest.mark.parametrize("type_name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
@@ -148,15 +148,15 @@ def test_attention_matches_torch_over_holes_and_offsets(group: int, window: int 
     spec = AttentionSpec(1, group * n_kv_heads, n_kv_heads, d_head, 0.3, window)
     lengths = [(37, 3), (0, 1), (63, 1), (0, 65), (15, 2)]
     batch, table = make_batch(lengths, n_pages)
-    cache = PagedKV(2, n_pages, n_kv_heads, d_head, "f32")
-    cache.keys[:], cache.values[:] = np.nan, np.nan
+    cache = PagedKV([KVLayer(n_kv_heads, d_head)] * 2, n_pages, kv_type="f32")
+    cache.keys[1][:], cache.values[1][:] = np.nan, np.nan
     widths = (spec.n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head)
     contexts = [[normal(old + new, width) for width in widths] for old, new in lengths]
     for s, (old, _) in enumerate(lengths):  # what earlier steps stored, one slot at a time
         for p in range(old):
             page, offset = table[s, p // PAGE_TOKENS], p % PAGE_TOKENS
-            cache.keys[1, page, :, :, offset] = contexts[s][1][p].reshape(n_kv_heads, d_head)
-            cache.values[1, page, :, offset] = contexts[s][2][p].reshape(n_kv_heads, d_head)
+            cache.keys[1][page, :, :, offset] = contexts[s][1][p].reshape(n_kv_heads, d_head)
+            cache.values[1][page, :, offset] = contexts[s][2][p].reshape(n_kv_heads, d_head)
     new_rows = [[part[old:] for part in context] for context, (old, _) in zip(contexts, lengths)]
     q, k, v = (np.concatenate([rows[i] for rows in new_rows]) for i in range(3))
     got = ReferenceOps(cache).attention(q, k, v, spec, batch)
@@ -178,16 +178,16 @@ def test_attention_matches_torch_over_holes_and_offsets(group: int, window: int 
 
 def test_the_cache_saturates_and_keeps_nan() -> None:
     """An infinity stored where a key is too large for float16; a NaN hidden from the logits that follow."""
-    cache = PagedKV(1, 2, 1, 16)
+    cache = PagedKV([KVLayer(1, 16)], 2)
     batch, table = make_batch([(0, 2)], 2)
     k, v = normal(2, 16), normal(2, 16)
     k[0, 3], v[0, 4], v[1, 5] = 1e6, -1e6, np.nan
     with np.errstate(invalid="ignore"):
         ReferenceOps(cache).attention(normal(2, 16), k, v, AttentionSpec(0, 1, 1, 16, 0.1), batch)
     page = table[0, 0]
-    assert cache.keys[0, page, 0, 3, 0] == np.finfo(np.float16).max
-    assert cache.values[0, page, 0, 0, 4] == np.finfo(np.float16).min
-    assert np.isnan(cache.values[0, page, 0, 1, 5])
+    assert cache.keys[0][page, 0, 3, 0] == np.finfo(np.float16).max
+    assert cache.values[0][page, 0, 0, 4] == np.finfo(np.float16).min
+    assert np.isnan(cache.values[0][page, 0, 1, 5])
 
 
 def test_embed_split_and_logit_rows() -> None:
@@ -213,7 +213,7 @@ def test_hooks_edit_in_place_and_replace_in_order() -> None:
         assert name == "blocks.3.hook_x"
         return x * 2
 
-    ops = ReferenceOps(PagedKV(1, 1, 1, 16), {"blocks.3.hook_x": [add_one, double, add_one]})
+    ops = ReferenceOps(PagedKV([KVLayer(1, 16)], 1), {"blocks.3.hook_x": [add_one, double, add_one]})
     np.testing.assert_array_equal(ops.tap("hook_x", 3, np.zeros((2, 4), np.float32)), np.full((2, 4), 3))
     untouched = np.zeros((2, 4), np.float32)
     assert ops.tap("hook_x", 2, untouched) is untouched
@@ -248,7 +248,7 @@ def test_hooks_are_not_shown_arrays_without_rows() -> None:
 def test_a_step_beyond_the_limits_is_refused() -> None:
     """A batch that another backend could not hold passes on the reference."""
     program = ReferenceBackend().compile(
-        lambda ops, batch: None, PagedKV(1, 1, 1, 16), StepLimits(2, 1, 2, 8), {}
+        lambda ops, batch: None, PagedKV([KVLayer(1, 16)], 1), StepLimits(2, 1, 2, 8), {}
     )
     batch, _ = make_batch([(0, 3)], 4)
     with pytest.raises(ShapeError, match="larger"):

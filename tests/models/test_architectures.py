@@ -104,7 +104,7 @@ class WithInt8Inputs:
     """A model on such ops."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.config = model, model.config
+        self.model, self.cache_layout = model, model.cache_layout
 
     def __call__(self, ops: Any, batch: Any) -> Any:
         return self.model(Int8Inputs(ops), batch)

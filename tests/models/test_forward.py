@@ -13,9 +13,9 @@ from tiny_llama import TorchSource, random_ids
 from tiny_models import HEADS, KV_HEADS, V, make
 from transformers import DynamicCache
 
-from kukri.config import PAGE_TOKENS
 from kukri.errors import HookError, KukriError, RequestError
 from kukri.kernels import make_backend
+from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.models import Model, load_model
 
 ARCHITECTURES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")

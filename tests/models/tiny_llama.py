@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kukri.config import PAGE_TOKENS, LayerConfig, ModelConfig, RopeConfig
+from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnusedTensorError
-from kukri.kernels.types import Backend, ForwardBatch, KVType, PagedKV, StepLimits, Weight
+from kukri.kernels.paged_kv import PAGE_TOKENS
+from kukri.kernels.types import Backend, ForwardBatch, KVType, StepLimits, Weight
 from kukri.models import Model
 from kukri.quant.types import QUANT_TYPES
 
@@ -121,9 +122,8 @@ class Driver:
         n_pages: int = 32,
         max_tokens: int = 256,
     ) -> None:
-        config = model.config
         self.model = model
-        self.cache = PagedKV(config.n_layers, n_pages, config.n_kv_heads, config.d_head, kv_type)
+        self.cache = backend.new_cache(model.cache_layout, n_pages, kv_type=kv_type)
         self.pages = np.random.default_rng(7).permutation(n_pages).astype(np.int32)
         limits = StepLimits(max_tokens, 1, max_tokens, n_pages)
         self.program = backend.compile(model, self.cache, limits, dict(hooks or {}))

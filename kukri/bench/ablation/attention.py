@@ -20,7 +20,8 @@ from kukri.bench.ablation.trial import Row, Trial, row
 from kukri.bench.child import Child, serve
 from kukri.engine.pages import pages_for
 from kukri.kernels.cpu import CpuBackend
-from kukri.kernels.types import AttentionSpec, FloatArray, ForwardBatch, PagedKV, StepLimits, Weight
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
+from kukri.kernels.types import AttentionSpec, FloatArray, ForwardBatch, KVLayer, StepLimits, Weight
 from kukri.machine import peak_rss_bytes
 from kukri.quant.types import QUANT_TYPES
 
@@ -124,7 +125,7 @@ class Paged:
 
     def __init__(self, rows: FloatArray, heads: Heads, n_threads: int, n_results: int = 1) -> None:
         """`n_results`: how many rows of the result, the last ones, a call gives."""
-        n_tokens, n_pages = len(rows), pages_for(len(rows))
+        n_tokens, n_pages = len(rows), pages_for(len(rows), PAGE_TOKENS)
         weight = Weight(rows.view(np.uint8), QUANT_TYPES["F32"], rows.shape)
         spec = AttentionSpec(0, heads.n_heads, heads.n_kv_heads, heads.d_head, heads.d_head**-0.5)
 
@@ -137,7 +138,7 @@ class Paged:
         ends = np.array([0, n_tokens], np.int32)
         self._batch = ForwardBatch(ids, ids, ids, ends, ends[1:], pages, ids[n_tokens - n_results :])
         self._backend = CpuBackend(n_threads)
-        cache = PagedKV(1, n_pages, heads.n_kv_heads, heads.d_head)
+        cache = PagedKV([KVLayer(heads.n_kv_heads, heads.d_head)], n_pages)
         limits = StepLimits(n_tokens, 1, n_results, n_pages)
         self._compiled = self._backend.compile(program, cache, limits, {})
 

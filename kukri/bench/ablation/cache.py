@@ -10,7 +10,8 @@ import numpy as np
 from kukri.bench.ablation.trial import Row, Trial, random_ids, request_of, row, run
 from kukri.engine import Engine
 from kukri.engine.pages import pages_for
-from kukri.kernels.types import IntArray, PagedKV
+from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
+from kukri.kernels.types import IntArray, KVLayer
 
 _SMOLLM3_3B = (36, 16, 4, 128)  # layers, query heads, key heads, head size
 _Generate = Callable[[Engine, IntArray, int], list[int]]
@@ -81,12 +82,14 @@ def grouped_queries(trial: Trial) -> Iterator[Row]:
 
     Nothing is timed: what is saved follows from the heads alone: 4 for 16 leave a quarter.
     """
-    config, n_pages = trial.config, pages_for(trial.sizes.context)
+    config, n_pages = trial.config, pages_for(trial.sizes.context, PAGE_TOKENS)
     own = (config.n_layers, config.n_heads, config.n_kv_heads, config.d_head)
     for name, (n_layers, n_heads, n_kv_heads, d_head), expected in (
         ("SmolLM3-3B", _SMOLLM3_3B, (4.0, 4.0)),
         ("this model", own, None),
     ):
-        all_heads, grouped = (PagedKV(n_layers, n_pages, n, d_head).n_bytes for n in (n_heads, n_kv_heads))
+        all_heads, grouped = (
+            n_pages * page_bytes([KVLayer(n, d_head)] * n_layers, "f16") for n in (n_heads, n_kv_heads)
+        )
         measure = f"{name}, {n_kv_heads} key heads for {n_heads} query heads"
         yield row(measure, "bytes", [(all_heads, grouped)], expected)

@@ -11,7 +11,6 @@ import numpy as np
 
 from kukri.bench.ablation.trial import Range, Row, Sizes, Trial, random_ids, request_of, row
 from kukri.engine import Engine, Request
-from kukri.engine.pages import pages_for
 from kukri.kernels.types import FloatArray, ForwardBatch
 
 
@@ -67,8 +66,8 @@ def watched(engine: Engine) -> Iterator[HeldMemory]:
     def look(batch: ForwardBatch) -> FloatArray:
         running = engine.scheduler.running
         held.pages = max(held.pages, engine.pool.n_pages - engine.pool.n_free)
-        held.whole = max(held.whole, len(running) * pages_for(engine.max_context))
-        held.own = max(held.own, sum(pages_for(request.max_cached) for request in running))
+        held.whole = max(held.whole, len(running) * engine.pool.pages_for(engine.max_context))
+        held.own = max(held.own, sum(engine.pool.pages_for(request.max_cached) for request in running))
         return forward(batch)
 
     engine.runner.run = look  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import PAGE_TOKENS
 from kukri.errors import CapacityError, ShapeError
 from kukri.kernels.cpu import state
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
@@ -22,14 +21,16 @@ from kukri.kernels.cpu.pack import PackedWeight, pack
 from kukri.kernels.cpu.plan import Recorder, Segment, Value, max_partials
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.row_ops import CpuRowOps
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference import call_hooks, check_mask
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
+    Cache,
+    CacheLayout,
     FloatArray,
     ForwardBatch,
     Hook,
     KVType,
-    PagedKV,
     Program,
     RopeFrequencies,
     StepLimits,
@@ -42,6 +43,7 @@ class CpuBackend:
 
     name = "cpu"
     exact_kv_type: KVType = "f16"
+    page_tokens = PAGE_TOKENS
 
     def __init__(self, n_threads: int | None = None) -> None:
         self.kernels = KernelLibrary()
@@ -50,10 +52,21 @@ class CpuBackend:
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
+    def new_cache(
+        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+    ) -> PagedKV:
+        """See Backend.new_cache."""
+        return PagedKV(layout, n_pages, n_states, kv_type)
+
+    def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
+        """See Backend.page_bytes."""
+        return page_bytes(layout, kv_type)
+
     def compile(
-        self, program: Program, cache: PagedKV, limits: StepLimits, hooks: dict[str, list[Hook]]
+        self, program: Program, cache: Cache, limits: StepLimits, hooks: dict[str, list[Hook]]
     ) -> CpuProgram:
         """See Backend.compile. Weights are packed on first use and shared by all programs."""
+        assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
         return CpuProgram(self, program, cache, limits, hooks)
 
     @property

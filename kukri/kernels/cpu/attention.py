@@ -14,7 +14,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.elementwise import first_row, quantize_row, row_tiles, stop_row
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import (
@@ -70,7 +69,8 @@ from kukri.kernels.cpu.tiles import (
     tile_store,
     tile_zeros_f32,
 )
-from kukri.kernels.types import KV_BLOCK, KVType, kv_bytes
+from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, head_bytes
+from kukri.kernels.types import KVType
 
 _NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
 _SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
@@ -129,7 +129,7 @@ _READERS = (
 
 def _head_bytes(reader: _Reader, d_head: int) -> int:
     """Bytes of one head's keys, or values, in a page."""
-    return kv_bytes(1, 1, d_head, reader.kv_type) * PAGE_TOKENS // 2
+    return head_bytes(d_head, reader.kv_type)
 
 
 @device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.intrinsics import device, load_i32, load_i64, store_i64
 from kukri.kernels.cpu.jit import KernelSource
 from kukri.kernels.cpu.state import (
@@ -31,6 +30,7 @@ from kukri.kernels.cpu.state import (
     WORK_SEQUENCE,
     WORK_TOKEN,
 )
+from kukri.kernels.paged_kv import PAGE_TOKENS
 
 
 @device

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.intrinsics import (
     device,
     f32_of_bits,
@@ -57,7 +56,7 @@ from kukri.kernels.cpu.simd import (
     to_i32,
 )
 from kukri.kernels.cpu.state import KEY_BLOCK_BYTES, N_TOKENS, ROPE_POSITIONS, SLOTS
-from kukri.kernels.types import KV_BLOCK
+from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 
 
 @device

@@ -23,7 +23,7 @@ from typing import Any
 
 from platformdirs import user_cache_dir
 
-from kukri.kernels import rows
+from kukri.kernels import paged_kv, rows
 from kukri.kernels.compile_notice import CompileNotice
 from kukri.kernels.cpu.features import cpu_target
 
@@ -108,7 +108,7 @@ def cache_dir() -> Path:
         target.features,
     ):
         digest.update(fact.encode() + b"\0")
-    for source in [*sorted(Path(__file__).parent.glob("*.py")), Path(rows.__file__)]:
+    for source in [*sorted(Path(__file__).parent.glob("*.py")), Path(rows.__file__), Path(paged_kv.__file__)]:
         digest.update(source.read_bytes())
     return cache_root() / digest.hexdigest()[:24]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.config import PAGE_TOKENS
 from kukri.kernels.cpu.intrinsics import (
     f32_of_bits,
     load_f32,
@@ -37,6 +36,7 @@ from kukri.kernels.cpu.state import (
     N_TOKENS,
     PAGE_TABLE,
 )
+from kukri.kernels.paged_kv import PAGE_TOKENS
 
 _NOTHING = np.float32(-np.inf)  # the maximum of no scores
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kukri.config import PAGE_TOKENS
 from kukri.errors import MissingKernelError, ShapeError
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.jit import KernelLibrary, float_bits
@@ -33,12 +32,12 @@ from kukri.kernels.cpu.state import (
     partial_bytes,
     query_tokens,
 )
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     AttentionSpec,
     ByteArray,
     Hook,
-    PagedKV,
     RopeFrequencies,
     StepLimits,
     Vector,

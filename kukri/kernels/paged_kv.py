@@ -1,0 +1,140 @@
+"""The cache of a backend on the host: keys and values in pages, recurrent states in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.errors import UnsupportedError
+from kukri.kernels.types import CacheLayout, FloatArray, KVLayer, KVType, StateLayer
+
+PAGE_TOKENS = 16  # tokens of a page: one SIMD vector of scores
+KV_BLOCK = 32  # values that share a scale in a q8_0 cache
+
+_Form = tuple[np.dtype[Any], tuple[int, ...]]  # of an array: its entries, and its shape
+
+
+class PagedKV:
+    """Keys and values of the KV layers by page, arrays of the state layers by slot, under a layer's number.
+
+    `keys[layer]` is float16 [P, G, K, B] and `values[layer]` float16 [P, G, B, K], by the layer's own G and
+    K. Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is
+    reserved at once and taken from the system as it is written, in pieces of up to 2 MiB: so a page's layers
+    lie together, and a short context does not touch one such piece per layer. Numbers beyond float16 are
+    clamped; NaN stays, so that its request fails and no other sees it.
+
+    `kv_type` q8_0 keeps int8 "quants" and a float16 of "scales" for each 32 dimensions of a token's head:
+    keys are records [P, G, K/32] of quants [32, B] and scales [B], values records [P, G] of quants [B, K]
+    and scales [B, K/32]. f32 is for checks on the reference backend, where rounding would hide what is
+    compared.
+
+    `states[layer]` has the arrays of a state layer by name, float32 [n_states, *shape].
+    """
+
+    page_tokens = PAGE_TOKENS
+
+    def __init__(self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16") -> None:
+        """Raises UnsupportedError if q8_0 cannot hold heads of a layer's size, MemoryError."""
+        self.layout, self.n_pages, self.n_states, self.kv_type = tuple(layout), n_pages, n_states, kv_type
+        half = page_bytes(layout, kv_type) // 2
+        self._keys, self._values = np.zeros((n_pages, half), np.uint8), np.zeros((n_pages, half), np.uint8)
+        self.keys: dict[int, npt.NDArray[Any]] = {}
+        self.values: dict[int, npt.NDArray[Any]] = {}
+        self.states: dict[int, dict[str, FloatArray]] = {}
+        start = 0
+        for i, layer in enumerate(self.layout):
+            if isinstance(layer, StateLayer):
+                shapes = dict(layer.shapes)
+                self.states[i] = {n: np.zeros((n_states, *shape), np.float32) for n, shape in shapes.items()}
+            else:
+                key, value = _forms(layer, kv_type)
+                stop = start + _n_bytes(key)
+                self.keys[i] = _view(self._keys[:, start:stop], key)
+                self.values[i] = _view(self._values[:, start:stop], value)
+                start = stop
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes from a page to the next, in any layer's keys and in its values."""
+        return self._keys.shape[1]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes reserved."""
+        return self._keys.nbytes + self._values.nbytes + self.n_states * state_bytes(self.layout)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page's keys and values, of all layers."""
+        self._keys[target] = self._keys[source]
+        self._values[target] = self._values[source]
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeroes pages, which may hold NaN."""
+        self._keys[pages] = 0
+        self._values[pages] = 0
+
+    def clear_from(self, page: int, offset: int) -> None:
+        """Zeroes the tokens of a page from `offset` on, which may hold NaN."""
+        for i in self.keys:
+            keys, values = self.keys[i][page], self.values[i][page]
+            for name in keys.dtype.names or (None,):
+                (keys if name is None else keys[name])[..., offset:] = 0
+                (values if name is None else values[name])[:, offset:] = 0
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies a slot's state, of all layers."""
+        for arrays in self.states.values():
+            for array in arrays.values():
+                array[target] = array[source]
+
+    def clear_state(self, slot: int) -> None:
+        """Zeroes a slot's state."""
+        for arrays in self.states.values():
+            for array in arrays.values():
+                array[slot] = 0
+
+
+def page_bytes(layout: CacheLayout, kv_type: KVType) -> int:
+    """Bytes of a page, keys and values of all layers. Raises UnsupportedError as `PagedKV` does."""
+    layers = [layer for layer in layout if isinstance(layer, KVLayer)]
+    return sum(_n_bytes(form) for layer in layers for form in _forms(layer, kv_type))
+
+
+def state_bytes(layout: CacheLayout) -> int:
+    """Bytes of one slot of recurrent state, all layers."""
+    layers = [layer for layer in layout if isinstance(layer, StateLayer)]
+    return sum(4 * prod(shape) for layer in layers for _, shape in layer.shapes)
+
+
+def head_bytes(d_head: int, kv_type: KVType) -> int:
+    """Bytes of one head's keys in a page, and of its values."""
+    return page_bytes([KVLayer(1, d_head)], kv_type) // 2
+
+
+def _forms(layer: KVLayer, kv_type: KVType) -> tuple[_Form, _Form]:
+    """The arrays of a layer's keys and values in one page; both take as many bytes."""
+    n_heads, d_head = layer.n_kv_heads, layer.d_head
+    if kv_type != "q8_0":
+        dtype = np.dtype(np.float32 if kv_type == "f32" else np.float16)
+        return (dtype, (n_heads, d_head, PAGE_TOKENS)), (dtype, (n_heads, PAGE_TOKENS, d_head))
+    if d_head % KV_BLOCK:
+        raise UnsupportedError(f"a q8_0 KV cache needs a head size of {KV_BLOCK} n, not {d_head}")
+    n_blocks = d_head // KV_BLOCK
+    key = [("quants", np.int8, (KV_BLOCK, PAGE_TOKENS)), ("scales", np.float16, (PAGE_TOKENS,))]
+    value = [("quants", np.int8, (PAGE_TOKENS, d_head)), ("scales", np.float16, (PAGE_TOKENS, n_blocks))]
+    return (np.dtype(key), (n_heads, n_blocks)), (np.dtype(value), (n_heads,))
+
+
+def _n_bytes(form: _Form) -> int:
+    dtype, shape = form
+    return dtype.itemsize * prod(shape)
+
+
+def _view(memory: npt.NDArray[np.uint8], form: _Form) -> npt.NDArray[Any]:
+    """Bytes [P, n] as an array of this form for each page."""
+    dtype, shape = form
+    return memory.view(dtype).reshape(len(memory), *shape)

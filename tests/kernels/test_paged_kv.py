@@ -1,0 +1,122 @@
+"""The cache: layers of different shapes in one page, pages and slots that are copied and cleared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kukri.errors import UnsupportedError
+from kukri.kernels import make_backend
+from kukri.kernels.paged_kv import PagedKV, head_bytes, page_bytes, state_bytes
+from kukri.kernels.types import KVLayer, StateLayer
+
+STATE = StateLayer((("conv", (3, 8)), ("ssm", (2, 4, 5))))
+LAYOUT = (KVLayer(2, 32), STATE, KVLayer(1, 64, window=8), KVLayer(3, 32), STATE)
+TYPES = ("f16", "q8_0", "f32")
+
+
+def every_array(cache):
+    """Each array of numbers [P, ...], the parts of records one by one."""
+    for arrays in (cache.keys, cache.values):
+        for array in arrays.values():
+            yield from ([array[name] for name in array.dtype.names] if array.dtype.names else [array])
+
+
+def number(cache):
+    """Gives each array other numbers, which grow along it."""
+    for i, array in enumerate(every_array(cache)):
+        array[:] = (np.arange(array.size).reshape(array.shape) + 17 * i) % 101 + 1
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_layers_of_different_shapes_share_a_page_and_no_byte(kv_type):
+    """A layer's keys written over a neighbour's, or a page over the next."""
+    cache = PagedKV(LAYOUT, 3, kv_type=kv_type)
+    number(cache)
+    for i, array in enumerate(every_array(cache)):
+        want = (np.arange(array.size).reshape(array.shape) + 17 * i) % 101 + 1
+        np.testing.assert_array_equal(array, want.astype(array.dtype))
+    assert cache.keys.keys() == cache.values.keys() == {0, 2, 3}
+    assert cache.keys[2].shape[0] == 3
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_a_pages_layers_lie_together(kv_type):
+    """A short context that touches memory of its own for each layer."""
+    cache = PagedKV([KVLayer(3, 64)] * 4, 5, kv_type=kv_type)
+    starts = [cache.keys[layer].__array_interface__["data"][0] for layer in range(4)]
+    assert set(np.diff(starts)) == {3 * head_bytes(64, kv_type)}
+    assert {keys.strides[0] for keys in cache.keys.values()} == {cache.page_stride}
+    assert cache.page_stride == 4 * 3 * head_bytes(64, kv_type)
+    assert all(keys[0].flags.c_contiguous for keys in cache.keys.values())
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_sizes_are_known_before_memory_is_taken(kv_type):
+    """A pool sized by other bytes than its cache takes."""
+    cache = PagedKV(LAYOUT, 7, n_states=2, kv_type=kv_type)
+    arrays = sum(array.nbytes for array in every_array(cache))
+    states = sum(array.nbytes for layer in cache.states.values() for array in layer.values())
+    assert state_bytes(LAYOUT) == 2 * 4 * (3 * 8 + 2 * 4 * 5)
+    assert page_bytes(LAYOUT, kv_type) * 7 == arrays
+    assert cache.n_bytes == arrays + states
+    assert make_backend("reference").page_bytes(LAYOUT, kv_type) == page_bytes(LAYOUT, kv_type)
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_pages_are_copied_and_cleared_whole(kv_type):
+    """A layer, the values or the scales left out; a neighbour touched."""
+    cache = PagedKV(LAYOUT, 5, kv_type=kv_type)
+    number(cache)
+    before = [array.copy() for array in every_array(cache)]
+    cache.copy_page(1, 3)
+    cache.clear_pages([0, 4])
+    cache.clear_pages([])
+    for array, old in zip(every_array(cache), before, strict=True):
+        np.testing.assert_array_equal(array[[1, 2, 3]], old[[1, 2, 1]])
+        assert not array[[0, 4]].any()
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_a_page_is_cleared_from_a_token_on(kv_type):
+    """A token before the offset lost, or one after it kept, which may be NaN."""
+    cache = PagedKV(LAYOUT, 2, kv_type=kv_type)
+    number(cache)
+    cache.clear_from(1, 5)
+    for layer, keys in cache.keys.items():
+        values = cache.values[layer]
+        names = keys.dtype.names or (None,)
+        for name in names:
+            k, v = (keys, values) if name is None else (keys[name], values[name])
+            assert k[0].all()
+            assert v[0].all()
+            assert k[1][..., :5].all()
+            assert not k[1][..., 5:].any()
+            assert v[1][:, :5].all()
+            assert not v[1][:, 5:].any()
+
+
+def test_states_are_copied_and_cleared_by_slot():
+    """A layer or an array left out, a slot beside the one meant."""
+    cache = PagedKV(LAYOUT, 1, n_states=3)
+    assert cache.states.keys() == {1, 4}
+    arrays = [array for layer in cache.states.values() for array in layer.values()]
+    assert [array.shape for array in arrays] == [(3, 3, 8), (3, 2, 4, 5)] * 2
+    assert {array.dtype for array in arrays} == {np.dtype(np.float32)}
+    assert not any(array.any() for array in arrays)
+    for i, array in enumerate(arrays):
+        array[:] = np.arange(array.size).reshape(array.shape) + i + 1
+    before = [array.copy() for array in arrays]
+    cache.copy_state(0, 2)
+    cache.clear_state(1)
+    for array, old in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array[[0, 2]], old[[0, 0]])
+        assert not array[1].any()
+
+
+def test_heads_that_q8_0_cannot_hold_are_refused():
+    """A last block of 32 that is not whole, in one layer of many."""
+    for make in (lambda: PagedKV([KVLayer(1, 64), KVLayer(1, 48)], 1, kv_type="q8_0"),
+                 lambda: page_bytes([KVLayer(1, 48)], "q8_0")):  # fmt: skip
+        with pytest.raises(UnsupportedError, match="head size"):
+            make()
