@@ -75,7 +75,7 @@ class Engine:
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
         self._builder = BatchBuilder(limits, backend.page_tokens)
-        self._row_ops = backend.row_ops
+        self._sampling = backend.sampling
         self._ids = count(1)
 
     @property
@@ -112,7 +112,7 @@ class Engine:
                     next(self._ids),
                     prompt,
                     own,
-                    RequestSampler(own, prompt, self.model.config.n_vocab, eos_ids, self._row_ops),
+                    RequestSampler(own, prompt, self.model.config.n_vocab, eos_ids, self._sampling),
                     stop_ids,
                     self.max_context,
                     self._max_pages,
@@ -245,7 +245,7 @@ class Engine:
         first, n = turns[0][1], len(turns)
         all_in_turn = turns[-1][1] - first == n - 1  # then they need not be copied
         wanted = logits[first : first + n] if all_in_turn else logits[[row for _, row, _ in turns]]
-        tokens = sample_rows([chunk.request.sampler for chunk, _, _ in turns], wanted, self._row_ops)
+        tokens = sample_rows([chunk.request.sampler for chunk, _, _ in turns], wanted, self._sampling)
         for (chunk, _, results), token in zip(turns, tokens, strict=True):
             results.append(chunk.request.error or token)
             if isinstance(results[-1], KukriError):
@@ -281,7 +281,7 @@ class Engine:
         for i, row in enumerate(logits, chunk.start + 1):  # the row of token i - 1
             if i < request.n_prompt and i == len(request.prompt_logprobs) + 1:
                 try:
-                    token = token_logprobs(int(request.tokens[i]), row, n_top, self._row_ops)
+                    token = token_logprobs(int(request.tokens[i]), row, n_top, self._sampling)
                 except KukriError as error:  # the request fails when it would get its token
                     request.error = error
                     return

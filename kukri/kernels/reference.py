@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kukri.errors import HookError, ShapeError
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV, page_bytes
-from kukri.kernels.reference_rows import ReferenceRowOps
+from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     AttentionSpec,
@@ -46,7 +46,7 @@ class ReferenceBackend:
     page_tokens = PAGE_TOKENS
 
     def __init__(self) -> None:
-        self.row_ops = ReferenceRowOps()
+        self.sampling = ReferenceSampling()
         self._matrices: dict[Weight, FloatArray] = {}
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 

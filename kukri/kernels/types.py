@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import ShapeError
-from kukri.kernels.rows import RowRecord
+from kukri.kernels.sampling_record import SamplingRecord
 from kukri.quant.types import QuantType
 
 FloatArray = npt.NDArray[np.float32]
@@ -276,14 +276,15 @@ class CompiledProgram(Protocol):
         """Runs one step -> logits float32 [N, V], valid until the next call. Writes the cache."""
 
 
-class RowOps(Protocol):
-    """Sampling: `kukri.kernels.rows` has the records and the arithmetic, `reference_rows` the definition."""
+class SamplingBackend(Protocol):
+    """Sampling; `sampling_record` has the records and the arithmetic, `reference_sampling` the definition."""
 
-    def choose(self, records: Sequence[RowRecord], logits: FloatArray) -> None:
+    def choose(self, records: Sequence[SamplingRecord], logits: FloatArray) -> None:
         """Chooses a token for each row of logits [N, V], by its record, and fills in the record.
 
         Rows are contiguous and not written, and no row's result depends on another row. V is at most
-        rows.MAX_VOCAB. A row that holds NaN or +inf, or nothing but -inf, gets another status than CHOSEN.
+        `sampling_record.MAX_VOCAB`. A row that holds NaN or +inf, or nothing but -inf, gets another status
+        than CHOSEN.
         """
 
 
@@ -295,7 +296,7 @@ class Backend(Protocol):
     page_tokens: int  # tokens of a page of its caches
 
     @property
-    def row_ops(self) -> RowOps:
+    def sampling(self) -> SamplingBackend:
         """What sampling uses on this backend's logits."""
 
     def new_cache(

@@ -30,7 +30,7 @@ step.
 from kukri.sampling.grammar import CompiledGrammar, Grammar
 from kukri.sampling.params import SamplingParams, ThoughtLimit
 from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError, sample_rows, token_logprobs
-from kukri.sampling.texts import resolve_texts
+from kukri.sampling.text_params import resolve_texts
 
 __all__ = [
     "CompiledGrammar", "Grammar", "RequestSampler", "SampledToken", "SamplingError", "SamplingParams",

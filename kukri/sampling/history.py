@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.rows import RowRecord
+from kukri.kernels.sampling_record import SamplingRecord
 from kukri.sampling.params import SamplingParams, ThoughtLimit
 
 IntArray = npt.NDArray[np.int32]
@@ -128,7 +128,7 @@ class SeenTokens:
             self._counts[self._place[entry]] -= 1
             self._generated[self._place[entry]] -= 1
 
-    def fill(self, record: RowRecord) -> None:
+    def fill(self, record: SamplingRecord) -> None:
         """Has a record point to the counts."""
         if self._filled is self._ids:
             record.n_seen = len(self._place)
@@ -166,7 +166,7 @@ class DryRepetitions:
         self._extend(n)
         self._is_filled = False
 
-    def fill(self, record: RowRecord) -> None:
+    def fill(self, record: SamplingRecord) -> None:
         """Sets a record's table of tokens and what their logits lose."""
         if self._is_filled:
             return

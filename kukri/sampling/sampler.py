@@ -1,8 +1,8 @@
-"""From rows of logits to tokens: what each request brings to a step, and what it takes from it.
+"""The sampler: each request's part of a step's sampling, before and after the backend chooses tokens.
 
 `sample_rows` serves all requests of a step by one call of the backend, which knows the stages
-(`kukri.kernels.reference_rows` defines them). A `RequestSampler` holds what one request needs for that: its
-record, its random numbers, and what its history means for penalties, DRY, bad words and mirostat.
+(`kukri.kernels.reference_sampling` defines them). A `RequestSampler` holds what one request needs for that:
+its record, its random numbers, and what its history means for penalties, DRY, bad words and mirostat.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import KukriError, RequestError, ShapeError
-from kukri.kernels import rows
-from kukri.kernels.reference_rows import ReferenceRowOps
-from kukri.kernels.rows import RowRecord
-from kukri.kernels.types import RowOps
+from kukri.kernels import sampling_record
+from kukri.kernels.reference_sampling import ReferenceSampling
+from kukri.kernels.sampling_record import SamplingRecord
+from kukri.kernels.types import SamplingBackend
 from kukri.sampling.grammar import Grammar
 from kukri.sampling.history import BadPhrases, DryRepetitions, SeenTokens, Thoughts, Tokens
 from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
@@ -26,7 +26,7 @@ from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
 
-REFERENCE_ROW_OPS = ReferenceRowOps()
+REFERENCE_SAMPLING = ReferenceSampling()
 _MIN_TEMPERATURE = 1e-6  # a temperature below acts as this
 
 
@@ -56,7 +56,7 @@ class RequestSampler:
         prompt_ids: npt.ArrayLike,
         n_vocab: int,
         forbidden_until_min: Iterable[int] = (),
-        row_ops: RowOps = REFERENCE_ROW_OPS,
+        sampling: SamplingBackend = REFERENCE_SAMPLING,
     ) -> None:
         """`forbidden_until_min`: end-of-text ids, kept back with the stop ids until `min_tokens`.
 
@@ -64,7 +64,7 @@ class RequestSampler:
         be token ids (see `resolve_texts`).
         """
         self.params, self.n_vocab, self.n_generated = params, n_vocab, 0
-        self._row_ops = row_ops
+        self._sampling = sampling
         self._processors = params.logits_processors
         stages = params.active_stages
         breakers = _phrase_ids("dry_sequence_breakers", params, n_vocab) if "dry" in stages else ()
@@ -107,12 +107,12 @@ class RequestSampler:
         End-of-text and stop ids are not chosen before `min_tokens`, nor where `allow_end` is False.
         Raises SamplingError where the logits hold NaN or +inf, no token is allowed, or a processor fails.
         """
-        result = sample_rows([self], logits[None], self._row_ops, allow_end=allow_end)[0]
+        result = sample_rows([self], logits[None], self._sampling, allow_end=allow_end)[0]
         if isinstance(result, KukriError):
             raise result
         return result
 
-    def prepare(self, allow_end: bool = True) -> RowRecord:
+    def prepare(self, allow_end: bool = True) -> SamplingRecord:
         """The record of the next row."""
         record = self._record
         if self._random is not None:
@@ -138,7 +138,7 @@ class RequestSampler:
             self._close_thoughts(self._thoughts, record)
         return record
 
-    def _close_thoughts(self, thoughts: Thoughts, record: RowRecord) -> None:
+    def _close_thoughts(self, thoughts: Thoughts, record: SamplingRecord) -> None:
         """Has the record give the token that ends the thoughts, where they are over."""
         close_id = thoughts.limit.close_id
         record.is_given = thoughts.are_over and (self._matcher is None or self._matcher.accepts(close_id))
@@ -163,7 +163,7 @@ class RequestSampler:
     def finish(self, row: FloatArray) -> SampledToken:
         """The token that the record got for `row`; counts it. Raises SamplingError where there is none."""
         record = self._record
-        if record.status != rows.CHOSEN:
+        if record.status != sampling_record.CHOSEN:
             raise _failure(record)
         token_id: int = record.token
         self.n_generated += 1
@@ -183,12 +183,16 @@ class RequestSampler:
         if record.n_top < 0:
             return SampledToken(token_id)
         if self._processors:
-            return token_logprobs(token_id, row, record.n_top, self._row_ops)
+            return token_logprobs(token_id, row, record.n_top, self._sampling)
         return _with_logprobs(record, row)
 
 
 def sample_rows(
-    samplers: Sequence[RequestSampler], logits: FloatArray, row_ops: RowOps, *, allow_end: bool = True
+    samplers: Sequence[RequestSampler],
+    logits: FloatArray,
+    sampling: SamplingBackend,
+    *,
+    allow_end: bool = True,
 ) -> list[SampledToken | KukriError]:
     """The next token of each request by its row of logits, float32 [N, V], or the error that ends it.
 
@@ -206,7 +210,7 @@ def sample_rows(
                 sampler.process(logits[i])
             except KukriError as error:
                 results[i] = error
-    row_ops.choose(records, logits)
+    sampling.choose(records, logits)
     for i, sampler in enumerate(samplers):
         if results[i] is None:
             try:
@@ -216,20 +220,20 @@ def sample_rows(
     return results
 
 
-def token_logprobs(token_id: int, logits: FloatArray, n_top: int, row_ops: RowOps) -> SampledToken:
+def token_logprobs(token_id: int, logits: FloatArray, n_top: int, sampling: SamplingBackend) -> SampledToken:
     """A given token with its log-probability by a row of logits, float32 [V], and the `n_top` most likely.
 
     Raises SamplingError where the logits hold NaN or +inf, or nothing but -inf.
     """
-    record = RowRecord(is_given=1, token=token_id)
+    record = SamplingRecord(is_given=1, token=token_id)
     _ask_for_top(record, n_top)
-    row_ops.choose([record], logits[None])
-    if record.status != rows.CHOSEN:
+    sampling.choose([record], logits[None])
+    if record.status != sampling_record.CHOSEN:
         raise _failure(record)
     return _with_logprobs(record, logits)
 
 
-def _with_logprobs(record: RowRecord, row: FloatArray) -> SampledToken:
+def _with_logprobs(record: SamplingRecord, row: FloatArray) -> SampledToken:
     log_total = record.peak + math.log(record.sum_exp)
     top: tuple[tuple[int, float], ...] = ()
     if record.n_top:
@@ -244,13 +248,13 @@ def _minus_logit(entry: tuple[int, float]) -> float:
     return -entry[1]
 
 
-def _ask_for_top(record: RowRecord, n_top: int) -> None:
+def _ask_for_top(record: SamplingRecord, n_top: int) -> None:
     record.set_table("top", n_top, np.zeros(n_top, np.int32), np.zeros(n_top, np.float32))
 
 
-def _record_of(params: SamplingParams) -> RowRecord:
+def _record_of(params: SamplingParams) -> SamplingRecord:
     """The record of a request, but for what changes from token to token."""
-    record = RowRecord(
+    record = SamplingRecord(
         is_greedy=params.is_greedy,
         top_k=params.top_k,
         top_p=params.top_p,
@@ -265,9 +269,9 @@ def _record_of(params: SamplingParams) -> RowRecord:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
     )
-    stages = [rows.PENALTIES + SAMPLERS.index(name) for name in params.active_stages]
+    stages = [sampling_record.PENALTIES + SAMPLERS.index(name) for name in params.active_stages]
     if params.mirostat:
-        stages.append(rows.MIROSTAT_1 if params.mirostat == 1 else rows.MIROSTAT_2)
+        stages.append(sampling_record.MIROSTAT_1 if params.mirostat == 1 else sampling_record.MIROSTAT_2)
     record.stages[: len(stages)] = stages
     if params.logit_bias:
         ids = np.array(list(params.logit_bias), np.int32)
@@ -297,8 +301,8 @@ def _processed(processor: LogitsProcessor, token_ids: IntArray, row: FloatArray)
     return result
 
 
-def _failure(record: RowRecord) -> SamplingError:
-    if record.status == rows.NONE_ALLOWED:
+def _failure(record: SamplingRecord) -> SamplingError:
+    if record.status == sampling_record.NONE_ALLOWED:
         return SamplingError("no token is allowed: every logit is -inf")
     return SamplingError(
         f"the logits hold {record.peak}: the model or a hook computed something that is not a number"

@@ -11,7 +11,7 @@ from typing import Any
 import kukri
 from kukri.formats import hub
 from kukri.kernels.cpu.features import cpu_target, usable_cores
-from kukri.kernels.cpu.jit import cache_dir, cache_root
+from kukri.kernels.cpu.kernel_cache import cache_dir, cache_root
 from kukri.machine import cpu_features, cpu_model, installed_versions
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts

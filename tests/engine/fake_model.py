@@ -10,7 +10,7 @@ import numpy as np
 from kukri.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
-from kukri.kernels.reference import ReferenceRowOps
+from kukri.kernels.reference import ReferenceSampling
 from kukri.kernels.types import CacheLayout, ForwardBatch, KVLayer, StepLimits
 
 N_VOCAB = 50
@@ -77,7 +77,7 @@ class FakeBackend:
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, int]] = []  # (T, S, N) of every step
         self.n_compiled = 0
-        self.row_ops = ReferenceRowOps()
+        self.sampling = ReferenceSampling()
         self.error: BaseException | None = None  # raised by the next step
         self.is_writable: Callable[[int], bool] = lambda page: True
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kukri.kernels.cpu import compiling, jit
+from kukri.kernels.cpu import compiling, kernel_cache
 
 CODE = ("symbol", ("a",), b"code")
 
@@ -21,11 +21,11 @@ CODE = ("symbol", ("a",), b"code")
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty directory for kernels, which helpers use too."""
     monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path))
-    jit.cache_dir.cache_clear()
+    kernel_cache.cache_dir.cache_clear()
     monkeypatch.setattr(compiling, "_SOON", ())
     monkeypatch.setattr(compiling, "_helpers", [])  # those of other tests may be at work still
-    yield jit.cache_dir()
-    jit.cache_dir.cache_clear()
+    yield kernel_cache.cache_dir()
+    kernel_cache.cache_dir.cache_clear()
 
 
 def ended(is_true: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -40,13 +40,13 @@ def test_what_another_process_compiles_is_waited_for(kernels: Path, monkeypatch:
     compiled: list[str] = []
     monkeypatch.setattr(compiling, "_compile_and_store", lambda name: compiled.append(name) or CODE)
     kernels.mkdir(parents=True)
-    come: list[tuple[str, jit.KernelCode]] = []
+    come: list[tuple[str, kernel_cache.KernelCode]] = []
     with (kernels / "a.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ours = threading.Thread(target=lambda: come.extend(compiling.compile_kernels(["a", "b", "c"])))
         ours.start()
         assert ended(lambda: compiled == ["b", "c"])
-        compiling._store("a", "theirs", ("x",), b"their code")
+        kernel_cache.store("a", "theirs", ("x",), b"their code")
         ours.join(0.2)
         assert ours.is_alive()
     ours.join(20)
@@ -70,7 +70,8 @@ def test_a_directory_that_cannot_be_written_costs_time_alone(
 ) -> None:
     """Catches a start that fails where there is no home directory to write to."""
     (tmp_path / "file").touch()
-    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path / "file" / "jit")
+    for module in (compiling, kernel_cache):
+        monkeypatch.setattr(module, "cache_dir", lambda: tmp_path / "file" / "jit")
     monkeypatch.setattr(compiling, "_compile_and_store", lambda name: CODE)
     assert list(compiling.compile_kernels(["a", "b"])) == [("a", CODE), ("b", CODE)]
 
@@ -100,9 +101,9 @@ def test_no_helpers_are_started_by_another_program(kernels: Path, monkeypatch: p
 def test_a_helper_ends_with_the_process_it_helps(kernels: Path) -> None:
     """Catches processes that go on for nobody after Ctrl-C."""
     program = "from kukri.kernels.cpu.compiling import help_compiling; help_compiling()"
-    helper = subprocess.Popen([sys.executable, "-P", "-c", program, "choose_rows"], stdin=subprocess.PIPE)
-    assert ended(lambda: (kernels / "choose_rows.lock").exists())
+    helper = subprocess.Popen([sys.executable, "-P", "-c", program, "choose_tokens"], stdin=subprocess.PIPE)
+    assert ended(lambda: (kernels / "choose_tokens.lock").exists())
     assert helper.stdin is not None
     helper.stdin.close()
     assert helper.wait(timeout=30) == 1
-    assert not (kernels / "choose_rows.kernel").exists()
+    assert not (kernels / "choose_tokens.kernel").exists()

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kukri.errors import KukriError, ShapeError
 from kukri.kernels.cpu import CpuBackend
-from kukri.kernels.reference_rows import ReferenceRowOps
+from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SAMPLERS
 
-REFERENCE = ReferenceRowOps()
+REFERENCE = ReferenceSampling()
 N_VOCAB = 1003
 PHRASES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=4)
 PARAMS = st.fixed_dictionaries(
@@ -50,9 +50,9 @@ MIROSTAT = st.fixed_dictionaries(
 
 
 @pytest.fixture(scope="module")
-def row_ops() -> Any:
+def sampling() -> Any:
     backend = CpuBackend(2)
-    yield backend.row_ops
+    yield backend.sampling
     backend.close()
 
 
@@ -66,15 +66,15 @@ def steps_of(seed: int, n_requests: int, n_steps: int) -> np.ndarray:
 
 @settings(max_examples=25)
 @given(asked=st.lists(PARAMS | MIROSTAT, min_size=1, max_size=31), seed=st.integers(0, 2**32))
-def test_batch_mates_do_not_matter(row_ops: Any, asked: list[dict[str, Any]], seed: int) -> None:
+def test_batch_mates_do_not_matter(sampling: Any, asked: list[dict[str, Any]], seed: int) -> None:
     """Would catch a token that depends on who shares the step, or on how it was computed."""
     params = [SamplingParams(**fields) for fields in asked]
     prompt = [1, 2, 3, 4, 1, 2]
     logits = steps_of(seed, len(params), 6)
-    together = [RequestSampler(p, prompt, N_VOCAB, [0], row_ops) for p in params]
+    together = [RequestSampler(p, prompt, N_VOCAB, [0], sampling) for p in params]
     alone = [RequestSampler(p, prompt, N_VOCAB, [0], REFERENCE) for p in params]
     for step in logits:
-        for i, result in enumerate(sample_rows(together, step, row_ops)):
+        for i, result in enumerate(sample_rows(together, step, sampling)):
             if isinstance(result, KukriError):
                 with pytest.raises(type(result), match=str(result)):
                     alone[i](step[i])
@@ -86,7 +86,7 @@ def test_batch_mates_do_not_matter(row_ops: Any, asked: list[dict[str, Any]], se
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf", "nothing", "processor"])
-def test_a_row_that_fails_fails_alone(row_ops: Any, fault: str) -> None:
+def test_a_row_that_fails_fails_alone(sampling: Any, fault: str) -> None:
     """Would catch a bad row that takes its neighbours, or the step, with it."""
     logits = steps_of(1, 5, 1)[0]
     before = logits.copy()
@@ -97,18 +97,19 @@ def test_a_row_that_fails_fails_alone(row_ops: Any, fault: str) -> None:
         logits[2, 700 if fault != "nothing" else slice(None)] = {"nan": np.nan, "inf": np.inf}.get(
             fault, -np.inf
         )
-    results = sample_rows([RequestSampler(p, [1], N_VOCAB, row_ops=row_ops) for p in params], logits, row_ops)
+    samplers = [RequestSampler(p, [1], N_VOCAB, sampling=sampling) for p in params]
+    results = sample_rows(samplers, logits, sampling)
     assert isinstance(results[2], SamplingError)
     for i in (0, 1, 3, 4):
         assert results[i] == RequestSampler(params[i], [1], N_VOCAB)(before[i])
 
 
-def test_given_tokens_are_scored(row_ops: Any) -> None:
+def test_given_tokens_are_scored(sampling: Any) -> None:
     """Would catch prompt log-probabilities other than those of the softmax."""
     row = steps_of(3, 1, 1)[0, 0]
     row[[5, 90]] = row.max() + 1
     exact = row - np.log(np.exp(row.astype(np.float64)).sum())
-    for ops in (row_ops, REFERENCE):
+    for ops in (sampling, REFERENCE):
         token = token_logprobs(7, row, 4, ops)
         assert token.id == 7
         assert token.logprob == pytest.approx(exact[7], abs=1e-6)
@@ -121,10 +122,10 @@ def test_given_tokens_are_scored(row_ops: Any) -> None:
             token_logprobs(0, np.full(30, np.nan, np.float32), 1, ops)
 
 
-def test_rows_must_be_those_of_the_requests(row_ops: Any) -> None:
+def test_rows_must_be_those_of_the_requests(sampling: Any) -> None:
     """Would catch memory read beyond the logits."""
     samplers = [RequestSampler(SamplingParams(), [1], N_VOCAB) for _ in range(3)]
     for shape in ((2, N_VOCAB), (3, N_VOCAB - 1)):
         with pytest.raises(ShapeError):
-            sample_rows(samplers, np.zeros(shape, np.float32), row_ops)
-    assert sample_rows([], np.zeros((0, N_VOCAB), np.float32), row_ops) == []
+            sample_rows(samplers, np.zeros(shape, np.float32), sampling)
+    assert sample_rows([], np.zeros((0, N_VOCAB), np.float32), sampling) == []

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import KukriError, RequestError, ShapeError
-from kukri.kernels.reference_rows import Candidates, draw, edit_row, run_stages
+from kukri.kernels.reference_sampling import Candidates, draw, edit_row, run_stages
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from kukri.kernels import rows
-from kukri.kernels.reference_rows import Candidates, edit_row, run_stages
+from kukri.kernels import sampling_record
+from kukri.kernels.reference_sampling import Candidates, edit_row, run_stages
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
 
 N = 300
@@ -168,7 +168,7 @@ def test_mirostat_1_keeps_as_many_as_llama_cpp(llama: LlamaCpp) -> None:
     """Would catch a Zipf exponent that is estimated otherwise."""
     for row in some_rows():
         for tau in (0.5, 1.5, 3.0, 5.0):
-            left = llama.left("mirostat", N, 1, tau, 0.1, rows.MIROSTAT_TOKENS, row=row)
+            left = llama.left("mirostat", N, 1, tau, 0.1, sampling_record.MIROSTAT_TOKENS, row=row)
             found = candidates_of(row, mirostat=1, mirostat_tau=tau)
             assert found.ids.tolist() == sorted(left)
 

@@ -20,7 +20,7 @@ from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pack import PackedWeight, pack
 from kukri.kernels.cpu.plan import Recorder, Segment, Value, max_partials
 from kukri.kernels.cpu.pool import ThreadPool
-from kukri.kernels.cpu.row_ops import CpuRowOps
+from kukri.kernels.cpu.sampling_backend import CpuSampling
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference import call_hooks, check_mask
 from kukri.kernels.rope_rows import RopeRows
@@ -48,7 +48,7 @@ class CpuBackend:
     def __init__(self, n_threads: int | None = None) -> None:
         self.kernels = KernelLibrary()
         self.pool = ThreadPool(self.kernels, n_threads)
-        self._row_ops: CpuRowOps | None = None
+        self._sampling: CpuSampling | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
@@ -70,11 +70,11 @@ class CpuBackend:
         return CpuProgram(self, program, cache, limits, hooks)
 
     @property
-    def row_ops(self) -> CpuRowOps:
-        """See Backend.row_ops."""
-        if self._row_ops is None:
-            self._row_ops = CpuRowOps(self.kernels, self.pool)
-        return self._row_ops
+    def sampling(self) -> CpuSampling:
+        """See Backend.sampling."""
+        if self._sampling is None:
+            self._sampling = CpuSampling(self.kernels, self.pool)
+        return self._sampling
 
     def close(self) -> None:
         """Ends the worker threads."""

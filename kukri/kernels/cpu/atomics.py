@@ -1,4 +1,4 @@
-"""What threads need beside arithmetic: words that they share, waiting, a clock, and calls by address."""
+"""Atomics, spin-wait, a clock and indirect calls for the executor."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
 
 @operation(types.int64, types.int64, types.int64)
 def atomic_add(builder: Any, address: Any, value: Any) -> Any:
-    """Adds to an int64 that other threads use, and returns what it was."""
+    """Adds to an int64 that other threads use, and returns its former value."""
     return builder.atomic_rmw("add", pointer(builder, address, _I64), value, "seq_cst")
 
 
 @operation(types.int64, types.int64)
 def atomic_load(builder: Any, address: Any) -> Any:
-    """An int64 that other threads write; what they wrote before it is visible after."""
+    """Acquire load of an int64: writes before its store are visible after."""
     return builder.load_atomic(pointer(builder, address, _I64), "acquire", 8)
 
 
 @operation(types.void, types.int64, types.int64)
 def atomic_store(builder: Any, address: Any, value: Any) -> None:
-    """Publishes an int64, and everything written before it."""
+    """Release store of an int64: publishes it and every write before it."""
     builder.store_atomic(value, pointer(builder, address, _I64), "release", 8)
 
 

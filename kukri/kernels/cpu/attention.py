@@ -27,7 +27,7 @@ from kukri.kernels.cpu.intrinsics import (
     store_f32,
     store_i64,
 )
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.simd import (
     exponential,
     fma,

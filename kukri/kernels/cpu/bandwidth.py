@@ -1,15 +1,15 @@
-"""How fast memory can be read, which is the ceiling that `kukri bench` sets speeds against."""
+"""Memory bandwidth: the ceiling that `kukri bench` sets speeds against."""
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.simd import load_f32x16, maximum, splat, store_f32x16
 
 _TILE_BYTES = 1 << 20
 
 
 def read_memory(tile, data, n_bytes, out):
-    """Reads all of `data` once, a mebibyte per tile: what memory can deliver is what decoding can reach."""
+    """Reads all of `data` once, a mebibyte per tile."""
     n_tiles = n_bytes // _TILE_BYTES
     if tile < 0:
         return n_tiles

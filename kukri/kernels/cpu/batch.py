@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kukri.kernels.cpu.intrinsics import device, load_i32, load_i64, store_i64
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.state import (
     CHUNK_TOKENS,
     CONTEXT_LEN,

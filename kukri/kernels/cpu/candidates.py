@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.kernels import rows
+from kukri.kernels import sampling_record
 from kukri.kernels.cpu.intrinsics import (
     device,
     load_f32,
@@ -44,16 +44,16 @@ from kukri.kernels.cpu.state import (
     GROUP,
     N_DIGITS,
 )
-from kukri.kernels.rows import (
+from kukri.kernels.sampling_record import (
     LOG2_E,
     MIN_DEPTH,
     WEIGHT_BITS,
 )
 
-_P4, _P3, _P2, _P1, _P0 = rows.POWER_TERMS
+_P4, _P3, _P2, _P1, _P0 = sampling_record.POWER_TERMS
 LOWEST = -3.4028234663852886e38  # the lowest finite float32
 _INFINITE = float("inf")
-f32 = device(rows.f32)
+f32 = device(sampling_record.f32)
 
 
 # ---- passes over rows and candidates: arrays padded with -inf to `padded`, a multiple of 16

@@ -1,19 +1,16 @@
-"""Compiling kernels into the cache, on all cores: Numba compiles on one, so other processes help.
+"""Compiles kernels into the cache on all cores: Numba compiles on one, so helper processes do the rest.
 
-Whoever compiles a kernel holds a lock of its name, so that no two processes do the same work: neither helpers
+The process that compiles a kernel holds a lock of its name, so that no two do the same work: neither helpers
 nor two programs that were started together.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib
-import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kukri.kernels.cpu.features import usable_cores
-from kukri.kernels.cpu.jit import KernelCode, KernelSource, cache_dir, read_cached
+from kukri.kernels.cpu.kernel_cache import KernelCode, KernelSource, cache_dir, read_cached, store
 
 # Modules that hold kernels, in the order in which they are searched for a name.
 _KERNEL_MODULES = (
@@ -32,12 +29,12 @@ _KERNEL_MODULES = (
     "linear",
     "attention",
     "masked",
-    "sample",
+    "sampling_kernel",
     "pack_kernels",
     "bandwidth",
 )
 
-_SOON = ("choose_rows",)  # what every answer needs and what takes longest; helpers begin with it
+_SOON = ("choose_tokens",)  # what every answer needs and what takes longest; helpers begin with it
 _MOST_HELPERS = 3  # each takes some 230 MB; more would not be done sooner than the longest kernel
 _helpers: list[subprocess.Popen[bytes]] = []
 
@@ -64,11 +61,11 @@ def compile_kernels(names: Iterable[str]) -> Iterator[tuple[str, KernelCode]]:
 
 
 def help_compiling() -> None:
-    """What a helper process does: compiles the kernels that its arguments name, as long as stdin is open."""
+    """Compiles the kernels that the process's arguments name; a helper's entry point. Ends with its stdin."""
 
     def watch() -> None:
         sys.stdin.read()
-        os._exit(1)  # whoever waited for the kernels is gone
+        os._exit(1)  # the process that waited for the kernels is gone
 
     threading.Thread(target=watch, daemon=True).start()
     for _ in compile_kernels(sys.argv[1:]):
@@ -98,9 +95,9 @@ def _start_helpers(missing: Sequence[str]) -> None:
 
 @contextmanager
 def _claim(name: str, *, wait: bool) -> Iterator[bool]:
-    """Whether this process may compile a kernel: no other does at the moment. Without a cache it may.
+    """Yields True if this process may compile a kernel: no other does, or there is no cache to share.
 
-    The lock is the system's, so that it goes with the process.
+    The lock is the system's, so that it ends with the process.
     """
     try:
         cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -115,7 +112,7 @@ def _claim(name: str, *, wait: bool) -> Iterator[bool]:
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Whether the file is locked now; as if, where its file system has no locks."""
+    """True if the lock was acquired, or the file system has none."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -126,7 +123,7 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 
 
 def find_source(name: str) -> KernelSource:
-    """The kernel's Python source. `linear_Q4_1` or, for a family, `attention[3,64]`."""
+    """The Python source of a kernel, such as `linear_Q4_1` or, of a family, `attend_f16[3,64]`."""
     family, _, arguments = name.partition("[")
     for module_name in _KERNEL_MODULES:
         module = importlib.import_module(f"kukri.kernels.cpu.{module_name}")
@@ -146,18 +143,5 @@ def _compile_and_store(name: str) -> KernelCode:
 
     source = find_source(name)
     symbol, code = compile_kernel(source)
-    _store(name, symbol, source.parameters, code)
+    store(name, symbol, source.parameters, code)
     return symbol, source.parameters, code
-
-
-def _store(name: str, symbol: str, parameters: tuple[str, ...], code: bytes) -> None:
-    """Writes a kernel to the cache atomically. A cache that cannot be written costs time, not correctness."""
-    facts = {"symbol": symbol, "parameters": parameters, "sha256": hashlib.sha256(code).hexdigest()}
-    try:
-        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=cache_dir())
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(facts).encode() + b"\n" + code)
-        os.replace(temporary, cache_dir() / f"{name}.kernel")
-    except OSError:
-        return

@@ -20,7 +20,7 @@ from kukri.kernels.cpu.intrinsics import (
     store_f32,
     store_i32,
 )
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import (
     F32_INPUT_BYTES,
     Q8_BLOCK,

@@ -20,7 +20,7 @@ from kukri.kernels.cpu.intrinsics import (
     load_u16,
     store_f32,
 )
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import LAYOUTS
 from kukri.kernels.cpu.simd import load_bf16, load_f16
 from kukri.kernels.cpu.state import N_TOKENS, TOKEN_IDS

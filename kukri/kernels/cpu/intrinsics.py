@@ -1,4 +1,4 @@
-"""What kernels are made of: how their functions and operations are defined, scalars, and the compiler.
+"""Numba intrinsics of kernels: how functions and operations are defined, scalars, and the compiler.
 
 An operation is a Numba intrinsic whose LLVM code a Python function emits. Addresses are int64 byte addresses,
 as kernels find them in their records; nothing here checks bounds.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-if TYPE_CHECKING:
-    from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()

@@ -1,47 +1,20 @@
-"""Kernels: machine code of Python functions, loaded from a cache without Numba; `compiling.py` fills it.
+"""Machine code of kernels, loaded from the cache without Numba; `compiling.py` fills what is missing.
 
 A kernel is `def name(tile, a, b, …)` over int64 values: buffer addresses, sizes, and floats as bits.
 The executor calls it with the address of a record that holds a, b, … and a tile number; for tile -1 it
-returns how many tiles the current step has. Object code is kept in a directory named by a hash of the
-kernel sources, the versions and the CPU, so a stale file is never found; loading needs llvmlite alone,
-which saves the 0.2 s that importing Numba costs a process.
+returns how many tiles the current step has. Loading needs llvmlite alone, which saves the 0.2 s that
+importing Numba costs a process.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
-import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_dir
-
-from kukri.kernels import paged_kv, rows
 from kukri.kernels.compile_notice import CompileNotice
-from kukri.kernels.cpu.features import cpu_target
-
-KernelCode = tuple[str, tuple[str, ...], bytes]  # symbol, parameters, object code
-
-
-@dataclass(frozen=True)
-class KernelSource:
-    """A kernel before compilation: `function(tile, *parameters)`, all int64, returning int64."""
-
-    name: str
-    function: Callable[..., int]
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The fields of the kernel's record: the function's parameters after `tile`."""
-        code = self.function.__code__
-        return code.co_varnames[1 : code.co_argcount]
+from kukri.kernels.cpu.kernel_cache import read_cached
 
 
 @dataclass(frozen=True)
@@ -82,35 +55,6 @@ def pack_record(kernel: LoadedKernel, arguments: dict[str, int]) -> ctypes.Array
     if set(arguments) != set(kernel.parameters):
         raise TypeError(f"{kernel.name} takes {kernel.parameters}, not {tuple(arguments)}")
     return (ctypes.c_int64 * max(len(arguments), 1))(*(arguments[p] for p in kernel.parameters))
-
-
-def float_bits(x: float) -> int:
-    """A float as the int64 that kernels read back with `f32_of_bits`."""
-    return int.from_bytes(ctypes.c_double(x), sys.byteorder)
-
-
-def cache_root() -> Path:
-    """Where compiled kernels live: $KUKRI_CACHE_DIR/jit or the user's cache directory."""
-    return Path(os.environ.get("KUKRI_CACHE_DIR") or user_cache_dir("kukri")) / "jit"
-
-
-@cache
-def cache_dir() -> Path:
-    """The directory for exactly these sources, versions and this CPU."""
-    digest = hashlib.sha256()
-    target = cpu_target()
-    for fact in (
-        version("numba"),
-        version("llvmlite"),
-        sys.version,
-        sys.platform,
-        target.name,
-        target.features,
-    ):
-        digest.update(fact.encode() + b"\0")
-    for source in [*sorted(Path(__file__).parent.glob("*.py")), Path(rows.__file__), Path(paged_kv.__file__)]:
-        digest.update(source.read_bytes())
-    return cache_root() / digest.hexdigest()[:24]
 
 
 class KernelLibrary:
@@ -164,16 +108,3 @@ class KernelLibrary:
         self._engine.finalize_object()
         address = self._engine.get_function_address(symbol)
         self._kernels[name] = LoadedKernel(name, address, parameters, self)
-
-
-def read_cached(name: str) -> KernelCode | None:
-    """(symbol, parameters, object code) from the cache, or None if it is not there or cut short."""
-    try:
-        data = (cache_dir() / f"{name}.kernel").read_bytes()
-        header, _, code = data.partition(b"\n")
-        facts = json.loads(header)
-        if hashlib.sha256(code).hexdigest() != facts["sha256"]:
-            return None
-        return facts["symbol"], tuple(facts["parameters"]), code
-    except (OSError, ValueError, KeyError):
-        return None

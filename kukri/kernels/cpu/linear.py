@@ -15,7 +15,7 @@ from typing import Any
 from kukri.kernels.cpu.blocks import BLOCK_FUNCTIONS
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import device, load_i64
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import (
     LAYOUTS,
     PER_TOKEN_TYPE,

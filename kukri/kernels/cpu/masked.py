@@ -16,7 +16,7 @@ from kukri.kernels.cpu.intrinsics import (
     load_i64,
     stack_bytes,
 )
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.simd import (
     exponential,
     fma,

@@ -10,7 +10,7 @@ from kukri.kernels.cpu.intrinsics import (
     store_i32,
     store_u16,
 )
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import ROWS
 
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from kukri.errors import MissingKernelError, ShapeError
 from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.cpu.jit import KernelLibrary, float_bits
+from kukri.kernels.cpu.jit import KernelLibrary
+from kukri.kernels.cpu.kernel_cache import float_bits
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, linear_kernel, panel_bytes
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pack import PackedWeight, layout_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.rows import MAX_VOCAB
+from kukri.kernels.sampling_record import MAX_VOCAB
 
 DONE = 0  # finished tiles of the current op
 OPS = 64  # address of the plan's ops, OP_BYTES each

@@ -26,7 +26,7 @@ from kukri.kernels.cpu.atomics import (
     yield_cpu,
 )
 from kukri.kernels.cpu.intrinsics import device, load_i64, prefetch, store_i64
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.state import (
     BIAS,
     DONE,

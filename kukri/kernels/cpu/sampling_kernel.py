@@ -1,9 +1,9 @@
-"""Choosing tokens: the stages of `kukri.kernels.reference_rows`, to the bit, without sorting a vocabulary.
+"""The sampling kernel: the stages of `reference_sampling`, to the bit, without sorting a vocabulary.
 
 A row is copied to its thread's scratch, where it stays in a near cache and may be edited. The first stage
 that filters narrows it to candidates (candidates.py); from then on only those are looked at.
 
-`choose_rows` runs on all threads: each tile is a thread's scratch, and takes rows until none is left.
+`choose_tokens` runs on all threads: each tile is a thread's scratch, and takes rows until none is left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels import rows
+from kukri.kernels import sampling_record
 from kukri.kernels.cpu.atomics import atomic_add
 from kukri.kernels.cpu.candidates import (
     LOWEST,
@@ -45,7 +45,7 @@ from kukri.kernels.cpu.intrinsics import (
     store_i32,
     store_i64,
 )
-from kukri.kernels.cpu.jit import KernelSource
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.simd import splat, store_f32x16
 from kukri.kernels.cpu.state import (
     SCRATCH_ARRAYS,
@@ -54,24 +54,24 @@ from kukri.kernels.cpu.state import (
     SUM_BLOCK,
     padded_size,
 )
-from kukri.kernels.rows import (
+from kukri.kernels.sampling_record import (
     LN_2,
     LOG2_E,
     MAX_SCALE,
     MIN_SCALE,
     MIROSTAT_TOKENS,
     WEIGHT_ONE,
-    RowRecord,
+    SamplingRecord,
 )
 
 _INFINITE = float("inf")
 _ALL_WEIGHTS = 36.0  # a depth below which all weights are 0
 _MARGIN = 1.0  # of a depth found from a weight: half a unit rounds up to 1
 _padded_size = device(padded_size)
-_log_of, _exp_of = routine(rows.log_of), routine(rows.exp_of)
+_log_of, _exp_of = routine(sampling_record.log_of), routine(sampling_record.exp_of)
 
 # Where a record's fields are
-_FIELDS: Any = RowRecord
+_FIELDS: Any = SamplingRecord
 _ROW, _IS_GIVEN, _IS_GREEDY = _FIELDS.row.offset, _FIELDS.is_given.offset, _FIELDS.is_greedy.offset
 _TOP_K, _XTC_APPLIES = _FIELDS.top_k.offset, _FIELDS.xtc_applies.offset
 _N_TOP, _TOP_IDS, _TOP_LOGITS = _FIELDS.n_top.offset, _FIELDS.top_ids.offset, _FIELDS.top_logits.offset
@@ -179,12 +179,12 @@ def _edit_row(record, n, row):
 
 @device
 def _is_edit(stage):
-    return stage == rows.PENALTIES or stage == rows.DRY
+    return stage == sampling_record.PENALTIES or stage == sampling_record.DRY
 
 
 @routine
 def _run_edit(record, stage, logits, ids, m, scale):
-    if stage == rows.PENALTIES:
+    if stage == sampling_record.PENALTIES:
         _penalize(record, logits, ids, m, scale)
     else:
         n = load_i64(record + _N_DRY)
@@ -406,9 +406,10 @@ def _store_status(record, peak):
     """Stores what became of a row whose largest logit is `peak`; whether a token can be chosen."""
     store_f64(record + _PEAK, peak)
     if peak > -_INFINITE and peak < _INFINITE:
-        store_i64(record + _STATUS, rows.CHOSEN)
+        store_i64(record + _STATUS, sampling_record.CHOSEN)
         return True
-    store_i64(record + _STATUS, rows.NONE_ALLOWED if peak == -_INFINITE else rows.NOT_FINITE)
+    is_empty = peak == -_INFINITE
+    store_i64(record + _STATUS, sampling_record.NONE_ALLOWED if is_empty else sampling_record.NOT_FINITE)
     return False
 
 
@@ -417,9 +418,9 @@ def _is_read_only(record, n):
     """Whether the row can be looked at where it is: nothing edits it, and it is whole vectors."""
     n_edits = load_i64(record + _N_BIAS) + load_i64(record + _N_FORBIDDEN) + (n & 15)
     n_edits += load_i64(record + _N_ALLOWED)
-    for i in range(rows.MAX_STAGES):
+    for i in range(sampling_record.MAX_STAGES):
         stage = load_i64(record + _STAGES + 8 * i)
-        if stage == rows.PENALTIES or stage == rows.DRY or stage == rows.XTC:
+        if stage == sampling_record.PENALTIES or stage == sampling_record.DRY or stage == sampling_record.XTC:
             n_edits += 1
     return n_edits == 0
 
@@ -453,9 +454,9 @@ def _choose(record, n, scratch, scratch_padded):
     is_greedy = load_i64(record + _IS_GREEDY) != 0
     m = np.int64(-1)
     scale = 1.0
-    for i in range(rows.MAX_STAGES):
+    for i in range(sampling_record.MAX_STAGES):
         stage = load_i64(record + _STAGES + 8 * i)
-        if stage == rows.END:
+        if stage == sampling_record.END:
             break
         if _is_edit(stage):
             _run_edit(record, stage, row if m < 0 else logits, ids, m, scale)
@@ -471,18 +472,18 @@ def _choose(record, n, scratch, scratch_padded):
                 peak = np.float64(largest(logits, (m + 15) & -16))
             if not (peak > -_INFINITE and peak < _INFINITE):
                 break
-        if stage == rows.TOP_K or stage == rows.MIROSTAT_1:
+        if stage == sampling_record.TOP_K or stage == sampling_record.MIROSTAT_1:
             k = load_i64(record + _TOP_K)
-            if stage == rows.MIROSTAT_1:
+            if stage == sampling_record.MIROSTAT_1:
                 k = _mirostat_count(
                     record, row, padded, maxima, peak, scale, ids, logits, depths, weights, histogram
                 )
             m = _run_top_k(k, row, padded, maxima, m, peak, ids, logits, histogram)
-        elif stage == rows.TOP_P:
+        elif stage == sampling_record.TOP_P:
             p = load_f64(record + _TOP_P)
             m = _run_top_p(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram)
-        elif stage == rows.MIN_P or stage == rows.TOP_N_SIGMA:
-            if stage == rows.MIN_P:
+        elif stage == sampling_record.MIN_P or stage == sampling_record.TOP_N_SIGMA:
+            if stage == sampling_record.MIN_P:
                 bound = f32(peak + load_f64(record + _MIN_P_DEPTH) / scale)
             else:
                 n_sigma = load_f64(record + _TOP_N_SIGMA)
@@ -491,21 +492,21 @@ def _choose(record, n, scratch, scratch_padded):
                 else:
                     bound = sigma_cut(logits, (m + 15) & -16, peak, n_sigma)
             m = _run_cut(bound, row, padded, maxima, m, ids, logits)
-        elif stage == rows.TYPICAL_P:
+        elif stage == sampling_record.TYPICAL_P:
             p = load_f64(record + _TYPICAL_P)
             m = _run_typical(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram)
             is_edited = True  # the largest may be gone
-        elif stage == rows.XTC:
+        elif stage == sampling_record.XTC:
             if load_i64(record + _XTC_APPLIES) != 0:
                 threshold = load_f64(record + _XTC_THRESHOLD)
                 m = _run_xtc(threshold, row, padded, maxima, m, peak, scale, ids, logits, depths, weights)
                 is_edited = True
-        elif stage == rows.TEMPERATURE:
+        elif stage == sampling_record.TEMPERATURE:
             if m < 0:
                 scale = _new_scale(record, row, padded, peak, scale)
             else:
                 scale = _new_scale(record, logits, (m + 15) & -16, peak, scale)
-        elif stage == rows.MIROSTAT_2:
+        elif stage == sampling_record.MIROSTAT_2:
             power = load_f64(record + _SURPRISE_POWER)
             m = _run_mirostat_2(power, row, padded, maxima, peak, scale, ids, logits, depths, weights)
     if is_edited:
@@ -523,7 +524,7 @@ def _choose(record, n, scratch, scratch_padded):
         _draw(record, row, padded, m, peak, scale, ids, logits, depths, weights, block_sums)
 
 
-def choose_rows(tile, records, n_rows, n, counter, scratch, scratch_stride, n_workers):
+def choose_tokens(tile, records, n_rows, n, counter, scratch, scratch_stride, n_workers):
     """Chooses a token for each of `n_rows` rows of n logits; `records` are addresses of RowRecords."""
     if tile < 0:
         return min(n_workers, n_rows)
@@ -534,4 +535,4 @@ def choose_rows(tile, records, n_rows, n, counter, scratch, scratch_stride, n_wo
         _choose(load_i64(records + 8 * i), n, scratch + tile * scratch_stride, _padded_size(n))
 
 
-KERNELS = {"choose_rows": KernelSource("choose_rows", choose_rows)}
+KERNELS = {"choose_tokens": KernelSource("choose_tokens", choose_tokens)}

@@ -12,20 +12,20 @@ from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.state import scratch_bytes
-from kukri.kernels.rows import MAX_VOCAB, RowRecord
+from kukri.kernels.sampling_record import MAX_VOCAB, SamplingRecord
 from kukri.kernels.types import FloatArray
 
 _SCRATCH_STEP = 4096
 
 
-class CpuRowOps:
-    """See `kukri.kernels.types.RowOps`. A single row runs on the calling thread, several on the pool's.
+class CpuSampling:
+    """See `types.SamplingBackend`. A single row runs on the calling thread, several on the pool's.
 
     Not for several threads at a time.
     """
 
     def __init__(self, kernels: KernelLibrary, pool: ThreadPool) -> None:
-        self._kernel, self._pool = kernels["choose_rows"], pool
+        self._kernel, self._pool = kernels["choose_tokens"], pool
         self._counter = aligned_zeros(64).view(np.int64)
         self._records = np.zeros(0, np.int64)
         self._scratch = aligned_zeros(0)
@@ -35,8 +35,8 @@ class CpuRowOps:
         self._enter = entry_point(self._kernel.address)
         self._result = ctypes.c_int64()
 
-    def choose(self, records: Sequence[RowRecord], logits: FloatArray) -> None:
-        """See RowOps.choose. Raises UnsupportedError on a vocabulary that is too large."""
+    def choose(self, records: Sequence[SamplingRecord], logits: FloatArray) -> None:
+        """See SamplingBackend.choose. Raises UnsupportedError on a vocabulary that is too large."""
         n_rows, n_vocab = logits.shape
         if n_rows > len(self._records) or n_vocab != self._n_vocab:
             self._make_room(n_rows, n_vocab)

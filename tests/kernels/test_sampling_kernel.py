@@ -11,26 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import UnsupportedError
-from kukri.kernels import rows
+from kukri.kernels import sampling_record
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.pool import ThreadPool
-from kukri.kernels.cpu.row_ops import CpuRowOps
-from kukri.kernels.reference_rows import ReferenceRowOps, weights_of
-from kukri.kernels.rows import RowRecord
+from kukri.kernels.cpu.sampling_backend import CpuSampling
+from kukri.kernels.reference_sampling import ReferenceSampling, weights_of
+from kukri.kernels.sampling_record import SamplingRecord
 
-REFERENCE = ReferenceRowOps()
-FILTERS = range(rows.PENALTIES, rows.MIROSTAT_1)
+REFERENCE = ReferenceSampling()
+FILTERS = range(sampling_record.PENALTIES, sampling_record.MIROSTAT_1)
 
 
 @pytest.fixture(scope="module")
 def ops():
     kernels = KernelLibrary()
     pool = ThreadPool(kernels, 3)
-    yield CpuRowOps(kernels, pool)
+    yield CpuSampling(kernels, pool)
     pool.close()
 
 
-def make_record(stages: Any, n_vocab: int, rng: np.random.Generator, **fields: Any) -> RowRecord:
+def make_record(stages: Any, n_vocab: int, rng: np.random.Generator, **fields: Any) -> SamplingRecord:
     """A record with every table filled, and random settings."""
     settings: dict[str, Any] = {
         "u": rng.random(),
@@ -50,7 +50,7 @@ def make_record(stages: Any, n_vocab: int, rng: np.random.Generator, **fields: A
         "surprise_power": 2.0 ** rng.choice([-3.0, 0.5, 4.0, 10.0]),
         "is_greedy": rng.random() < 0.1,
     }
-    record = RowRecord(**settings | fields)
+    record = SamplingRecord(**settings | fields)
     record.stages[: len(stages)] = stages
     for name in ("bias", "seen", "dry", "forbidden"):
         n = int(rng.integers(0, min(n_vocab, 20)))
@@ -84,17 +84,17 @@ def random_row(rng: np.random.Generator, n: int) -> np.ndarray:
     return (row + rng.choice([0.0, -1000.0, 1e5])).astype(np.float32)
 
 
-def outcome(record: RowRecord) -> Any:
+def outcome(record: SamplingRecord) -> Any:
     """What is compared exactly."""
-    if record.status != rows.CHOSEN:
+    if record.status != sampling_record.CHOSEN:
         return record.status
     top = [a[: record.n_top_found].tolist() for a in record.table("top")] if record.n_top >= 0 else []
     return record.token, None if record.is_greedy else record.probability, top
 
 
-def same(record: RowRecord) -> RowRecord:
+def same(record: SamplingRecord) -> SamplingRecord:
     """A copy with tables of its own for the results."""
-    copy = RowRecord(**{name: getattr(record, name) for name, *_ in RowRecord._fields_})
+    copy = SamplingRecord(**{name: getattr(record, name) for name, *_ in SamplingRecord._fields_})
     for name, arrays in record.tables.items():
         copy.set_table(name, getattr(record, f"n_{name}"), *(a.copy() for a in arrays))
     return copy
@@ -118,11 +118,11 @@ def test_tokens_are_those_of_the_definition(ops, seed, n_vocab, orders):
     np.testing.assert_array_equal(logits, before)
     for a, b in zip(found, want, strict=True):
         assert outcome(a) == outcome(b), (list(a.stages), a.status)
-        if a.n_top >= 0 and a.status == rows.CHOSEN:
+        if a.n_top >= 0 and a.status == sampling_record.CHOSEN:
             assert a.sum_exp == pytest.approx(b.sum_exp, rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [None, *range(rows.PENALTIES, rows.MIROSTAT_2 + 1)])
+@pytest.mark.parametrize("stage", [None, *range(sampling_record.PENALTIES, sampling_record.MIROSTAT_2 + 1)])
 @pytest.mark.parametrize("n_vocab", [49152, 151_936, 32_001])
 def test_each_stage_alone_on_large_vocabularies(ops, stage, n_vocab):
     """Would catch what only many tokens show: flat rows, blocks of the draw, counts in float32."""
@@ -155,7 +155,7 @@ def test_rows_at_a_distance(ops):
     """Would catch rows taken as if they lay side by side: the logits of a step are padded columns."""
     rng = np.random.default_rng(9)
     wide = rng.normal(0, 3, (5, 1016)).astype(np.float32)
-    found = [make_record([rows.TOP_K], 1001, rng) for _ in wide]
+    found = [make_record([sampling_record.TOP_K], 1001, rng) for _ in wide]
     want = [same(record) for record in found]
     ops.choose(found, wide[:, :1001])
     REFERENCE.choose(want, np.ascontiguousarray(wide[:, :1001]))
@@ -165,24 +165,24 @@ def test_rows_at_a_distance(ops):
 def test_a_vocabulary_too_large_is_refused(ops):
     """Would catch sums of weights that are no longer exact."""
     with pytest.raises(UnsupportedError, match="1048576 tokens, not 1048577"):
-        ops.choose([RowRecord()], np.zeros((1, rows.MAX_VOCAB + 1), np.float32))
+        ops.choose([SamplingRecord()], np.zeros((1, sampling_record.MAX_VOCAB + 1), np.float32))
 
 
 def test_logarithm_and_power():
     """Would catch a series cut short, or a range reduced wrongly."""
     rng = np.random.default_rng(1)
     for x in [*np.exp(rng.uniform(-300, 300, 500)), 1.0, 0.5, 2.0, 1.4142135623730951]:
-        assert rows.log_of(x) == pytest.approx(math.log(x), rel=1e-14, abs=1e-15)
+        assert sampling_record.log_of(x) == pytest.approx(math.log(x), rel=1e-14, abs=1e-15)
     for x in [*rng.uniform(-600, 600, 500), 0.0, 1.0, -1e-9]:
-        assert rows.exp_of(x) == pytest.approx(math.exp(x), rel=1e-13)
+        assert sampling_record.exp_of(x) == pytest.approx(math.exp(x), rel=1e-13)
 
 
 def test_weights_are_whole_exponentials():
     """Would catch a polynomial that is off, and weights that are no whole numbers: sums would be inexact."""
     depths = np.linspace(-40, 0, 20_001, dtype=np.float32)
     weights = weights_of(depths)
-    exact = np.exp2(depths.astype(np.float64)) * rows.WEIGHT_ONE
+    exact = np.exp2(depths.astype(np.float64)) * sampling_record.WEIGHT_ONE
     np.testing.assert_allclose(weights, exact, rtol=3e-7, atol=0.51)
     assert (weights == np.rint(weights)).all()
-    assert weights[-1] == rows.WEIGHT_ONE
+    assert weights[-1] == sampling_record.WEIGHT_ONE
     assert weights_of(np.array([-np.inf], np.float32)) == 0

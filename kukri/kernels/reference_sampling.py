@@ -1,6 +1,6 @@
-"""How a token is chosen from a row of logits: the definition, in NumPy, by sorting.
+"""The definition of sampling, in NumPy, by sorting: a token chosen from a row of logits.
 
-`kukri.kernels.rows` says what is asked and in which arithmetic; `kukri.sampling` says what the stages mean.
+`sampling_record` has the parameters and the arithmetic; `kukri.sampling` says what the stages mean.
 """
 
 from __future__ import annotations
@@ -11,30 +11,58 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels import rows
-from kukri.kernels.rows import RowRecord, exp_of, f32, log_of
+from kukri.kernels.sampling_record import (
+    CHOSEN,
+    DRY,
+    END,
+    LN_2,
+    LOG2_E,
+    MAX_SCALE,
+    MIN_DEPTH,
+    MIN_P,
+    MIN_SCALE,
+    MIROSTAT_1,
+    MIROSTAT_2,
+    MIROSTAT_TOKENS,
+    NONE_ALLOWED,
+    NOT_FINITE,
+    PENALTIES,
+    POWER_TERMS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_N_SIGMA,
+    TOP_P,
+    TYPICAL_P,
+    WEIGHT_BITS,
+    WEIGHT_ONE,
+    XTC,
+    SamplingRecord,
+    exp_of,
+    f32,
+    log_of,
+)
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-class ReferenceRowOps:
-    """Sampling (`kukri.kernels.types.RowOps`) in NumPy."""
+class ReferenceSampling:
+    """Sampling (`kukri.kernels.types.SamplingBackend`) in NumPy."""
 
-    def choose(self, records: Sequence[RowRecord], logits: FloatArray) -> None:
-        """See RowOps.choose."""
+    def choose(self, records: Sequence[SamplingRecord], logits: FloatArray) -> None:
+        """See SamplingBackend.choose."""
         for record, row in zip(records, logits, strict=True):
             choose(record, row if record.own_row is None else record.own_row)
 
 
-def choose(record: RowRecord, row: FloatArray) -> None:
+def choose(record: SamplingRecord, row: FloatArray) -> None:
     """Chooses a token for one row, which is not written."""
     peak = float(row.max())
     record.peak = peak
-    record.status = rows.CHOSEN
+    record.status = CHOSEN
     if not math.isfinite(peak):
-        record.status = rows.NONE_ALLOWED if peak == -math.inf else rows.NOT_FINITE
+        record.status = NONE_ALLOWED if peak == -math.inf else NOT_FINITE
         return
     if record.n_top >= 0:
         report_top(record, row)
@@ -46,19 +74,19 @@ def choose(record: RowRecord, row: FloatArray) -> None:
     peak = candidates.peak
     if not math.isfinite(peak):
         record.peak = peak
-        record.status = rows.NONE_ALLOWED if peak == -math.inf else rows.NOT_FINITE
+        record.status = NONE_ALLOWED if peak == -math.inf else NOT_FINITE
     elif record.is_greedy:
         record.token = int(candidates.ids[candidates.logits.argmax()])
     else:
         draw(candidates, record)
 
 
-def run_stages(candidates: Candidates, record: RowRecord) -> None:
+def run_stages(candidates: Candidates, record: SamplingRecord) -> None:
     """Runs the stages of a record, in its order."""
     for stage in record.stages:
-        if stage == rows.END or not math.isfinite(candidates.peak):
+        if stage == END or not math.isfinite(candidates.peak):
             break
-        if not record.is_greedy or stage in (rows.PENALTIES, rows.DRY):
+        if not record.is_greedy or stage in (PENALTIES, DRY):
             STAGES[stage](candidates, record)
 
 
@@ -82,7 +110,7 @@ class Candidates:
     def depths(self) -> FloatArray:
         """float32: the binary logarithm of each one's odds against the likeliest."""
         with np.errstate(over="ignore"):
-            return (self.logits - np.float32(self.peak)) * np.float32(self.scale * rows.LOG2_E)
+            return (self.logits - np.float32(self.peak)) * np.float32(self.scale * LOG2_E)
 
     def weights(self) -> DoubleArray:
         """The weights of all, see `weights_of`."""
@@ -113,19 +141,19 @@ class Candidates:
 
 def weights_of(depths: FloatArray) -> DoubleArray:
     """2^depth in units of 1 / WEIGHT_ONE, whole numbers."""
-    t = np.maximum(depths, np.float32(rows.MIN_DEPTH))
+    t = np.maximum(depths, np.float32(MIN_DEPTH))
     n = np.rint(t)
     f = t - n
-    p = np.full_like(f, rows.POWER_TERMS[0])
-    for term in rows.POWER_TERMS[1:]:
+    p = np.full_like(f, POWER_TERMS[0])
+    for term in POWER_TERMS[1:]:
         p = p * f + np.float32(term)
     p = p * f + np.float32(1.0)
-    weights: DoubleArray = np.rint(np.ldexp(p, n.astype(np.int32) + rows.WEIGHT_BITS)).astype(np.float64)
+    weights: DoubleArray = np.rint(np.ldexp(p, n.astype(np.int32) + WEIGHT_BITS)).astype(np.float64)
     return weights
 
 
 def lane_sum(values: DoubleArray) -> float:
-    """The sum in the order that `kukri.kernels.rows` defines."""
+    """The sum in the order that `kukri.kernels.sampling_record` defines."""
     padded = np.zeros(-(-len(values) // 16) * 16)
     padded[: len(values)] = values
     lanes = np.cumsum(padded.reshape(-1, 16), axis=0)[-1]
@@ -135,7 +163,7 @@ def lane_sum(values: DoubleArray) -> float:
     return float(lanes[0])
 
 
-def edit_row(candidates: Candidates, record: RowRecord) -> None:
+def edit_row(candidates: Candidates, record: SamplingRecord) -> None:
     """Adds the bias and forbids tokens: what comes before all stages."""
     if record.n_bias:
         ids, values = record.table("bias")
@@ -147,7 +175,7 @@ def edit_row(candidates: Candidates, record: RowRecord) -> None:
         candidates.logits[record.table("forbidden")[0]] = -np.inf
 
 
-def penalties(candidates: Candidates, record: RowRecord) -> None:
+def penalties(candidates: Candidates, record: SamplingRecord) -> None:
     """Repetition (Keskar et al. 2019), presence and frequency."""
     if not record.n_seen:
         return
@@ -165,14 +193,14 @@ def penalties(candidates: Candidates, record: RowRecord) -> None:
     candidates.edit(ids, change)
 
 
-def dry(candidates: Candidates, record: RowRecord) -> None:
+def dry(candidates: Candidates, record: SamplingRecord) -> None:
     """What going on with a repetition costs (p-e-w 2024)."""
     if record.n_dry:
         ids, values = record.table("dry")
         candidates.edit(ids, lambda logits: logits - values / candidates.scale)
 
 
-def top_n_sigma(candidates: Candidates, record: RowRecord) -> None:
+def top_n_sigma(candidates: Candidates, record: SamplingRecord) -> None:
     """Keeps logits within n standard deviations of the largest (Tang et al. 2024)."""
     is_in = candidates.logits > -np.inf
     with np.errstate(over="ignore"):
@@ -185,12 +213,12 @@ def top_n_sigma(candidates: Candidates, record: RowRecord) -> None:
     candidates.keep(candidates.logits >= f32(candidates.peak - record.top_n_sigma * deviation))
 
 
-def top_k(candidates: Candidates, record: RowRecord) -> None:
+def top_k(candidates: Candidates, record: SamplingRecord) -> None:
     """Keeps the k largest logits."""
     candidates.keep_most(candidates.logits, np.ones(len(candidates.ids)), record.top_k)
 
 
-def typical_p(candidates: Candidates, record: RowRecord) -> None:
+def typical_p(candidates: Candidates, record: SamplingRecord) -> None:
     """Keeps the tokens whose surprise is nearest to the expected one (Meister et al. 2022)."""
     depths, weights = candidates.depths(), candidates.weights()
     total = float(weights.sum())
@@ -199,18 +227,18 @@ def typical_p(candidates: Candidates, record: RowRecord) -> None:
     candidates.keep_most(-distances, weights, record.typical_p * total)
 
 
-def top_p(candidates: Candidates, record: RowRecord) -> None:
+def top_p(candidates: Candidates, record: SamplingRecord) -> None:
     """Keeps the fewest, likeliest tokens that have a share p of the probability (Holtzman et al. 2020)."""
     weights = candidates.weights()
     candidates.keep_most(candidates.logits, weights, record.top_p * float(weights.sum()))
 
 
-def min_p(candidates: Candidates, record: RowRecord) -> None:
+def min_p(candidates: Candidates, record: SamplingRecord) -> None:
     """Keeps the tokens at least p times as likely as the likeliest (Nguyen et al. 2024)."""
     candidates.keep(candidates.logits >= f32(candidates.peak + record.min_p_depth / candidates.scale))
 
 
-def xtc(candidates: Candidates, record: RowRecord) -> None:
+def xtc(candidates: Candidates, record: SamplingRecord) -> None:
     """Takes out all tokens of at least the threshold's probability but the least likely (p-e-w 2024)."""
     if not record.xtc_applies:
         return
@@ -224,7 +252,7 @@ def xtc(candidates: Candidates, record: RowRecord) -> None:
         candidates.keep(candidates.logits > -np.inf)
 
 
-def temperature(candidates: Candidates, record: RowRecord) -> None:
+def temperature(candidates: Candidates, record: SamplingRecord) -> None:
     """Divides the logits, by more the flatter they are where a range is given (llama.cpp's dynatemp)."""
     value = record.temperature
     n = float(np.count_nonzero(candidates.logits > -np.inf))
@@ -234,16 +262,16 @@ def temperature(candidates: Candidates, record: RowRecord) -> None:
         low, high = max(value - record.temperature_range, 0.0), value + record.temperature_range
         weights = candidates.weights()
         total = float(weights.sum())
-        entropy = log_of(total / rows.WEIGHT_ONE) * rows.LOG2_E - expected_depth(candidates.depths(), weights)
-        share = entropy / (log_of(n) * rows.LOG2_E)
+        entropy = log_of(total / WEIGHT_ONE) * LOG2_E - expected_depth(candidates.depths(), weights)
+        share = entropy / (log_of(n) * LOG2_E)
         power = exp_of(record.temperature_exponent * log_of(share)) if share > 1e-9 else 0.0
         value = low + (high - low) * (power if record.temperature_exponent > 0.0 else 1.0)
-    candidates.scale = min(max(candidates.scale / max(value, 1e-9), rows.MIN_SCALE), rows.MAX_SCALE)
+    candidates.scale = min(max(candidates.scale / max(value, 1e-9), MIN_SCALE), MAX_SCALE)
 
 
-def mirostat_1(candidates: Candidates, record: RowRecord) -> None:
+def mirostat_1(candidates: Candidates, record: SamplingRecord) -> None:
     """Keeps as many tokens as a Zipf law of the row's exponent gives a surprise of mu (Basu et al. 2021)."""
-    depths = -np.sort(-candidates.depths().astype(np.float64))[: rows.MIROSTAT_TOKENS]
+    depths = -np.sort(-candidates.depths().astype(np.float64))[:MIROSTAT_TOKENS]
     depths = depths[depths > -np.inf]
     n = float(np.count_nonzero(candidates.logits > -np.inf))
     candidates.keep_most(
@@ -258,7 +286,7 @@ def mirostat_k(depths: Sequence[float], n: float, surprise_power: float) -> floa
     products = squares = 0.0
     for i in range(len(depths) - 1):
         ratio = log_of((i + 2.0) / (i + 1.0))
-        products += ratio * (depths[i] - depths[i + 1]) * rows.LN_2
+        products += ratio * (depths[i] - depths[i + 1]) * LN_2
         squares += ratio * ratio
     if products <= 0.0 or n < 2.0:
         return 1.0
@@ -270,7 +298,7 @@ def mirostat_k(depths: Sequence[float], n: float, surprise_power: float) -> floa
     return float(int(min(max(exp_of(log_of(epsilon * surprise_power / divisor) / exponent), 1.0), n)))
 
 
-def mirostat_2(candidates: Candidates, record: RowRecord) -> None:
+def mirostat_2(candidates: Candidates, record: SamplingRecord) -> None:
     """Keeps the tokens whose surprise is at most mu; the likeliest in any case (Basu et al. 2021)."""
     weights = candidates.weights()
     kept = weights >= max(float(weights.sum()) / record.surprise_power, 1.0)
@@ -280,26 +308,26 @@ def mirostat_2(candidates: Candidates, record: RowRecord) -> None:
 
 def expected_depth(depths: FloatArray, weights: DoubleArray) -> float:
     """The mean depth of a token drawn."""
-    limited = np.maximum(depths, np.float32(rows.MIN_DEPTH)).astype(np.float64)
+    limited = np.maximum(depths, np.float32(MIN_DEPTH)).astype(np.float64)
     return lane_sum(weights * limited) / float(weights.sum())
 
 
-STAGES: dict[int, Callable[[Candidates, RowRecord], None]] = {
-    rows.PENALTIES: penalties,
-    rows.DRY: dry,
-    rows.TOP_N_SIGMA: top_n_sigma,
-    rows.TOP_K: top_k,
-    rows.TYPICAL_P: typical_p,
-    rows.TOP_P: top_p,
-    rows.MIN_P: min_p,
-    rows.XTC: xtc,
-    rows.TEMPERATURE: temperature,
-    rows.MIROSTAT_1: mirostat_1,
-    rows.MIROSTAT_2: mirostat_2,
+STAGES: dict[int, Callable[[Candidates, SamplingRecord], None]] = {
+    PENALTIES: penalties,
+    DRY: dry,
+    TOP_N_SIGMA: top_n_sigma,
+    TOP_K: top_k,
+    TYPICAL_P: typical_p,
+    TOP_P: top_p,
+    MIN_P: min_p,
+    XTC: xtc,
+    TEMPERATURE: temperature,
+    MIROSTAT_1: mirostat_1,
+    MIROSTAT_2: mirostat_2,
 }
 
 
-def draw(candidates: Candidates, record: RowRecord) -> None:
+def draw(candidates: Candidates, record: SamplingRecord) -> None:
     """Draws the token at the point `u` of the weights' sum, in order of id."""
     weights = candidates.weights()
     running = np.cumsum(weights)
@@ -309,7 +337,7 @@ def draw(candidates: Candidates, record: RowRecord) -> None:
     record.probability = float(weights[place]) / total
 
 
-def report_top(record: RowRecord, row: FloatArray) -> None:
+def report_top(record: SamplingRecord, row: FloatArray) -> None:
     """Fills in the sum of exp and the likeliest tokens, of equals the lowest ids, in order of id."""
     depths = row.astype(np.float64) - float(row.max())
     record.sum_exp = float(np.exp(depths).sum())

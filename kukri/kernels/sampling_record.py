@@ -80,7 +80,7 @@ _TABLES = {
 }
 
 
-class RowRecord(ctypes.Structure):
+class SamplingRecord(ctypes.Structure):
     """See the lists above. `stages` are codes, ended by END; tables are kept by `set_table`."""
 
     _fields_ = [
