@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from kukri.kernels.sampling_record import (
     NOT_FINITE,
     PENALTIES,
     POWER_TERMS,
+    RECORD,
     TEMPERATURE,
     TOP_K,
     TOP_N_SIGMA,
@@ -36,7 +38,7 @@ from kukri.kernels.sampling_record import (
     WEIGHT_BITS,
     WEIGHT_ONE,
     XTC,
-    SamplingRecord,
+    SamplingRecords,
     exp_of,
     f32,
     log_of,
@@ -50,38 +52,61 @@ BoolArray = npt.NDArray[np.bool_]
 class ReferenceSampling:
     """Sampling (`kukri.kernels.types.SamplingBackend`) in NumPy."""
 
-    def choose(self, records: Sequence[SamplingRecord], logits: FloatArray) -> None:
+    def choose(self, records: SamplingRecords, logits: FloatArray) -> None:
         """See SamplingBackend.choose."""
-        for record, row in zip(records, logits, strict=True):
-            choose(record, row if record.own_row is None else record.own_row)
+        for i, row in enumerate(records.fields["row"]):
+            choose(records, i, logits[row])
 
 
-def choose(record: SamplingRecord, row: FloatArray) -> None:
-    """Chooses a token for one row, which is not written."""
+class Record:
+    """One record for reading: its fields as attributes of Python's types, and its tables."""
+
+    def __init__(self, records: SamplingRecords, i: int) -> None:
+        fields = records.fields[i]
+        for name in RECORD.names or ():
+            setattr(self, name, fields[name].tolist())
+        self._records, self._i = records, i
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)  # declared for type checkers: fields are set from RECORD
+
+    def table(self, name: str) -> list[npt.NDArray[Any]]:
+        """The arrays of a table."""
+        return self._records.table(self._i, name)
+
+
+def choose(records: SamplingRecords, i: int, row: FloatArray) -> None:
+    """Chooses a token for one row, which is not written, and fills in the results of record i."""
+    results, record = records.fields[i], Record(records, i)
     peak = float(row.max())
-    record.peak = peak
-    record.status = CHOSEN
+    results["peak"] = peak
+    results["status"] = _status(peak)
     if not math.isfinite(peak):
-        record.status = NONE_ALLOWED if peak == -math.inf else NOT_FINITE
         return
-    if record.n_top >= 0:
-        report_top(record, row)
+    if record.has_logprobs:
+        results["sum_exp"], results["n_top_found"] = report_top(record, row)
     if record.is_given:
         return
     candidates = Candidates(row)
     edit_row(candidates, record)
     run_stages(candidates, record)
-    peak = candidates.peak
-    if not math.isfinite(peak):
-        record.peak = peak
-        record.status = NONE_ALLOWED if peak == -math.inf else NOT_FINITE
+    if not math.isfinite(candidates.peak):
+        results["peak"] = candidates.peak
+        results["status"] = _status(candidates.peak)
     elif record.is_greedy:
-        record.token = int(candidates.ids[candidates.logits.argmax()])
+        results["token"] = candidates.ids[candidates.logits.argmax()]
     else:
-        draw(candidates, record)
+        results["token"], results["probability"] = draw(candidates, record.u)
 
 
-def run_stages(candidates: Candidates, record: SamplingRecord) -> None:
+def _status(peak: float) -> int:
+    """The status of a row whose largest logit is `peak`."""
+    if math.isfinite(peak):
+        return CHOSEN
+    return NONE_ALLOWED if peak == -math.inf else NOT_FINITE
+
+
+def run_stages(candidates: Candidates, record: Record) -> None:
     """Runs the stages of a record, in its order."""
     for stage in record.stages:
         if stage == END or not math.isfinite(candidates.peak):
@@ -91,7 +116,7 @@ def run_stages(candidates: Candidates, record: SamplingRecord) -> None:
 
 
 class Candidates:
-    """The tokens in play: `ids` ascending, with their `logits`; a stage takes some out, or edits them.
+    """The tokens in play: `ids` ascending, with their `logits`; a stage removes some, or edits them.
 
     Until a stage has filtered, all tokens are there, and those that may not come have -inf.
     """
@@ -108,12 +133,12 @@ class Candidates:
         return float(self.logits.max())
 
     def depths(self) -> FloatArray:
-        """float32: the binary logarithm of each one's odds against the likeliest."""
+        """float32 [n]: the binary logarithm of each candidate's odds against the likeliest."""
         with np.errstate(over="ignore"):
             return (self.logits - np.float32(self.peak)) * np.float32(self.scale * LOG2_E)
 
     def weights(self) -> DoubleArray:
-        """The weights of all, see `weights_of`."""
+        """float64 [n]: the weights of all, see `weights_of`."""
         return weights_of(self.depths())
 
     def keep(self, kept: BoolArray) -> None:
@@ -163,10 +188,10 @@ def lane_sum(values: DoubleArray) -> float:
     return float(lanes[0])
 
 
-def edit_row(candidates: Candidates, record: SamplingRecord) -> None:
-    """Adds the bias and forbids tokens: what comes before all stages."""
+def edit_row(candidates: Candidates, record: Record) -> None:
+    """Adds the bias and forbids tokens, before all stages."""
     if record.n_bias:
-        ids, values = record.table("bias")
+        values, ids = record.table("bias")
         candidates.edit(ids, lambda logits: logits + values)
     if record.n_allowed:
         bits = np.unpackbits(record.table("allowed")[0].view(np.uint8), bitorder="little")
@@ -175,7 +200,7 @@ def edit_row(candidates: Candidates, record: SamplingRecord) -> None:
         candidates.logits[record.table("forbidden")[0]] = -np.inf
 
 
-def penalties(candidates: Candidates, record: SamplingRecord) -> None:
+def penalties(candidates: Candidates, record: Record) -> None:
     """Repetition (Keskar et al. 2019), presence and frequency."""
     if not record.n_seen:
         return
@@ -193,14 +218,14 @@ def penalties(candidates: Candidates, record: SamplingRecord) -> None:
     candidates.edit(ids, change)
 
 
-def dry(candidates: Candidates, record: SamplingRecord) -> None:
-    """What going on with a repetition costs (p-e-w 2024)."""
+def dry(candidates: Candidates, record: Record) -> None:
+    """Takes DRY's penalties from tokens that would continue a repetition (p-e-w 2024)."""
     if record.n_dry:
-        ids, values = record.table("dry")
+        values, ids = record.table("dry")
         candidates.edit(ids, lambda logits: logits - values / candidates.scale)
 
 
-def top_n_sigma(candidates: Candidates, record: SamplingRecord) -> None:
+def top_n_sigma(candidates: Candidates, record: Record) -> None:
     """Keeps logits within n standard deviations of the largest (Tang et al. 2024)."""
     is_in = candidates.logits > -np.inf
     with np.errstate(over="ignore"):
@@ -213,12 +238,12 @@ def top_n_sigma(candidates: Candidates, record: SamplingRecord) -> None:
     candidates.keep(candidates.logits >= f32(candidates.peak - record.top_n_sigma * deviation))
 
 
-def top_k(candidates: Candidates, record: SamplingRecord) -> None:
+def top_k(candidates: Candidates, record: Record) -> None:
     """Keeps the k largest logits."""
     candidates.keep_most(candidates.logits, np.ones(len(candidates.ids)), record.top_k)
 
 
-def typical_p(candidates: Candidates, record: SamplingRecord) -> None:
+def typical_p(candidates: Candidates, record: Record) -> None:
     """Keeps the tokens whose surprise is nearest to the expected one (Meister et al. 2022)."""
     depths, weights = candidates.depths(), candidates.weights()
     total = float(weights.sum())
@@ -227,19 +252,19 @@ def typical_p(candidates: Candidates, record: SamplingRecord) -> None:
     candidates.keep_most(-distances, weights, record.typical_p * total)
 
 
-def top_p(candidates: Candidates, record: SamplingRecord) -> None:
+def top_p(candidates: Candidates, record: Record) -> None:
     """Keeps the fewest, likeliest tokens that have a share p of the probability (Holtzman et al. 2020)."""
     weights = candidates.weights()
     candidates.keep_most(candidates.logits, weights, record.top_p * float(weights.sum()))
 
 
-def min_p(candidates: Candidates, record: SamplingRecord) -> None:
+def min_p(candidates: Candidates, record: Record) -> None:
     """Keeps the tokens at least p times as likely as the likeliest (Nguyen et al. 2024)."""
     candidates.keep(candidates.logits >= f32(candidates.peak + record.min_p_depth / candidates.scale))
 
 
-def xtc(candidates: Candidates, record: SamplingRecord) -> None:
-    """Takes out all tokens of at least the threshold's probability but the least likely (p-e-w 2024)."""
+def xtc(candidates: Candidates, record: Record) -> None:
+    """Removes all tokens of at least the threshold's probability but the least likely (p-e-w 2024)."""
     if not record.xtc_applies:
         return
     weights = candidates.weights()
@@ -252,8 +277,8 @@ def xtc(candidates: Candidates, record: SamplingRecord) -> None:
         candidates.keep(candidates.logits > -np.inf)
 
 
-def temperature(candidates: Candidates, record: SamplingRecord) -> None:
-    """Divides the logits, by more the flatter they are where a range is given (llama.cpp's dynatemp)."""
+def temperature(candidates: Candidates, record: Record) -> None:
+    """Divides the logits; with a range, by more the flatter they are (llama.cpp's dynatemp)."""
     value = record.temperature
     n = float(np.count_nonzero(candidates.logits > -np.inf))
     if record.temperature_range > 0.0:
@@ -269,7 +294,7 @@ def temperature(candidates: Candidates, record: SamplingRecord) -> None:
     candidates.scale = min(max(candidates.scale / max(value, 1e-9), MIN_SCALE), MAX_SCALE)
 
 
-def mirostat_1(candidates: Candidates, record: SamplingRecord) -> None:
+def mirostat_1(candidates: Candidates, record: Record) -> None:
     """Keeps as many tokens as a Zipf law of the row's exponent gives a surprise of mu (Basu et al. 2021)."""
     depths = -np.sort(-candidates.depths().astype(np.float64))[:MIROSTAT_TOKENS]
     depths = depths[depths > -np.inf]
@@ -282,7 +307,7 @@ def mirostat_1(candidates: Candidates, record: SamplingRecord) -> None:
 
 
 def mirostat_k(depths: Sequence[float], n: float, surprise_power: float) -> float:
-    """How many tokens to keep of a row of `n`, by its largest depths in descending order."""
+    """The number of tokens to keep of a row of `n`, by its largest depths in descending order."""
     products = squares = 0.0
     for i in range(len(depths) - 1):
         ratio = log_of((i + 2.0) / (i + 1.0))
@@ -298,7 +323,7 @@ def mirostat_k(depths: Sequence[float], n: float, surprise_power: float) -> floa
     return float(int(min(max(exp_of(log_of(epsilon * surprise_power / divisor) / exponent), 1.0), n)))
 
 
-def mirostat_2(candidates: Candidates, record: SamplingRecord) -> None:
+def mirostat_2(candidates: Candidates, record: Record) -> None:
     """Keeps the tokens whose surprise is at most mu; the likeliest in any case (Basu et al. 2021)."""
     weights = candidates.weights()
     kept = weights >= max(float(weights.sum()) / record.surprise_power, 1.0)
@@ -312,7 +337,7 @@ def expected_depth(depths: FloatArray, weights: DoubleArray) -> float:
     return lane_sum(weights * limited) / float(weights.sum())
 
 
-STAGES: dict[int, Callable[[Candidates, SamplingRecord], None]] = {
+STAGES: dict[int, Callable[[Candidates, Record], None]] = {
     PENALTIES: penalties,
     DRY: dry,
     TOP_N_SIGMA: top_n_sigma,
@@ -327,23 +352,20 @@ STAGES: dict[int, Callable[[Candidates, SamplingRecord], None]] = {
 }
 
 
-def draw(candidates: Candidates, record: SamplingRecord) -> None:
-    """Draws the token at the point `u` of the weights' sum, in order of id."""
+def draw(candidates: Candidates, u: float) -> tuple[int, float]:
+    """(token, probability): the token at the point `u` of the weights' sum, in order of id."""
     weights = candidates.weights()
     running = np.cumsum(weights)
     total = float(running[-1])
-    place = int(np.searchsorted(running, min(math.floor(record.u * total), total - 1.0), side="right"))
-    record.token = int(candidates.ids[place])
-    record.probability = float(weights[place]) / total
+    place = int(np.searchsorted(running, min(math.floor(u * total), total - 1.0), side="right"))
+    return int(candidates.ids[place]), float(weights[place]) / total
 
 
-def report_top(record: SamplingRecord, row: FloatArray) -> None:
-    """Fills in the sum of exp and the likeliest tokens, of equals the lowest ids, in order of id."""
+def report_top(record: Record, row: FloatArray) -> tuple[float, int]:
+    """(sum of exp, entries of the table `top`), with the likeliest tokens in it: of equals the lowest ids."""
     depths = row.astype(np.float64) - float(row.max())
-    record.sum_exp = float(np.exp(depths).sum())
     best = np.argsort(-row, kind="stable")[: record.n_top]
     best = np.sort(best[row[best] > -np.inf])
-    record.n_top_found = len(best)
-    if len(best):
-        ids, logits = record.table("top")
-        ids[: len(best)], logits[: len(best)] = best, row[best]
+    ids, logits = record.table("top")
+    ids[: len(best)], logits[: len(best)] = best, row[best]
+    return float(np.exp(depths).sum()), len(best)

@@ -1,4 +1,7 @@
-"""A row's record: what a request asks of its row of logits, and what came of it, as every backend reads it.
+"""Sampling records: each row's parameters and result, and the arithmetic that all backends share.
+
+A step's records are one structured array of `RECORD`, with one pool for what differs in length: a backend
+needs these two and the logits, and copies each once.
 
 The arithmetic is defined so that backends agree to the bit however they order their sums:
 
@@ -14,7 +17,7 @@ The arithmetic is defined so that backends agree to the bit however they order t
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,82 +36,112 @@ MAX_VOCAB = 2**20  # weights of so many tokens add up exactly
 MIN_SCALE, MAX_SCALE = 1e-30, 1e6
 MIROSTAT_TOKENS = 100  # that mirostat 1 estimates Zipf's exponent from
 
-# Stages, in the order of SamplingParams.samplers, then mirostat's
+# Codes of the stages, in the order of SamplingParams.samplers, then mirostat's
 (
     END, PENALTIES, DRY, TOP_N_SIGMA, TOP_K, TYPICAL_P, TOP_P, MIN_P, XTC, TEMPERATURE,
     MIROSTAT_1, MIROSTAT_2,
 ) = range(12)  # fmt: skip
 MAX_STAGES = 12
 
-# What became of a row
+# `status` of a record once its row was sampled
 CHOSEN, NOT_FINITE, NONE_ALLOWED = range(3)
 
-_INTEGERS = (
-    "row",  # address of the logits, set by the backend
-    "is_given",  # 1: `token` is given, and only its log-probability is wanted
-    "is_greedy",
-    "top_k",
-    "xtc_applies",  # 1: this time
-    "n_top",  # most likely tokens to report; -1: and no log-probabilities
-    "top_ids", "top_logits",  # int32 and float32 [n_top]: the n_top_found likeliest, in order of id
-    "n_top_found",
-    "n_bias", "bias_ids", "bias_values",  # int32, float64: added to logits
-    "n_seen", "seen_ids", "seen_counts", "generated_counts",  # int32 each: tokens to be penalized
-    "n_dry", "dry_ids", "dry_values",  # int32, float64: DRY's penalties
-    "n_forbidden", "forbidden_ids",  # int32: tokens that may not come
-    "n_allowed", "allowed_words",  # int32: where there are any, the tokens whose bits are 0 may not come
-    "status", "token",
-)  # fmt: skip
-_DOUBLES = (
-    "u",  # the random number, 0 <= u < 1
-    "top_p", "typical_p",
-    "min_p_depth",  # log(min_p)
-    "top_n_sigma", "xtc_threshold",
-    "temperature", "temperature_range", "temperature_exponent",
-    "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "surprise_power",  # 2^mu of mirostat
-    "probability",  # of the chosen token among those left
-    "peak", "sum_exp",  # of the row as given: its largest logit, and the sum of exp(logit - peak)
-)  # fmt: skip
-_TABLES = {
-    "bias": ("bias_ids", "bias_values"),
-    "seen": ("seen_ids", "seen_counts", "generated_counts"),
-    "dry": ("dry_ids", "dry_values"),
-    "forbidden": ("forbidden_ids",),
-    "allowed": ("allowed_words",),
-    "top": ("top_ids", "top_logits"),
+RECORD = np.dtype([
+    *((name, np.int64) for name in (
+        "row",  # which row of the logits
+        "is_given",  # 1: `token` is given, and only its log-probability is wanted
+        "is_greedy",
+        "top_k",
+        "xtc_applies",  # 1: this time
+        # tables: the first word in the pool, and the entries; TABLES has the arrays of each
+        "bias", "n_bias",  # added to logits
+        "seen", "n_seen",  # tokens to be penalized
+        "dry", "n_dry",  # DRY's penalties
+        "forbidden", "n_forbidden",  # tokens that may not come
+        "allowed", "n_allowed",  # words of bits; if there are any, tokens whose bits are 0 may not come
+        "top", "n_top",  # most likely tokens to report
+        "has_logprobs",  # 1: `top` and `sum_exp` are wanted
+        # results
+        "n_top_found",  # entries of `top` that are filled in, in order of id
+        "status", "token",
+    )),
+    *((name, np.float64) for name in (
+        "u",  # the random number, 0 <= u < 1
+        "top_p", "typical_p",
+        "min_p_depth",  # log(min_p)
+        "top_n_sigma", "xtc_threshold",
+        "temperature", "temperature_range", "temperature_exponent",
+        "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "surprise_power",  # 2^mu of mirostat
+        # results
+        "probability",  # of the chosen token among those left
+        "peak", "sum_exp",  # of the row as given: its largest logit, and the sum of exp(logit - peak)
+    )),
+    ("stages", np.int64, MAX_STAGES),  # codes, ended by END
+])  # fmt: skip
+
+# The arrays of a table, one after another in the pool; float64 first, so that they lie at whole 8 bytes
+TABLES: dict[str, tuple[type[np.generic], ...]] = {
+    "bias": (np.float64, np.int32),  # values, ids
+    "seen": (np.int32, np.int32, np.int32),  # ids, how often seen, how often generated
+    "dry": (np.float64, np.int32),  # values, ids
+    "forbidden": (np.int32,),
+    "allowed": (np.int32,),
+    "top": (np.int32, np.float32),  # ids, logits
 }
+_COUNTS = {name: f"n_{name}" for name in TABLES}
 
 
-class SamplingRecord(ctypes.Structure):
-    """See the lists above. `stages` are codes, ended by END; tables are kept by `set_table`."""
+class SamplingRecords:
+    """The records of a step: `fields`, a structured array [n_rows] of RECORD, and the `pool` of their tables.
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _INTEGERS),
-        *((name, ctypes.c_double) for name in _DOUBLES),
-        ("stages", ctypes.c_int64 * MAX_STAGES),
-    ]
+    `memory` is the bytes of `fields`. Numbers are set in `fields`, tables by `set_table`.
+    """
 
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
-        self.tables: dict[str, tuple[npt.NDArray[Any], ...]] = {}
-        self.address = ctypes.addressof(self)
-        self.own_row: npt.NDArray[np.float32] | None = None  # to be looked at in the place of the step's
-        for name in _TABLES:
-            self.set_table(name, 0)
-        self.n_top = -1
+    def __init__(self, settings: Sequence[npt.NDArray[np.uint8]], rows: Sequence[int]) -> None:
+        """A record for each of `settings`, a RECORD's bytes; `rows` are their rows of the logits.
 
-    def set_table(self, name: str, n: int, *arrays: npt.NDArray[Any]) -> None:
-        """Points to the first `n` entries of a table's arrays, and keeps the arrays."""
-        self.tables[name] = arrays
-        setattr(self, f"n_{name}", n)
-        for field, array in zip(_TABLES[name], arrays, strict=bool(arrays)):
-            setattr(self, field, array.__array_interface__["data"][0])
+        Bytes, because NumPy copies structured arrays field by field, at 20 us a record.
+        """
+        self.memory: npt.NDArray[np.uint8] = np.concatenate(settings)
+        self.fields: npt.NDArray[Any] = self.memory.view(RECORD)
+        self.fields["row"] = rows
+        self._parts: list[npt.NDArray[np.int32]] = []
+        self._n_words = 0
+        self._pool: npt.NDArray[np.int32] | None = None
 
-    def table(self, name: str) -> tuple[npt.NDArray[Any], ...]:
-        """The entries in use of a table's arrays."""
-        n = getattr(self, f"n_{name}")
-        return tuple(array[:n] for array in self.tables[name])
+    @property
+    def pool(self) -> npt.NDArray[np.int32]:
+        """All tables, int32 words. No table can be added once it was asked for."""
+        if self._pool is None:
+            self._pool = np.concatenate(self._parts) if self._parts else _NO_TABLES
+        return self._pool
+
+    def set_table(self, i: int, name: str, *arrays: npt.NDArray[Any]) -> None:
+        """Adds a table of record i: arrays of one length, of the dtypes in TABLES."""
+        assert self._pool is None, "tables come before the pool"
+        self.fields[name][i], self.fields[_COUNTS[name]][i] = self._n_words, len(arrays[0])
+        for array, dtype in zip(arrays, TABLES[name], strict=True):
+            assert array.dtype == dtype
+            self._parts.append(array.view(np.int32))
+            self._n_words += len(self._parts[-1])
+        if self._n_words % 2:
+            self._parts.append(_PADDING)
+            self._n_words += 1
+
+    def table(self, i: int, name: str) -> list[npt.NDArray[Any]]:
+        """The arrays of a table, views of the pool."""
+        start, n = int(self.fields[name][i]), int(self.fields[_COUNTS[name]][i])
+        arrays = []
+        for dtype in TABLES[name]:
+            stop = start + n * np.dtype(dtype).itemsize // 4
+            arrays.append(self.pool[start:stop].view(dtype))
+            start = stop
+        return arrays
+
+
+_PADDING = np.zeros(1, np.int32)
+_NO_TABLES = np.zeros(2, np.int32)
 
 
 def log_of(x: float) -> float:
@@ -128,7 +161,7 @@ def log_of(x: float) -> float:
 
 
 def exp_of(x: float) -> float:
-    """e^x, with x limited to -700 to 700."""
+    """e^x, with x clamped to -700 to 700."""
     x = min(max(x, -700.0), 700.0)
     n = int(x * 1.4426950408889634 + (0.5 if x >= 0.0 else -0.5))
     r = x - n * 0.6931471805599453
@@ -145,6 +178,6 @@ def exp_of(x: float) -> float:
 
 
 def f32(x: float) -> np.float32:
-    """x as float32, limited to finite values."""
+    """x as float32, clamped to finite values."""
     limit = 3.4028234663852886e38
     return np.float32(min(max(x, -limit), limit))

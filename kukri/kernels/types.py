@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import ShapeError
-from kukri.kernels.sampling_record import SamplingRecord
+from kukri.kernels.sampling_record import SamplingRecords
 from kukri.quant.types import QuantType
 
 FloatArray = npt.NDArray[np.float32]
@@ -279,8 +279,8 @@ class CompiledProgram(Protocol):
 class SamplingBackend(Protocol):
     """Sampling; `sampling_record` has the records and the arithmetic, `reference_sampling` the definition."""
 
-    def choose(self, records: Sequence[SamplingRecord], logits: FloatArray) -> None:
-        """Chooses a token for each row of logits [N, V], by its record, and fills in the record.
+    def choose(self, records: SamplingRecords, logits: FloatArray) -> None:
+        """Chooses a token for each record by its row of logits [N, V], and fills in the record's results.
 
         Rows are contiguous and not written, and no row's result depends on another row. V is at most
         `sampling_record.MAX_VOCAB`. A row that holds NaN or +inf, or nothing but -inf, gets another status

@@ -1,4 +1,4 @@
-"""What the tokens of a request so far mean for its next one: penalties, DRY, phrases that may not come."""
+"""Token history of a request, for its next token: penalties, DRY, banned phrases, the reasoning budget."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.sampling_record import SamplingRecord
 from kukri.sampling.params import SamplingParams, ThoughtLimit
 
 IntArray = npt.NDArray[np.int32]
 Phrase = tuple[int, ...]
 
-_LOG_OF_LARGEST_FLOAT = 88.7228391  # as llama.cpp limits DRY's powers
+_LOG_OF_LARGEST_FLOAT = 88.7228391  # as llama.cpp clamps DRY's powers
 
 
 class Tokens:
@@ -46,7 +45,7 @@ class Tokens:
 
 
 class BadPhrases:
-    """Sequences of two tokens or more that may not come."""
+    """Banned sequences of two tokens or more."""
 
     def __init__(self, phrases: Sequence[Phrase]) -> None:
         self._by_last_but_one: dict[int, list[Phrase]] = {}
@@ -62,7 +61,7 @@ class BadPhrases:
 
 
 class Thoughts:
-    """How long a request has been thinking."""
+    """The tokens that a request has spent on reasoning."""
 
     def __init__(self, limit: ThoughtLimit) -> None:
         self.limit = limit
@@ -70,11 +69,11 @@ class Thoughts:
 
     @property
     def are_over(self) -> bool:
-        """Whether they have to be closed now."""
+        """True if the budget is spent and the reasoning is still open."""
         return self._is_open and self._n_tokens >= self.limit.n_tokens
 
     def add(self, token_id: int) -> None:
-        """Takes in a generated token."""
+        """Counts a generated token."""
         if self._is_open:
             self._n_tokens += 1
             self._is_open = token_id != self.limit.close_id
@@ -101,9 +100,8 @@ class SeenTokens:
         self._ids = np.concatenate([ids, room])
         self._counts = np.concatenate([counts.astype(np.int32), room])
         self._generated = np.zeros(len(self._ids), np.int32)
-        # those in reach, in order; a prompt's as -1 - id
+        # tokens within the limit, in order; a prompt's as -1 - id
         self._recent = deque((-1 - prompt).tolist()) if self._limit >= 0 else None
-        self._filled: IntArray | None = None  # the array that the record points to
 
     def add(self, token_id: int) -> None:
         """Counts a generated token, and forgets the one that is now too far back."""
@@ -128,17 +126,14 @@ class SeenTokens:
             self._counts[self._place[entry]] -= 1
             self._generated[self._place[entry]] -= 1
 
-    def fill(self, record: SamplingRecord) -> None:
-        """Has a record point to the counts."""
-        if self._filled is self._ids:
-            record.n_seen = len(self._place)
-        else:
-            record.set_table("seen", len(self._place), self._ids, self._counts, self._generated)
-            self._filled = self._ids
+    def table(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Ids, how often each was seen, and how often generated: int32 [n] each, views."""
+        n = len(self._place)
+        return self._ids[:n], self._counts[:n], self._generated[:n]
 
 
 class DryRepetitions:
-    """Where the last tokens have come before, and what it costs to go on as then (DRY, by p-e-w).
+    """Earlier occurrences of the last tokens, and the penalty on continuing them again (DRY, by p-e-w).
 
     As llama.cpp has it: a token that would prolong a repetition of `length` tokens, `dry_allowed_length` or
     more, loses dry_multiplier * dry_base ^ (length - dry_allowed_length). A repetition does not reach back
@@ -156,30 +151,23 @@ class DryRepetitions:
         self._lengths = np.zeros(tokens.n + 256, np.int32)
         for n in range(max(tokens.n - self._longest, self._start) + 1, tokens.n + 1):
             self._extend(n)
-        self._is_filled = False
 
     def update(self) -> None:
-        """Takes in the last token."""
+        """Extends the matches by the last token."""
         n = self._tokens.n
         if self._breaks_at(n):
             self._start = n
         self._extend(n)
-        self._is_filled = False
 
-    def fill(self, record: SamplingRecord) -> None:
-        """Sets a record's table of tokens and what their logits lose."""
-        if self._is_filled:
-            return
-        self._is_filled = True
+    def table(self) -> tuple[npt.NDArray[np.float64], IntArray]:
+        """What the logits of tokens lose, float64 [n], and the tokens, int32 [n]."""
         ids, lengths = self._continuations()
-        if len(ids) == 0:
-            record.n_dry = 0
-            return
         order = np.argsort(lengths, kind="stable")
         longest = dict(zip(ids[order].tolist(), lengths[order].tolist(), strict=True))  # the last one stays
-        excess = np.minimum(np.array(list(longest.values())), self._longest) - self._params.dry_allowed_length
+        lengths = np.array(list(longest.values()), np.int64)
+        excess = np.minimum(lengths, self._longest) - self._params.dry_allowed_length
         losses = self._params.dry_multiplier * self._params.dry_base ** excess.astype(np.float64)
-        record.set_table("dry", len(longest), np.array(list(longest), np.int32), losses)
+        return losses, np.array(list(longest), np.int32)
 
     def _continuations(self) -> tuple[IntArray, IntArray]:
         """The tokens that came after what the last tokens repeat, and the lengths of these repetitions."""

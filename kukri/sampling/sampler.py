@@ -15,9 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import KukriError, RequestError, ShapeError
-from kukri.kernels import sampling_record
 from kukri.kernels.reference_sampling import ReferenceSampling
-from kukri.kernels.sampling_record import SamplingRecord
+from kukri.kernels.sampling_record import (
+    CHOSEN,
+    MIROSTAT_1,
+    MIROSTAT_2,
+    NONE_ALLOWED,
+    PENALTIES,
+    RECORD,
+    SamplingRecords,
+)
 from kukri.kernels.types import SamplingBackend
 from kukri.sampling.grammar import Grammar
 from kukri.sampling.history import BadPhrases, DryRepetitions, SeenTokens, Thoughts, Tokens
@@ -27,6 +34,8 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
 
 REFERENCE_SAMPLING = ReferenceSampling()
+_GIVEN = np.zeros(1, RECORD)  # a token whose log-probability is wanted
+_GIVEN["is_given"] = 1
 _MIN_TEMPERATURE = 1e-6  # a temperature below acts as this
 
 
@@ -73,14 +82,17 @@ class RequestSampler:
         _check_ids("stop_token_ids", params.stop_token_ids, n_vocab)
         if params.thoughts is not None:
             _check_ids("thoughts", (params.thoughts.open_id, params.thoughts.close_id), n_vocab)
-        self._record = _record_of(params)
+        self.settings = _settings_of(params)
+        self._bias: tuple[npt.NDArray[Any], ...] | None = None
+        if params.logit_bias:
+            values = np.array(list(params.logit_bias.values()), np.float64)
+            self._bias = values, np.array(list(params.logit_bias), np.int32)
         long_words = tuple(phrase for phrase in bad_words if len(phrase) > 1)
         self._bad_phrases = BadPhrases(long_words) if long_words else None
         ends = {i for i in (*forbidden_until_min, *params.stop_token_ids) if 0 <= i < n_vocab}
         banned = {phrase[0] for phrase in bad_words if len(phrase) == 1}
         self._forbidden = np.array(sorted(banned), np.int32)
         self._forbidden_with_ends = np.array(sorted(banned | ends), np.int32)
-        self._last_forbidden: IntArray | None = None
         self._tokens: Tokens | None = None
         self._dry: DryRepetitions | None = None
         self._seen: SeenTokens | None = None
@@ -93,9 +105,6 @@ class RequestSampler:
         if isinstance(params.grammar, Grammar):
             raise RequestError("grammar must be compiled here: give it to LLM or the server", param="grammar")
         self._matcher = None if params.grammar is None else params.grammar.matcher()
-        if self._matcher is not None:
-            words = self._matcher.allowed
-            self._record.set_table("allowed", len(words), words)
         self._thoughts = None if params.thoughts is None else Thoughts(params.thoughts)
         self._mu = 2.0 * params.mirostat_tau
         seed = None if params.seed is None else params.seed % 2**64
@@ -112,60 +121,62 @@ class RequestSampler:
             raise result
         return result
 
-    def prepare(self, allow_end: bool = True) -> SamplingRecord:
-        """The record of the next row."""
-        record = self._record
+    def prepare(self, records: SamplingRecords, i: int, allow_end: bool = True) -> None:
+        """Fills in record i, made of `settings`, for the next row. `process` comes first."""
+        fields = records.fields
         if self._random is not None:
-            record.u = self._random.random()
+            fields["u"][i] = self._random.random()
             if self.params.xtc_probability:
-                record.xtc_applies = self._random.random() < self.params.xtc_probability
+                fields["xtc_applies"][i] = self._random.random() < self.params.xtc_probability
             if self.params.mirostat:
-                record.surprise_power = 2.0 ** min(max(self._mu, -100.0), 100.0)
+                fields["surprise_power"][i] = 2.0 ** min(max(self._mu, -100.0), 100.0)
+        if self._bias is not None:
+            records.set_table(i, "bias", *self._bias)
+        if self._matcher is not None:
+            records.set_table(i, "allowed", self._matcher.allowed)
+        forbidden = self._forbidden_now(allow_end)
+        if len(forbidden):
+            records.set_table(i, "forbidden", forbidden)
+        if self._seen is not None:
+            records.set_table(i, "seen", *self._seen.table())
+        if self._dry is not None:
+            records.set_table(i, "dry", *self._dry.table())
+        if self.params.logprobs is not None:
+            _add_top(records, i, self.params.logprobs)
+        if self._thoughts is not None and self._thoughts.are_over:
+            close_id = self._thoughts.limit.close_id
+            if self._matcher is None or self._matcher.accepts(close_id):
+                fields["is_given"][i], fields["token"][i], fields["probability"][i] = 1, close_id, 1.0
+
+    def _forbidden_now(self, allow_end: bool) -> IntArray:
+        """The tokens that may not come next: bad words, and end-of-text before `min_tokens`."""
         forbidden = self._forbidden
         if not allow_end or self.n_generated < self.params.min_tokens:
             forbidden = self._forbidden_with_ends
         if self._bad_phrases is not None and self._tokens is not None:
             ids = self._bad_phrases.next_ids(self._tokens)
-            forbidden = np.append(forbidden, np.array(ids, np.int32)) if ids else forbidden
-        if forbidden is not self._last_forbidden:
-            record.set_table("forbidden", len(forbidden), forbidden)
-            self._last_forbidden = forbidden
-        if self._seen is not None:
-            self._seen.fill(record)
-        if self._dry is not None:
-            self._dry.fill(record)
-        if self._thoughts is not None:
-            self._close_thoughts(self._thoughts, record)
-        return record
+            if ids:
+                return np.append(forbidden, np.array(ids, np.int32))
+        return forbidden
 
-    def _close_thoughts(self, thoughts: Thoughts, record: SamplingRecord) -> None:
-        """Has the record give the token that ends the thoughts, where they are over."""
-        close_id = thoughts.limit.close_id
-        record.is_given = thoughts.are_over and (self._matcher is None or self._matcher.accepts(close_id))
-        if record.is_given:
-            record.token, record.probability = close_id, 1.0
+    def process(self, row: FloatArray) -> FloatArray | None:
+        """Updates the grammar's allowed tokens; a copy of the row edited by the caller's functions, if any.
 
-    def process(self, row: FloatArray) -> None:
-        """Has the grammar say what it allows, and the caller's functions edit a copy of the row.
-
-        Raises SamplingError where one fails.
+        Raises SamplingError if one fails.
         """
         if self._matcher is not None:
             error = self._matcher.update()
             if error:
                 raise SamplingError(f"the grammar gave up: {error[:300]}")
-        if self._processors and self._tokens is not None:
-            row = row.copy()
-            for processor in self._processors:
-                row = _processed(processor, self._tokens.ids, row)
-            self._record.own_row = row
+        if not self._processors or self._tokens is None:
+            return None
+        row = row.copy()
+        for processor in self._processors:
+            row = _processed(processor, self._tokens.ids, row)
+        return row
 
-    def finish(self, row: FloatArray) -> SampledToken:
-        """The token that the record got for `row`; counts it. Raises SamplingError where there is none."""
-        record = self._record
-        if record.status != sampling_record.CHOSEN:
-            raise _failure(record)
-        token_id: int = record.token
+    def finish(self, records: SamplingRecords, i: int, row: FloatArray, token_id: int) -> SampledToken:
+        """The token that record i chose, with what is to be reported; counts it as generated."""
         self.n_generated += 1
         if self._seen is not None:
             self._seen.add(token_id)
@@ -178,13 +189,13 @@ class RequestSampler:
         if self._thoughts is not None:
             self._thoughts.add(token_id)
         if self.params.mirostat and self._random is not None:
-            surprise = -math.log2(record.probability)
+            surprise = -math.log2(records.fields["probability"][i])
             self._mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
-        if record.n_top < 0:
+        if self.params.logprobs is None:
             return SampledToken(token_id)
         if self._processors:
-            return token_logprobs(token_id, row, record.n_top, self._sampling)
-        return _with_logprobs(record, row)
+            return token_logprobs(token_id, row, self.params.logprobs, self._sampling)
+        return _with_logprobs(records, i, row)
 
 
 def sample_rows(
@@ -196,89 +207,102 @@ def sample_rows(
 ) -> list[SampledToken | KukriError]:
     """The next token of each request by its row of logits, float32 [N, V], or the error that ends it.
 
-    The logits are not written. Raises ShapeError where they are not a row for each.
+    The logits are not written. Raises ShapeError if they are not a row for each.
     """
     if not samplers:
         return []
     _check_shape(samplers, logits)
     results: list[Any] = [None] * len(samplers)
-    records = []
+    plain: list[int] = []
+    edited: list[int] = []  # requests whose processors made a row of their own
+    edited_rows: list[FloatArray] = []
     for i, sampler in enumerate(samplers):
-        records.append(sampler.prepare(allow_end))
-        if sampler.params.logits_processors or sampler.params.grammar is not None:
-            try:
-                sampler.process(logits[i])
-            except KukriError as error:
-                results[i] = error
-    sampling.choose(records, logits)
-    for i, sampler in enumerate(samplers):
-        if results[i] is None:
-            try:
-                results[i] = sampler.finish(logits[i])
-            except KukriError as error:
-                results[i] = error
+        try:
+            row = sampler.process(logits[i])
+        except KukriError as error:
+            results[i] = error
+            continue
+        if row is None:
+            plain.append(i)
+        else:
+            edited.append(i)
+            edited_rows.append(row)
+
+    def choose(chosen: list[int], rows: FloatArray, row_numbers: Sequence[int]) -> None:
+        records = SamplingRecords([samplers[i].settings for i in chosen], row_numbers)
+        for place, i in enumerate(chosen):
+            samplers[i].prepare(records, place, allow_end)
+        sampling.choose(records, rows)
+        tokens, statuses = records.fields["token"].tolist(), records.fields["status"].tolist()
+        for place, i in enumerate(chosen):
+            if statuses[place] == CHOSEN:
+                results[i] = samplers[i].finish(records, place, logits[i], tokens[place])
+            else:
+                results[i] = _failure(records, place)
+
+    if plain:
+        choose(plain, logits, plain)
+    if edited:
+        choose(edited, np.stack(edited_rows), range(len(edited)))
     return results
 
 
 def token_logprobs(token_id: int, logits: FloatArray, n_top: int, sampling: SamplingBackend) -> SampledToken:
     """A given token with its log-probability by a row of logits, float32 [V], and the `n_top` most likely.
 
-    Raises SamplingError where the logits hold NaN or +inf, or nothing but -inf.
+    Raises SamplingError if the logits hold NaN or +inf, or nothing but -inf.
     """
-    record = SamplingRecord(is_given=1, token=token_id)
-    _ask_for_top(record, n_top)
-    sampling.choose([record], logits[None])
-    if record.status != sampling_record.CHOSEN:
-        raise _failure(record)
-    return _with_logprobs(record, logits)
+    records = SamplingRecords([_GIVEN.view(np.uint8)], [0])
+    records.fields["token"] = token_id
+    _add_top(records, 0, n_top)
+    sampling.choose(records, logits[None])
+    if records.fields["status"][0] != CHOSEN:
+        raise _failure(records, 0)
+    return _with_logprobs(records, 0, logits)
 
 
-def _with_logprobs(record: SamplingRecord, row: FloatArray) -> SampledToken:
-    log_total = record.peak + math.log(record.sum_exp)
+def _with_logprobs(records: SamplingRecords, i: int, row: FloatArray) -> SampledToken:
+    record = records.fields[i]
+    token_id = int(record["token"])
+    log_total = float(record["peak"]) + math.log(record["sum_exp"])
     top: tuple[tuple[int, float], ...] = ()
-    if record.n_top:
-        ids, logits = record.tables["top"]
-        found = zip(ids[: record.n_top_found].tolist(), logits[: record.n_top_found].tolist(), strict=True)
+    if record["n_top"]:
+        ids, logits = (array[: record["n_top_found"]].tolist() for array in records.table(i, "top"))
         # stable: of equals the lowest id first
-        top = tuple((i, x - log_total) for i, x in sorted(found, key=_minus_logit))
-    return SampledToken(record.token, float(row[record.token]) - log_total, top)
+        likeliest = sorted(zip(ids, logits, strict=True), key=_minus_logit)
+        top = tuple((i, x - log_total) for i, x in likeliest)
+    return SampledToken(token_id, float(row[token_id]) - log_total, top)
 
 
 def _minus_logit(entry: tuple[int, float]) -> float:
     return -entry[1]
 
 
-def _ask_for_top(record: SamplingRecord, n_top: int) -> None:
-    record.set_table("top", n_top, np.zeros(n_top, np.int32), np.zeros(n_top, np.float32))
+def _add_top(records: SamplingRecords, i: int, n_top: int) -> None:
+    """Has record i report the `n_top` most likely tokens."""
+    records.fields["has_logprobs"][i] = 1
+    records.set_table(i, "top", np.zeros(n_top, np.int32), np.zeros(n_top, np.float32))
 
 
-def _record_of(params: SamplingParams) -> SamplingRecord:
-    """The record of a request, but for what changes from token to token."""
-    record = SamplingRecord(
-        is_greedy=params.is_greedy,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        typical_p=params.typical_p,
-        min_p_depth=math.log(params.min_p) if params.min_p else 0.0,
-        top_n_sigma=params.top_n_sigma,
-        xtc_threshold=params.xtc_threshold,
-        temperature=max(params.temperature, _MIN_TEMPERATURE),
-        temperature_range=params.dynatemp_range,
-        temperature_exponent=params.dynatemp_exponent,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-    )
-    stages = [sampling_record.PENALTIES + SAMPLERS.index(name) for name in params.active_stages]
+def _settings_of(params: SamplingParams) -> npt.NDArray[np.uint8]:
+    """A RECORD's bytes, with the fields that stay the same from token to token."""
+    fields = np.zeros(1, RECORD)
+    record = fields[0]
+    record["is_greedy"] = params.is_greedy
+    record["min_p_depth"] = math.log(params.min_p) if params.min_p else 0.0
+    record["temperature"] = max(params.temperature, _MIN_TEMPERATURE)
+    record["temperature_range"] = params.dynatemp_range
+    record["temperature_exponent"] = params.dynatemp_exponent
+    for name in (
+        "top_k", "top_p", "typical_p", "top_n_sigma", "xtc_threshold",
+        "repetition_penalty", "presence_penalty", "frequency_penalty",
+    ):  # fmt: skip
+        record[name] = getattr(params, name)
+    stages = [PENALTIES + SAMPLERS.index(name) for name in params.active_stages]
     if params.mirostat:
-        stages.append(sampling_record.MIROSTAT_1 if params.mirostat == 1 else sampling_record.MIROSTAT_2)
-    record.stages[: len(stages)] = stages
-    if params.logit_bias:
-        ids = np.array(list(params.logit_bias), np.int32)
-        record.set_table("bias", len(ids), ids, np.array(list(params.logit_bias.values()), np.float64))
-    if params.logprobs is not None:
-        _ask_for_top(record, params.logprobs)
-    return record
+        stages.append(MIROSTAT_1 if params.mirostat == 1 else MIROSTAT_2)
+    record["stages"][: len(stages)] = stages
+    return fields.view(np.uint8)
 
 
 def _processed(processor: LogitsProcessor, token_ids: IntArray, row: FloatArray) -> FloatArray:
@@ -301,11 +325,13 @@ def _processed(processor: LogitsProcessor, token_ids: IntArray, row: FloatArray)
     return result
 
 
-def _failure(record: SamplingRecord) -> SamplingError:
-    if record.status == sampling_record.NONE_ALLOWED:
+def _failure(records: SamplingRecords, i: int) -> SamplingError:
+    """The error of a record whose status is not CHOSEN."""
+    record = records.fields[i]
+    if record["status"] == NONE_ALLOWED:
         return SamplingError("no token is allowed: every logit is -inf")
     return SamplingError(
-        f"the logits hold {record.peak}: the model or a hook computed something that is not a number"
+        f"the logits hold {record['peak']}: the model or a hook computed something that is not a number"
     )
 
 

@@ -16,7 +16,7 @@ from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.sampling_backend import CpuSampling
 from kukri.kernels.reference_sampling import ReferenceSampling, weights_of
-from kukri.kernels.sampling_record import SamplingRecord
+from kukri.kernels.sampling_record import RECORD, TABLES, SamplingRecords
 
 REFERENCE = ReferenceSampling()
 FILTERS = range(sampling_record.PENALTIES, sampling_record.MIROSTAT_1)
@@ -30,8 +30,10 @@ def ops():
     pool.close()
 
 
-def make_record(stages: Any, n_vocab: int, rng: np.random.Generator, **fields: Any) -> SamplingRecord:
-    """A record with every table filled, and random settings."""
+def add_record(
+    records: SamplingRecords, i: int, stages: Any, n_vocab: int, rng: np.random.Generator, **fields: Any
+) -> None:
+    """Fills in a record with random settings and every table."""
     settings: dict[str, Any] = {
         "u": rng.random(),
         "top_k": int(rng.choice([1, 2, 40, 700, 5000])),
@@ -50,25 +52,40 @@ def make_record(stages: Any, n_vocab: int, rng: np.random.Generator, **fields: A
         "surprise_power": 2.0 ** rng.choice([-3.0, 0.5, 4.0, 10.0]),
         "is_greedy": rng.random() < 0.1,
     }
-    record = SamplingRecord(**settings | fields)
-    record.stages[: len(stages)] = stages
+    for name, value in (settings | fields).items():
+        records.fields[name][i] = value
+    records.fields["stages"][i, : len(stages)] = stages
     for name in ("bias", "seen", "dry", "forbidden"):
         n = int(rng.integers(0, min(n_vocab, 20)))
         ids = rng.permutation(n_vocab)[:n].astype(np.int32)
-        values: list[np.ndarray] = []
         if name == "seen":
             counts = rng.integers(0, 4, n).astype(np.int32)
-            values = [counts, np.minimum(counts, rng.integers(0, 3, n)).astype(np.int32)]
-        elif name != "forbidden":
-            values = [rng.normal(0, 3, n)]
-        record.set_table(name, n, ids, *values)
+            generated = np.minimum(counts, rng.integers(0, 3, n)).astype(np.int32)
+            records.set_table(i, name, ids, counts, generated)
+        elif name == "forbidden":
+            records.set_table(i, name, ids)
+        else:
+            records.set_table(i, name, rng.normal(0, 3, n), ids)
     if rng.random() < 0.3:  # words without a bit, words of nothing else, and mixed ones
         words = rng.choice([0, -1, 0x0F0F, -(2**31), 0x7FFF0000], -(-n_vocab // 32)).astype(np.int32)
-        record.set_table("allowed", len(words), words)
+        records.set_table(i, "allowed", words)
     n_top = int(rng.choice([-1, 0, 3, 30]))
     if n_top >= 0:
-        record.set_table("top", n_top, np.zeros(n_top, np.int32), np.zeros(n_top, np.float32))
-    return record
+        records.fields["has_logprobs"][i] = 1
+        records.set_table(i, "top", np.zeros(n_top, np.int32), np.zeros(n_top, np.float32))
+
+
+def empty_records(n: int) -> SamplingRecords:
+    """Records of zeros for the first n rows."""
+    return SamplingRecords([np.zeros(n * RECORD.itemsize, np.uint8)], range(n))
+
+
+def make_records(orders: Any, n_vocab: int, rng: np.random.Generator, **fields: Any) -> SamplingRecords:
+    """Records with these stages."""
+    records = empty_records(len(orders))
+    for i, stages in enumerate(orders):
+        add_record(records, i, stages, n_vocab, rng, **fields)
+    return records
 
 
 def random_row(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -84,19 +101,30 @@ def random_row(rng: np.random.Generator, n: int) -> np.ndarray:
     return (row + rng.choice([0.0, -1000.0, 1e5])).astype(np.float32)
 
 
-def outcome(record: SamplingRecord) -> Any:
+def outcome(records: SamplingRecords, i: int) -> Any:
     """What is compared exactly."""
-    if record.status != sampling_record.CHOSEN:
-        return record.status
-    top = [a[: record.n_top_found].tolist() for a in record.table("top")] if record.n_top >= 0 else []
-    return record.token, None if record.is_greedy else record.probability, top
+    record = records.fields[i]
+    if record["status"] != sampling_record.CHOSEN:
+        return record["status"]
+    top = []
+    if record["has_logprobs"]:
+        top = [a[: record["n_top_found"]].tolist() for a in records.table(i, "top")]
+    return record["token"], None if record["is_greedy"] else record["probability"], top
 
 
-def same(record: SamplingRecord) -> SamplingRecord:
-    """A copy with tables of its own for the results."""
-    copy = SamplingRecord(**{name: getattr(record, name) for name, *_ in SamplingRecord._fields_})
-    for name, arrays in record.tables.items():
-        copy.set_table(name, getattr(record, f"n_{name}"), *(a.copy() for a in arrays))
+def outcomes(records: SamplingRecords) -> list[Any]:
+    return [outcome(records, i) for i in range(len(records.fields))]
+
+
+def copy_of(records: SamplingRecords, chosen: Any = None) -> SamplingRecords:
+    """Records of the same settings, with tables of their own; all, or those chosen, in the order of rows."""
+    chosen = range(len(records.fields)) if chosen is None else chosen
+    copy = empty_records(len(chosen))
+    for place, i in enumerate(chosen):
+        copy.fields[place] = records.fields[i]
+        copy.fields["row"][place] = place
+        for name in TABLES:
+            copy.set_table(place, name, *(a.copy() for a in records.table(i, name)))
     return copy
 
 
@@ -111,15 +139,15 @@ def test_tokens_are_those_of_the_definition(ops, seed, n_vocab, orders):
     rng = np.random.default_rng(seed)
     logits = np.array([random_row(rng, n_vocab) for _ in orders])
     before = logits.copy()
-    found = [make_record(order, n_vocab, rng) for order in orders]
-    want = [same(record) for record in found]
+    found = make_records(orders, n_vocab, rng)
+    want = copy_of(found)
     ops.choose(found, logits)
     REFERENCE.choose(want, logits)
     np.testing.assert_array_equal(logits, before)
-    for a, b in zip(found, want, strict=True):
-        assert outcome(a) == outcome(b), (list(a.stages), a.status)
-        if a.n_top >= 0 and a.status == sampling_record.CHOSEN:
-            assert a.sum_exp == pytest.approx(b.sum_exp, rel=1e-6)
+    for i, (a, b) in enumerate(zip(found.fields, want.fields, strict=True)):
+        assert outcome(found, i) == outcome(want, i), (list(a["stages"]), a["status"])
+        if a["has_logprobs"] and a["status"] == sampling_record.CHOSEN:
+            assert a["sum_exp"] == pytest.approx(b["sum_exp"], rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", [None, *range(sampling_record.PENALTIES, sampling_record.MIROSTAT_2 + 1)])
@@ -131,41 +159,55 @@ def test_each_stage_alone_on_large_vocabularies(ops, stage, n_vocab):
     logits[1] *= 0.1
     logits[2] = 0.5
     logits[3:, :40] += np.linspace(4, 14, 40).astype(np.float32)
-    found = [make_record([] if stage is None else [stage], n_vocab, rng, is_greedy=0) for _ in logits]
-    want = [same(record) for record in found]
+    stages = [] if stage is None else [stage]
+    found = make_records([stages] * len(logits), n_vocab, rng, is_greedy=0)
+    want = copy_of(found)
     ops.choose(found, logits)
     REFERENCE.choose(want, logits)
-    assert [outcome(record) for record in found] == [outcome(record) for record in want]
+    assert outcomes(found) == outcomes(want)
 
 
 def test_rows_alone_and_together(ops):
     """Would catch a row that sees another's scratch, or that depends on the thread it runs on."""
     rng = np.random.default_rng(8)
     logits = np.array([random_row(rng, 3000) for _ in range(64)])
-    together = [make_record(rng.permutation(FILTERS)[:4], 3000, rng) for _ in logits]
-    alone = [same(record) for record in together]
+    together = make_records([rng.permutation(FILTERS)[:4] for _ in logits], 3000, rng)
+    alone = [copy_of(together, [i]) for i in range(len(logits))]
     for _ in range(5):
         ops.choose(together, logits)
     for i, record in enumerate(alone):
-        ops.choose([record], logits[i : i + 1])
-    assert [outcome(record) for record in together] == [outcome(record) for record in alone]
+        ops.choose(record, logits[i : i + 1])
+    assert outcomes(together) == [outcome(record, 0) for record in alone]
+
+
+def test_records_name_their_rows(ops):
+    """Would catch a record that gets the row of another: rows without a record are passed over."""
+    rng = np.random.default_rng(10)
+    logits = np.array([random_row(rng, 1001) for _ in range(9)])
+    rows = [7, 2, 2, 0]
+    found = make_records([[sampling_record.TOP_P]] * 4, 1001, rng)
+    want = copy_of(found)
+    found.fields["row"] = rows
+    ops.choose(found, logits)
+    REFERENCE.choose(want, logits[rows])
+    assert outcomes(found) == outcomes(want)
 
 
 def test_rows_at_a_distance(ops):
     """Would catch rows taken as if they lay side by side: the logits of a step are padded columns."""
     rng = np.random.default_rng(9)
     wide = rng.normal(0, 3, (5, 1016)).astype(np.float32)
-    found = [make_record([sampling_record.TOP_K], 1001, rng) for _ in wide]
-    want = [same(record) for record in found]
+    found = make_records([[sampling_record.TOP_K]] * 5, 1001, rng)
+    want = copy_of(found)
     ops.choose(found, wide[:, :1001])
     REFERENCE.choose(want, np.ascontiguousarray(wide[:, :1001]))
-    assert [outcome(record) for record in found] == [outcome(record) for record in want]
+    assert outcomes(found) == outcomes(want)
 
 
 def test_a_vocabulary_too_large_is_refused(ops):
     """Would catch sums of weights that are no longer exact."""
     with pytest.raises(UnsupportedError, match="1048576 tokens, not 1048577"):
-        ops.choose([SamplingRecord()], np.zeros((1, sampling_record.MAX_VOCAB + 1), np.float32))
+        ops.choose(empty_records(1), np.zeros((1, sampling_record.MAX_VOCAB + 1), np.float32))
 
 
 def test_logarithm_and_power():

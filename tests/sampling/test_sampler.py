@@ -10,12 +10,20 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import KukriError, RequestError, ShapeError
-from kukri.kernels.reference_sampling import Candidates, draw, edit_row, run_stages
+from kukri.kernels.reference_sampling import Candidates, Record, draw, edit_row, run_stages
+from kukri.kernels.sampling_record import SamplingRecords
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
 
 
 def sampler(n_vocab: int, prompt: Any = (), **params: Any) -> RequestSampler:
     return RequestSampler(SamplingParams(**params), prompt, n_vocab)
+
+
+def record_of(sampler: RequestSampler) -> Record:
+    """The record of the sampler's next row."""
+    records = SamplingRecords([sampler.settings], [0])
+    sampler.prepare(records, 0)
+    return Record(records, 0)
 
 
 def logits_of(*probabilities: float) -> np.ndarray:
@@ -25,7 +33,7 @@ def logits_of(*probabilities: float) -> np.ndarray:
 def kept(row: np.ndarray, **params: Any) -> list[int]:
     """The ids that the stages of a request leave."""
     candidates = Candidates(row)
-    record = sampler(len(row), **params).prepare()
+    record = record_of(sampler(len(row), **params))
     edit_row(candidates, record)
     run_stages(candidates, record)
     ids: list[int] = candidates.ids.tolist()
@@ -230,11 +238,8 @@ def test_filters_keep_what_sorting_everything_keeps(
 def test_a_draw_is_the_inverse_of_the_summed_probabilities(row: np.ndarray, heat: float, u: float) -> None:
     """Would catch a block of the vocabulary being weighed wrongly or drawn from at its edges."""
     candidates = Candidates(row)
-    record = sampler(len(row), temperature=heat).prepare()
-    run_stages(candidates, record)
-    record.u = u
-    draw(candidates, record)
-    token_id = record.token
+    run_stages(candidates, record_of(sampler(len(row), temperature=heat)))
+    token_id, _ = draw(candidates, u)
     x = (row.astype(np.float64) - row.max()) / heat
     running = np.cumsum(np.exp(x)) / np.exp(x).sum()
     below = running[token_id - 1] if token_id else 0.0

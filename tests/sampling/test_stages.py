@@ -12,7 +12,8 @@ import torch
 from transformers.generation import logits_process as hf
 
 from kukri.kernels import sampling_record
-from kukri.kernels.reference_sampling import Candidates, edit_row, run_stages
+from kukri.kernels.reference_sampling import Candidates, Record, edit_row, run_stages
+from kukri.kernels.sampling_record import SamplingRecords
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
 
 N = 300
@@ -25,7 +26,9 @@ def candidates_of(row: np.ndarray, prompt: Any = (), generated: Any = (), **para
         choose = np.zeros(len(row), np.float32)
         choose[token_id] = 1000
         sampler(choose)
-    record = sampler.prepare()
+    records = SamplingRecords([sampler.settings], [0])
+    sampler.prepare(records, 0)
+    record = Record(records, 0)
     candidates = Candidates(row)
     edit_row(candidates, record)
     run_stages(candidates, record)

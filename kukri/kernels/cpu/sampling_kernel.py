@@ -1,14 +1,16 @@
 """The sampling kernel: the stages of `reference_sampling`, to the bit, without sorting a vocabulary.
 
-A row is copied to its thread's scratch, where it stays in a near cache and may be edited. The first stage
-that filters narrows it to candidates (candidates.py); from then on only those are looked at.
+A row that is edited is copied to its thread's scratch, where it stays in a near cache. A stage is a function
+of a context (sampling_scratch.py): it edits or narrows the tokens in play, which are those of the whole row
+until the first stage that filters gathers candidates (candidates.py), each by a bound of its own. One bound
+for all would be of no use: the weights of nearly all tokens of a model's rows are above 0.
 
 `choose_tokens` runs on all threads: each tile is a thread's scratch, and takes rows until none is left.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import namedtuple
 
 import numpy as np
 
@@ -16,21 +18,28 @@ from kukri.kernels import sampling_record
 from kukri.kernels.cpu.atomics import atomic_add
 from kukri.kernels.cpu.candidates import (
     LOWEST,
-    bound_of_largest,
     copy_row,
     count_from,
     f32,
+    find_peak,
     first_of,
     gather,
+    in_play,
+    is_whole,
     keep_from,
+    keep_largest,
     keep_most,
-    largest,
     mean_depth,
+    narrow,
+    peak_of,
+    scale_of,
     sigma_cut,
     sum_exp,
-    survey,
+    sum_weights,
+    token_at,
+    total_weight,
     weigh,
-    weigh_only,
+    weigh_candidates,
 )
 from kukri.kernels.cpu.intrinsics import (
     device,
@@ -46,105 +55,106 @@ from kukri.kernels.cpu.intrinsics import (
     store_i64,
 )
 from kukri.kernels.cpu.kernel_cache import KernelSource
+from kukri.kernels.cpu.sampling_scratch import ARRAYS, BLOCK_SUMS, CONTEXT, SUM_BLOCK, padded_size
 from kukri.kernels.cpu.simd import splat, store_f32x16
-from kukri.kernels.cpu.state import (
-    SCRATCH_ARRAYS,
-    SCRATCH_BLOCK_SUMS,
-    SCRATCH_HISTOGRAM,
-    SUM_BLOCK,
-    padded_size,
-)
 from kukri.kernels.sampling_record import (
+    DRY,
+    END,
     LN_2,
     LOG2_E,
     MAX_SCALE,
+    MAX_STAGES,
+    MIN_P,
     MIN_SCALE,
+    MIROSTAT_1,
+    MIROSTAT_2,
     MIROSTAT_TOKENS,
+    PENALTIES,
+    RECORD,
+    TEMPERATURE,
+    TOP_K,
+    TOP_N_SIGMA,
+    TOP_P,
+    TYPICAL_P,
     WEIGHT_ONE,
-    SamplingRecord,
+    XTC,
 )
 
 _INFINITE = float("inf")
 _ALL_WEIGHTS = 36.0  # a depth below which all weights are 0
 _MARGIN = 1.0  # of a depth found from a weight: half a unit rounds up to 1
+_RECORD_BYTES = RECORD.itemsize
+_OFFSETS = {name: place[1] for name, place in (RECORD.fields or {}).items()}
+_AT = namedtuple("_AT", _OFFSETS)(**_OFFSETS)  # byte offsets of a record's fields
 _padded_size = device(padded_size)
 _log_of, _exp_of = routine(sampling_record.log_of), routine(sampling_record.exp_of)
 
-# Where a record's fields are
-_FIELDS: Any = SamplingRecord
-_ROW, _IS_GIVEN, _IS_GREEDY = _FIELDS.row.offset, _FIELDS.is_given.offset, _FIELDS.is_greedy.offset
-_TOP_K, _XTC_APPLIES = _FIELDS.top_k.offset, _FIELDS.xtc_applies.offset
-_N_TOP, _TOP_IDS, _TOP_LOGITS = _FIELDS.n_top.offset, _FIELDS.top_ids.offset, _FIELDS.top_logits.offset
-_N_TOP_FOUND = _FIELDS.n_top_found.offset
-_N_BIAS, _BIAS_IDS = _FIELDS.n_bias.offset, _FIELDS.bias_ids.offset
-_BIAS_VALUES = _FIELDS.bias_values.offset
-_N_SEEN, _SEEN_IDS = _FIELDS.n_seen.offset, _FIELDS.seen_ids.offset
-_SEEN_COUNTS, _GENERATED_COUNTS = _FIELDS.seen_counts.offset, _FIELDS.generated_counts.offset
-_N_DRY, _DRY_IDS, _DRY_VALUES = _FIELDS.n_dry.offset, _FIELDS.dry_ids.offset, _FIELDS.dry_values.offset
-_N_FORBIDDEN, _FORBIDDEN_IDS = _FIELDS.n_forbidden.offset, _FIELDS.forbidden_ids.offset
-_N_ALLOWED, _ALLOWED_WORDS = _FIELDS.n_allowed.offset, _FIELDS.allowed_words.offset
-_STATUS, _TOKEN, _U = _FIELDS.status.offset, _FIELDS.token.offset, _FIELDS.u.offset
-_TOP_P, _TYPICAL_P, _MIN_P_DEPTH = (
-    _FIELDS.top_p.offset,
-    _FIELDS.typical_p.offset,
-    _FIELDS.min_p_depth.offset,
-)
-_TOP_N_SIGMA, _XTC_THRESHOLD = _FIELDS.top_n_sigma.offset, _FIELDS.xtc_threshold.offset
-_TEMPERATURE, _TEMPERATURE_RANGE = _FIELDS.temperature.offset, _FIELDS.temperature_range.offset
-_TEMPERATURE_EXPONENT = _FIELDS.temperature_exponent.offset
-_REPETITION, _PRESENCE = _FIELDS.repetition_penalty.offset, _FIELDS.presence_penalty.offset
-_FREQUENCY, _SURPRISE_POWER = _FIELDS.frequency_penalty.offset, _FIELDS.surprise_power.offset
-_PROBABILITY, _PEAK, _SUM_EXP = _FIELDS.probability.offset, _FIELDS.peak.offset, _FIELDS.sum_exp.offset
-_STAGES = _FIELDS.stages.offset
 
-
-# ---- edits: on the row (m < 0), or on candidates that hold the id
+@device
+def _record(c):
+    return load_i64(c + CONTEXT.record)
 
 
 @device
-def _place(ids, m, token):
-    """The place of a token among the candidates, -1 where it is not; in the whole row it is the id."""
-    if m < 0:
-        return token
+def _table(c, field):
+    """The address of a table, whose first word in the pool the record's field says."""
+    return load_i64(c + CONTEXT.pool) + 4 * load_i64(_record(c) + field)
+
+
+# ---- edits
+
+
+@device
+def _logit_of(c, token):
+    """The address of a token's logit, 0 if it is not in play."""
+    if is_whole(c):
+        return load_i64(c + CONTEXT.row) + 4 * token
+    ids = load_i64(c + CONTEXT.ids)
+    count = load_i64(c + CONTEXT.n_candidates)
     low = 0
-    high = m
+    high = count
     while low < high:
         middle = (low + high) >> 1
         if load_i32(ids + 4 * middle) < token:
             low = middle + 1
         else:
             high = middle
-    if low < m and load_i32(ids + 4 * low) == token:
-        return low
-    return -1
+    if low < count and load_i32(ids + 4 * low) == token:
+        return load_i64(c + CONTEXT.logits) + 4 * low
+    return 0
 
 
 @routine
-def _penalize(record, logits, ids, m, scale):
-    seen, counts = load_i64(record + _SEEN_IDS), load_i64(record + _SEEN_COUNTS)
-    generated = load_i64(record + _GENERATED_COUNTS)
-    repetition, presence = load_f64(record + _REPETITION), load_f64(record + _PRESENCE)
-    frequency = load_f64(record + _FREQUENCY)
-    for i in range(0, 4 * load_i64(record + _N_SEEN), 4):
-        place = _place(ids, m, load_i32(seen + i))
-        if place >= 0:
-            x = np.float64(load_f32(logits + 4 * place)) * scale
-            if load_i32(counts + i) > 0:
+def _penalize(c):
+    record = _record(c)
+    n_seen = load_i64(record + _AT.n_seen)
+    seen = _table(c, _AT.seen)
+    repetition = load_f64(record + _AT.repetition_penalty)
+    presence = load_f64(record + _AT.presence_penalty)
+    frequency = load_f64(record + _AT.frequency_penalty)
+    scale = scale_of(c)
+    for i in range(seen, seen + 4 * n_seen, 4):
+        logit = _logit_of(c, load_i32(i))
+        if logit != 0:
+            x = np.float64(load_f32(logit)) * scale
+            if load_i32(i + 4 * n_seen) > 0:
                 x = x / repetition if x > 0.0 else x * repetition
-            n = load_i32(generated + i)
+            n = load_i32(i + 8 * n_seen)
             x = x - (presence if n > 0 else 0.0)
             x = (x - frequency * n) / scale
-            store_f32(logits + 4 * place, np.float32(x))
+            store_f32(logit, np.float32(x))
 
 
-@device
-def _take(table, values, n, logits, ids, m, scale):
-    """Takes `values` / scale from the logits of a table's ids."""
+@routine
+def _penalize_dry(c):
+    n = load_i64(_record(c) + _AT.n_dry)
+    values = _table(c, _AT.dry)
+    scale = scale_of(c)
     for i in range(n):
-        place = _place(ids, m, load_i32(table + 4 * i))
-        if place >= 0:
-            x = np.float64(load_f32(logits + 4 * place))
-            store_f32(logits + 4 * place, np.float32(x - load_f64(values + 8 * i) / scale))
+        logit = _logit_of(c, load_i32(values + 8 * n + 4 * i))
+        if logit != 0:
+            x = np.float64(load_f32(logit)) - load_f64(values + 8 * i) / scale
+            store_f32(logit, np.float32(x))
 
 
 @routine
@@ -161,149 +171,131 @@ def _allow(words, n, row):
 
 
 @routine
-def _edit_row(record, n, row):
-    """The bias, and the tokens that may not come."""
-    ids, values = load_i64(record + _BIAS_IDS), load_i64(record + _BIAS_VALUES)
-    for i in range(load_i64(record + _N_BIAS)):
-        where = row + 4 * load_i32(ids + 4 * i)
+def _edit_row(c):
+    """Adds the bias and forbids tokens, before all stages."""
+    record = _record(c)
+    row = load_i64(c + CONTEXT.row)
+    n = load_i64(record + _AT.n_bias)
+    values = _table(c, _AT.bias)
+    for i in range(n):
+        where = row + 4 * load_i32(values + 8 * n + 4 * i)
         store_f32(where, np.float32(np.float64(load_f32(where)) + load_f64(values + 8 * i)))
-    if load_i64(record + _N_ALLOWED) != 0:
-        _allow(load_i64(record + _ALLOWED_WORDS), n, row)
-    forbidden = load_i64(record + _FORBIDDEN_IDS)
-    for i in range(load_i64(record + _N_FORBIDDEN)):
-        store_f32(row + 4 * load_i32(forbidden + 4 * i), np.float32(-_INFINITE))
+    if load_i64(record + _AT.n_allowed) != 0:
+        _allow(_table(c, _AT.allowed), load_i64(c + CONTEXT.n), row)
+    forbidden = _table(c, _AT.forbidden)
+    for i in range(forbidden, forbidden + 4 * load_i64(record + _AT.n_forbidden), 4):
+        store_f32(row + 4 * load_i32(i), np.float32(-_INFINITE))
 
 
-# ---- stages. Each returns the number of candidates, -1 while the whole row is in play.
+# ---- filters
+
+
+@routine
+def _top_p(c):
+    p = load_f64(_record(c) + _AT.top_p)
+    total = total_weight(c)
+    was_whole = is_whole(c)
+    depth = 4.0
+    while True:  # larger depths until the nucleus is seen to lie in what was gathered
+        depth = min(depth, _ALL_WEIGHTS)
+        if was_whole:
+            gather(c, f32(peak_of(c) - depth / (scale_of(c) * LOG2_E)))
+        if weigh_candidates(c) >= p * total or depth == _ALL_WEIGHTS or not was_whole:
+            break
+        depth *= 1.4
+    keep_most(c, load_i64(c + CONTEXT.logits), load_i64(c + CONTEXT.weights), p * total)
+
+
+@routine
+def _typical_p(c):
+    p = load_f64(_record(c) + _AT.typical_p)
+    total, mean = mean_depth(c)
+    was_whole = is_whole(c)
+    depths = load_i64(c + CONTEXT.depths)
+    weights = load_i64(c + CONTEXT.weights)
+    depth = 8.0
+    while True:
+        # what lies deeper is further from the mean than all that was gathered: it is not needed if that
+        # holds the share p; the margin is for the rounding of depths
+        if was_whole:
+            gather(c, f32(peak_of(c) - depth / (scale_of(c) * LOG2_E)))
+        weigh_candidates(c)
+        found = 0.0
+        for i in range(0, 4 * load_i64(c + CONTEXT.n_candidates), 4):
+            if load_f32(depths + i) >= 0.01 - depth:
+                found += np.float64(load_f32(weights + i))
+        if (found >= p * total and 0.02 - depth <= 2.0 * mean) or depth > 100.0 or not was_whole:
+            break
+        depth *= 1.5
+    for i in range(depths, depths + 4 * load_i64(c + CONTEXT.n_candidates), 4):
+        store_f32(i, -np.float32(abs(np.float64(load_f32(i)) - mean)))
+    keep_most(c, depths, weights, p * total)
+    store_i64(c + CONTEXT.is_edited, 1)  # the largest may be gone
+
+
+@routine
+def _xtc(c):
+    record = _record(c)
+    if load_i64(record + _AT.xtc_applies) == 0:
+        return
+    least_weight = max(load_f64(record + _AT.xtc_threshold) * total_weight(c), 1.0)
+    was_whole = is_whole(c)
+    if was_whole:
+        scale = scale_of(c)
+        gather(c, f32(peak_of(c) - _log_of(WEIGHT_ONE / least_weight) / scale - _MARGIN / scale))
+    weigh_candidates(c)
+    row = load_i64(c + CONTEXT.row)
+    ids = load_i64(c + CONTEXT.ids)
+    logits = load_i64(c + CONTEXT.logits)
+    weights = load_i64(c + CONTEXT.weights)
+    stop = 4 * load_i64(c + CONTEXT.n_candidates)
+    least = -1
+    n_choices = 0
+    for i in range(0, stop, 4):
+        if load_f32(weights + i) >= least_weight:
+            n_choices += 1
+            if least < 0 or load_f32(logits + i) <= load_f32(logits + least):
+                least = i
+    for i in range(0, stop, 4):
+        if n_choices >= 2 and i != least and load_f32(weights + i) >= least_weight:
+            store_f32(logits + i, np.float32(-_INFINITE))
+            if was_whole:
+                store_f32(row + 4 * load_i32(ids + i), np.float32(-_INFINITE))
+    if was_whole:
+        store_i64(c + CONTEXT.n_candidates, -1)
+    else:
+        keep_from(c, logits, np.float32(LOWEST))
+    store_i64(c + CONTEXT.is_edited, 1)
 
 
 @device
-def _is_edit(stage):
-    return stage == sampling_record.PENALTIES or stage == sampling_record.DRY
+def _finite_in_play(c):
+    logits, padded = in_play(c)
+    return np.float64(count_from(logits, padded, np.float32(LOWEST)))
 
 
 @routine
-def _run_edit(record, stage, logits, ids, m, scale):
-    if stage == sampling_record.PENALTIES:
-        _penalize(record, logits, ids, m, scale)
-    else:
-        n = load_i64(record + _N_DRY)
-        _take(load_i64(record + _DRY_IDS), load_i64(record + _DRY_VALUES), n, logits, ids, m, scale)
-
-
-@routine
-def _run_top_k(k, row, padded, maxima, m, peak, ids, logits, histogram):
-    if m < 0:
-        m = gather(row, padded, maxima, bound_of_largest(row, padded, maxima, k, peak), ids, logits)
-    if k >= m:
-        return m
-    return keep_most(logits, np.int64(0), m, float(k), ids, logits, histogram)
-
-
-@routine
-def _run_cut(bound, row, padded, maxima, m, ids, logits):
-    """Keeps logits that are at least `bound`."""
-    if m < 0:
-        return gather(row, padded, maxima, bound, ids, logits)
-    return keep_from(logits, m, bound, ids, logits)
-
-
-@routine
-def _run_top_p(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram):
-    if m < 0:
-        total = weigh_only(row, padded, peak, scale)
-        depth = 4.0
-        while True:  # larger depths until the nucleus is seen to lie in what was gathered
-            depth = min(depth, _ALL_WEIGHTS)
-            m = gather(row, padded, maxima, f32(peak - depth / (scale * LOG2_E)), ids, logits)
-            found = weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-            if found >= p * total or depth == _ALL_WEIGHTS:
-                break
-            depth *= 1.4
-    else:
-        total = weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-    return keep_most(logits, weights, m, p * total, ids, logits, histogram)
-
-
-@routine
-def _run_typical(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram):
-    if m < 0:
-        total, mean = mean_depth(row, padded, peak, scale)
-        depth = 8.0
-        while True:
-            # what lies deeper is further from the mean than all that was gathered: it is not needed if that
-            # holds the share p; the margin is for the rounding of depths
-            m = gather(row, padded, maxima, f32(peak - depth / (scale * LOG2_E)), ids, logits)
-            weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-            found = 0.0
-            for i in range(0, 4 * m, 4):
-                if load_f32(depths + i) >= 0.01 - depth:
-                    found += np.float64(load_f32(weights + i))
-            if (found >= p * total and 0.02 - depth <= 2.0 * mean) or depth > 100.0:
-                break
-            depth *= 1.5
-    else:
-        total, mean = mean_depth(logits, (m + 15) & -16, peak, scale)
-        weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-    for i in range(0, 4 * m, 4):
-        store_f32(depths + i, -np.float32(abs(np.float64(load_f32(depths + i)) - mean)))
-    return keep_most(depths, weights, m, p * total, ids, logits, histogram)
-
-
-@routine
-def _run_xtc(threshold, row, padded, maxima, m, peak, scale, ids, logits, depths, weights):
-    if m < 0:
-        total = weigh_only(row, padded, peak, scale)
-        least_weight = max(threshold * total, 1.0)
-        bound = f32(peak - _log_of(WEIGHT_ONE / least_weight) / scale - _MARGIN / scale)
-        n = gather(row, padded, maxima, bound, ids, logits)
-        weigh(logits, (n + 15) & -16, peak, scale, depths, weights)
-    else:
-        n = m
-        least_weight = max(threshold * weigh(logits, (m + 15) & -16, peak, scale, depths, weights), 1.0)
-    least = -1
-    n_choices = 0
-    for i in range(n):
-        if load_f32(weights + 4 * i) >= least_weight:
-            n_choices += 1
-            if least < 0 or load_f32(logits + 4 * i) <= load_f32(logits + 4 * least):
-                least = i
-    if n_choices < 2:
-        return m
-    count = 0
-    for i in range(n):
-        if load_f32(weights + 4 * i) < least_weight or i == least:
-            store_i32(ids + 4 * count, load_i32(ids + 4 * i))
-            store_f32(logits + 4 * count, load_f32(logits + 4 * i))
-            count += 1
-        elif m < 0:
-            store_f32(row + 4 * load_i32(ids + 4 * i), np.float32(-_INFINITE))
-    store_f32x16(logits + 4 * count, splat(-_INFINITE))
-    return np.int64(-1) if m < 0 else count
-
-
-@routine
-def _new_scale(record, logits, padded, peak, scale):
-    """The scale after a temperature."""
-    value = load_f64(record + _TEMPERATURE)
-    span = load_f64(record + _TEMPERATURE_RANGE)
+def _set_temperature(c):
+    record = _record(c)
+    value = load_f64(record + _AT.temperature)
+    span = load_f64(record + _AT.temperature_range)
     if span > 0.0:
-        n = np.float64(count_from(logits, padded, np.float32(LOWEST)))
+        n = _finite_in_play(c)
         if n < 2.0:
-            return scale
+            return
         low = max(value - span, 0.0)
         high = value + span
-        total, mean = mean_depth(logits, padded, peak, scale)
+        total, mean = mean_depth(c)
         share = (_log_of(total / WEIGHT_ONE) * LOG2_E - mean) / (_log_of(n) * LOG2_E)
-        exponent = load_f64(record + _TEMPERATURE_EXPONENT)
+        exponent = load_f64(record + _AT.temperature_exponent)
         power = _exp_of(exponent * _log_of(share)) if share > 1e-9 else 0.0
         value = low + (high - low) * (power if exponent > 0.0 else 1.0)
-    return min(max(scale / max(value, 1e-9), MIN_SCALE), MAX_SCALE)
+    store_f64(c + CONTEXT.scale, min(max(scale_of(c) / max(value, 1e-9), MIN_SCALE), MAX_SCALE))
 
 
 @routine
 def _mirostat_k(depths, m, n, surprise_power):
-    """How many of `n` tokens to keep, by the m largest depths, which are sorted here."""
+    """The number of tokens to keep of `n`, by the m largest depths, which are sorted here."""
     for i in range(1, m):
         value = load_f32(depths + 4 * i)
         j = i - 1
@@ -332,207 +324,208 @@ def _mirostat_k(depths, m, n, surprise_power):
 
 
 @routine
-def _mirostat_count(record, row, padded, maxima, peak, scale, ids, logits, depths, weights, histogram):
-    """How many tokens of the whole row mirostat 1 keeps."""
-    m = _run_top_k(np.int64(MIROSTAT_TOKENS), row, padded, maxima, np.int64(-1), peak, ids, logits, histogram)
-    weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-    n = np.float64(count_from(row, padded, np.float32(LOWEST)))
-    return _mirostat_k(depths, m, n, load_f64(record + _SURPRISE_POWER))
+def _mirostat_1(c):
+    """Comes before all filters, so that the whole row is in play."""
+    n = _finite_in_play(c)
+    keep_largest(c, MIROSTAT_TOKENS)
+    weigh_candidates(c)
+    power = load_f64(_record(c) + _AT.surprise_power)
+    k = _mirostat_k(load_i64(c + CONTEXT.depths), load_i64(c + CONTEXT.n_candidates), n, power)
+    store_i64(c + CONTEXT.n_candidates, -1)
+    keep_largest(c, k)
 
 
 @routine
-def _run_mirostat_2(surprise_power, row, padded, maxima, peak, scale, ids, logits, depths, weights):
-    """Keeps those of the whole row that are not too surprising."""
-    total = weigh_only(row, padded, peak, scale)
-    least_weight = max(total / surprise_power, 1.0)
+def _mirostat_2(c):
+    least_weight = max(total_weight(c) / load_f64(_record(c) + _AT.surprise_power), 1.0)
     depth = _log_of(WEIGHT_ONE / min(least_weight, WEIGHT_ONE)) + _MARGIN
-    m = gather(row, padded, maxima, f32(peak - depth / scale), ids, logits)
-    weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-    best = first_of(logits, (m + 15) & -16, np.float32(peak))
+    narrow(c, f32(peak_of(c) - depth / scale_of(c)))
+    weigh_candidates(c)
+    logits, padded = in_play(c)
+    weights = load_i64(c + CONTEXT.weights)
+    best = first_of(logits, padded, np.float32(peak_of(c)))
     store_f32(weights + 4 * best, np.float32(_INFINITE))  # the likeliest stays in any case
-    return keep_from(weights, m, least_weight, ids, logits)
+    keep_from(c, weights, least_weight)
 
 
-# ---- the draw
+@part
+def _run_stage(c, stage):
+    record = _record(c)
+    if stage == TOP_K:
+        keep_largest(c, load_i64(record + _AT.top_k))
+    elif stage == TOP_P:
+        _top_p(c)
+    elif stage == MIN_P:
+        narrow(c, f32(peak_of(c) + load_f64(record + _AT.min_p_depth) / scale_of(c)))
+    elif stage == TOP_N_SIGMA:
+        narrow(c, sigma_cut(c, load_f64(record + _AT.top_n_sigma)))
+    elif stage == TYPICAL_P:
+        _typical_p(c)
+    elif stage == XTC:
+        _xtc(c)
+    elif stage == TEMPERATURE:
+        _set_temperature(c)
+    elif stage == MIROSTAT_1:
+        _mirostat_1(c)
+    elif stage == MIROSTAT_2:
+        _mirostat_2(c)
 
 
-@routine
-def _draw(record, row, padded, m, peak, scale, ids, logits, depths, weights, block_sums):
-    """Draws a token and stores it."""
-    u = load_f64(record + _U)
-    start = 0
-    if m < 0:
-        total = 0.0
-        for begin in range(0, padded, SUM_BLOCK):
-            block = weigh_only(row + 4 * begin, min(SUM_BLOCK, padded - begin), peak, scale)
-            store_f64(block_sums + 8 * (begin // SUM_BLOCK), block)
-            total += block
-        left = min(np.floor(u * total), total - 1.0)
-        while left >= load_f64(block_sums + 8 * (start // SUM_BLOCK)):
-            left -= load_f64(block_sums + 8 * (start // SUM_BLOCK))
-            start += SUM_BLOCK
-        weigh(row + 4 * start, min(SUM_BLOCK, padded - start), peak, scale, depths, weights)
-    else:
-        total = weigh(logits, (m + 15) & -16, peak, scale, depths, weights)
-        left = min(np.floor(u * total), total - 1.0)
-    place = 0
-    weight = np.float64(load_f32(weights))
-    while left >= weight:
-        left -= weight
-        place += 1
-        weight = np.float64(load_f32(weights + 4 * place))
-    store_i64(record + _TOKEN, start + place if m < 0 else load_i32(ids + 4 * place))
-    store_f64(record + _PROBABILITY, weight / total)
+@device
+def _run_stages(c):
+    """Runs the stages of a row; a greedy one has edits alone. Ends early if no token is left."""
+    record = _record(c)
+    is_greedy = load_i64(record + _AT.is_greedy) != 0
+    for i in range(MAX_STAGES):
+        stage = load_i64(record + _AT.stages + 8 * i)
+        if stage == END:
+            return
+        if stage in (PENALTIES, DRY):
+            if stage == PENALTIES:
+                _penalize(c)
+            else:
+                _penalize_dry(c)
+            store_i64(c + CONTEXT.is_edited, 1)
+        elif not is_greedy:
+            if load_i64(c + CONTEXT.is_edited) != 0:
+                find_peak(c)
+                if not np.isfinite(peak_of(c)):
+                    return
+            _run_stage(c, stage)
 
 
 # ---- one row
 
 
 @routine
-def _report_top(record, row, padded, maxima, peak, ids, logits, histogram):
-    store_f64(record + _SUM_EXP, sum_exp(row, padded, peak))
-    n_top = load_i64(record + _N_TOP)
+def _draw(c):
+    """Draws a token and stores it."""
+    record = _record(c)
+    logits, padded = in_play(c)
+    block_sums = c + BLOCK_SUMS
+    total = 0.0
+    for begin in range(0, padded, SUM_BLOCK):
+        block = sum_weights(c, logits + 4 * begin, min(SUM_BLOCK, padded - begin))
+        store_f64(block_sums + 8 * (begin // SUM_BLOCK), block)
+        total += block
+    left = min(np.floor(load_f64(record + _AT.u) * total), total - 1.0)
+    start = 0
+    while left >= load_f64(block_sums + 8 * (start // SUM_BLOCK)):
+        left -= load_f64(block_sums + 8 * (start // SUM_BLOCK))
+        start += SUM_BLOCK
+    weigh(c, logits + 4 * start, min(SUM_BLOCK, padded - start))
+    weights = load_i64(c + CONTEXT.weights)
+    place = 0
+    weight = np.float64(load_f32(weights))
+    while left >= weight:
+        left -= weight
+        place += 1
+        weight = np.float64(load_f32(weights + 4 * place))
+    store_i64(record + _AT.token, token_at(c, start + place))
+    store_f64(record + _AT.probability, weight / total)
+
+
+@routine
+def _report_top(c):
+    """Stores the sum of exp and the most likely tokens of the row as given."""
+    record = _record(c)
+    row, padded = in_play(c)
+    store_f64(record + _AT.sum_exp, sum_exp(row, padded, peak_of(c)))
+    n_top = load_i64(record + _AT.n_top)
     if n_top > 0:
-        m = _run_top_k(n_top, row, padded, maxima, np.int64(-1), peak, ids, logits, histogram)
-        store_i64(record + _N_TOP_FOUND, m)
-        top_ids, top_logits = load_i64(record + _TOP_IDS), load_i64(record + _TOP_LOGITS)
+        keep_largest(c, n_top)
+        m = load_i64(c + CONTEXT.n_candidates)
+        ids = load_i64(c + CONTEXT.ids)
+        logits = load_i64(c + CONTEXT.logits)
+        top = _table(c, _AT.top)
         for i in range(0, 4 * m, 4):
-            store_i32(top_ids + i, load_i32(ids + i))
-            store_f32(top_logits + i, load_f32(logits + i))
+            store_i32(top + i, load_i32(ids + i))
+            store_f32(top + 4 * n_top + i, load_f32(logits + i))
+        store_i64(record + _AT.n_top_found, m)
+        store_i64(c + CONTEXT.n_candidates, -1)
 
 
 @device
-def _store_status(record, peak):
-    """Stores what became of a row whose largest logit is `peak`; whether a token can be chosen."""
-    store_f64(record + _PEAK, peak)
-    if peak > -_INFINITE and peak < _INFINITE:
-        store_i64(record + _STATUS, sampling_record.CHOSEN)
-        return True
-    is_empty = peak == -_INFINITE
-    store_i64(record + _STATUS, sampling_record.NONE_ALLOWED if is_empty else sampling_record.NOT_FINITE)
-    return False
+def _store_status(c):
+    """Stores the status that follows from the largest logit in play; whether a token can be chosen."""
+    peak = peak_of(c)
+    status = sampling_record.CHOSEN
+    if not np.isfinite(peak):
+        status = sampling_record.NONE_ALLOWED if peak == -_INFINITE else sampling_record.NOT_FINITE
+        store_f64(_record(c) + _AT.peak, peak)
+    store_i64(_record(c) + _AT.status, status)
+    return status == sampling_record.CHOSEN
 
 
 @device
 def _is_read_only(record, n):
-    """Whether the row can be looked at where it is: nothing edits it, and it is whole vectors."""
-    n_edits = load_i64(record + _N_BIAS) + load_i64(record + _N_FORBIDDEN) + (n & 15)
-    n_edits += load_i64(record + _N_ALLOWED)
-    for i in range(sampling_record.MAX_STAGES):
-        stage = load_i64(record + _STAGES + 8 * i)
-        if stage == sampling_record.PENALTIES or stage == sampling_record.DRY or stage == sampling_record.XTC:
+    """Whether the row can be looked at in place: nothing edits it, and it is whole vectors."""
+    n_edits = load_i64(record + _AT.n_bias) + load_i64(record + _AT.n_forbidden) + (n & 15)
+    n_edits += load_i64(record + _AT.n_allowed)
+    for i in range(MAX_STAGES):
+        stage = load_i64(record + _AT.stages + 8 * i)
+        if stage in (PENALTIES, DRY, XTC):
             n_edits += 1
     return n_edits == 0
 
 
 @part
-def _choose(record, n, scratch, scratch_padded):
-    padded = (n + 15) & -16
-    histogram = scratch + SCRATCH_HISTOGRAM
-    maxima = scratch + SCRATCH_ARRAYS
-    row = maxima + 4 * scratch_padded
-    ids = row + 4 * scratch_padded
-    logits = ids + 4 * scratch_padded
-    depths = logits + 4 * scratch_padded
-    weights = depths + 4 * scratch_padded
-    is_edited = not _is_read_only(record, n)  # `peak` and `maxima` are not those of the row any more
+def _choose(c, record, pool, row, n):
+    """Chooses a token for one row of n logits; `c` is the address of a scratch."""
+    step = 4 * _padded_size(n)
+    arrays = c + ARRAYS
+    store_i64(c + CONTEXT.record, record)
+    store_i64(c + CONTEXT.pool, pool)
+    store_i64(c + CONTEXT.n, n)
+    store_i64(c + CONTEXT.n_candidates, -1)
+    store_i64(c + CONTEXT.maxima, arrays)
+    store_i64(c + CONTEXT.ids, arrays + 2 * step)
+    store_i64(c + CONTEXT.logits, arrays + 3 * step)
+    store_i64(c + CONTEXT.depths, arrays + 4 * step)
+    store_i64(c + CONTEXT.weights, arrays + 5 * step)
+    store_f64(c + CONTEXT.scale, 1.0)
+    is_edited = not _is_read_only(record, n)
     if is_edited:
-        peak = np.float64(copy_row(load_i64(record + _ROW), n, row))
-    else:
-        row = load_i64(record + _ROW)
-        peak = np.float64(survey(row, padded, maxima))
-    if not _store_status(record, peak):
+        store_f64(c + CONTEXT.peak, np.float64(copy_row(row, n, arrays + step)))
+        row = arrays + step
+    store_i64(c + CONTEXT.row, row)
+    if not is_edited or load_i64(record + _AT.has_logprobs) != 0:
+        find_peak(c)
+    store_f64(record + _AT.peak, peak_of(c))
+    if not _store_status(c):
         return
-    raw_peak = peak
-    if load_i64(record + _N_TOP) >= 0:
-        if is_edited:
-            survey(row, padded, maxima)
-        _report_top(record, row, padded, maxima, peak, ids, logits, histogram)
-    if load_i64(record + _IS_GIVEN) != 0:
+    if load_i64(record + _AT.has_logprobs) != 0:
+        _report_top(c)
+    if load_i64(record + _AT.is_given) != 0:
         return
-    _edit_row(record, n, row)
-    is_greedy = load_i64(record + _IS_GREEDY) != 0
-    m = np.int64(-1)
-    scale = 1.0
-    for i in range(sampling_record.MAX_STAGES):
-        stage = load_i64(record + _STAGES + 8 * i)
-        if stage == sampling_record.END:
-            break
-        if _is_edit(stage):
-            _run_edit(record, stage, row if m < 0 else logits, ids, m, scale)
-            is_edited = True
-            continue
-        if is_greedy:
-            continue
-        if is_edited:
-            is_edited = False
-            if m < 0:
-                peak = np.float64(survey(row, padded, maxima))
-            else:
-                peak = np.float64(largest(logits, (m + 15) & -16))
-            if not (peak > -_INFINITE and peak < _INFINITE):
-                break
-        if stage == sampling_record.TOP_K or stage == sampling_record.MIROSTAT_1:
-            k = load_i64(record + _TOP_K)
-            if stage == sampling_record.MIROSTAT_1:
-                k = _mirostat_count(
-                    record, row, padded, maxima, peak, scale, ids, logits, depths, weights, histogram
-                )
-            m = _run_top_k(k, row, padded, maxima, m, peak, ids, logits, histogram)
-        elif stage == sampling_record.TOP_P:
-            p = load_f64(record + _TOP_P)
-            m = _run_top_p(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram)
-        elif stage == sampling_record.MIN_P or stage == sampling_record.TOP_N_SIGMA:
-            if stage == sampling_record.MIN_P:
-                bound = f32(peak + load_f64(record + _MIN_P_DEPTH) / scale)
-            else:
-                n_sigma = load_f64(record + _TOP_N_SIGMA)
-                if m < 0:
-                    bound = sigma_cut(row, padded, peak, n_sigma)
-                else:
-                    bound = sigma_cut(logits, (m + 15) & -16, peak, n_sigma)
-            m = _run_cut(bound, row, padded, maxima, m, ids, logits)
-        elif stage == sampling_record.TYPICAL_P:
-            p = load_f64(record + _TYPICAL_P)
-            m = _run_typical(p, row, padded, maxima, m, peak, scale, ids, logits, depths, weights, histogram)
-            is_edited = True  # the largest may be gone
-        elif stage == sampling_record.XTC:
-            if load_i64(record + _XTC_APPLIES) != 0:
-                threshold = load_f64(record + _XTC_THRESHOLD)
-                m = _run_xtc(threshold, row, padded, maxima, m, peak, scale, ids, logits, depths, weights)
-                is_edited = True
-        elif stage == sampling_record.TEMPERATURE:
-            if m < 0:
-                scale = _new_scale(record, row, padded, peak, scale)
-            else:
-                scale = _new_scale(record, logits, (m + 15) & -16, peak, scale)
-        elif stage == sampling_record.MIROSTAT_2:
-            power = load_f64(record + _SURPRISE_POWER)
-            m = _run_mirostat_2(power, row, padded, maxima, peak, scale, ids, logits, depths, weights)
     if is_edited:
-        if m < 0:
-            peak = np.float64(largest(row, padded))
-        else:
-            peak = np.float64(largest(logits, (m + 15) & -16))
-    if not _store_status(record, peak):
+        _edit_row(c)
+        store_i64(c + CONTEXT.is_edited, 1)
+    _run_stages(c)
+    if load_i64(c + CONTEXT.is_edited) != 0:
+        find_peak(c)
+    if not _store_status(c):
         return
-    store_f64(record + _PEAK, raw_peak)
-    if is_greedy:
-        store_i64(record + _TOKEN, first_of(row, padded, np.float32(peak)))
+    if load_i64(record + _AT.is_greedy) != 0:
+        logits, padded = in_play(c)
+        store_i64(record + _AT.token, token_at(c, first_of(logits, padded, np.float32(peak_of(c)))))
     else:
-        block_sums = scratch + SCRATCH_BLOCK_SUMS
-        _draw(record, row, padded, m, peak, scale, ids, logits, depths, weights, block_sums)
+        _draw(c)
 
 
-def choose_tokens(tile, records, n_rows, n, counter, scratch, scratch_stride, n_workers):
-    """Chooses a token for each of `n_rows` rows of n logits; `records` are addresses of RowRecords."""
+def choose_tokens(
+    tile, records, n_rows, pool, logits, stride, n, counter, scratch, scratch_stride, n_workers
+):
+    """Chooses a token for each of `n_rows` records, by rows of n logits that are `stride` bytes apart."""
     if tile < 0:
         return min(n_workers, n_rows)
     while True:
         i = atomic_add(counter, 1)
         if i >= n_rows:
             return 0
-        _choose(load_i64(records + 8 * i), n, scratch + tile * scratch_stride, _padded_size(n))
+        record = records + i * _RECORD_BYTES
+        row = logits + load_i64(record + _AT.row) * stride
+        _choose(scratch + tile * scratch_stride, record, pool, row, n)
 
 
 KERNELS = {"choose_tokens": KernelSource("choose_tokens", choose_tokens)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.sampling_record import MAX_VOCAB
 
 DONE = 0  # finished tiles of the current op
 OPS = 64  # address of the plan's ops, OP_BYTES each
@@ -66,24 +65,6 @@ KEY_BLOCK_BYTES = 544  # of a q8_0 cache: 32 dimensions of a page's 16 keys, the
 CHUNK_PAGES = 4
 CHUNK_TOKENS = 64  # keys whose softmax is taken together: fixed in absolute position, whatever the batch
 MAX_TILE_ROWS = 16  # query rows (tokens x heads of a group) that attend together
-
-# A thread's scratch for sampling; the arrays of an entry per token come last
-N_DIGITS = 256
-SUM_BLOCK = 1024  # tokens whose weights are summed on their own in a draw from the whole row
-GROUP = 16  # vectors of logits that share a vector of maxima
-SCRATCH_HISTOGRAM = 0  # float64 [N_DIGITS]
-SCRATCH_BLOCK_SUMS = 8 * N_DIGITS  # float64 [MAX_VOCAB / SUM_BLOCK]
-SCRATCH_ARRAYS = SCRATCH_BLOCK_SUMS + 8 * (MAX_VOCAB // SUM_BLOCK)
-
-
-def padded_size(n: int) -> int:
-    """Entries that arrays of a row of `n` logits have in scratch: whole vectors, and one more."""
-    return (n + 31) & -16
-
-
-def scratch_bytes(n: int) -> int:
-    """Bytes of a scratch: maxima, the row, and candidates' ids, logits, depths and weights."""
-    return SCRATCH_ARRAYS + 6 * 4 * padded_size(n)
 
 
 def query_tokens(group: int) -> int:
