@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out, through a scheduler, a paged KV cache and a compiled model."""
 
-from kukri.engine.engine import Engine
+from kukri.engine.engine import Engine, InFlight
 from kukri.engine.jobs import Job
 from kukri.engine.loop import EngineLoop, EngineStatus
 from kukri.engine.request import Request, RequestState, Timings
@@ -10,6 +10,7 @@ __all__ = [
     "Engine",
     "EngineLoop",
     "EngineStatus",
+    "InFlight",
     "Job",
     "Request",
     "RequestState",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
 
@@ -25,6 +26,14 @@ from kukri.sampling import RequestSampler, SampledToken, SamplingParams, sample_
 from kukri.sampling.params import SEED_MAX
 
 _ROWS_PER_STEP = 64  # of `Engine.logits`; a row of logits is large, and all of them are made room for
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A step between `Engine.launch` and `Engine.collect`: its chunks, and the logits [N, V] they get."""
+
+    chunks: list[ScheduledChunk]
+    logits: FloatArray
 
 
 class Engine:
@@ -75,13 +84,14 @@ class Engine:
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
         self._builder = BatchBuilder(limits, backend.page_tokens)
+        self._in_flight: deque[InFlight] = deque()  # in the order of their launch
         self._sampling = backend.sampling
         self._ids = count(1)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Whether a request waits or runs, or a step is in flight."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._in_flight)
 
     def make_request(self, prompt_ids: npt.ArrayLike, params: SamplingParams | None = None) -> Request:
         """The one request for one answer: see `make_requests`."""
@@ -130,29 +140,59 @@ class Engine:
         self.scheduler.add(request)
 
     def step(self) -> list[StepOutput]:
-        """Runs one step and gives the tokens that came of it, and the requests that failed.
+        """Runs one step: `launch` and `collect`. Raises what they raise."""
+        step = self.launch()
+        return [] if step is None else self.collect(step)
 
-        A request whose logits are unusable fails alone. What the model run itself raises, a hook's error for
-        one, fails every request of the step and is raised.
+    def launch(self) -> InFlight | None:
+        """Begins a step of the requests that are not in flight; None if there is nothing to compute.
+
+        Any number of steps may be in flight, each of other requests. They run, and are to be collected, in
+        the order of their launch. What the model run raises, an error in a hook for example, fails every
+        request of this step and is raised.
         """
-        chunks = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule()
+        chunks = scheduled.chunks
         if not chunks:
-            return []
-        started_s = perf_counter()
+            return None
+        now_s = perf_counter()
         for chunk in chunks:
-            chunk.request.started_s = chunk.request.started_s or started_s
+            chunk.request.started_s = chunk.request.started_s or now_s
         try:
             self._add_drafts(chunks)
-            for source, target in self.scheduler.copies:
+            if self._in_flight:  # the next run overwrites the logits of the last
+                self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
+            for source, target in scheduled.copies:
                 self.runner.cache.copy_page(source, target)
-            logits = self.runner.run(self._builder.build(chunks))
-            results = self._sample(chunks, logits)
+            step = InFlight(chunks, self.runner.run(self._builder.build(chunks)))
         except BaseException as error:
-            for chunk in chunks:
-                chunk.request.error = error if isinstance(error, KukriError) else KukriError(str(error))
-                self._end(chunk.request, "error")
+            self._fail(chunks, error)
             raise
-        return self.scheduler.postprocess(chunks, results, perf_counter())
+        for chunk in chunks:
+            chunk.request.is_in_flight = True
+        self._in_flight.append(step)
+        return step
+
+    def collect(self, step: InFlight) -> list[StepOutput]:
+        """Waits for the oldest step in flight; returns its tokens, and the requests that failed.
+
+        A request whose logits are unusable fails alone; one that ended while in flight gets nothing. What the
+        backend raises fails every request of the step and is raised.
+        """
+        assert step is self._in_flight[0], "steps are collected in the order of their launch"
+        self._in_flight.popleft()
+        for chunk in step.chunks:
+            request = chunk.request
+            request.is_in_flight = False
+            if request.state is RequestState.FINISHED:
+                self._clear_pages(request)
+                self.scheduler.release_ended(request)
+        try:
+            results = self._sample(step.chunks, step.logits)
+        except BaseException as error:
+            self._fail(step.chunks, error)
+            raise
+        return self.scheduler.postprocess(step.chunks, results, perf_counter())
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request between steps, as where its text met a stop string; one that ended stays so."""
@@ -197,7 +237,8 @@ class Engine:
         """Asserts that requests and pages agree: nothing lost, nothing held twice."""
         self.scheduler.check_integrity()
         if self._draft_model is not None:
-            drafts = (request.drafts for request in self.scheduler.running)
+            holding = (*self.scheduler.running, *self.scheduler.ending)
+            drafts = (request.drafts for request in holding)
             self._draft_model.check_integrity(d for d in drafts if d is not None)
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
@@ -211,31 +252,31 @@ class Engine:
     def _sample(
         self, chunks: list[ScheduledChunk], logits: FloatArray
     ) -> list[list[SampledToken | KukriError]]:
-        """The tokens of each chunk that gives some, up to one that was not guessed; or what ends its request.
+        """Each chunk's new tokens, up to one that was not drafted; an error in place of one ends its request.
 
         Each is chosen as if it were alone in its step, after those before it are chosen.
         """
-        giving: list[ScheduledChunk] = []
-        rows: list[list[int]] = []  # of each of them
+        results: list[list[SampledToken | KukriError]] = [[] for _ in chunks]
+        rows: dict[int, list[int]] = {}  # of the chunks that give tokens, by index
         row, draft_row = 0, len(logits) - sum(chunk.n_drafts for chunk in chunks)
-        for chunk in chunks:
+        for i, chunk in enumerate(chunks):
             n_own = chunk.n_logits - chunk.n_drafts
             row += n_own
+            first_draft_row, draft_row = draft_row, draft_row + chunk.n_drafts
+            if chunk.request.state is not RequestState.RUNNING:  # it ended while in flight
+                continue
             if chunk.request.params.prompt_logprobs is not None:
                 self._score_prompt(chunk, logits[row - n_own : row])
             if chunk.gives_token:
-                giving.append(chunk)
-                rows.append([row - 1, *range(draft_row, draft_row + chunk.n_drafts)])
-                draft_row += chunk.n_drafts
-        results: list[list[SampledToken | KukriError]] = [[] for _ in giving]
-        going_on, depth = list(range(len(giving))), 0
+                rows[i] = [row - 1, *range(first_draft_row, draft_row)]
+        going_on, depth = list(rows), 0
         while going_on:
-            self._sample_next([(giving[i], rows[i][depth], results[i]) for i in going_on], logits)
-            going_on = [i for i in going_on if _goes_on(giving[i], results[i])]
+            self._sample_next([(chunks[i], rows[i][depth], results[i]) for i in going_on], logits)
+            going_on = [i for i in going_on if _goes_on(chunks[i], results[i])]
             depth += 1
-        for chunk, own_rows, tokens in zip(giving, rows, results, strict=True):
-            if len(tokens) < len(own_rows) and np.isnan(logits[own_rows[-1]].max()):
-                self._clear_drafts(chunk, len(tokens))
+        for i, own_rows in rows.items():
+            if len(results[i]) < len(own_rows) and np.isnan(logits[own_rows[-1]].max()):
+                self._clear_drafts(chunks[i], len(results[i]))
         return results
 
     def _sample_next(
@@ -287,8 +328,16 @@ class Engine:
                     return
                 request.prompt_logprobs.append(token)
 
+    def _fail(self, chunks: list[ScheduledChunk], error: BaseException) -> None:
+        """Ends the requests of a step that raised."""
+        for chunk in chunks:
+            request = chunk.request
+            if request.state is RequestState.RUNNING:
+                request.error = error if isinstance(error, KukriError) else KukriError(str(error))
+                self._end(request, "error")
+
     def _end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        if reason in ("abort", "error"):
+        if reason in ("abort", "error") and not request.is_in_flight:
             self._clear_pages(request)
         self.scheduler.finish(request, reason, stop_reason)
 

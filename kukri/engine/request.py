@@ -52,10 +52,11 @@ class Request:
 
     __slots__ = (
         "arrived_s", "client", "cumulative_logprob", "drafts", "error", "finish_reason",
-        "first_token_s", "id", "is_cacheable", "last_token_s", "leader", "max_drafts", "max_tokens",
-        "n_accepted", "n_cached", "n_cached_pages", "n_drafted", "n_pages", "n_preemptions",
-        "n_prefix_hit", "n_prompt", "n_tokens", "page_row", "params", "priority", "prompt_logprobs",
-        "sampled", "sampler", "started_s", "state", "stop_ids", "stop_reason", "tokens",
+        "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
+        "max_drafts", "max_tokens", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
+        "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "page_row", "params",
+        "priority", "prompt_logprobs", "sampled", "sampler", "started_s", "state", "stop_ids",
+        "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +90,7 @@ class Request:
         self.n_pages = 0
         self.n_cached_pages = 0  # of those, the first that may be found by their tokens
         self.is_cacheable = True  # False where hooks may have changed what its pages hold
+        self.is_in_flight = False  # True from the launch of a step to its collection
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
         self.n_drafted = 0  # guesses computed

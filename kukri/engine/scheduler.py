@@ -13,6 +13,7 @@ gives way for a guess, and one that does not come true is forgotten: its place i
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kukri.engine.drafts import DraftBudget, Drafts
@@ -26,7 +27,7 @@ from kukri.sampling import SampledToken
 class ScheduledChunk(NamedTuple):
     """Tokens `start` to `start + n_tokens - 1` of a request; the last `n_logits` of them want logits.
 
-    The last `n_drafts` are guesses, which lie in the request's `tokens` beyond its own.
+    The last `n_drafts` are draft tokens, which lie in the request's `tokens` beyond its own.
     """
 
     request: Request
@@ -37,8 +38,16 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def gives_token(self) -> bool:
-        """Whether the request's next token follows from a row of logits: the last, but for the guesses'."""
+        """Whether the request's next token follows from a row of logits: the last before the drafts'."""
         return self.n_logits > 0 and self.start + self.n_tokens - self.n_drafts == self.request.n_tokens
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """The chunks of a step, and the pages (from, to) to copy before it runs, in this order."""
+
+    chunks: list[ScheduledChunk]
+    copies: list[tuple[int, int]]
 
 
 class StepOutput(NamedTuple):
@@ -78,7 +87,7 @@ class Scheduler:
         self.takes_drafts = True  # False while somebody must see each token once, and no others
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.copies: list[tuple[int, int]] = []  # (from, to): pages to copy before the step, in this order
+        self.ending: list[Request] = []  # finished while in flight: their step may still write their pages
         self.n_preemptions = 0
         self.n_prefix_hit = 0  # tokens that were found and not computed
         self.n_computed = 0  # tokens that were, guesses that did not come true left out
@@ -100,28 +109,28 @@ class Scheduler:
                 f"{self.pool.n_pages}: shorten it or lower max_tokens"
             )
 
-    def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step, with pages to write to; empty only when nothing waits or runs.
+    def schedule(self) -> ScheduledStep:
+        """The next step, with pages to write to. Requests in flight are left out.
 
-        `copies` then lists the pages to copy before the step.
+        Without any in flight it has no chunks only when nothing waits or runs.
         """
-        self.copies = []
         if self.waiting:
-            self._give_way()
-        chunks: list[ScheduledChunk] = []
+            self._preempt_for_urgent()
+        step = ScheduledStep([], [])
         budget = _Budget(self)
         n_preemptions = self.n_preemptions
         i = 0
         while i < len(self.running) and budget.n_tokens:  # preemption shortens the list from its end
-            self._schedule(self.running[i], budget, chunks)
+            if not self.running[i].is_in_flight:
+                self._schedule(self.running[i], budget, step)
             i += 1
         if self.n_preemptions == n_preemptions:  # who just lost its pages must not take them back at once
             while self.waiting and budget.n_tokens and budget.n_prompt_tokens:
                 request = self.waiting.first(_may_run)
                 if request is None or not self._admit(request):
                     break
-                self._schedule(request, budget, chunks)
-        return chunks
+                self._schedule(request, budget, step)
+        return step
 
     def plan_drafts(self, chunks: list[ScheduledChunk]) -> list[tuple[int, Drafts, int]]:
         """(index of a chunk, its request's drafts, how many to compute) for each that is to have some."""
@@ -161,20 +170,19 @@ class Scheduler:
         results: list[list[SampledToken | KukriError]],
         now_s: float,
     ) -> list[StepOutput]:
-        """Books a finished step: `results` has the tokens of each chunk that gives some, or why not.
+        """Records a finished step: `results` has for each chunk its new tokens, or the error in place of one.
 
-        A chunk with guesses gives a token for each that came true, and one more. Ends the requests that are
-        done, whose pages are free at once.
+        A chunk with drafts gives a token for each accepted one, and one more. Ends the requests that are
+        done, whose pages are free at once. Requests that ended while in flight are passed over.
         """
         outputs: list[StepOutput] = []
-        n_given = 0
-        for chunk in chunks:
+        for chunk, tokens in zip(chunks, results, strict=True):
             request = chunk.request
-            if not chunk.gives_token:
+            if request.state is not RequestState.RUNNING:
+                continue
+            if not tokens:
                 self._count(chunk, chunk.n_tokens)
                 continue
-            tokens = results[n_given]
-            n_given += 1
             self._count(chunk, chunk.n_tokens - chunk.n_drafts + len(tokens) - 1)
             if chunk.n_drafts:
                 self._forget_drafts(chunk, len(tokens) - 1)
@@ -185,19 +193,28 @@ class Scheduler:
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a request that waits or runs, and frees its pages."""
+        """Ends a request that waits or runs, and frees its pages; of one in flight, when it has landed."""
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
         if request.state is not RequestState.NEW:
             self.waiting.leave(request)
-        self._release(request)
+        if request.is_in_flight:
+            self.ending.append(request)
+        else:
+            self._release(request)
         request.state, request.finish_reason, request.stop_reason = RequestState.FINISHED, reason, stop_reason
+
+    def release_ended(self, request: Request) -> None:
+        """Frees the pages of a request that finished while in flight, and has landed."""
+        self.ending.remove(request)
+        self._release(request)
 
     def check_integrity(self) -> None:
         """Asserts that queue, running requests and pages agree with one another."""
         assert len(self.running) <= self.max_requests, "more requests run than may"
         assert self.running == sorted(self.running, key=_turn), "requests run out of turn"
-        self.pool.check_integrity([request.pages for request in self.running])
+        self.pool.check_integrity([request.pages for request in (*self.running, *self.ending)])
+        assert all(request.is_in_flight for request in self.ending), "a request has landed and not been freed"
         for request in self.waiting:
             assert request.state is RequestState.WAITING, f"request {request.id} waits and is {request.state}"
             assert request.n_pages == request.n_cached == 0, f"request {request.id} waits and holds pages"
@@ -207,7 +224,7 @@ class Scheduler:
             assert request.n_cached <= request.n_tokens <= request.max_tokens, (
                 f"request {request.id} ran over"
             )
-            assert request.n_pages == self.pool.pages_for(request.n_cached), (
+            assert request.is_in_flight or request.n_pages == self.pool.pages_for(request.n_cached), (
                 f"request {request.id} holds too many pages"
             )
             assert request.n_cached_pages <= request.n_cached // self.pool.page_tokens, (
@@ -215,24 +232,25 @@ class Scheduler:
             )
             assert not request.page_row[request.n_pages :].any(), f"request {request.id} lists pages it lost"
 
-    def _give_way(self) -> None:
-        """Preempts requests that run, for one of a better priority that waits and finds no room."""
+    def _preempt_for_urgent(self) -> None:
+        """Preempts running requests for one of a better priority that waits and finds no room."""
         urgent = self.waiting.first(_may_run)
         while (
             urgent is not None
             and self.running
+            and not self.running[-1].is_in_flight
             and urgent.priority < self.running[-1].priority
             and self._room(urgent) is None
         ):
             self._preempt(self.running[-1])
 
-    def _schedule(self, request: Request, budget: _Budget, chunks: list[ScheduledChunk]) -> None:
-        """Adds the request's next tokens to `chunks`, as many as the budget has."""
+    def _schedule(self, request: Request, budget: _Budget, step: ScheduledStep) -> None:
+        """Adds the request's next tokens to the step, as many as the budget has."""
         start = request.n_cached
         n_tokens, n_logits = budget.take(request)
-        if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens):
+        if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens, step.copies):
             return
-        chunks.append(ScheduledChunk(request, start, n_tokens, n_logits))
+        step.chunks.append(ScheduledChunk(request, start, n_tokens, n_logits))
         budget.spend(request, n_tokens, n_logits)
 
     def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
@@ -261,21 +279,25 @@ class Scheduler:
         self._append(request, token, now_s)
         return StepOutput(request, token, request.finish_reason)
 
-    def _make_writable(self, request: Request, start: int, stop: int) -> bool:
-        """Gets pages to write tokens `start` to `stop` - 1 to; False where it had to give up its own."""
+    def _make_writable(self, request: Request, start: int, stop: int, copies: list[tuple[int, int]]) -> bool:
+        """Allocates pages to write tokens `start` to `stop` - 1 to, preempting the requests last in turn.
+
+        False if it was preempted itself, or has to wait until a later request has landed.
+        """
         first = start // self.pool.page_tokens  # a page that others read too is copied before the first write
-        copies = start % self.pool.page_tokens != 0 and not self.pool.is_writable(
-            int(request.page_row[first])
-        )
+        is_partial = start % self.pool.page_tokens != 0
+        is_shared = is_partial and not self.pool.is_writable(int(request.page_row[first]))
         n_new = self.pool.pages_for(stop) - request.n_pages
-        while self.pool.n_free < n_new + copies:
+        while self.pool.n_free < n_new + is_shared:
             last = self.running[-1]
+            if last.is_in_flight:
+                return False
             self._preempt(last)
             if last is request:
                 return False
-        if copies:
+        if is_shared:
             old, (new,) = int(request.page_row[first]), self.pool.allocate(1)
-            self.copies.append((old, new))
+            copies.append((old, new))
             request.page_row[first] = new
             self.pool.free([old])
         self._grow(request, n_new)
@@ -409,9 +431,11 @@ def _generates(request: Request) -> bool:
 
 
 def _may_run(request: Request) -> bool:
-    """False while the request whose prompt it shares has not read that prompt."""
+    """False until the request whose prompt it shares has prefilled it, and while that one is in flight."""
     leader = request.leader
-    return leader is None or leader.state is RequestState.FINISHED or leader.n_generated > 0
+    if leader is None:
+        return True
+    return not leader.is_in_flight and (leader.state is RequestState.FINISHED or leader.n_generated > 0)
 
 
 def _turn(request: Request) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from fake_model import EOS, N_VOCAB, POISON
 from hypothesis import strategies as st
 
-from kukri.engine import Engine, Request
+from kukri.engine import Engine, InFlight, Request, StepOutput
 from kukri.sampling import SamplingParams
 
 Event = tuple[Any, ...]
@@ -19,6 +20,7 @@ SIZES: dict[str, st.SearchStrategy[Any]] = {
     "max_requests": st.integers(1, 4),
     "max_step_tokens": st.sampled_from([1, 2, 5, 16, 33, 100]),
     "n_pages": st.integers(6, 14),
+    "n_in_flight": st.integers(1, 3),
 }
 
 
@@ -40,13 +42,36 @@ def add(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Reques
     return request
 
 
-def finish(engine: Engine, max_steps: int = 10_000) -> None:
+class Pipeline:
+    """Steps an engine with up to `depth` steps in flight, looking it over after each half of a step."""
+
+    def __init__(self, engine: Engine, depth: int) -> None:
+        self.engine, self.depth, self.most_in_flight = engine, depth, 0
+        self.in_flight: deque[InFlight] = deque()
+
+    def step(self) -> list[StepOutput]:
+        """Launches what there is room for, then collects the oldest step."""
+        while len(self.in_flight) < self.depth:
+            launched = self.engine.launch()
+            self.engine.check_integrity()
+            if launched is None:
+                break
+            self.in_flight.append(launched)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        if not self.in_flight:
+            return []
+        outputs = self.engine.collect(self.in_flight.popleft())
+        self.engine.check_integrity()
+        return outputs
+
+
+def finish(engine: Engine, max_steps: int = 10_000, pipeline: Pipeline | None = None) -> None:
     """Steps until nothing is left to do, looking the engine over after each."""
+    pipeline = pipeline or Pipeline(engine, 1)
     for _ in range(max_steps):
         if not engine.has_work:
             return
-        engine.step()
-        engine.check_integrity()
+        pipeline.step()
     raise AssertionError("the engine does not come to an end")
 
 
@@ -63,11 +88,15 @@ def any_events(*fields: st.SearchStrategy[Any], max_size: int) -> st.SearchStrat
     )
 
 
-def play(engine: Engine, events: Sequence[Event], make: Callable[..., Iterable[Request]]) -> None:
+def play(
+    engine: Engine, events: Sequence[Event], make: Callable[..., Iterable[Request]], n_in_flight: int = 1
+) -> None:
     """Lets the events happen, then whatever they left to do, looking the engine over after every step.
 
-    `make(i, *fields)` makes the requests of the arrival at place i.
+    `make(i, *fields)` makes the requests of the arrival at place i. Aborts and arrivals come while up to
+    `n_in_flight - 1` steps are in flight.
     """
+    pipeline = Pipeline(engine, n_in_flight)
     requests: list[Request] = []
     for i, (kind, *given) in enumerate(events):
         if kind == "add":
@@ -80,6 +109,5 @@ def play(engine: Engine, events: Sequence[Event], make: Callable[..., Iterable[R
             engine.abort(requests[given[0]])
         elif kind == "step":
             for _ in range(given[0]):
-                engine.step()
-                engine.check_integrity()
-    finish(engine)
+                pipeline.step()
+    finish(engine, pipeline=pipeline)

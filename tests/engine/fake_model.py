@@ -97,6 +97,7 @@ class FakeBackend:
 class FakeProgram:
     def __init__(self, backend: FakeBackend, model: FakeModel, cache: PagedKV, limits: StepLimits) -> None:
         self.backend, self.model, self.cache, self.limits = backend, model, cache, limits
+        self._last = np.zeros((0, N_VOCAB), np.float32)  # overwritten by the next call, as a plan's buffer is
 
     def __call__(self, batch: ForwardBatch) -> np.ndarray:
         if self.backend.error is not None:
@@ -106,7 +107,8 @@ class FakeProgram:
         pages, offsets = np.divmod(batch.slots, PAGE_TOKENS)
         assert all(map(self.backend.is_writable, set(pages.tolist()))), "a write to a page that others read"
         self.cache.keys[0][pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
-        logits = np.zeros((batch.n_logit_rows, N_VOCAB), np.float32)
+        self._last.fill(np.nan)
+        logits = self._last = np.zeros((batch.n_logit_rows, N_VOCAB), np.float32)
         for i, row in enumerate(batch.logit_rows):
             s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
             n_visible = batch.context_len[s] - (batch.query_start[s + 1] - 1 - row)

@@ -67,6 +67,7 @@ def make(
     max_requests=st.integers(1, 4),
     max_step_tokens=st.sampled_from([1, 5, 33, 100]),
     n_pages=st.integers(6, 14),
+    n_in_flight=st.integers(1, 3),
     events=any_events(
         st.integers(1, 60),  # tokens of the prompt
         st.integers(1, 40),  # to generate
@@ -78,7 +79,7 @@ def make(
     ),
 )
 def test_a_draft_model_changes_no_token(
-    n_wrong: int, max_requests: int, max_step_tokens: int, n_pages: int, events: list
+    n_wrong: int, max_requests: int, max_step_tokens: int, n_pages: int, n_in_flight: int, events: list
 ) -> None:
     """Its cache out of step with the text, its pages lost, a rejected draft kept: under
     arrivals, aborts, preemption, other kinds of drafts beside it."""
@@ -97,7 +98,7 @@ def test_a_draft_model_changes_no_token(
         live.extend((request, prompt) for request in requests)
         return requests
 
-    play(engine, events, make_requests)
+    play(engine, events, make_requests, n_in_flight)
     for request, prompt in live:
         want = alone(prompt, request.params, max_context=96).output_ids
         done = request.output_ids

@@ -70,11 +70,16 @@ def test_requests_share_steps() -> None:
     caches_prefixes=st.booleans(),
 )
 def test_any_order_of_events_gives_every_request_its_tokens(
-    max_requests: int, max_step_tokens: int, n_pages: int, events: list, caches_prefixes: bool
+    max_requests: int,
+    max_step_tokens: int,
+    n_pages: int,
+    n_in_flight: int,
+    events: list,
+    caches_prefixes: bool,
 ) -> None:
     """Pages lost or held twice, tokens crossed between requests, a preempted request that answers otherwise,
     a prefix taken for another, a page written that others read, a request that never ends: under arrivals,
-    aborts, shared prompts, priorities and too few pages for all."""
+    aborts, shared prompts, priorities and too few pages for all, with one step in flight or several."""
     engine, _ = make_engine(
         96, max_requests, max_step_tokens, n_pages, max_prompt_tokens=9, caches_prefixes=caches_prefixes
     )
@@ -89,7 +94,7 @@ def test_any_order_of_events_gives_every_request_its_tokens(
         live.extend((request, prompt, params) for request in requests)
         return requests
 
-    play(engine, events, make)
+    play(engine, events, make, n_in_flight)
     for request, prompt, params in live:
         stop_ids = frozenset() if params.ignore_eos else frozenset([EOS])
         assert params.max_tokens is not None

@@ -87,7 +87,12 @@ def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: f
     caches_prefixes=st.booleans(),
 )
 def test_any_drafts_under_any_events_change_no_token(
-    max_requests: int, max_step_tokens: int, n_pages: int, events: list, caches_prefixes: bool
+    max_requests: int,
+    max_step_tokens: int,
+    n_pages: int,
+    n_in_flight: int,
+    events: list,
+    caches_prefixes: bool,
 ) -> None:
     """A rejected draft kept, pages of drafts lost or kept, a token that depends on the drafts
     beside it, drafts in what others read: under arrivals, aborts, shared prompts and too few pages."""
@@ -116,7 +121,7 @@ def test_any_drafts_under_any_events_change_no_token(
             live.append((request, prompt))
         return requests
 
-    play(engine, events, make_seen)
+    play(engine, events, make_seen, n_in_flight)
     for request, prompt in live:
         want = alone(prompt, request.params, max_context=96).output_ids
         if request.finish_reason == "abort":
