@@ -16,13 +16,13 @@ from starlette.responses import JSONResponse, Response
 from kukri import __version__
 from kukri.errors import KukriError, RequestError
 from kukri.llm import LLM
-from kukri.server.chat import complete_chat
+from kukri.server.chat_completions import complete_chat
 from kukri.server.completions import complete
 from kukri.server.embeddings import EmbeddingBody, embed
 from kukri.server.errors import on_deep_body, on_http_error, on_invalid_body, on_kukri_error
-from kukri.server.guards import Guard
 from kukri.server.messages import answer_message, count_tokens
 from kukri.server.messages_schema import MessageErrorBody, MessagesBody, PromptBody
+from kukri.server.middleware import Middleware
 from kukri.server.page import add_page
 from kukri.server.responses import respond
 from kukri.server.responses_schema import ResponseBody
@@ -36,7 +36,6 @@ from kukri.server.schema import (
 )
 from kukri.server.service import Service
 from kukri.server.settings import ServerSettings
-from kukri.server.structure import messages_of
 
 _STOP_S = 5.0  # for what still runs when every connection is closed
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -84,7 +83,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(RecursionError, on_deep_body)
-    app.add_middleware(Guard, settings=settings, metrics=service.metrics)
+    app.add_middleware(Middleware, settings=settings, metrics=service.metrics)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -171,9 +170,10 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         """The token ids of a text or a conversation."""
         service.check_model(body.model)
         if body.messages is not None:
-            messages = messages_of(body.messages)
-            ids = await service.encode_chat(
-                messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+            ids = await service.prompts.encode(
+                [message.model_dump(exclude_none=True) for message in body.messages],
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
             )
         else:
             assert body.prompt is not None, "the schema wants one of them"
@@ -203,9 +203,10 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
     async def apply_template(body: TemplateBody) -> Response:
         """The prompt that a conversation becomes."""
         service.check_model(body.model)
-        messages = messages_of(body.messages)
-        text = await service.render(
-            messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+        text = await service.prompts.render(
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
         )
         return Response(json.dumps({"prompt": text}), media_type="application/json")  # lone surrogates too
 

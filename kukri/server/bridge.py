@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -62,6 +63,12 @@ class Call:
         """Prompt tokens that the first answer to each prompt found in the cache."""
         return sum(answer.request.n_prefix_hit for answer in self.answers[:: self._n_each])
 
+    @property
+    def outcome(self) -> tuple[float, list[str]]:
+        """Seconds since the arrival, and why each answer ended, for the metrics."""
+        reasons = [answer.finish_reason or "abort" for answer in self.answers]
+        return perf_counter() - self.arrived_s, reasons
+
     async def changed(self) -> None:
         """Waits until something has come since the last wait."""
         if not self._is_changed:
@@ -95,13 +102,22 @@ class Call:
         self._bridge.drop(self)
 
 
+@dataclass
+class _Waiting:
+    """An answer that has not ended."""
+
+    answer: Answer
+    call: Call
+    last_token_s: float | None = None
+
+
 class Bridge:
     """The engine's loop as the event loop sees it. All methods but `_deliver` belong to the event loop."""
 
     def __init__(self, engine: Engine, metrics: Metrics, *, max_waiting: int) -> None:
         self.engine, self._metrics = engine, metrics
         self.loop = EngineLoop(engine, self._deliver, max_waiting=max_waiting)
-        self._answers: dict[int, tuple[Answer, Call]] = {}  # those that have not ended, by request id
+        self._waiting: dict[int, _Waiting] = {}  # answers that have not ended, by request id
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self.is_draining = False
 
@@ -120,14 +136,14 @@ class Bridge:
         """Queues a call's requests, all or none. Raises CapacityError where there is no room for them."""
         event_loop = self._running_loop()
         for answer in call.answers:
-            self._answers[answer.request.id] = answer, call
+            self._waiting[answer.request.id] = _Waiting(answer, call)
         try:
             self.loop.submit([answer.request for answer in call.answers])
         except BaseException:
             for answer in call.answers:
-                del self._answers[answer.request.id]
+                del self._waiting[answer.request.id]
             raise
-        self._metrics.on_start(call)
+        self._metrics.on_prompt(call.n_prompt_tokens)
         if deadline_s is not None:
             event_loop.call_later(deadline_s, self._expire, call, deadline_s)
 
@@ -161,7 +177,7 @@ class Bridge:
     def drop(self, call: Call) -> None:
         """Aborts the answers of a call that have not ended."""
         for answer in call.answers:
-            if self._answers.pop(answer.request.id, None) is not None:
+            if self._waiting.pop(answer.request.id, None) is not None:
                 answer.finish_reason = "abort"
                 self.loop.abort(answer.request)
 
@@ -187,20 +203,30 @@ class Bridge:
     def _receive(self, outputs: list[StepOutput]) -> None:
         now_s = perf_counter()
         for request, token, finish_reason in outputs:
-            entry = self._answers.get(request.id)
-            if entry is None:  # dropped meanwhile
+            waiting = self._waiting.get(request.id)
+            if waiting is None:  # dropped meanwhile
                 continue
-            answer, call = entry
+            answer, call = waiting.answer, waiting.call
             if token is not None:
-                self._metrics.on_token(call, answer, now_s)
+                self._count_token(waiting, now_s)
             stop = answer.push(token, finish_reason)
             if stop is not None and finish_reason is None:
                 self.loop.finish(request, "stop", stop)
             if answer.finish_reason is not None:
-                del self._answers[request.id]
+                del self._waiting[request.id]
                 if answer.finish_reason in ("error", "abort"):
                     self._on_failure(answer, call)
             call.wake()
+
+    def _count_token(self, waiting: _Waiting, now_s: float) -> None:
+        call, request = waiting.call, waiting.answer.request
+        if waiting.last_token_s is None:
+            call.first_token_s = call.first_token_s or now_s
+            queue_s = max(request.started_s - request.arrived_s, 0.0)
+            self._metrics.on_first_token(now_s - call.arrived_s, queue_s)
+        else:
+            self._metrics.on_token(now_s - waiting.last_token_s)
+        waiting.last_token_s = now_s
 
     def _on_failure(self, answer: Answer, call: Call) -> None:
         error = answer.request.error or KukriError("the request was aborted")

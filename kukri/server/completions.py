@@ -15,7 +15,6 @@ from kukri.server.logprobs import legacy_logprobs
 from kukri.server.reply import ChunkWriter, Reply, usage
 from kukri.server.schema import CompletionBody
 from kukri.server.service import Service
-from kukri.server.structure import grammar_of
 from kukri.tokenizer import TextStream
 
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -26,14 +25,15 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
     model = service.check_model(body.model)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = service.params(
-        body,
-        max_tokens=max(max_tokens, 1),  # of none at all, one is computed and not shown
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
-        grammar=grammar_of(body),
+        body.sampling(
+            max_tokens=max(max_tokens, 1),  # of none at all, one is computed and not shown
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+            grammar=body.form,
+        )
     )
     prompts = await _prompts(service, body)
-    call = await service.open_call(http, prompts, params, body, where="prompt", continues=True)
+    call = await service.submit(prompts, params, http.scope, user=body.user, priority=body.priority)
     writer = CompletionWriter(service, call, body, model, prompts, hides_answer=max_tokens == 0)
     return Reply(service, call, writer, stream=bool(body.stream))
 

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.errors import KukriError, RequestError
-from kukri.server.bridge import Call
-from kukri.server.chat import Choice, chat_prompt, open_chat
+from kukri.server.chat_request import ChatRequest, ToolChoice, only_grammar
 from kukri.server.errors import message_error_body
 from kukri.server.messages_schema import (
     MessagesBody,
+    MessageToolChoice,
     PromptBody,
     TextBlock,
     ThinkingBlock,
@@ -25,74 +25,78 @@ from kukri.server.messages_schema import (
     ToolUseBlock,
     TurnMessage,
 )
+from kukri.server.prompts import ChatPrompts
 from kukri.server.reply import Reply
-from kukri.server.schema import ChatBody, Sampling
-from kukri.server.service import Service
-from kukri.server.structure import grammar_of
-from kukri.server.tool_split import CallDelta
-from kukri.server.tools import Toolbox
+from kukri.server.service import Chat, Service
+from kukri.server.tool_parser import CallDelta
 
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICES: dict[str, ToolChoice] = {
+    "auto": "auto", "any": "required", "tool": "required", "none": "none",
+}  # fmt: skip
+_NAMES = {
+    "prompt": "messages", "reasoning_effort": "output_config.effort", "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}  # fmt: skip
 
 
 async def answer_message(service: Service, body: MessagesBody, http: Request) -> Response:
     """The response to a message."""
     model = service.check_model(body.model)
-    chat = chat_of(service, body)
-    call, toolbox, inside = await open_chat(service, chat, http, grammar_of(body))
-    writer = MessageWriter(call, body, model, toolbox, inside=inside)
-    return Reply(service, call, writer, stream=bool(body.stream))
+    chat = await service.open(parse_message(body, service.prompts), http.scope)
+    return Reply(service, chat.call, MessageWriter(chat, body, model), stream=bool(body.stream))
 
 
 async def count_tokens(service: Service, body: PromptBody) -> Response:
     """How many tokens the prompt of a message has."""
     service.check_model(body.model)
-    prompt = await chat_prompt(service, chat_of(service, body))
+    request = parse_message(body, service.prompts)
+    try:
+        prompt = await service.prompts.of(request)
+    except RequestError as error:
+        raise request.error(error) from None
     return JSONResponse({"input_tokens": len(prompt)})
 
 
-def chat_of(service: Service, body: PromptBody) -> ChatBody:
-    """The same request in OpenAI's form. Raises RequestError where the model cannot do what is asked."""
-    chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
-    if body.tools:
-        chat["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.input_schema,
-                    "strict": tool.strict,
-                },
-            }
-            for tool in body.tools
-        ]
-    if body.tool_choice is not None:
-        choice = body.tool_choice
-        named = {"type": "function", "function": {"name": choice.name}}
-        chat["tool_choice"] = _CHOICES.get(choice.type, named)
-        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    chat |= _thinking(service, body)
+def parse_message(body: PromptBody, prompts: ChatPrompts) -> ChatRequest:
+    """The request of a body. Raises RequestError if the model cannot do what is asked."""
+    choice = body.tool_choice or MessageToolChoice(type="auto")
+    more: dict[str, Any] = {"sampling": {}}
     if isinstance(body, MessagesBody):
-        sampling = body.model_dump(include=set(Sampling.model_fields), exclude_none=True, by_alias=True)
-        chat = {**sampling, **chat, "max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
-        if body.metadata is not None and body.metadata.user_id is not None:
-            chat["user"] = body.metadata.user_id
-    return ChatBody.model_validate(chat)
+        format = (
+            body.output_config.format.as_grammar()
+            if body.output_config and body.output_config.format
+            else None
+        )
+        user = body.metadata.user_id if body.metadata is not None else None
+        more = {
+            "sampling": body.sampling(max_tokens=body.max_tokens, stop=body.stop_sequences or None),
+            "grammar": only_grammar([body.form, format]),
+            "user": user or body.user or "",
+            "priority": body.priority or 0,
+        }
+    return ChatRequest(
+        messages=_messages(body),
+        functions=[tool.as_function() for tool in body.tools or ()],
+        tool_choice=_CHOICES[choice.type],
+        tool_name=choice.name,
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        effort=_effort(body, prompts),
+        thinking_budget=body.thinking.budget_tokens if body.thinking is not None else None,
+        names=_NAMES,
+        **more,
+    )
 
 
-def _thinking(service: Service, body: PromptBody) -> dict[str, Any]:
-    """What is asked of the thoughts; a model without any need not be told to have none."""
+def _effort(body: PromptBody, prompts: ChatPrompts) -> str | None:
+    """The effort to reason; a model that never reasons need not be told not to."""
     thinking = body.thinking
     effort = body.output_config.effort if body.output_config is not None else None
     if thinking is None or thinking.type == "adaptive":
-        return {"reasoning_effort": effort}
-    if thinking.type == "disabled":
-        if effort is not None:
-            raise RequestError("output_config.effort is about thinking, which is disabled", param="thinking")
-        return {"reasoning_effort": "none" if service.knows_effort else None}
-    default = "medium" if service.knows_effort else None
-    return {"reasoning_effort": effort or default, "thinking_token_budget": thinking.budget_tokens}
+        return effort
+    if thinking.type == "disabled" and effort is not None:
+        raise RequestError("output_config.effort is about thinking, which is disabled", param="thinking")
+    default = "none" if thinking.type == "disabled" else "medium"
+    return effort or (default if prompts.knows_effort else None)
 
 
 @dataclass
@@ -177,11 +181,9 @@ def _text(content: str | list[TextBlock]) -> str:
 class MessageWriter:
     """Writes a message, whole or as events: thoughts, text and calls are its blocks."""
 
-    def __init__(
-        self, call: Call, body: MessagesBody, model: str, toolbox: Toolbox | None, *, inside: bool
-    ) -> None:
-        self._call, self._body, self._model, self._toolbox = call, body, model, toolbox
-        self._choice = Choice(call.answers[0], inside=inside, toolbox=toolbox)
+    def __init__(self, chat: Chat, body: MessagesBody, model: str) -> None:
+        self._body, self._model = body, model
+        self._call, self._choice = chat.call, chat.choices[0]
         self._id = f"msg_{uuid4().hex}"
         self._blocks: list[dict[str, Any]] = []  # the last one grows; the input of a call is text here
         self._is_begun = False
@@ -243,8 +245,7 @@ class MessageWriter:
         )
 
     def _open_call(self, name: str) -> str:
-        assert self._toolbox is not None, "calls come of tools"
-        block = {"type": "tool_use", "id": self._toolbox.new_id(), "name": name, "input": ""}
+        block = {"type": "tool_use", "id": self._choice.new_call_id(), "name": name, "input": ""}
         return self._open(block, {**block, "input": {}})
 
     def _open(self, block: dict[str, Any], shown: Mapping[str, Any] | None = None) -> str:
@@ -293,7 +294,7 @@ class MessageWriter:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": call.n_cached_tokens,
             "output_tokens": call.n_generated,
-            "output_tokens_details": {"thinking_tokens": self._choice.n_thought},
+            "output_tokens_details": {"thinking_tokens": self._choice.n_reasoning},
         }
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
+from kukri.sampling import Grammar
 from kukri.server.schema import NO_CALLS, NO_STORE, Body, MaxTokens, Refused, Sampling, ToolName, form_of
 
 _NO_TOOLSETS = "tools are functions with an input_schema"
@@ -104,6 +105,12 @@ class MessageTool(Body):
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
+    def as_function(self) -> dict[str, Any]:
+        """The function as OpenAI's API has it."""
+        given = {"description": self.description, "strict": self.strict}
+        given = {key: value for key, value in given.items() if value is not None}
+        return {"name": self.name, "parameters": self.input_schema, **given}
+
 
 class MessageToolChoice(Body):
     """Which tools are to be called."""
@@ -136,10 +143,14 @@ class Thinking(Body):
 
 
 class MessageFormat(Body):
-    """What an answer has to be."""
+    """The form of an answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
+
+    def as_grammar(self) -> Grammar:
+        """The grammar."""
+        return Grammar.json(self.schema_, param="output_config.format")
 
 
 class OutputConfig(Body):

@@ -1,9 +1,8 @@
-"""What Prometheus may ask: how long people wait, how much is under way, how full the cache is."""
+"""Prometheus metrics: latency, load, KV-cache use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from time import perf_counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,9 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from kukri.answer import Answer
     from kukri.engine.loop import EngineStatus
-    from kukri.server.bridge import Call
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -50,41 +47,32 @@ class Metrics:
         )
         self._prompt_tokens = prompt_tokens.labels(model)
         self._model = model
-        self._last_token_s: dict[int, float] = {}  # by request id
 
     def watch_engine(self, status: Callable[[], EngineStatus]) -> None:
-        """Adds the engine's own counts, read when somebody asks."""
+        """Adds the engine's own counts, read at each scrape."""
         self.registry.register(_EngineCollector(status, self._model))
 
-    def on_start(self, call: Call) -> None:
-        """Notes that a call's requests are in the queue."""
-        self.on_prompt(call.n_prompt_tokens)
-
     def on_prompt(self, n_tokens: int) -> None:
-        """Notes tokens to be read, of texts to embed too."""
+        """Counts the tokens of a prompt, or of texts to embed."""
         self._prompt_tokens.inc(n_tokens)
 
-    def on_token(self, call: Call, answer: Answer, now_s: float) -> None:
-        """Notes that a token of an answer came."""
-        request_id = answer.request.id
-        last_s = self._last_token_s.get(request_id)
-        if last_s is None:
-            call.first_token_s = call.first_token_s or now_s
-            self._first_token.observe(now_s - call.arrived_s)
-            self._queue.observe(max(answer.request.started_s - answer.request.arrived_s, 0.0))
-        else:
-            self._inter_token.observe(now_s - last_s)
-        self._last_token_s[request_id] = now_s
+    def on_first_token(self, ttft_s: float, queue_s: float) -> None:
+        """Counts the first token of an answer: the times since its arrival, and in the queue."""
+        self._first_token.observe(ttft_s)
+        self._queue.observe(queue_s)
 
-    def on_end(self, call: Call) -> None:
-        """Notes that a call is over, however it ended."""
-        self._end_to_end.observe(perf_counter() - call.arrived_s)
-        for answer in call.answers:
-            self._last_token_s.pop(answer.request.id, None)
-            self._ends.labels(self._model, answer.finish_reason or "abort").inc()
+    def on_token(self, gap_s: float) -> None:
+        """Counts a further token, and the time since the one before it."""
+        self._inter_token.observe(gap_s)
+
+    def on_end(self, duration_s: float, reasons: Iterable[str]) -> None:
+        """Counts a call that is over, and why each of its answers ended."""
+        self._end_to_end.observe(duration_s)
+        for reason in reasons:
+            self._ends.labels(self._model, reason).inc()
 
     def on_response(self, path: str, status: int) -> None:
-        """Notes a response; `path` is that of a route, so that strangers cannot make up new ones."""
+        """Counts a response; `path` is a route's, so that clients cannot make up new ones."""
         self._responses.labels(path, str(status)).inc()
 
     def text(self) -> bytes:
@@ -93,7 +81,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """The engine's counts at the moment they are asked for."""
+    """The engine's counts at the time of a scrape."""
 
     def __init__(self, status: Callable[[], EngineStatus], model: str) -> None:
         self._status, self._model = status, model
@@ -101,7 +89,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         gauges: dict[str, tuple[str, float]] = {
-            "running_requests": ("Requests that are computed.", status.n_running),
+            "running_requests": ("Requests that are running.", status.n_running),
             "waiting_requests": ("Requests in the queue.", status.n_waiting),
             "kv_pages": ("Pages of the KV cache.", status.n_pages),
             "kv_pages_held": ("Pages that requests hold.", status.n_pages_held),
@@ -111,11 +99,11 @@ class _EngineCollector(Collector):
             ),
         }
         counters: dict[str, tuple[str, float]] = {
-            "preemptions": ("Times that a request gave its pages up.", status.n_preemptions),
+            "preemptions": ("Times that a request was preempted.", status.n_preemptions),
             "prefix_hit_tokens": ("Prompt tokens found in the cache.", status.n_prefix_hit),
             "computed_tokens": ("Tokens computed, of prompts and answers.", status.n_computed),
-            "drafted_tokens": ("Guesses at tokens to come that were computed.", status.n_drafted),
-            "accepted_tokens": ("Guesses that came true.", status.n_accepted),
+            "drafted_tokens": ("Draft tokens that were computed.", status.n_drafted),
+            "accepted_tokens": ("Draft tokens that were accepted.", status.n_accepted),
             "generated_tokens": ("Tokens generated.", status.n_generated),
             "steps": ("Steps of the engine.", status.n_steps),
             "step_seconds": ("Time in these steps.", status.busy_s),

@@ -23,10 +23,10 @@ from kukri import __version__
 from kukri.errors import KukriError
 from kukri.sampling import SamplingParams
 from kukri.server.bridge import Call
-from kukri.server.chat import Choice
+from kukri.server.chat_request import ChatRequest
 from kukri.server.reply import Reply
 from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling
-from kukri.server.service import Service
+from kukri.server.service import Chat, Service
 
 OPEN_S = 5.0  # until the stream of an answer has to be opened
 _UI = Path(__file__).parent / "ui"
@@ -74,7 +74,7 @@ class PageBody(Sampling):
 
 
 def add_page(app: FastAPI, service: Service) -> None:
-    """Adds the page's routes. `guards.py` says which of them need no key."""
+    """Adds the page's routes. `middleware.py` says which of them need no key."""
     templates = Environment(
         loader=FileSystemLoader(_UI / "templates"), autoescape=True, undefined=StrictUndefined
     )
@@ -103,12 +103,13 @@ def add_page(app: FastAPI, service: Service) -> None:
     async def ask(body: PageBody, request: Request) -> Response:
         """Begins an answer and gives the fragment that opens its stream."""
         service.check_model(body.model)
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        prompt = await service.encode_chat(messages, None)
-        params = service.params(body, max_tokens=body.max_tokens)
-        call = await service.open_call(request, [prompt], params, body, where="messages", continues=True)
-        writer = PageWriter(call, inside=service.ends_in_thoughts(prompt))
-        name = unopened.add(call, Reply(service, call, writer, stream=True))
+        asked = ChatRequest(
+            messages=[message.model_dump(exclude_none=True) for message in body.messages],
+            sampling=body.sampling(max_tokens=body.max_tokens),
+            names={"prompt": "messages"},
+        )
+        chat = await service.open(asked, request.scope)
+        name = unopened.add(chat.call, Reply(service, chat.call, PageWriter(chat), stream=True))
         return html("answer.html", name=name)
 
     @app.get("/ui/answers/{name}", include_in_schema=False)
@@ -160,15 +161,15 @@ class UnopenedAnswers:
     def _end(self, name: str) -> None:
         call, _, _ = self._answers.pop(name)
         call.leave()
-        self._service.metrics.on_end(call)
+        self._service.metrics.on_end(*call.outcome)
 
 
 class PageWriter:
     """Writes an answer as events: `delta` while it grows, then `end` or `failed`. Their data is JSON."""
 
-    def __init__(self, call: Call, *, inside: bool) -> None:
-        self._call, self._answer = call, call.answers[0]
-        self._choice = Choice(self._answer, inside=inside)
+    def __init__(self, chat: Chat) -> None:
+        self._call, self._choice = chat.call, chat.choices[0]
+        self._answer = self._choice.answer
 
     def advance(self) -> bytes:
         """An event with the text that came; none where a character or a stop string is not whole."""

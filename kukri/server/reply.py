@@ -131,7 +131,7 @@ class Reply(Response):
             if timer is not None:
                 timer.cancel()
             call.close()
-            self._service.metrics.on_end(call)
+            self._service.metrics.on_end(*call.outcome)
             scope["kukri.log"].update(
                 n_prompt_tokens=call.n_prompt_tokens,
                 n_generated=call.n_generated,

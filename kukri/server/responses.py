@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from kukri.errors import KukriError, RequestError
 from kukri.sampling import SampledToken
-from kukri.server.bridge import Call
-from kukri.server.chat import Choice, open_chat
+from kukri.server.chat_request import ChatRequest, only_grammar
 from kukri.server.logprobs import chat_logprobs
 from kukri.server.reply import Reply
 from kukri.server.responses_schema import (
@@ -30,12 +29,13 @@ from kukri.server.responses_schema import (
     ReasoningItem,
     ResponseBody,
 )
-from kukri.server.schema import ChatBody, Sampling
-from kukri.server.service import Service
-from kukri.server.structure import grammar_of
-from kukri.server.tool_split import CallDelta
-from kukri.server.tools import Toolbox
+from kukri.server.service import Chat, Service
+from kukri.server.tool_parser import CallDelta
 
+_NAMES = {
+    "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
 _ID_KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 _DELTAS = {
     "reasoning": "response.reasoning_text.delta",
@@ -47,35 +47,37 @@ _DELTAS = {
 async def respond(service: Service, body: ResponseBody, http: Request) -> Response:
     """The response to a response request."""
     model = service.check_model(body.model)
-    call, toolbox, inside = await open_chat(service, chat_of(body), http, grammar_of(body), where="input")
-    writer = ResponseWriter(service, call, body, model, toolbox, inside=inside)
-    return Reply(service, call, writer, stream=bool(body.stream))
+    chat = await service.open(parse_response(body), http.scope)
+    writer = ResponseWriter(service, chat, body, model)
+    return Reply(service, chat.call, writer, stream=bool(body.stream))
 
 
-def chat_of(body: ResponseBody) -> ChatBody:
-    """The same request in the older form, but for `text.format`. Raises RequestError where it has none."""
+def parse_response(body: ResponseBody) -> ChatRequest:
+    """The request of a body. Raises RequestError."""
     if body.wants_logprobs and body.tools and body.tool_choice != "none":
         raise RequestError(
             "log-probabilities and tools cannot be had together", param="top_logprobs", code="invalid_value"
         )
-    chat = body.model_dump(include=set(Sampling.model_fields), exclude_none=True, by_alias=True)
-    chat |= {
-        "messages": _messages(body),
-        "max_tokens": body.max_output_tokens,
-        "logprobs": body.wants_logprobs,
-        "top_logprobs": body.top_logprobs,
-        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "chat_template_kwargs": body.chat_template_kwargs,
-        "thinking_token_budget": body.thinking_token_budget,
-    }
-    if body.tools:
-        functions = [tool.model_dump(exclude={"type"}) for tool in body.tools]
-        chat["tools"] = [{"type": "function", "function": function} for function in functions]
-    chat["tool_choice"] = body.tool_choice
-    if isinstance(body.tool_choice, NamedFunction):
-        chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
-    return ChatBody.model_validate(chat)
+    choice = body.tool_choice or "auto"
+    format = body.text.format.as_grammar() if body.text and body.text.format else None
+    return ChatRequest(
+        messages=_messages(body),
+        sampling=body.sampling(
+            max_tokens=body.max_output_tokens,
+            logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+        ),
+        functions=[tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools or ()],
+        tool_choice="required" if isinstance(choice, NamedFunction) else choice,
+        tool_name=choice.name if isinstance(choice, NamedFunction) else None,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=only_grammar([body.form, format]),
+        effort=body.reasoning.effort if body.reasoning else None,
+        thinking_budget=body.thinking_token_budget,
+        template_variables=body.chat_template_kwargs or {},
+        user=body.user or "",
+        priority=body.priority or 0,
+        names=_NAMES,
+    )
 
 
 def _messages(body: ResponseBody) -> list[dict[str, Any]]:
@@ -151,19 +153,9 @@ class _OutputItem:
 class ResponseWriter:
     """Writes a response, whole or as events: thoughts, texts and calls are items of its output."""
 
-    def __init__(
-        self,
-        service: Service,
-        call: Call,
-        body: ResponseBody,
-        model: str,
-        toolbox: Toolbox | None,
-        *,
-        inside: bool,
-    ) -> None:
-        self._service, self._call, self._body, self._model = service, call, body, model
-        self._toolbox = toolbox
-        self._choice = Choice(call.answers[0], inside=inside, toolbox=toolbox)
+    def __init__(self, service: Service, chat: Chat, body: ResponseBody, model: str) -> None:
+        self._service, self._body, self._model = service, body, model
+        self._call, self._choice = chat.call, chat.choices[0]
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
         self._items: list[_OutputItem] = []  # the last one grows
         self._n_events = 0
@@ -237,8 +229,7 @@ class ResponseWriter:
         """The events of a piece of a call."""
         events = ""
         if delta.name is not None:
-            assert self._toolbox is not None, "calls come of tools"
-            call_id = self._toolbox.new_id()
+            call_id = self._choice.new_call_id()
             item = _OutputItem("function_call", self._new_id("function_call"), delta.name, call_id)
             events = self._open(item)
         if not delta.arguments:
@@ -368,7 +359,7 @@ class ResponseWriter:
             "input_tokens": call.n_prompt_tokens,
             "input_tokens_details": {"cached_tokens": call.n_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": call.n_generated,
-            "output_tokens_details": {"reasoning_tokens": self._choice.n_thought},
+            "output_tokens_details": {"reasoning_tokens": self._choice.n_reasoning},
             "total_tokens": call.n_prompt_tokens + call.n_generated,
         }
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
+from kukri.sampling import Grammar
 from kukri.server.schema import (
     NO_CALLS,
     NO_STORE,
@@ -146,7 +147,7 @@ class NamedFunction(Body):
 
 
 class TextFormat(Body):
-    """What a response has to be: as `ResponseFormat`, without a level between."""
+    """The form of a response: as `ResponseFormat`, without a level between."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
@@ -162,6 +163,10 @@ class TextFormat(Body):
         if self.type != "json_schema" and self.model_fields_set != {"type"}:
             raise RequestError(f"the type {self.type} takes nothing else", param="text.format")
         return self
+
+    def as_grammar(self) -> Grammar | None:
+        """The grammar; None for plain text."""
+        return None if self.type == "text" else Grammar.json(self.schema_, param="text.format")
 
 
 class TextOptions(Body):

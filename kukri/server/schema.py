@@ -8,11 +8,13 @@ OpenAI's are spelled as in vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
+from kukri.sampling import Grammar, SamplingParams
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
@@ -30,7 +32,12 @@ _ELSEWHERE: Refused = {
     "spaces_between_special_tokens": ((True, False), "control tokens are not shown"),
     "use_beam_search": ((False,), "there is no beam search"),
 }
-MAX_TEMPLATE_VARIABLES = 32
+# fields of SamplingParams that bodies give in another form, or not at all
+_OTHER_FORM = {
+    "top_k", "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "logits_processors", "grammar",
+    "thoughts", "prediction",
+}  # fmt: skip
+_SAME_NAME = tuple(f.name for f in fields(SamplingParams) if f.name not in _OTHER_FORM)
 _MOST_TOKENS = 2**31 - 1
 Phrases = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -69,7 +76,7 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """What the text of an answer has to be, as vLLM spells it: one of these."""
+    """The form of an answer, as vLLM spells it: one of these."""
 
     json_: dict[str, Any] | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
@@ -86,6 +93,17 @@ class StructuredOutputs(Body):
                 "give one of json, json_object, regex, choice and grammar", param="structured_outputs"
             )
         return self
+
+    def as_grammar(self) -> Grammar:
+        """The grammar. Raises RequestError if its source is too long, or no schema."""
+        param = "structured_outputs"
+        if self.regex is not None:
+            return Grammar.regex(self.regex, param=param)
+        if self.choice is not None:
+            return Grammar.choice(self.choice, param=param)
+        if self.grammar is not None:
+            return Grammar.text(self.grammar, param=param)
+        return Grammar.json(self.json_, param=param)
 
 
 class Sampling(Body):
@@ -122,8 +140,20 @@ class Sampling(Body):
     bad_words: Phrases | None = None
     samplers: Annotated[list[str], Field(max_length=32)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculation: Literal["off", "ngram", "draft"] | None = None  # where guesses at tokens to come are from
-    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] | None = None  # such guesses in a step
+    speculation: Literal["off", "ngram", "draft"] | None = None  # who drafts tokens
+    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] | None = None  # drafted in a step
+
+    def sampling(self, **others: Any) -> dict[str, Any]:
+        """The fields of SamplingParams that are set; `others` are those that endpoints name differently."""
+        given = {name: getattr(self, name, None) for name in _SAME_NAME}
+        given["top_k"] = None if self.top_k is None else max(self.top_k, 0)
+        set_ones = {name: value for name, value in (given | others).items() if value is not None}
+        return {"max_tokens": None, **set_ones}
+
+    @property
+    def form(self) -> Grammar | None:
+        """The grammar of `structured_outputs`."""
+        return self.structured_outputs.as_grammar() if self.structured_outputs is not None else None
 
 
 class GenerationBody(Sampling):
@@ -140,6 +170,10 @@ class GenerationBody(Sampling):
         | None
     ) = None
     stream_options: StreamOptions | None = None
+
+    def sampling(self, **others: Any) -> dict[str, Any]:
+        """The fields of SamplingParams that are set. Raises RequestError on a bias of no token id."""
+        return super().sampling(logit_bias=_token_bias(self.logit_bias), **others)
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> GenerationBody:
@@ -230,7 +264,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer has to be."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -242,6 +276,11 @@ class ResponseFormat(Body):
                 "json_schema belongs to the type json_schema, and that to it", param="response_format"
             )
         return self
+
+    def as_grammar(self) -> Grammar | None:
+        """The grammar; None for plain text."""
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        return None if self.type == "text" else Grammar.json(schema, param="response_format")
 
 
 class Prediction(Body):
@@ -292,17 +331,6 @@ class ChatBody(GenerationBody):
 
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
-
-    @model_validator(mode="after")
-    def _tools_agree(self) -> ChatBody:
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise RequestError("two tools have the same name", param="tools", code="invalid_value")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise RequestError("tool_choice names none of the tools", param="tool_choice")
-        if self.tool_choice == "required" and not names:
-            raise RequestError("tool_choice is required, and there are no tools", param="tool_choice")
-        return self
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatBody:
@@ -389,3 +417,12 @@ class ErrorBody(BaseModel):
     """An error, as OpenAI's API writes it."""
 
     error: ErrorDetail
+
+
+def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        raise RequestError("the keys of logit_bias must be token ids", param="logit_bias") from None

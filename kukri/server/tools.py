@@ -1,20 +1,22 @@
-"""What one request may call."""
+"""The tools that one request may call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from kukri.sampling.grammar import Grammar
+from kukri.errors import RequestError
+from kukri.sampling import Grammar
+from kukri.server.chat_request import ChatRequest
 from kukri.server.tool_dialects import ToolDialect, call_grammar
-from kukri.server.tool_split import ToolSplit
+from kukri.server.tool_parser import ToolParser
 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """What one request may call: `functions` as its tools have them."""
+    """The `functions` that one request may call, and how the model writes the calls."""
 
     dialect: ToolDialect
     functions: Sequence[Mapping[str, Any]]
@@ -22,15 +24,36 @@ class Toolbox:
     required: bool  # nothing but calls
     is_strict: bool  # the arguments follow their schemas
 
-    def split(self) -> ToolSplit:
-        """A split of one answer."""
+    @classmethod
+    def of(cls, request: ChatRequest, dialect: ToolDialect | None) -> Toolbox | None:
+        """The tools of a request; None for none. Raises RequestError if the model has no dialect."""
+        if not request.uses_tools:
+            return None
+        if dialect is None:
+            raise RequestError(
+                "the model's chat template knows no tools, or kukri not the way in which it calls them",
+                param="tools" if request.functions else "chat_template_kwargs",
+                code="unsupported_parameter",
+            )
+        named = request.tool_name
+        functions = [f for f in request.functions if named is None or f["name"] == named]
+        return cls(
+            replace(dialect, reads_code=request.calls_python),
+            functions,
+            many=request.parallel_tool_calls and named is None,
+            required=request.tool_choice == "required",
+            is_strict=any(function.get("strict") for function in functions),
+        )
+
+    def parser(self) -> ToolParser:
+        """A parser of one answer."""
         schemas = {function["name"]: function.get("parameters") or {} for function in self.functions}
-        return ToolSplit(
+        return ToolParser(
             self.dialect, {name: list(schema.get("properties") or ()) for name, schema in schemas.items()}
         )
 
     def grammar(self, tokens: Mapping[str, int], special_ids: frozenset[int]) -> Grammar | None:
-        """What answers have to be; None where they are free."""
+        """The grammar of the answers; None if they are free."""
         if not (self.required or self.is_strict):
             return None
         source = call_grammar(

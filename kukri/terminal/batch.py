@@ -119,7 +119,7 @@ class _Work:
 
     async def run(self, n_at_once: int) -> None:
         """Answers them, so many at a time. What ends one, a full disk, ends all."""
-        from kukri.server.inside import running
+        from kukri.server.asgi_client import running
 
         try:
             async with running(self._app), asyncio.TaskGroup() as tasks:
@@ -129,7 +129,7 @@ class _Work:
             raise failures.exceptions[0] from None
 
     async def _answer_lines(self) -> None:
-        from kukri.server.inside import post
+        from kukri.server.asgi_client import post
 
         for line in self._lines:
             try:

@@ -2,7 +2,7 @@
 
 from kukri.tokenizer.chat import ChatTemplate
 from kukri.tokenizer.huggingface_reader import load_tokenizer
-from kukri.tokenizer.stream import StopStrings, TextStream
+from kukri.tokenizer.stream import StopStrings, TextStream, n_partial
 from kukri.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "StopStrings", "TextStream", "Tokenizer", "load_tokenizer"]
+__all__ = ["ChatTemplate", "StopStrings", "TextStream", "Tokenizer", "load_tokenizer", "n_partial"]

@@ -66,7 +66,6 @@ class StopStrings:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise RequestError("stop must be a list of strings that are not empty", param="stop")
         self._stops = tuple(dict.fromkeys(stops))
-        self._n_tail = max(map(len, self._stops), default=1) - 1  # characters that may begin a stop string
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -82,8 +81,7 @@ class StopStrings:
             _, at, stop = min(ends)
             self._held = ""
             return text[:at], stop
-        n_held = self._n_held(text)
-        n_safe = len(text) - n_held
+        n_safe = len(text) - n_partial(text, self._stops)
         self._held = text[n_safe:]
         return text[:n_safe], None
 
@@ -92,15 +90,20 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-    def _n_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        tail = text[-self._n_tail :] if self._n_tail else ""
-        n_held = 0
-        for stop in self._stops:
-            at = tail.find(stop[0])
-            while at >= 0:
-                if stop.startswith(tail[at:]):
-                    n_held = max(n_held, len(tail) - at)
-                    break
-                at = tail.find(stop[0], at + 1)
-        return n_held
+
+def n_partial(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of `text` with which one of the marks begins; 0 for none.
+
+    Marks are not empty, and none of them is whole in `text`.
+    """
+    n = max(map(len, marks), default=1) - 1
+    tail = text[-n:] if n else ""
+    longest = 0
+    for mark in marks:
+        at = tail.find(mark[0])
+        while at >= 0:
+            if mark.startswith(tail[at:]):
+                longest = max(longest, len(tail) - at)
+                break
+            at = tail.find(mark[0], at + 1)
+    return longest

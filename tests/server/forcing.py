@@ -27,7 +27,7 @@ def force(
     ids.append(min(service.tokenizer.eos_ids))
     params = type(service).params
 
-    def forced_params(body, **others):
+    def forced_params(sampling):
         done = iter(ids)
 
         def processor(_, logits):
@@ -37,7 +37,7 @@ def force(
             row[i] = 0.0  # where a grammar forbids it, nothing is left and the request fails
             return row
 
-        made = params(service, body, **others)
+        made = params(service, sampling)
         return replace(made, temperature=0.0, top_p=1.0, logits_processors=(processor,))
 
     monkeypatch.setattr(service, "params", forced_params)

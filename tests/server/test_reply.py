@@ -52,10 +52,10 @@ def test_an_answer_that_ended_first_is_written(stream):
 
     call: Any = SimpleNamespace(
         is_done=True, is_gone=False, error=None, changed=changed, close=lambda: None,
-        n_prompt_tokens=1, n_generated=1, first_token_s=0.0, arrived_s=0.0,
+        n_prompt_tokens=1, n_generated=1, first_token_s=0.0, arrived_s=0.0, outcome=(0.0, []),
     )  # fmt: skip
     service: Any = SimpleNamespace(
-        metrics=SimpleNamespace(on_end=lambda call: None), settings=SimpleNamespace(keep_alive_s=60.0)
+        metrics=SimpleNamespace(on_end=lambda *_: None), settings=SimpleNamespace(keep_alive_s=60.0)
     )
     writer: Any = Writer()
     body = asyncio.run(sent_by(Reply(service, call, writer, stream=stream)))

@@ -161,6 +161,37 @@ def test_wrong_values_are_named(served, path, wrong, param):
         check_error(http.post(path, json=ASK[path] | wrong), status, param)
 
 
+@pytest.mark.parametrize(
+    ("path", "changes", "param", "text"),
+    [
+        (CHAT, {"min_tokens": 9}, "min_tokens", "at most max_tokens, 2"),
+        (
+            CHAT,
+            {"min_tokens": 9, "max_tokens": None, "max_completion_tokens": 3},
+            "min_tokens",
+            "at most max_completion_tokens, 3",
+        ),
+        (RESPONSE, {"min_tokens": 9}, "min_tokens", "at most max_output_tokens, 2"),
+        (RESPONSE, {"reasoning": {"effort": "low"}}, "reasoning.effort", "effort"),
+        (
+            "/v1/messages",
+            {"thinking": {"type": "enabled", "budget_tokens": 1}},
+            None,
+            "<think>",
+        ),
+    ],
+)
+def test_errors_name_the_fields_that_the_client_sent(served, path, changes, param, text):
+    """Catches an error about a field of another API, to which the request was translated."""
+    body = ASK.get(path, ASK[CHAT]) | changes
+    with served.http() as http:
+        response = http.post(path, json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error.get("param") == param
+    assert text in error["message"]
+
+
 def test_too_long_a_prompt_carries_both_numbers(served):
     """Catches silent truncation, and an error that does not say how much too long."""
     with served.http() as http:

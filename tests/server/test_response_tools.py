@@ -127,7 +127,7 @@ def test_results_of_calls_reach_the_template(tooled):
         {"role": "user", "content": "And now?"},
     ]
     service = tooled.service
-    n_tokens = len(service.template.encode(service.tokenizer, said))
+    n_tokens = len(service.prompts.template.encode(service.tokenizer, said))
     plain = tooled.client.responses.create(model=MODEL, input=history, max_output_tokens=1)
     assert plain.usage.input_tokens == n_tokens
     with_tools = REQUIRED | {"input": history, "max_output_tokens": 1}
@@ -139,7 +139,7 @@ def test_results_of_calls_reach_the_template(tooled):
 
 def test_pieces_of_a_turn_are_one_message():
     """Catches thoughts, text and calls of one turn that become three turns, and two turns that become one."""
-    from kukri.server.responses import chat_of
+    from kukri.server.responses import parse_response
     from kukri.server.responses_schema import ResponseBody
 
     def call(name: str) -> dict[str, Any]:
@@ -163,10 +163,9 @@ def test_pieces_of_a_turn_are_one_message():
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]},
         {"role": "user", "content": "i"},
     ]
-    chat = chat_of(ResponseBody.model_validate({"model": MODEL, "input": items}))
-    found = [message.model_dump(exclude_none=True) for message in chat.messages]
+    chat = parse_response(ResponseBody.model_validate({"model": MODEL, "input": items}))
     calls = [{"id": n, "type": "function", "function": {"name": n, "arguments": "{}"}} for n in "fg"]
-    assert found == [
+    assert chat.messages == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "reasoning_content": "b", "content": "c", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "g", "content": "1"},

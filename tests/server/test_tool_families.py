@@ -181,18 +181,18 @@ def test_the_other_endpoints_read_the_same(server, family, say):
 def prompt_of(server: Served, messages: list[dict[str, Any]], **options: Any) -> str:
     """The prompt that a chat becomes."""
     seen = []
-    encode = server.service.encode_chat
+    encode = server.service.prompts.encode
 
     async def spy(*args: Any, **kwargs: Any) -> list[int]:
         ids = await encode(*args, **kwargs)
         seen.append(server.service.tokenizer.decode(ids, skip_special=False))
         return ids
 
-    server.service.encode_chat = spy
+    server.service.prompts.encode = spy
     try:
         server.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, **options)
     finally:
-        del server.service.encode_chat
+        del server.service.prompts.encode
     return seen[0]
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.server.tool_dialects import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, ToolDialect, dialect_of
-from kukri.server.tool_split import CallDelta, ToolSplit
+from kukri.server.tool_parser import CallDelta, ToolParser
 
 CODE = ToolDialect("hermes", "<tool_call>", "</tool_call>", reads_code=True)
 PARAMETERS = {"add": ["a", "b"]}
@@ -23,7 +23,7 @@ WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
 
 def split(dialect: ToolDialect, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
     """(what is said, the calls) of a text in pieces."""
-    parser, text, calls = ToolSplit(dialect, PARAMETERS), "", []
+    parser, text, calls = ToolParser(dialect, PARAMETERS), "", []
     for event in [event for piece in pieces for event in parser.push(piece)] + parser.flush():
         if isinstance(event, CallDelta):
             if event.name is not None:
@@ -148,7 +148,7 @@ def test_however_a_text_is_cut_the_calls_are_the_same(dialect, text, cuts):
 
 def test_arguments_are_streamed():
     """Catches arguments that are held back until the call is whole."""
-    parser = ToolSplit(HERMES)
+    parser = ToolParser(HERMES)
     assert parser.push('<tool_call>{"name": "f", "arguments": {"a": "some ') == [
         CallDelta(0, "f", '{"a": "some ')
     ]

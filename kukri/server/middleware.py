@@ -1,4 +1,4 @@
-"""What every request passes first: an id, the log, the API key, the rate, the size of its body."""
+"""The middleware that every request passes: its id, the log, the API key, the rate, the size of its body."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RateLimiter:
         return wait_s
 
 
-class Guard:
+class Middleware:
     """The outermost layer of the application, below CORS."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""The application without a network: requests in this process, through the same routes and guards."""
+"""A client of the application in this process, without a network: same routes, same middleware."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 
-class InsideResponse(NamedTuple):
+class AppResponse(NamedTuple):
     """A whole response."""
 
     status: int
@@ -27,8 +27,8 @@ async def running(app: FastAPI) -> AsyncIterator[None]:
         yield
 
 
-async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> InsideResponse:
-    """What an application that runs answers to a JSON body. Cancelling it ends the request."""
+async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> AppResponse:
+    """The response of a running application to a JSON body. Cancelling it ends the request."""
     data = json.dumps(body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(data))}
     scope = {
@@ -42,17 +42,17 @@ async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> InsideRespon
         "root_path": "",
         "query_string": b"",
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": ("inside", 0),
-        "server": ("inside", 0),
+        "client": ("local", 0),
+        "server": ("local", 0),
     }
-    is_asked = False
+    is_sent = False
     status, request_id, parts = 0, "", []
 
     async def receive() -> Message:
-        nonlocal is_asked
-        if is_asked:
+        nonlocal is_sent
+        if is_sent:
             await asyncio.Event().wait()  # nobody hangs up
-        is_asked = True
+        is_sent = True
         return {"type": "http.request", "body": data, "more_body": False}
 
     async def send(message: Message) -> None:
@@ -64,4 +64,4 @@ async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> InsideRespon
             parts.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return InsideResponse(status, request_id, json.loads(b"".join(parts)))
+    return AppResponse(status, request_id, json.loads(b"".join(parts)))

@@ -16,8 +16,8 @@ from conftest import MODEL, serving
 
 from kukri import LLM
 from kukri.errors import ConfigError
-from kukri.server.guards import KeyRing, RateLimiter
 from kukri.server.logs import JsonFormatter, TextFormatter
+from kukri.server.middleware import KeyRing, RateLimiter
 from kukri.server.settings import ServerSettings
 
 ASK = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kukri.server.reasoning import ReasoningSplit
+from kukri.server.reasoning_parser import ReasoningParser
 
 
 def split(text: str, cuts: list[int], inside: bool = False) -> tuple[str, str]:
@@ -17,12 +17,12 @@ def split(text: str, cuts: list[int], inside: bool = False) -> tuple[str, str]:
 
 def positions(text: str, cuts: list[int], inside: bool) -> tuple[str, str, int | None, int | None]:
     """(thoughts, answer, where </think> begins, where the answer does)."""
-    splitter, thoughts, answer = ReasoningSplit(inside=inside), "", ""
+    splitter, thoughts, answer = ReasoningParser(inside=inside), "", ""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = [text[a:b] for a, b in pairwise(places)]
     for new in [*map(splitter.push, pieces), splitter.flush()]:
         thoughts, answer = thoughts + new[0], answer + new[1]
-    return thoughts, answer, splitter.thoughts_end, splitter.answer_start
+    return thoughts, answer, splitter.reasoning_end, splitter.answer_start
 
 
 CASES = [
@@ -52,9 +52,9 @@ def test_thoughts_are_split_off(text, inside, expected):
 @given(st.text("<think>/ \nab", max_size=40), st.booleans(), st.lists(st.integers(0, 100), max_size=8))
 def test_chopping_changes_nothing(text, inside, cuts):
     """Catches a tag that is missed where it falls between two tokens."""
-    thoughts, answer, thoughts_end, answer_start = positions(text, [], inside)
-    assert positions(text, cuts, inside) == (thoughts, answer, thoughts_end, answer_start)
-    if thoughts_end is not None:
-        assert text[thoughts_end:].startswith("</think>")
-        assert text[:thoughts_end].rstrip().endswith(thoughts)
+    thoughts, answer, reasoning_end, answer_start = positions(text, [], inside)
+    assert positions(text, cuts, inside) == (thoughts, answer, reasoning_end, answer_start)
+    if reasoning_end is not None:
+        assert text[reasoning_end:].startswith("</think>")
+        assert text[:reasoning_end].rstrip().endswith(thoughts)
     assert text[len(text) if answer_start is None else answer_start :] == answer

@@ -1,6 +1,6 @@
-"""Tool calls told apart from the text around them, as both grow.
+"""Parses tool calls out of an answer as it grows.
 
-`ToolSplit` takes text and gives text and calls: the same ones however the text was cut into pieces.
+`ToolParser` takes text and gives content and calls: the same ones however the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kukri.server.tool_dialects import CODE, CODE_END, ToolDialect
+from kukri.tokenizer import n_partial
 
 _ARGUMENTS = ("arguments", "parameters")  # how models name them, whatever they were trained on
 _NAME = re.compile(r"([\w.\-]{1,64})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?")
@@ -26,8 +27,8 @@ class CallDelta(NamedTuple):
     arguments: str
 
 
-class ToolSplit:
-    """Splits a text into what is said and what is called. White space around calls belongs to neither.
+class ToolParser:
+    """Splits a text into content and calls. White space around calls belongs to neither.
 
     A call that is none, because it is no JSON or has no name, stays text. `parameters` are the names of each
     tool's parameters, in order, for calls written as code.
@@ -41,8 +42,8 @@ class ToolSplit:
             "code": self._code,
         }  # fmt: skip
         self._state = "start"
-        self._held = ""  # what is not yet known to be text or call
-        self._raw = ""  # what becomes text again if no call comes of it
+        self._held = ""  # text not yet known to be content or call
+        self._raw = ""  # text that is content after all if no call comes of it
         self._scan = _CallScan()
         self._n_sent = -1  # characters of the arguments; -1: not even the name
         self._n_calls = 0
@@ -50,7 +51,7 @@ class ToolSplit:
         self._events: list[str | CallDelta] = []
 
     def push(self, text: str) -> list[str | CallDelta]:
-        """What is new, in order."""
+        """The new content and calls, in order."""
         self._held += text
         while self._held and self._steps[self._state]():
             pass
@@ -58,7 +59,7 @@ class ToolSplit:
         return events
 
     def flush(self) -> list[str | CallDelta]:
-        """What was held back, when no more text comes."""
+        """The content and calls held back, when no more text comes."""
         self._is_last = True
         events = self.push("")
         self._is_last = False
@@ -85,7 +86,7 @@ class ToolSplit:
             self._held = self._held.lstrip()
         found = [(at, o) for o in self._openers if (at := self._held.find(o)) >= 0]
         if not found:
-            n_safe = len(self._held[: len(self._held) - _n_begun(self._held, self._openers)].rstrip())
+            n_safe = len(self._held[: len(self._held) - n_partial(self._held, self._openers)].rstrip())
             self._say(self._held[:n_safe])
             self._held = self._held[n_safe:]
             return False
@@ -171,7 +172,7 @@ class ToolSplit:
         return True
 
     def _tell(self) -> None:
-        """What is new of the call that is being read."""
+        """Emits the new part of the call that is being read."""
         arguments = self._scan.arguments
         if self._scan.is_done and not arguments:
             arguments = "{}"
@@ -186,7 +187,7 @@ class ToolSplit:
         self._is_behind_call, self._raw = True, ""
 
     def _give_up(self) -> None:
-        """What was taken for a call is text."""
+        """Emits the held text: it was no tool call."""
         raw, self._raw, self._state = self._raw, "", "text"
         self._say(raw)
 
@@ -267,14 +268,6 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _n_begun(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of a text that begins one of the marks."""
-    for n in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
-        if any(mark.startswith(text[-n:]) for mark in marks):
-            return n
-    return 0
 
 
 def _calls_in(code: str, parameters: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, Any]]] | None:

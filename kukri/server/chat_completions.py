@@ -1,0 +1,155 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kukri.server.chat_request import ChatRequest, only_grammar
+from kukri.server.choice import Choice
+from kukri.server.logprobs import chat_logprobs
+from kukri.server.reply import ChunkWriter, Reply, usage
+from kukri.server.schema import ChatBody, NamedTool
+from kukri.server.service import Chat, Service
+from kukri.server.tool_parser import CallDelta
+
+_NAMES = {"prompt": "messages"}
+
+
+async def complete_chat(service: Service, body: ChatBody, http: Request) -> Response:
+    """The response to a chat completion."""
+    model = service.check_model(body.model)
+    chat = await service.open(parse_chat(body), http.scope)
+    return Reply(service, chat.call, ChatWriter(service, chat, body, model), stream=bool(body.stream))
+
+
+def parse_chat(body: ChatBody) -> ChatRequest:
+    """The request of a body. Raises RequestError."""
+    choice = body.tool_choice or "auto"
+    format = body.response_format.as_grammar() if body.response_format is not None else None
+    return ChatRequest(
+        messages=[message.model_dump(exclude_none=True) for message in body.messages],
+        sampling=body.sampling(
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prediction=body.prediction.text if body.prediction else None,
+        ),
+        functions=[tool.function.model_dump(exclude_none=True) for tool in body.tools or ()],
+        tool_choice="required" if isinstance(choice, NamedTool) else choice,
+        tool_name=choice.function.name if isinstance(choice, NamedTool) else None,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=only_grammar([body.form, format]),
+        effort=body.reasoning_effort,
+        thinking_budget=body.thinking_token_budget,
+        template_variables=body.chat_template_kwargs or {},
+        user=body.user or "",
+        priority=body.priority or 0,
+        names=_NAMES | ({"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}),
+    )
+
+
+class ChatWriter(ChunkWriter):
+    """Writes chat completions, whole or as chunks."""
+
+    def __init__(self, service: Service, chat: Chat, body: ChatBody, model: str) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, chat.call, body, model, kind=kind, id_kind="chatcmpl")
+        self._body, self._choices = body, chat.choices
+        self._calls: list[list[dict[str, Any]]] = [[] for _ in self._choices]
+        self._reasoning = [""] * len(self._choices)
+        self._contents = [""] * len(self._choices)
+        self._has_role = [False] * len(self._choices)
+
+    def advance(self) -> bytes:
+        """Takes what came; its chunks, if it is a stream."""
+        events = ""
+        for i, choice in enumerate(self._choices):
+            if self._is_ended[i]:
+                continue
+            reasoning, content = choice.advance()
+            if self._body.stream:
+                events += self._chunks(i, choice, reasoning, content)
+            else:
+                self._reasoning[i] += reasoning
+                self._contents[i] += content
+                self._add_calls(i, choice)
+        return events.encode()
+
+    def body(self) -> dict[str, Any]:
+        """The completion."""
+        choices = []
+        for i, choice in enumerate(self._choices):
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": self._contents[i] or (None if self._reasoning[i] or self._calls[i] else ""),
+                "refusal": None,
+            }
+            if self._reasoning[i]:
+                message["reasoning_content"] = self._reasoning[i]
+            if self._calls[i]:
+                message["tool_calls"] = self._calls[i]
+            choices.append(
+                {
+                    "index": i,
+                    "message": message,
+                    "logprobs": self._logprobs(choice),
+                    "finish_reason": choice.finish_reason,
+                }
+            )
+        body = {**self._head, "choices": choices, "usage": self._usage()}
+        return body if self._body.metadata is None else {**body, "metadata": self._body.metadata}
+
+    def _chunks(self, i: int, choice: Choice, reasoning: str, content: str) -> str:
+        finish_reason = choice.finish_reason
+        if not (reasoning or content or choice.tokens or choice.calls or finish_reason):
+            return ""
+        events = ""
+        if not self._has_role[i]:
+            self._has_role[i] = True
+            events += self._chunk(i, '{"role":"assistant","content":"","refusal":null}')
+        if reasoning:
+            events += self._chunk(i, f'{{"reasoning_content":{quote(reasoning)}}}')
+        if content or choice.tokens:
+            logprobs = json.dumps(self._logprobs(choice)) if choice.tokens else "null"
+            choice.tokens = []
+            events += self._chunk(i, f'{{"content":{quote(content)}}}', logprobs)
+        for call in choice.calls:
+            events += self._chunk(i, f'{{"tool_calls":[{json.dumps(self._call_delta(choice, call))}]}}')
+        choice.calls = []
+        if finish_reason is not None:
+            self._is_ended[i] = True
+            events += self._chunk(i, "{}", finish_reason=f'"{finish_reason}"')
+        return events
+
+    def _chunk(self, i: int, delta: str, logprobs: str = "null", finish_reason: str = "null") -> str:
+        return self._event(
+            f'{{"index":{i},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish_reason}}}'
+        )
+
+    def _call_delta(self, choice: Choice, call: CallDelta) -> dict[str, Any]:
+        if call.name is None:
+            return {"index": call.place, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.place, "id": choice.new_call_id(), "type": "function", "function": function}
+
+    def _add_calls(self, i: int, choice: Choice) -> None:
+        for call in choice.calls:
+            delta = self._call_delta(choice, call)
+            if call.name is None:
+                self._calls[i][-1]["function"]["arguments"] += call.arguments
+            else:
+                del delta["index"]
+                self._calls[i].append(delta)
+        choice.calls = []
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return {"content": chat_logprobs(self._service.tokenizer, choice.tokens), "refusal": None}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._call, sum(choice.n_reasoning for choice in self._choices))

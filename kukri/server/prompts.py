@@ -1,0 +1,168 @@
+"""From a conversation to the token ids of its prompt, by the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from kukri.errors import RequestError
+from kukri.sampling import Grammar, ThoughtLimit
+from kukri.server.chat_request import ChatRequest
+from kukri.server.reasoning_parser import CLOSE, OPEN
+from kukri.server.tool_dialects import ToolDialect, dialect_of
+from kukri.tokenizer import ChatTemplate, Tokenizer
+
+MAX_TEMPLATE_VARIABLES = 32
+# names that the template gets from elsewhere
+_RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "tokenizer", "self"}
+
+
+class ChatPrompts:
+    """Renders and encodes conversations, and knows from the template how the model reasons and calls tools.
+
+    Rendering runs on a thread of its own. Errors are RequestErrors that name `messages`,
+    `chat_template_kwargs`, `reasoning_effort` or `thinking_token_budget`.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template, self.tokenizer = template, tokenizer
+        self.dialect = dialect_of(template.source, tokenizer.vocabulary.id_of)
+        self._source = template.source or ""
+
+    @property
+    def knows_effort(self) -> bool:
+        """Whether the template reads a reasoning effort."""
+        return "reasoning_effort" in self._source or "enable_thinking" in self._source
+
+    async def of(self, request: ChatRequest) -> list[int]:
+        """The token ids of a request's prompt."""
+        return await self.encode(
+            request.messages, request.template_variables, effort=request.effort, tools=request.shown_tools
+        )
+
+    async def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        effort: str | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """The token ids of a conversation; `options` are those of `ChatTemplate.encode`."""
+        given = {**self._effort(effort), **self._checked(variables)}
+        messages = self._readable(messages, given)
+        return await asyncio.to_thread(self.template.encode, self.tokenizer, messages, **options, **given)
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, **options: Any
+    ) -> str:
+        """The text of a conversation; `options` are those of `ChatTemplate.render`."""
+        given = self._checked(variables)
+        return await asyncio.to_thread(
+            self.template.render, self._readable(messages, given), **options, **given
+        )
+
+    def ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt has begun the model's reasoning for it."""
+        return self._end_of(prompt_ids).endswith(OPEN)
+
+    def with_reasoning(self, grammar: Grammar, prompt_ids: Sequence[int], effort: str | None) -> Grammar:
+        """The grammar of an answer to a prompt, before which a model that can may reason.
+
+        With the effort "none" it may not, unless the template has begun the reasoning.
+        """
+        end = self._end_of(prompt_ids)
+        if end.endswith(OPEN):
+            return replace(grammar, thoughts="open")
+        can = OPEN in self._source and not end.endswith(CLOSE)
+        return replace(grammar, thoughts="possible") if can and effort != "none" else grammar
+
+    def reasoning_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ThoughtLimit | None:
+        """The limit of the reasoning in the answer to a prompt. Raises RequestError if the model has none."""
+        if n_tokens is None:
+            return None
+        ids = [self.tokenizer.vocabulary.id_of.get(tag) for tag in (OPEN, CLOSE)]
+        if ids[0] is None or ids[1] is None:
+            raise RequestError(
+                f"the model has no tokens {OPEN} and {CLOSE} to reason between",
+                param="thinking_token_budget",
+                code="unsupported_parameter",
+            )
+        return ThoughtLimit(n_tokens, ids[0], ids[1], self.ends_in_reasoning(prompt_ids))
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(prompt_ids[-8:]).rstrip()
+
+    def _readable(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The messages as the template prints all of them: results of tools carry the tools' names.
+
+        Calls are written into the texts if the template would leave them out, as SmolLM3's does.
+        """
+        named = _with_tool_names(messages)
+        dialect = self.dialect
+        if dialect is None or not dialect.closer or "tool_calls" in self._source:
+            return named
+        return _with_calls_in_texts(named, replace(dialect, reads_code=bool(variables.get("python_tools"))))
+
+    def _checked(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Variables for the chat template; each has to be one that it reads."""
+        given = given or {}
+        if len(given) > MAX_TEMPLATE_VARIABLES:
+            raise RequestError(f"more than {MAX_TEMPLATE_VARIABLES} variables", param="chat_template_kwargs")
+        for name in given:
+            if name in _RESERVED or not name.isidentifier() or name not in self._source:
+                raise RequestError(
+                    f"the model's chat template takes no variable {name[:100]!r}",
+                    param=f"chat_template_kwargs.{name[:100]}",
+                    code="unsupported_parameter",
+                )
+        return dict(given)
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        """The template's variable for an effort to reason."""
+        if effort is None:
+            return {}
+        if "reasoning_effort" in self._source:
+            return {"reasoning_effort": effort}
+        if "enable_thinking" in self._source:
+            return {"enable_thinking": effort != "none"}
+        raise RequestError(
+            "the model's chat template knows no effort to reason",
+            param="reasoning_effort",
+            code="unsupported_parameter",
+        )
+
+
+def _with_tool_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the messages; the result of a tool carries the name of its tool."""
+    copies = [dict(message) for message in messages]
+    names = {
+        call["id"]: call["function"]["name"] for message in copies for call in message.get("tool_calls", ())
+    }
+    for message in copies:
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+    return copies
+
+
+def _with_calls_in_texts(messages: Sequence[Mapping[str, Any]], dialect: ToolDialect) -> list[dict[str, Any]]:
+    """The messages with their calls at the end of the texts too.
+
+    Arguments that are no JSON objects are left to the template to refuse.
+    """
+    written = []
+    for message in map(dict, messages):
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            with suppress(ValueError, AttributeError, RecursionError):
+                given = [(f["name"], json.loads(f["arguments"] or "{}")) for f in functions]
+                texts = [message.get("content") or "", dialect.written(given)]
+                message["content"] = "\n".join(text for text in texts if text)
+        written.append(message)
+    return written
