@@ -229,6 +229,12 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may ask; repeatable.")
     ] = None,
+    any_model: Annotated[
+        bool, typer.Option("--any-model", help="Answer whatever model a request names; without it 404.")
+    ] = False,
+    chat_template_file: Annotated[
+        Path | None, typer.Option(help="Jinja template to use instead of the model's own.")
+    ] = None,
     max_context: MaxContext = None,
     max_requests: MaxRequests = 16,
     kv_memory: KVMemory = None,
@@ -262,6 +268,8 @@ def serve(
         aliases=alias or [],
         api_key_file=api_key_file,
         cors_origins=cors_origin or [],
+        any_model=any_model,
+        chat_template_file=chat_template_file,
         loading={
             "max_context": max_context,
             "max_requests": max_requests,

@@ -78,7 +78,8 @@ class LLM:
     with room for as many contexts, or of `kv_bytes`, in float16 or q8_0. `rope_scaling`, "linear", "dynamic"
     or "yarn", stretches the model's context `rope_factor` times. `speculation` computes drafts beside a
     token, which change none, unless a request says otherwise: "ngram" looks them up in the text, "draft"
-    runs `draft_model`, a small model of the same tokens; "off" does without.
+    runs `draft_model`, a small model of the same tokens; "off" does without. `chat_template` is the
+    source of a Jinja template to use instead of the file's.
 
     Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
     see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
@@ -102,6 +103,7 @@ class LLM:
         rope_factor: float | None = None,
         speculation: Speculation | None = None,
         draft_model: str | os.PathLike[str] | None = None,
+        chat_template: str | None = None,
     ) -> None:
         self.options = ModelOptions(
             model=None if model is None else os.fspath(model),
@@ -117,6 +119,7 @@ class LLM:
             rope_factor=rope_factor,
             speculation=speculation,
             draft_model=None if draft_model is None else os.fspath(draft_model),
+            chat_template=chat_template,
         )
         loaded = open_model(self.options)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config

@@ -39,6 +39,7 @@ class ModelOptions:
     rope_factor: float | None = None
     speculation: Speculation | None = None
     draft_model: str | None = None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def open_model(options: ModelOptions) -> LoadedModel:
     with open_checkpoint(path, options.quantize) as checkpoint:
         config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
         tokenizer = load_tokenizer(checkpoint.tokenizer)
+        if options.chat_template is not None:
+            tokenizer.chat_template = options.chat_template
         if tokenizer.n_vocab != config.n_vocab:
             raise FormatError(
                 f"{tokenizer.n_vocab} tokens for {config.n_vocab} rows of the embedding", path=path

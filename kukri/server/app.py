@@ -89,13 +89,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=[
-                "anthropic-version",
-                "authorization",
-                "content-type",
-                "x-api-key",
-                "x-request-id",
-            ],
+            allow_headers=["*"],  # clients have many of their own
             expose_headers=["request-id", "retry-after", "x-request-id"],
         )
     _add_openai_routes(app, service)
@@ -170,20 +164,24 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         """The token ids of a text or a conversation."""
         service.check_model(body.model)
         if body.messages is not None:
-            ids = await service.prompts.encode(
-                [message.model_dump(exclude_none=True) for message in body.messages],
-                body.chat_template_kwargs,
-                add_generation_prompt=body.add_generation_prompt,
+            messages = [message.as_dict() for message in body.messages]
+            ids = await service.prompts.encode(messages, **body.options())
+        elif body.content is not None:
+            ids = await service.encode(
+                body.content, add_special=body.add_special, parse_special=body.parse_special
             )
         else:
             assert body.prompt is not None, "the schema wants one of them"
             ids = await service.encode(body.prompt, add_special=body.add_special_tokens)
         texts = [service.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+        tokens: list[Any] = ids
+        if body.with_pieces:
+            tokens = [{"id": i, "piece": _piece(service.tokenizer.token_bytes(i))} for i in ids]
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": service.llm.engine.max_context,
-                "tokens": ids,
+                "tokens": tokens,
                 "token_strs": texts,
             }
         )
@@ -197,18 +195,23 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         except RequestError as error:
             error.param = "tokens"
             raise
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": text, "content": text})  # vLLM's name for it, and llama.cpp's
 
     @app.post("/apply-template", response_class=JSONResponse)
     async def apply_template(body: TemplateBody) -> Response:
         """The prompt that a conversation becomes."""
         service.check_model(body.model)
-        text = await service.prompts.render(
-            [message.model_dump(exclude_none=True) for message in body.messages],
-            body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-        )
+        messages = [message.as_dict() for message in body.messages]
+        text = await service.prompts.render(messages, **body.options())
         return Response(json.dumps({"prompt": text}), media_type="application/json")  # lone surrogates too
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text as llama.cpp writes it: bytes that are no text as numbers."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 def _add_state_routes(app: FastAPI, service: Service) -> None:

@@ -32,7 +32,7 @@ def parse_chat(body: ChatBody) -> ChatRequest:
     choice = body.tool_choice or "auto"
     format = body.response_format.as_grammar() if body.response_format is not None else None
     return ChatRequest(
-        messages=[message.model_dump(exclude_none=True) for message in body.messages],
+        messages=[message.as_dict() for message in body.messages],
         sampling=body.sampling(
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -43,6 +43,8 @@ def parse_chat(body: ChatBody) -> ChatRequest:
         tool_name=choice.function.name if isinstance(choice, NamedTool) else None,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         grammar=only_grammar([body.form, format]),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
         effort=body.reasoning_effort,
         thinking_budget=body.thinking_token_budget,
         template_variables=body.chat_template_kwargs or {},

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kukri.answer import Answer
 from kukri.sampling import SampledToken
 from kukri.server.bridge import Call
-from kukri.server.logprobs import legacy_logprobs
+from kukri.server.logprobs import legacy_logprobs, vllm_logprobs
 from kukri.server.reply import ChunkWriter, Reply, usage
 from kukri.server.schema import CompletionBody
 from kukri.server.service import Service
@@ -28,7 +28,7 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
         body.sampling(
             max_tokens=max(max_tokens, 1),  # of none at all, one is computed and not shown
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=_n_prompt_logprobs(body),
             grammar=body.form,
         )
     )
@@ -36,6 +36,12 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
     call = await service.submit(prompts, params, http.scope, user=body.user, priority=body.priority)
     writer = CompletionWriter(service, call, body, model, prompts, hides_answer=max_tokens == 0)
     return Reply(service, call, writer, stream=bool(body.stream))
+
+
+def _n_prompt_logprobs(body: CompletionBody) -> int | None:
+    """The most likely tokens wanted for each token of the prompt; None for none."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((n for n in wanted if n is not None), default=None)
 
 
 async def _prompts(service: Service, body: CompletionBody) -> list[list[int]]:
@@ -65,6 +71,7 @@ class CompletionWriter(ChunkWriter):
         self._tokens: list[list[tuple[int, SampledToken]]] = [[] for _ in range(n)]
         self._n_shown = [0] * n  # characters, the prompt's included
         self._has_echoed = [not body.echo] * n
+        self._n_ids_sent = [0] * n  # token ids
 
     def advance(self) -> bytes:
         """Takes what came; its chunks, if it is a stream."""
@@ -102,9 +109,12 @@ class CompletionWriter(ChunkWriter):
         if self._body.logprobs is not None:
             self._tokens[i] += [(self._n_shown[i] + start, token) for start, token in tokens]
 
+    def _prompt_of(self, i: int) -> list[int]:
+        return self._prompts[i * len(self._prompts) // len(self._call.answers)]
+
     def _echo(self, i: int) -> tuple[str, list[tuple[int, SampledToken]]]:
         """The prompt's text, and its tokens with their log-probabilities, where asked for."""
-        prompt = self._prompts[i * len(self._prompts) // len(self._call.answers)]
+        prompt = self._prompt_of(i)
         stream = TextStream(self._service.tokenizer, skip_special=False)
         text, starts = "", []
         for token_id in prompt:
@@ -130,7 +140,22 @@ class CompletionWriter(ChunkWriter):
         reason = self._call.answers[i].finish_reason
         if self._hides_answer and reason is not None:
             reason = "length"
-        return {"index": index, "text": self._texts[i], "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "text": self._texts[i], "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, **self._vllm_fields(i)}
+
+    def _vllm_fields(self, i: int) -> dict[str, Any]:
+        """The fields that vLLM has beyond OpenAI's, if they are requested."""
+        fields: dict[str, Any] = {}
+        answer, n_sent = self._call.answers[i], self._n_ids_sent[i]
+        if self._body.return_token_ids:
+            self._n_ids_sent[i] = n = 0 if self._hides_answer else answer.n_tokens
+            fields["token_ids"] = answer.request.tokens[answer.request.n_prompt :][n_sent:n].tolist()
+            fields["prompt_token_ids"] = None if n_sent else list(self._prompt_of(i))
+        if self._body.prompt_logprobs is not None:
+            scores = answer.request.prompt_logprobs
+            entries = vllm_logprobs(self._service.tokenizer, scores, self._body.prompt_logprobs)
+            fields["prompt_logprobs"] = [None, *entries]
+        return fields
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self._call, 0)

@@ -58,3 +58,26 @@ def _legacy_top(tokenizer: Tokenizer, token: SampledToken, n_top: int) -> dict[s
     for token_id, logprob in (*(token.top_logprobs or ())[:n_top], (token.id, token.logprob)):
         top.setdefault(token_string(tokenizer, token_id), logprob)
     return top
+
+
+def vllm_logprobs(
+    tokenizer: Tokenizer, tokens: Iterable[SampledToken], n_top: int
+) -> list[dict[str, dict[str, Any]]]:
+    """The `prompt_logprobs` of vLLM: for each token, it and the most likely ones, by id.
+
+    A token that is not among the most likely has no rank.
+    """
+    entries = []
+    for token_id, logprob, top in tokens:
+        ranked: list[tuple[int, float | None, int | None]] = [
+            (i, value, rank) for rank, (i, value) in enumerate((top or ())[:n_top], 1)
+        ]
+        if token_id not in (i for i, _, _ in ranked):
+            ranked.append((token_id, logprob, None))
+        entries.append(
+            {
+                str(i): {"logprob": value, "rank": rank, "decoded_token": token_string(tokenizer, i)}
+                for i, value, rank in ranked
+            }
+        )
+    return entries

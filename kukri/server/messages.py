@@ -25,7 +25,6 @@ from kukri.server.messages_schema import (
     ToolUseBlock,
     TurnMessage,
 )
-from kukri.server.prompts import ChatPrompts
 from kukri.server.reply import Reply
 from kukri.server.service import Chat, Service
 from kukri.server.tool_parser import CallDelta
@@ -42,14 +41,14 @@ _NAMES = {
 async def answer_message(service: Service, body: MessagesBody, http: Request) -> Response:
     """The response to a message."""
     model = service.check_model(body.model)
-    chat = await service.open(parse_message(body, service.prompts), http.scope)
+    chat = await service.open(parse_message(body), http.scope)
     return Reply(service, chat.call, MessageWriter(chat, body, model), stream=bool(body.stream))
 
 
 async def count_tokens(service: Service, body: PromptBody) -> Response:
     """How many tokens the prompt of a message has."""
     service.check_model(body.model)
-    request = parse_message(body, service.prompts)
+    request = parse_message(body)
     try:
         prompt = await service.prompts.of(request)
     except RequestError as error:
@@ -57,8 +56,8 @@ async def count_tokens(service: Service, body: PromptBody) -> Response:
     return JSONResponse({"input_tokens": len(prompt)})
 
 
-def parse_message(body: PromptBody, prompts: ChatPrompts) -> ChatRequest:
-    """The request of a body. Raises RequestError if the model cannot do what is asked."""
+def parse_message(body: PromptBody) -> ChatRequest:
+    """The request of a body, whose answer continues a last message of the assistant. Raises RequestError."""
     choice = body.tool_choice or MessageToolChoice(type="auto")
     more: dict[str, Any] = {"sampling": {}}
     if isinstance(body, MessagesBody):
@@ -80,23 +79,23 @@ def parse_message(body: PromptBody, prompts: ChatPrompts) -> ChatRequest:
         tool_choice=_CHOICES[choice.type],
         tool_name=choice.name,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        effort=_effort(body, prompts),
+        continue_final_message=body.messages[-1].role == "assistant",
+        effort=_effort(body),
         thinking_budget=body.thinking.budget_tokens if body.thinking is not None else None,
         names=_NAMES,
         **more,
     )
 
 
-def _effort(body: PromptBody, prompts: ChatPrompts) -> str | None:
-    """The effort to reason; a model that never reasons need not be told not to."""
+def _effort(body: PromptBody) -> str | None:
+    """The effort to reason."""
     thinking = body.thinking
     effort = body.output_config.effort if body.output_config is not None else None
     if thinking is None or thinking.type == "adaptive":
         return effort
     if thinking.type == "disabled" and effort is not None:
         raise RequestError("output_config.effort is about thinking, which is disabled", param="thinking")
-    default = "none" if thinking.type == "disabled" else "medium"
-    return effort or (default if prompts.knows_effort else None)
+    return effort or ("none" if thinking.type == "disabled" else "medium")
 
 
 @dataclass

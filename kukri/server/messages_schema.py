@@ -8,7 +8,18 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
-from kukri.server.schema import NO_CALLS, NO_STORE, Body, MaxTokens, Refused, Sampling, ToolName, form_of
+from kukri.server.schema import (
+    HINTS,
+    NO_CALLS,
+    NO_STORE,
+    Body,
+    MaxTokens,
+    Piece,
+    Refused,
+    Sampling,
+    ToolName,
+    form_of,
+)
 
 _NO_TOOLSETS = "tools are functions with an input_schema"
 
@@ -20,7 +31,7 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class TextBlock(Body):
+class TextBlock(Piece):
     """A text."""
 
     refused: ClassVar[Refused] = {"citations": (([],), "there are no documents to cite")}
@@ -29,7 +40,7 @@ class TextBlock(Body):
     cache_control: CacheControl | None = None
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(Piece):
     """The thoughts of an earlier turn; the signature means nothing here."""
 
     type: Literal["thinking"]
@@ -37,7 +48,7 @@ class ThinkingBlock(Body):
     signature: str | None = None
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Piece):
     """A call of an earlier turn."""
 
     refused: ClassVar[Refused] = {
@@ -56,7 +67,7 @@ Texts = Annotated[
 ]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(Piece):
     """What a tool gave; `is_error` puts "Error: " before it."""
 
     refused: ClassVar[Refused] = {"toolset_name": ((), _NO_TOOLSETS)}
@@ -70,7 +81,7 @@ class ToolResultBlock(Body):
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class TurnMessage(Body):
+class TurnMessage(Piece):
     """A turn of a conversation. Calls and thoughts are the assistant's, results the user's."""
 
     role: Literal["user", "assistant", "system"]
@@ -89,7 +100,7 @@ class TurnMessage(Body):
         return self
 
 
-class MessageTool(Body):
+class MessageTool(Piece):
     """A function that the model may call. Tools of Anthropic's servers are refused by their types."""
 
     refused: ClassVar[Refused] = {
@@ -160,7 +171,7 @@ class OutputConfig(Body):
     format: MessageFormat | None = None
 
 
-class Metadata(Body):
+class Metadata(Piece):
     """Whose request it is: the queue is fair among users."""
 
     user_id: str | None = None
@@ -170,11 +181,11 @@ class PromptBody(Body):
     """A request to /v1/messages/count_tokens: what makes a prompt."""
 
     refused: ClassVar[Refused] = {
-        "context_management": ((), "a context is not compacted"),
         "mcp_servers": (([],), NO_CALLS),
         "speed": (("standard",), "there is one speed"),
     }
-    model: str
+    ignored = HINTS | {"context_management"}
+    model: str | None = None
     messages: Annotated[list[TurnMessage], Field(min_length=1)]
     system: Texts | None = None
     tools: Annotated[list[MessageTool], Field(max_length=128)] | None = None
@@ -183,21 +194,11 @@ class PromptBody(Body):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
-    @model_validator(mode="after")
-    def _agrees(self) -> PromptBody:
-        if self.messages[-1].role == "assistant":
-            raise RequestError(
-                "the last message is the assistant's: an answer begins anew, prefilling is not supported",
-                param="messages",
-            )
-        return self
-
 
 _REFUSED: Refused = {
     "container": ((), "nothing is run here"),
     "diagnostics": ((), NO_STORE),
     "inference_geo": ((), "there is one place"),
-    "service_tier": (("auto", "standard_only"), "there is one tier"),
 }
 
 

@@ -116,6 +116,8 @@ class Middleware:
         scope["kukri.client"] = client
         if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             return None
+        if scope["method"] == "OPTIONS":  # a browser's preflight, which carries no key
+            return None
         if self._keys:
             key = self._keys.find(headers.get("authorization"), headers.get("x-api-key"))
             if key is None:

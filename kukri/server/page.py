@@ -104,7 +104,7 @@ def add_page(app: FastAPI, service: Service) -> None:
         """Begins an answer and gives the fragment that opens its stream."""
         service.check_model(body.model)
         asked = ChatRequest(
-            messages=[message.model_dump(exclude_none=True) for message in body.messages],
+            messages=[message.as_dict() for message in body.messages],
             sampling=body.sampling(max_tokens=body.max_tokens),
             names={"prompt": "messages"},
         )

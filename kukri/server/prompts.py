@@ -13,7 +13,7 @@ from kukri.errors import RequestError
 from kukri.sampling import Grammar, ThoughtLimit
 from kukri.server.chat_request import ChatRequest
 from kukri.server.reasoning_parser import CLOSE, OPEN
-from kukri.server.tool_dialects import ToolDialect, dialect_of
+from kukri.server.tool_dialects import GENERIC, ToolDialect, dialect_of, introduction
 from kukri.tokenizer import ChatTemplate, Tokenizer
 
 MAX_TEMPLATE_VARIABLES = 32
@@ -25,23 +25,23 @@ class ChatPrompts:
     """Renders and encodes conversations, and knows from the template how the model reasons and calls tools.
 
     Rendering runs on a thread of its own. Errors are RequestErrors that name `messages`,
-    `chat_template_kwargs`, `reasoning_effort` or `thinking_token_budget`.
+    `chat_template_kwargs` or `thinking_token_budget`.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.template, self.tokenizer = template, tokenizer
-        self.dialect = dialect_of(template.source, tokenizer.vocabulary.id_of)
+        self.dialect = dialect_of(template.source, tokenizer.vocabulary.id_of) or GENERIC
         self._source = template.source or ""
-
-    @property
-    def knows_effort(self) -> bool:
-        """Whether the template reads a reasoning effort."""
-        return "reasoning_effort" in self._source or "enable_thinking" in self._source
 
     async def of(self, request: ChatRequest) -> list[int]:
         """The token ids of a request's prompt."""
         return await self.encode(
-            request.messages, request.template_variables, effort=request.effort, tools=request.shown_tools
+            request.messages,
+            request.template_variables,
+            effort=request.effort,
+            tools=request.shown_tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
         )
 
     async def encode(
@@ -50,36 +50,42 @@ class ChatPrompts:
         variables: Mapping[str, Any] | None = None,
         *,
         effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[int]:
         """The token ids of a conversation; `options` are those of `ChatTemplate.encode`."""
         given = {**self._effort(effort), **self._checked(variables)}
-        messages = self._readable(messages, given)
-        return await asyncio.to_thread(self.template.encode, self.tokenizer, messages, **options, **given)
+        readable = self._readable(messages, given, tools)
+        return await asyncio.to_thread(self.template.encode, self.tokenizer, **readable, **options, **given)
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
     ) -> str:
         """The text of a conversation; `options` are those of `ChatTemplate.render`."""
         given = self._checked(variables)
-        return await asyncio.to_thread(
-            self.template.render, self._readable(messages, given), **options, **given
-        )
+        readable = self._readable(messages, given, tools)
+        return await asyncio.to_thread(self.template.render, **readable, **options, **given)
 
     def ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt has begun the model's reasoning for it."""
         return self._end_of(prompt_ids).endswith(OPEN)
 
-    def with_reasoning(self, grammar: Grammar, prompt_ids: Sequence[int], effort: str | None) -> Grammar:
+    def with_reasoning(self, grammar: Grammar, prompt_ids: Sequence[int], request: ChatRequest) -> Grammar:
         """The grammar of an answer to a prompt, before which a model that can may reason.
 
-        With the effort "none" it may not, unless the template has begun the reasoning.
+        With the effort "none", or in the middle of a message, it may not, unless the prompt has begun the
+        reasoning.
         """
         end = self._end_of(prompt_ids)
         if end.endswith(OPEN):
             return replace(grammar, thoughts="open")
         can = OPEN in self._source and not end.endswith(CLOSE)
-        return replace(grammar, thoughts="possible") if can and effort != "none" else grammar
+        may = can and request.effort != "none" and not request.continue_final_message
+        return replace(grammar, thoughts="possible") if may else grammar
 
     def reasoning_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ThoughtLimit | None:
         """The limit of the reasoning in the answer to a prompt. Raises RequestError if the model has none."""
@@ -98,17 +104,24 @@ class ChatPrompts:
         return self.tokenizer.decode(prompt_ids[-8:]).rstrip()
 
     def _readable(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """The messages as the template prints all of them: results of tools carry the tools' names.
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> dict[str, Any]:
+        """The messages and tools as the template prints all of them: results carry the tools' names.
 
-        Calls are written into the texts if the template would leave them out, as SmolLM3's does.
+        Calls are written into the texts if the template would leave them out, as SmolLM3's does. For a
+        template that knows no tools, the system message shows them and results are the user's.
         """
         named = _with_tool_names(messages)
         dialect = self.dialect
-        if dialect is None or not dialect.closer or "tool_calls" in self._source:
-            return named
-        return _with_calls_in_texts(named, replace(dialect, reads_code=bool(variables.get("python_tools"))))
+        if dialect.is_generic:
+            return {"messages": _without_tool_roles(_with_calls_in_texts(named, dialect), tools)}
+        if dialect.closer and "tool_calls" not in self._source:
+            dialect = replace(dialect, reads_code=bool(variables.get("python_tools")))
+            named = _with_calls_in_texts(named, dialect)
+        return {"messages": named, "tools": tools}
 
     def _checked(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Variables for the chat template; each has to be one that it reads."""
@@ -125,18 +138,12 @@ class ChatPrompts:
         return dict(given)
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
-        """The template's variable for an effort to reason."""
-        if effort is None:
-            return {}
-        if "reasoning_effort" in self._source:
+        """The template's variable for an effort to reason, if it reads any."""
+        if effort is not None and "reasoning_effort" in self._source:
             return {"reasoning_effort": effort}
-        if "enable_thinking" in self._source:
+        if effort is not None and "enable_thinking" in self._source:
             return {"enable_thinking": effort != "none"}
-        raise RequestError(
-            "the model's chat template knows no effort to reason",
-            param="reasoning_effort",
-            code="unsupported_parameter",
-        )
+        return {}
 
 
 def _with_tool_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -164,5 +171,37 @@ def _with_calls_in_texts(messages: Sequence[Mapping[str, Any]], dialect: ToolDia
                 given = [(f["name"], json.loads(f["arguments"] or "{}")) for f in functions]
                 texts = [message.get("content") or "", dialect.written(given)]
                 message["content"] = "\n".join(text for text in texts if text)
+                if dialect.is_generic:
+                    del message["tool_calls"]
         written.append(message)
     return written
+
+
+def _without_tool_roles(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The messages with tools in the system message, and their results in messages of the user."""
+    plain: list[dict[str, Any]] = []
+    if tools:
+        is_first = messages[0]["role"] in ("system", "developer")
+        given = [_text(messages[0])] if is_first else []
+        messages = messages[1:] if is_first else messages
+        plain = [{"role": "system", "content": "\n\n".join([*given, introduction(tools)])}]
+    is_open = False  # the last message holds results, which the user's next message joins
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            content = f"<tool_response>\n{_text(message)}\n</tool_response>"
+            message = {"role": "user", "content": content}
+        if is_open and message["role"] == "user":
+            plain[-1]["content"] += "\n" + _text(message)
+        else:
+            plain.append(message)
+        is_open = is_result
+    return plain
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """The content of a message, its parts joined."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -9,11 +9,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
 from kukri.server.schema import (
+    HINTS,
     NO_CALLS,
     NO_STORE,
     TEXT_ONLY,
     Body,
     MaxTokens,
+    Piece,
     Refused,
     Sampling,
     ToolName,
@@ -25,7 +27,7 @@ _NO_NAMESPACES = ((), "tools have no namespaces")
 Status = Literal["completed", "incomplete", "in_progress"]
 
 
-class InputText(Body):
+class InputText(Piece):
     """A part of an item: text."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -45,7 +47,7 @@ Texts = Annotated[
 ]
 
 
-class InputItem(Body):
+class InputItem(Piece):
     """Something among the items of `input`; id and status are those of an item that came from here."""
 
     id: str | None = None
@@ -61,7 +63,7 @@ class MessageItem(InputItem):
     content: Texts
 
 
-class ThoughtsText(Body):
+class ThoughtsText(Piece):
     """A part of thoughts."""
 
     type: Literal["reasoning_text"]
@@ -123,7 +125,7 @@ Item = Annotated[
 Items = Annotated[list[Item], Field(min_length=1)]
 
 
-class FunctionTool(Body):
+class FunctionTool(Piece):
     """A function that the model may call: the one kind of tool."""
 
     refused: ClassVar[Refused] = {
@@ -172,7 +174,7 @@ class TextFormat(Body):
 class TextOptions(Body):
     """How a response is written."""
 
-    refused: ClassVar[Refused] = {"verbosity": (("medium",), "the model takes no such hint")}
+    ignored = frozenset({"verbosity"})
     format: TextFormat | None = None
 
 
@@ -195,22 +197,16 @@ class ResponseBody(Sampling):
         "access_programs": ((), "there are none"),
         "background": ((False,), NO_STORE),
         "background_options": ((), NO_STORE),
-        "context_management": (([],), "a context is not compacted"),
         "conversation": ((), NO_STORE),
         "image": ((), TEXT_ONLY),
         "max_tool_calls": ((), NO_CALLS),
         "moderation": ((), "nothing is moderated here"),
         "previous_response_id": ((), NO_STORE),
         "prompt": ((), NO_STORE),
-        "prompt_cache_key": ((), "prompts are cached without keys"),
-        "prompt_cache_options": ((), "prompts are cached without options"),
-        "prompt_cache_retention": (("in_memory",), "prompts are cached in memory alone"),
-        "safety_identifier": ((), "there are no safety checks; name a user in `user`"),
-        "service_tier": (("auto", "default"), "there is one tier"),
-        "store": ((False,), NO_STORE),
         "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
         "truncation": (("disabled",), "a prompt that is too long is an error"),
     }
+    ignored = HINTS | {"context_management"}
     input: Annotated[Annotated[str, Tag("str")] | Annotated[Items, Tag("list")], Discriminator(form_of)]
     instructions: str | None = None
     # the thoughts that encrypted_content would carry into the next request are in the items themselves

@@ -1,8 +1,8 @@
-"""The bodies of requests: every field is honoured, or refused by name.
+"""The bodies of requests: every field that can change an answer is honoured, or refused by name.
 
 Fields that OpenAI's API has and kukri cannot honour are in the `refused` tables, each with the values that
-ask for nothing and with the reason; any other field that is not declared is an error too. Fields beyond
-OpenAI's are spelled as in vLLM.
+ask for nothing and with the reason; hints that cannot change an answer are ignored. Any other field that is
+not declared is an error unless it is null. Fields beyond OpenAI's are spelled as in vLLM.
 """
 
 from __future__ import annotations
@@ -21,17 +21,31 @@ Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that cha
 TEXT_ONLY = "the model reads and writes text alone"
 NO_CALLS = "this server calls no tools itself"
 NO_STORE = "nothing is stored on this server"
-# what clients of vLLM and llama.cpp send though it is so anyway
+# fields of vLLM and llama.cpp, with the values that ask for what is so anyway
 _ELSEWHERE: Refused = {
-    "add_generation_prompt": ((True,), "an answer is asked for"),
     "cache_prompt": ((True,), "prompts are always cached"),
-    "continue_final_message": ((False,), "an answer begins anew"),
+    "id_slot": ((-1,), "there are no slots"),
+    "include_reasoning": ((True,), "reasoning is always shown"),
     "include_stop_str_in_output": ((False,), "stop strings are not shown"),
     "length_penalty": ((1.0,), "there is no beam search"),
+    "min_keep": ((0,), "samplers keep one token at least"),
+    "n_keep": ((0,), "a context is not shifted"),
+    "n_probs": ((0,), "use logprobs"),
+    "post_sampling_probs": ((False,), "log-probabilities are the model's own"),
+    "return_progress": ((False,), "there are no events of progress"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "skip_special_tokens": ((True,), "control tokens are not shown"),
     "spaces_between_special_tokens": ((True, False), "control tokens are not shown"),
+    "timings_per_token": ((False,), "use /metrics"),
     "use_beam_search": ((False,), "there is no beam search"),
 }
+# hints that cannot change an answer: taken and ignored
+HINTS = frozenset(
+    {
+        "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "request_id", "safety_identifier", "service_tier", "store", "user", "verbosity",
+    }
+)  # fmt: skip
 # fields of SamplingParams that bodies give in another form, or not at all
 _OTHER_FORM = {
     "top_k", "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "logits_processors", "grammar",
@@ -45,10 +59,14 @@ MaxTokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
 class Body(BaseModel):
-    """A JSON object of exactly these fields."""
+    """A JSON object of exactly these fields; others are errors unless they are null or in `ignored`.
+
+    `refused` has fields that cannot be honoured, the values that ask for nothing, and the reason.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     refused: ClassVar[Refused] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -60,7 +78,24 @@ class Body(BaseModel):
                 raise RequestError(
                     f"{name} is not supported: {reason}", param=name, code="unsupported_parameter"
                 )
-        return {name: value for name, value in data.items() if name not in cls.refused}
+        known = cls._names()
+        left_out = cls.refused.keys() | cls.ignored
+        return {
+            name: value
+            for name, value in data.items()
+            if name in known or (name not in left_out and value is not None)
+        }
+
+    @classmethod
+    def _names(cls) -> set[str]:
+        """The fields as JSON spells them."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+
+class Piece(Body):
+    """A part of a conversation: fields beyond its own are ignored, as no template would print them."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 def form_of(value: Any) -> str:
@@ -109,7 +144,7 @@ class StructuredOutputs(Body):
 class Sampling(Body):
     """How tokens are chosen: OpenAI's fields, then those that vLLM and llama.cpp have beyond them."""
 
-    model: str
+    model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
@@ -177,12 +212,12 @@ class GenerationBody(Sampling):
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> GenerationBody:
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.include_usage and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         return self
 
 
-class TextPart(Body):
+class TextPart(Piece):
     """A part of a message: text. Other kinds are refused by name."""
 
     type: Literal["text"]
@@ -194,38 +229,48 @@ Content = Annotated[
 ]
 
 
-class FunctionCall(Body):
+class FunctionCall(Piece):
     """The call of an earlier turn."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(Piece):
     """A tool call of an earlier turn."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(Body):
-    """A message of a conversation."""
+class ChatMessage(Piece):
+    """A message of a conversation. Of an assistant without text, its refusal is the content."""
 
     refused = {
-        "name": ((), "chat templates have no place for the names of participants"),
         "audio": ((), TEXT_ONLY),
-        "refusal": (("",), "chat templates have no place for refusals"),
         "function_call": ((), "it is deprecated: use tool_calls"),
     }
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
+    name: str | None = None  # for templates that print it
+    refusal: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        message = self.model_dump(exclude_none=True)
+        refusal = message.pop("refusal", "")
+        if not message.get("tool_calls"):
+            message.pop("tool_calls", None)
+            if self.role == "assistant":
+                message.setdefault("content", refusal)
+        return message
 
-class Function(Body):
+
+class Function(Piece):
     """A function that the model may call."""
 
     name: ToolName
@@ -234,7 +279,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(Piece):
     """A tool: functions are the one kind."""
 
     type: Literal["function"]
@@ -301,20 +346,16 @@ class ChatBody(GenerationBody):
     refused = {
         **_ELSEWHERE,
         "audio": ((), TEXT_ONLY),
+        "add_special_tokens": ((False,), "the chat template has them"),
+        "best_of": ((1,), "use n"),
         "echo": ((False,), "a conversation is not repeated"),
         "function_call": (("none", "auto"), "it is deprecated: use tool_choice"),
         "functions": (([],), "it is deprecated: use tools"),
         "modalities": ((["text"],), TEXT_ONLY),
         "moderation": ((), "nothing is moderated here"),
-        "prompt_cache_key": ((), "prompts are cached without keys"),
-        "prompt_cache_options": ((), "prompts are cached without options"),
-        "prompt_cache_retention": (("in_memory",), "prompts are cached in memory alone"),
-        "safety_identifier": ((), "there are no safety checks; name a user in `user`"),
-        "service_tier": (("auto", "default"), "there is one tier"),
-        "store": ((False,), NO_STORE),
-        "verbosity": (("medium",), "the model takes no such hint"),
         "web_search_options": ((), "this server searches nothing"),
     }
+    ignored = HINTS
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -329,6 +370,8 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # the answer goes on with the last message
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
 
@@ -339,6 +382,11 @@ class ChatBody(GenerationBody):
             raise RequestError("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
         return self
 
 
@@ -348,7 +396,12 @@ TokenIds = Annotated[list[int], Field(min_length=1)]
 class CompletionBody(GenerationBody):
     """A request to /v1/completions."""
 
-    refused = {**_ELSEWHERE, "suffix": (("",), "the model does not fill in the middle")}
+    refused = {
+        **_ELSEWHERE,
+        "add_special_tokens": ((True,), "a text gets the tokens that the model wants around it"),
+        "suffix": (("",), "the model does not fill in the middle"),
+    }
+    ignored = HINTS - {"user"}
     prompt: (
         str
         | TokenIds
@@ -358,6 +411,8 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # of each token of the prompt
+    return_token_ids: bool | None = None  # of prompt and answer
     max_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
 
     @model_validator(mode="after")
@@ -367,24 +422,46 @@ class CompletionBody(GenerationBody):
             raise RequestError(f"best_of must be at least n, {n}, not {best_of}", param="best_of")
         if best_of is not None and best_of > n and self.stream:
             raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         return self
 
 
-class TokenizeBody(Body):
-    """A request to /tokenize: a text, or messages."""
+class PromptText(Body):
+    """The conversation of /tokenize and /apply-template."""
 
     model: str | None = None
-    prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The options of `ChatPrompts.encode` and `render`."""
+        return {
+            "variables": self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
+            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None,
+        }
+
+
+class TokenizeBody(PromptText):
+    """A request to /tokenize: `prompt` or `messages` as vLLM has them, or `content` as llama.cpp has it."""
+
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: bool = True  # to a prompt
+    add_special: bool = False  # to a content, whose control tokens count unless parse_special is false
+    parse_special: bool = True
+    return_token_strs: bool = False
+    with_pieces: bool = False  # each token with its text
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise RequestError("give either prompt or messages", param="prompt")
+        if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
+            raise RequestError("give one of prompt, content and messages", param="prompt")
         return self
 
 
@@ -395,13 +472,10 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
-class TemplateBody(Body):
+class TemplateBody(PromptText):
     """A request to /apply-template."""
 
-    model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ErrorDetail(BaseModel):

@@ -46,13 +46,14 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The name that an answer carries. Raises ModelNotFoundError on a name that is not served."""
-        if name is not None and name not in self.settings.model_names:
-            raise ModelNotFoundError(name, self.settings.model_names)
-        return name or self.settings.model_names[0]
+        names = self.settings.model_names
+        if name is not None and name not in names and not self.settings.any_model:
+            raise ModelNotFoundError(name, names)
+        return name if name in names else names[0]
 
-    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    async def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The token ids of a plain prompt, with the tokens that the model wants around a text."""
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special, parse_special)
 
     async def open(self, request: ChatRequest, scope: Scope) -> Chat:
         """Queues a chat. Raises RequestError, in the client's names of fields, and CapacityError."""
@@ -64,7 +65,7 @@ class Service:
                 vocabulary = self.tokenizer.vocabulary
                 grammar = toolbox.grammar(vocabulary.id_of, vocabulary.special_ids)
             if grammar is not None:
-                grammar = self.prompts.with_reasoning(grammar, prompt, request.effort)
+                grammar = self.prompts.with_reasoning(grammar, prompt, request)
             limit = self.prompts.reasoning_limit(request.thinking_budget, prompt)
             params = self.params({**request.sampling, "grammar": grammar, "thoughts": limit})
             call = await self.submit(

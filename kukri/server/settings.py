@@ -16,6 +16,7 @@ class ServerSettings:
     """
 
     model_names: tuple[str, ...]  # the first is the one that answers carry
+    any_model: bool = False  # requests may name any model, and get this one
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 2 << 20

@@ -35,6 +35,7 @@ class ToolDialect:
     names_first: bool = False
     reads_code: bool = False  # <code>name(key=value)</code> is a call too
     id_length: int | None = None  # that the template insists on
+    is_generic: bool = False  # the template knows no tools: the system prompt shows them
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -63,8 +64,27 @@ MISTRAL = ToolDialect("mistral", "[TOOL_CALLS]", bracket="[", separators="],", i
 MISTRAL_NAMES = ToolDialect("mistral", "[TOOL_CALLS]", names_first=True, id_length=9)
 
 
+GENERIC = ToolDialect("generic", "<tool_call>", "</tool_call>", is_generic=True)  # always with a grammar
+_INTRODUCTION = """\
+You can call functions. Each line between <tools> and </tools> describes one of them:
+<tools>
+{tools}
+</tools>
+Call a function by writing its name and its arguments as JSON, like this:
+<tool_call>
+{{"name": "NAME", "arguments": {{"PARAMETER": "VALUE"}}}}
+</tool_call>
+The results come between <tool_response> and </tool_response>."""
+
+
+def introduction(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The part of a system prompt that shows tools and the form `GENERIC` to a model without one."""
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    return _INTRODUCTION.format(tools="\n".join(lines))
+
+
 def dialect_of(template: str | None, tokens: Mapping[str, int]) -> ToolDialect | None:
-    """The dialect of a model with this chat template and these tokens; None where it takes no tools."""
+    """The dialect of a model with this chat template and these tokens; None if it has none of its own."""
     if template is None or not re.search(r"\btools\b", template):
         return None
     if MISTRAL.opener in template or MISTRAL.opener in tokens:

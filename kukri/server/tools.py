@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from kukri.errors import RequestError
 from kukri.sampling import Grammar
 from kukri.server.chat_request import ChatRequest
 from kukri.server.tool_dialects import ToolDialect, call_grammar
@@ -25,16 +24,10 @@ class Toolbox:
     is_strict: bool  # the arguments follow their schemas
 
     @classmethod
-    def of(cls, request: ChatRequest, dialect: ToolDialect | None) -> Toolbox | None:
-        """The tools of a request; None for none. Raises RequestError if the model has no dialect."""
+    def of(cls, request: ChatRequest, dialect: ToolDialect) -> Toolbox | None:
+        """The tools of a request; None for none."""
         if not request.uses_tools:
             return None
-        if dialect is None:
-            raise RequestError(
-                "the model's chat template knows no tools, or kukri not the way in which it calls them",
-                param="tools" if request.functions else "chat_template_kwargs",
-                code="unsupported_parameter",
-            )
         named = request.tool_name
         functions = [f for f in request.functions if named is None or f["name"] == named]
         return cls(
@@ -42,7 +35,7 @@ class Toolbox:
             functions,
             many=request.parallel_tool_calls and named is None,
             required=request.tool_choice == "required",
-            is_strict=any(function.get("strict") for function in functions),
+            is_strict=dialect.is_generic or any(function.get("strict") for function in functions),
         )
 
     def parser(self) -> ToolParser:

@@ -25,6 +25,8 @@ def serve_model(
     aliases: list[str],
     api_key_file: Path | None,
     cors_origins: list[str],
+    any_model: bool,
+    chat_template_file: Path | None,
     loading: dict[str, Any],
     kv_memory: str | None,
     max_waiting: int,
@@ -48,6 +50,7 @@ def serve_model(
         model_names=tuple(dict.fromkeys([*aliases, default_name(model)])),
         api_keys=read_keys(api_key_file),
         cors_origins=tuple(cors_origins),
+        any_model=any_model,
         max_body_bytes=n_bytes(max_body, "max_body"),
         max_waiting=max_waiting,
         rate_limit=rate_limit,
@@ -58,12 +61,13 @@ def serve_model(
     if log_level not in _LOG_LEVELS:
         raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {log_level!r}")
     kv_bytes = None if kv_memory is None else n_bytes(kv_memory, "kv_memory")
+    template = None if chat_template_file is None else _read(chat_template_file, "chat template")
     configure_logs(as_json=log_json, level=log_level)
     with bound_socket(host, port) as bound:
         from kukri.llm import LLM
         from kukri.server.app import create_app
 
-        with LLM(model, kv_bytes=kv_bytes, **loading) as llm:
+        with LLM(model, kv_bytes=kv_bytes, chat_template=template, **loading) as llm:
             _warm_up(llm)
             app = create_app(llm, settings)
             _announce(settings, bound, llm)
@@ -98,15 +102,19 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     if file is None:
         keys = os.environ.get("KUKRI_API_KEY", "").split(",")
     else:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the file of API keys cannot be read: {error}") from None
+        lines = _read(file, "API keys").splitlines()
         keys = [line.partition("#")[0] for line in lines]
     found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
     if file is not None and not found:
         raise ConfigError(f"{file} holds no API key: write one a line")
     return found
+
+
+def _read(file: Path, name: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the file of the {name} cannot be read: {error}") from None
 
 
 def n_bytes(text: str, name: str) -> int:

@@ -35,15 +35,20 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """The prompt for a conversation in OpenAI's form.
 
+        With `continue_final_message` it ends with the content of the last message, for the model to go on.
         `kwargs` go to the template (`enable_thinking`, ...). Content given in parts is joined by newlines,
         arguments of tool calls are parsed. Raises RequestError for messages that are malformed or that the
         template refuses, FormatError when the template itself is broken.
         """
-        return self._render(_checked(messages), add_generation_prompt, _checked_tools(tools), kwargs)
+        checked = _checked(messages)
+        if continue_final_message:
+            return self._render_open(checked, _checked_tools(tools), kwargs)
+        return self._render(checked, add_generation_prompt, _checked_tools(tools), kwargs)
 
     def encode(
         self,
@@ -51,6 +56,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """The token ids of `render`, where control tokens come from the template alone.
@@ -70,10 +76,29 @@ class ChatTemplate:
 
         guarded_messages: list[dict[str, Any]] = _map_texts(_checked(messages), guard)
         guarded_tools = _map_texts(_checked_tools(tools), guard)
-        prompt = self._render(
-            guarded_messages, add_generation_prompt, guarded_tools, _map_texts(kwargs, guard)
-        )
+        variables = _map_texts(kwargs, guard)
+        if continue_final_message:
+            prompt = self._render_open(guarded_messages, guarded_tools, variables)
+        else:
+            prompt = self._render(guarded_messages, add_generation_prompt, guarded_tools, variables)
         return tokenizer.encode_marked(prompt)
+
+    def _render_open(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """The prompt up to the end of the last message's content."""
+        last = messages[-1]
+        if last["role"] != "assistant" or not isinstance(last["content"], str):
+            raise RequestError("only a text of the assistant can be continued", param="messages")
+        end = 2 * TEXT_MARK  # a template that trims the content leaves its white space before the mark
+        opened = [*messages[:-1], {**last, "content": last["content"] + end}]
+        before, found, _ = self._render(opened, False, tools, kwargs).rpartition(end)
+        if not found:
+            raise RequestError("the model's chat template cannot continue the last message", param="messages")
+        return before
 
     def _render(
         self,

@@ -277,6 +277,33 @@ def test_only_listed_origins_may_ask(small):
         assert refused.headers["access-control-allow-origin"] == "https://good.example"
 
 
+def test_a_preflight_needs_no_key(small):
+    """Catches a browser's preflight, which carries no key, that is refused for it; and headers of clients."""
+    ask = {
+        "origin": "https://good.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-stainless-lang",
+    }
+    with serving(small, api_keys=("k",)) as server, server.http() as http:
+        refused = http.options("/v1/completions", headers=ask)
+        assert refused.status_code == 405
+        assert "access-control-allow-origin" not in refused.headers
+    with (
+        serving(small, api_keys=("k",), cors_origins=("https://good.example",)) as server,
+        server.http() as http,
+    ):
+        allowed = http.options("/v1/completions", headers=ask)
+        assert allowed.status_code == 200
+        assert "x-stainless-lang" in allowed.headers["access-control-allow-headers"]
+
+
+def test_any_model_may_be_named_if_the_server_says_so(small):
+    """Catches a name that is refused though every one is served, and an answer under a stranger's name."""
+    with serving(small, any_model=True) as server, server.http() as http:
+        answer = http.post("/v1/completions", json=ASK | {"model": "gpt-9"})
+        assert answer.json()["model"] == MODEL
+
+
 def test_metrics_count_what_happened(small):
     """Catches histograms that nobody feeds, and pages or tokens that are not counted."""
     with serving(small) as server, server.http() as http:

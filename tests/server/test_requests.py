@@ -42,9 +42,10 @@ ASK = {
 )
 def test_every_field_of_openai_is_known(params, body):
     """Catches a field of the API that is unknown here, instead of honoured or refused for a reason."""
-    unknown = set(params.__annotations__) - set(body.model_fields) - set(body.refused)
+    unknown = set(params.__annotations__) - set(body.model_fields) - set(body.refused) - body.ignored
     assert not unknown
     assert not set(body.model_fields) & set(body.refused)
+    assert not body.ignored & set(body.refused)
 
 
 def test_refused_fields_are_named(served):
@@ -64,6 +65,121 @@ def test_neutral_values_of_refused_fields_are_taken(served):
             neutral = {name: (values or (None,))[0] for name, (values, _) in body.refused.items()}
             response = http.post(path, json=ASK[path] | neutral)
             assert response.status_code == 200, response.text
+
+
+HINTS = {
+    "prompt_cache_key": "a", "safety_identifier": "u", "service_tier": "priority", "store": True,
+    "verbosity": "low", "metadata": {"a": "b"}, "user": "u", "temprature": None,
+}  # fmt: skip
+HINTED = {
+    CHAT: {
+        **HINTS, "reasoning_effort": "low", "stream_options": {"include_usage": False}, "logit_bias": {},
+        "tool_choice": "auto", "parallel_tool_calls": True, "tools": [], "n_probs": 0, "best_of": 1,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}],
+                      "name": "Bob", "colour": "red"}],
+    },
+    TEXT: {**HINTS, "suffix": "", "best_of": 1, "echo": False, "add_special_tokens": True},
+    RESPONSE: {
+        **HINTS, "reasoning": {"effort": "low"}, "context_management": [{"type": "compaction"}],
+        "text": {"verbosity": "low"}, "input": [{"role": "user", "content": "Hi", "colour": "red"}],
+    },
+    "/v1/messages": {
+        "context_management": {"edits": []}, "metadata": {"user_name": "a"}, "service_tier": "fast",
+        "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"},
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "colour": 1}], "id": "a"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", list(HINTED))
+def test_hints_that_change_no_answer_are_taken(served, path):
+    """Catches clients refused for a hint, and one that changes what they get."""
+
+    def answer(body):
+        response = http.post(path, json=body | {"temperature": 0})
+        assert response.status_code == 200, response.text
+        found = response.json()
+        parts = found.get("choices") or found.get("output") or found["content"]
+        return [{**part, "id": None} for part in parts]
+
+    with served.http() as http:
+        plain = ASK.get(path, ASK[CHAT])
+        assert answer(plain | HINTED[path]) == answer(plain)
+        unnamed = {name: value for name, value in plain.items() if name != "model"}
+        assert answer(unnamed) == answer(plain)
+
+
+def test_a_history_without_content_is_taken(served, offline):
+    """Catches an assistant's null content that becomes an error, or the text None in the prompt."""
+    said = [{"role": "user", "content": "Hi"}, None, {"role": "user", "content": "So?"}]
+    for silent, content in (
+        ({"content": None}, ""),
+        ({"content": None, "tool_calls": [], "refusal": None}, ""),
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
+    ):
+        said[1] = {"role": "assistant", **silent}
+        with served.http() as http:
+            prompt = http.post("/apply-template", json={"messages": said}).json()["prompt"]
+        said[1] = {"role": "assistant", "content": content}
+        assert prompt == offline.chat_template.render(said)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_the_assistants_last_message_is_continued(served, offline, path):
+    """Catches an answer that begins anew, a space that is lost, and a turn that is ended before it."""
+    turn = {"role": "assistant", "content": "The capital of France is "}
+    messages = [{"role": "user", "content": "What is the capital of France?"}, turn]
+    start = offline.chat_template.render(messages[:1]) + turn["content"]
+    ids = offline.tokenizer.encode(start, parse_special=True)
+    expected = offline.generate(ids, temperature=0, max_tokens=5).text
+    body = {"model": MODEL, "messages": messages, "max_tokens": 5, "temperature": 0}
+    more = {"continue_final_message": True, "add_generation_prompt": False} if path == CHAT else {}
+    with served.http() as http:
+        answer = http.post(path, json=body | more).json()
+        text = answer["choices"][0]["message"]["content"] if path == CHAT else answer["content"][0]["text"]
+        assert text == expected
+        shown = http.post("/apply-template", json={"messages": messages, "continue_final_message": True})
+        assert shown.json()["prompt"] == start
+        tokens = http.post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()
+        assert tokens["tokens"] == ids
+
+
+def test_prompt_logprobs_and_token_ids_as_vllm_has_them(served, offline):
+    """Catches scores of the wrong token, ids that miss the last one, and ids that are sent twice."""
+    prompt = offline.tokenizer.encode("The capital of France is")
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    expected = offline.generate(prompt, max_tokens=4, temperature=0).token_ids
+    with served.http() as http:
+        (choice,) = http.post(TEXT, json=body | {"prompt_logprobs": 2}).json()["choices"]
+        chunks = [chunk["choices"][0] for chunk in events(http.post(TEXT, json=body | {"stream": True}))]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, expected)
+    assert [i for chunk in chunks for i in chunk["token_ids"]] == expected
+    assert [chunk["prompt_token_ids"] for chunk in chunks] == [prompt] + [None] * (len(chunks) - 1)
+    scores = choice["prompt_logprobs"]
+    assert scores[0] is None
+    logits = offline.logits(prompt)
+    for i in range(1, len(prompt)):
+        row = log_softmax(logits[i - 1])
+        assert scores[i][str(prompt[i])]["logprob"] == pytest.approx(row[prompt[i]], abs=1e-4)
+        ranks = {entry["rank"]: int(token) for token, entry in scores[i].items()}
+        assert [ranks[1], ranks[2]] == np.argsort(-row)[:2].tolist()
+        assert ranks.get(None, prompt[i]) == prompt[i]
+
+
+def test_tokenize_speaks_llama_cpps_form_too(served, offline):
+    """Catches control tokens of a content that are text, tokens that are added, and pieces in halves."""
+    text = "<|im_start|>é😀"
+    with served.http() as http:
+        ask = {"content": text, "with_pieces": True}
+        plain = http.post("/tokenize", json={"content": text}).json()["tokens"]
+        pieces = http.post("/tokenize", json=ask).json()["tokens"]
+        as_text = http.post("/tokenize", json={"content": text, "parse_special": False}).json()["tokens"]
+        assert http.post("/detokenize", json={"tokens": plain}).json()["content"] == text
+    assert plain == offline.tokenizer.encode(text, parse_special=True)
+    assert as_text == offline.tokenizer.encode(text)
+    assert [piece["id"] for piece in pieces] == plain
+    spelled = b"".join(p.encode() if isinstance(p := piece["piece"], str) else bytes(p) for piece in pieces)
+    assert spelled.decode() == text
 
 
 @pytest.mark.parametrize("path", list(ASK))
@@ -100,8 +216,6 @@ WRONG = [
     (CHAT, {"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "user", "content": "Hi", "name": "Bob"}]}, "name"),
-    (CHAT, {"messages": [{"role": "user", "content": "Hi", "colour": "red"}]}, "messages[0].colour"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -116,7 +230,10 @@ WRONG = [
     (CHAT, {"logit_bias": {"1": 101}}, None),
     (CHAT, {"stop": ""}, "stop"),
     (CHAT, {"stop": ["a"] * 17}, "stop"),
-    (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+    (CHAT, {"continue_final_message": True}, "messages"),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    (TEXT, {"suffix": "the end"}, "suffix"),
+    (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
@@ -172,7 +289,7 @@ def test_wrong_values_are_named(served, path, wrong, param):
             "at most max_completion_tokens, 3",
         ),
         (RESPONSE, {"min_tokens": 9}, "min_tokens", "at most max_output_tokens, 2"),
-        (RESPONSE, {"reasoning": {"effort": "low"}}, "reasoning.effort", "effort"),
+        (RESPONSE, {"thinking_token_budget": 3}, "thinking_token_budget", "<think>"),
         (
             "/v1/messages",
             {"thinking": {"type": "enabled", "budget_tokens": 1}},
@@ -416,6 +533,12 @@ def thinking(smollm2_path):
         llm.tokenizer.chat_template += "{% if enable_thinking %}<think>\n{% endif %}"
         with serving(llm) as server:
             yield server
+
+
+def test_another_template_can_be_given(smollm2_path):
+    """Catches a template that is loaded and not used."""
+    with LLM(smollm2_path, max_context=64, chat_template="{{ messages[0].content }}!") as llm:
+        assert llm.chat_template.render([{"role": "user", "content": "Hi"}]) == "Hi!"
 
 
 def test_thoughts_are_no_content(thinking):

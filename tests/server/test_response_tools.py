@@ -199,12 +199,6 @@ def test_wrong_tools_are_named(tooled, changes, param):
         check_error(http.post("/v1/responses", json=REQUIRED | changes), 400, param)
 
 
-def test_a_model_without_tools_says_so(served):
-    """Catches tools that are taken and never shown to the model."""
-    with pytest.raises(openai.BadRequestError, match="knows no tools"):
-        served.client.responses.create(model=MODEL, input="Hi", tools=[TIME])
-
-
 # ---- thoughts
 
 

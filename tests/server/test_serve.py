@@ -179,6 +179,7 @@ def test_what_is_wrong_is_said_in_one_line(smollm2_path, tmp_path):
     assert "max_body" in failure(model, "--max-body", "big")
     assert "max_waiting" in failure(model, "--max-waiting", "0")
     assert "API keys" in failure(model, "--api-key-file", str(tmp_path / "nowhere"))
+    assert "chat template" in failure(model, "--chat-template-file", str(tmp_path / "nowhere"))
     assert "nowhere.gguf" in failure("nowhere.gguf", "--port", "0")
     assert "max_context" in failure(model, "--port", "0", "--max-context", "99999999")
     assert "log level" in failure(model, "--log-level", "loud")

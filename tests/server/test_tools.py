@@ -6,7 +6,6 @@ import json
 from itertools import pairwise
 from typing import Any
 
-import openai
 import pytest
 from bodies import check_chat, check_chunk, check_error, events
 from conftest import MODEL
@@ -338,7 +337,12 @@ def test_wrong_tools_are_named(tooled, changes, param):
         check_error(http.post("/v1/chat/completions", json=body), 400, param)
 
 
-def test_a_model_without_tools_says_so(served):
-    """Catches tools that are taken and never shown to the model."""
-    with pytest.raises(openai.BadRequestError, match="knows no tools"):
-        served.client.chat.completions.create(messages=QUESTION, model=MODEL, tools=TOOLS)
+def test_the_template_gets_the_tools_of_apply_template_and_tokenize(tooled):
+    """Catches a prompt that is shown or counted without the tools that a chat would have."""
+    body = {"messages": QUESTION, "tools": TOOLS}
+    with tooled.http() as http:
+        shown = http.post("/apply-template", json=body).json()["prompt"]
+        counted = http.post("/tokenize", json=body).json()["count"]
+    assert "The weather of a city" in shown
+    answer = tooled.client.chat.completions.create(model=MODEL, max_tokens=1, **body)
+    assert answer.usage.prompt_tokens == counted
