@@ -25,7 +25,7 @@ from kukri.evaluate.divergence import divergence
 from kukri.evaluate.text import read_text
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.tensor_names import canonical_name
+from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels.types import FloatArray
 from kukri.quant.blocks import dequantize
@@ -123,7 +123,7 @@ def _dequantized(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Flo
     """Every tensor in float32 under the name that transformers gives it, q and k in its order of rows."""
     source = GGUFWeights(file, config)
     for tensor in file.tensors.values():
-        name = canonical_name(tensor.name)
+        name = hf_name(tensor.name)
         if len(tensor.shape) == 1:
             yield name, source.vector(name, tensor.shape[0]).copy()
         else:

@@ -20,7 +20,7 @@ def test_a_quote_is_in_its_file(path: str, quote: str) -> None:
 
 def test_the_model_is_quoted_whole() -> None:
     """A page that leaves out the hard part."""
-    assert len(QUOTES) > 10
+    assert len(QUOTES) > 6
     assert (
         dict(QUOTES)["kukri/models/starcoder2.py"]
         == (ROOT / "kukri/models/starcoder2.py").read_text().strip()

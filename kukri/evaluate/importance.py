@@ -36,7 +36,8 @@ def importance_matrix(
     room = chunk_tokens - len(bos)
     if room < 1:
         raise ConfigError(f"chunks of {chunk_tokens} tokens hold no text: use longer ones")
-    hook_of = {gguf_name(name): hook for name, hook in linear_inputs(llm.model).items()}
+    inputs = linear_inputs(llm.model)
+    hook_of = {gguf_name(name, llm.config.architecture): hook for name, hook in inputs.items()}
     hook_of = {name: hook for name, hook in hook_of.items() if name.startswith("blk.")}
     chunks = [[*bos, *ids[start : start + room]] for start in range(0, len(ids), room)]
     cache = llm.model.new_cache(1, max(map(len, chunks)))

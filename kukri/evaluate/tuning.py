@@ -24,7 +24,6 @@ from kukri.evaluate.importance import importance_matrix
 from kukri.evaluate.text import STEP_TOKENS, bos_ids
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.tensor_names import gguf_name
-from kukri.formats.imatrix import ImportanceMatrix
 from kukri.kernels import make_backend
 from kukri.kernels.types import Backend, FloatArray, Weight
 from kukri.llm import LLM
@@ -82,10 +81,11 @@ def tune(
         ids = [*bos, *ids]
     with open_checkpoint(path) as checkpoint:
         trials = _Trials(checkpoint.weights(checkpoint.config), checkpoint.config, ids, n_threads)
+        architecture = checkpoint.config.architecture
         matrices = {
-            gguf_name(name): weight
+            gguf_name(name, architecture): weight
             for name, weight in trials.weights.items()
-            if is_quantized(gguf_name(name), weight.shape)
+            if is_quantized(gguf_name(name, architecture), weight.shape)
         }
         fitting = {name: _fitting(types, weight) for name, weight in matrices.items()}
         matrices = {name: weight for name, weight in matrices.items() if fitting[name]}
@@ -97,10 +97,16 @@ def tune(
         for i, (name, kl) in enumerate(
             trials.losses({weight.name: tried[n] for n, weight in matrices.items()})
         ):
-            measured[gguf_name(name)] = kl
+            measured[gguf_name(name, architecture)] = kl
             on_trial(i, len(matrices))
         choices = {
-            name: _choices(weight, fitting[name], tried[name], measured[name], importance)
+            name: _choices(
+                weight,
+                fitting[name],
+                tried[name],
+                measured[name],
+                importance.importance(name, weight.shape[1]),
+            )
             for name, weight in matrices.items()
         }
     chosen = allocate(choices, n_bytes - n_kept)
@@ -121,11 +127,10 @@ def _nearest(options: Sequence[QuantType], bits: float) -> QuantType:
 
 
 def _choices(
-    weight: Weight, options: Sequence[QuantType], tried: QuantType, kl: float, importance: ImportanceMatrix
+    weight: Weight, options: Sequence[QuantType], tried: QuantType, kl: float, columns: FloatArray | None
 ) -> list[Choice]:
     rows = weight.data[:: -(-len(weight.data) // _SAMPLE_ROWS)]
     exact = dequantize(rows, weight.type)
-    columns = importance.importance(gguf_name(weight.name), weight.shape[1])
 
     def error(type: QuantType) -> float:
         changed = dequantize(requantize(rows, weight.type, type, tensor=weight.name), type) - exact

@@ -18,9 +18,9 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError
-from kukri.formats.gguf.config import gguf_architecture, model_config, model_metadata, rope_tensors
+from kukri.formats.gguf.config import model_config, model_metadata, rope_tensors
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.tensor_names import canonical_name, gguf_name
+from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.weights import half_split_order
 from kukri.formats.gguf.writer import TensorSource, write_gguf
 from kukri.formats.huggingface.safetensors import (
@@ -30,6 +30,7 @@ from kukri.formats.huggingface.safetensors import (
 from kukri.formats.huggingface.weights import follows_from_config, model_prefix
 from kukri.formats.imatrix import ImportanceMatrix
 from kukri.mapped_files import release_pages
+from kukri.models import ARCHITECTURES
 from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, requantize
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
@@ -94,21 +95,29 @@ def open_gguf(path: Path) -> Iterator[Conversion]:
                     f"{file.file_of(name)}: tensor {name!r} is of type {tensor.type.name}; kukri reads"
                     f" {', '.join(BLOCKS)}"
                 )
+        config = model_config(file)
         steps = (
-            Step(name, tensor.shape, tensor.type, tensor.type, _reader(file, name), _hf_name(name))
+            Step(
+                name,
+                tensor.shape,
+                tensor.type,
+                tensor.type,
+                _reader(file, name),
+                _hf_name(name, config.architecture),
+            )
             for name, tensor in file.tensors.items()
         )
         metadata = {key: file.metadata[key] for key in file.metadata if not key.startswith("split.")}
-        yield Conversion(model_config(file), metadata, tuple(steps))
+        yield Conversion(config, metadata, tuple(steps))
 
 
 def _reader(file: GGUFFile, name: str) -> Callable[[], ByteArray]:
     return lambda: file.data(name)
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, architecture: str) -> str:
     try:
-        return canonical_name(name)
+        return hf_name(name, architecture)
     except UnsupportedError:
         return ""
 
@@ -128,7 +137,7 @@ def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Co
         if not follows_from_config(name, config.tie_embeddings):
             inside = name.startswith(prefix)
             canonical = f"model.{name.removeprefix(prefix)}" if inside else name
-            steps.append(_of_safetensors(config, file, name, gguf_name(canonical)))
+            steps.append(_of_safetensors(config, file, name, gguf_name(canonical, config.architecture)))
     steps.sort(key=_place)
     return Conversion(config, {**model_metadata(config), **text}, tuple(steps))
 
@@ -141,7 +150,7 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, store
         )
     shape, type = tensor.shape, QUANT_TYPES[tensor.dtype]
     order: Any = slice(None)
-    if gguf_architecture(config)[1].interleaved_rope and _TURNED.fullmatch(name):
+    if ARCHITECTURES[config.architecture].interleaved_rope and _TURNED.fullmatch(name):
         order = np.argsort(half_split_order(shape[0], config.d_head, config.rope.rotary_dim))
 
     def read() -> ByteArray:

@@ -1,19 +1,20 @@
-"""Models, written once against the op set of `kukri.kernels.types`. `ARCHITECTURES` names them all."""
+"""Models, written once against the op set of `kukri.kernels.types`.
+
+Each file that defines an `Architecture` adds one to `ARCHITECTURES`: nothing else lists them.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
 from kukri.kernels.types import Backend, CacheLayout, FloatArray, Ops, Tensor
+from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.layers import Parameter
-from kukri.models.llama import Llama
-from kukri.models.phi import Phi
-from kukri.models.phi3 import Phi3
-from kukri.models.qwen3 import Qwen3
-from kukri.models.starcoder2 import Starcoder2
 from kukri.models.taps import linear_inputs, tap_names
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARCHITECTURES",
+    "Architecture",
     "Forward",
     "KVCache",
     "Model",
@@ -70,31 +72,28 @@ class Model(Protocol):
         """Numbers in the model; tied embeddings count once."""
 
 
-class _Architecture(Protocol):
-    def __call__(self, config: ModelConfig, source: WeightSource) -> Model: ...
+def _architectures() -> dict[str, Architecture]:
+    """The objects in the files of this folder, by name."""
+    found = {}
+    for file in iter_modules(__path__):
+        for value in vars(import_module(f"{__name__}.{file.name}")).values():
+            if isinstance(value, Architecture):
+                found[value.name] = value
+    return found
 
 
-ARCHITECTURES: dict[str, _Architecture] = {
-    "llama": Llama,
-    "smollm3": Llama,  # NoPE layers are configuration
-    "mistral": Llama,  # so are windows
-    "qwen2": Llama,  # biases of q, k and v come with the checkpoint
-    "qwen3": Qwen3,
-    "phi": Phi,
-    "phi3": Phi3,
-    "starcoder2": Starcoder2,
-}
+ARCHITECTURES = _architectures()
 
 
 def load_model(source: WeightSource, config: ModelConfig) -> Model:
     """The model of `config.architecture` with the weights of `source`.
 
-    Raises UnsupportedError for an architecture that is not in the table, and what the source raises on
+    Raises UnsupportedError for an unknown architecture, and what the source raises on
     tensors that are missing, have another shape, or that no layer takes.
     """
     if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedError(f"architecture {config.architecture!r} is not supported: kukri runs {known}")
-    model = ARCHITECTURES[config.architecture](config, source)
+    model: Model = ARCHITECTURES[config.architecture].model(config, source)
     source.done()
     return model

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
 from kukri.kernels.types import Backend, FloatArray, KVLayer, Ops, Tensor
+from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import output_head
 from kukri.models.layers import Attention, Embedding, GatedMLP, Parameter, RMSNorm
@@ -135,3 +136,14 @@ class Llama:
     def n_parameters(self) -> int:
         """Numbers in the model; tied embeddings count once."""
         return sum(parameter.n_parameters for parameter in self.parameters)
+
+
+LLAMA = Architecture(
+    "llama",
+    Llama,
+    "LlamaForCausalLM",
+    interleaved_rope=True,
+    reads=frozenset(["attention_bias", "mlp_bias"]),
+    defaults={"num_key_value_heads": None},
+    biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
+)

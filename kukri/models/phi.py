@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.types import Ops, Tensor
+from kukri.models.architecture import Architecture
 from kukri.models.layers import MLP, Attention, LayerNorm, Parameter
 from kukri.models.llama import Llama
 
@@ -48,3 +49,24 @@ class Phi(Llama):
     block_type = PhiBlock
     norm_type = LayerNorm
     norm_name = "model.final_layernorm"
+
+
+PHI = Architecture(
+    "phi",
+    Phi,
+    "PhiForCausalLM",
+    gguf="phi2",
+    gguf_epsilon="attention.layer_norm_epsilon",
+    tensor_names={
+        "self_attn.dense": "attn_output",
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
+        "model.final_layernorm": "output_norm",
+    },
+    hf_epsilon="layer_norm_eps",
+    activation="gelu_new",
+    defaults={"num_key_value_heads": None, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
+    fixed={"qk_layernorm": False},
+    biases={"self_attn": True, "mlp": True},
+    partial_rotary=True,
+)

@@ -6,6 +6,7 @@ rotate, longrope's factors and the window are configuration.
 
 from __future__ import annotations
 
+from kukri.models.architecture import Architecture
 from kukri.models.layers import GatedMLP
 from kukri.models.llama import Block, Llama
 
@@ -26,3 +27,20 @@ class Phi3(Llama):
     """The whole model."""
 
     block_type = Phi3Block
+
+
+PHI3 = Architecture(
+    "phi3",
+    Phi3,
+    "Phi3ForCausalLM",
+    tensor_names={"mlp.gate_up_proj": "ffn_up"},
+    reads=frozenset(["sliding_window", "original_max_position_embeddings"]),
+    ignores=frozenset(["attention_bias"]),
+    defaults={
+        "num_key_value_heads": None,
+        "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096,
+    },
+    partial_rotary=True,
+    scaling_names={"su": "longrope", "yarn": "longrope"},
+)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kukri.config import ModelConfig
 from kukri.kernels.types import Ops, Tensor
+from kukri.models.architecture import Architecture
 from kukri.models.layers import Attention, HeadNorm
 from kukri.models.llama import Block, Llama
 
@@ -37,3 +38,15 @@ class Qwen3(Llama):
     """The whole model."""
 
     block_type = Qwen3Block
+
+
+QWEN3 = Architecture(
+    "qwen3",
+    Qwen3,
+    "Qwen3ForCausalLM",
+    reads=frozenset(
+        ["sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias"]
+    ),
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    biases={"self_attn": "attention_bias"},
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kukri.models.architecture import Architecture
 from kukri.models.layers import MLP, LayerNorm
 from kukri.models.llama import Block, Llama
 
@@ -25,3 +26,29 @@ class Starcoder2(Llama):
 
     block_type = Starcoder2Block
     norm_type = LayerNorm
+
+
+STARCODER2 = Architecture(
+    "starcoder2",
+    Starcoder2,
+    "Starcoder2ForCausalLM",
+    gguf_epsilon="attention.layer_norm_epsilon",
+    tensor_names={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    hf_epsilon="norm_epsilon",
+    activation="gelu_pytorch_tanh",
+    reads=frozenset(["sliding_window", "use_bias"]),
+    ignores=frozenset(
+        [
+            *("residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon"),
+            *("norm_type", "mlp_type", "attention_softmax_in_fp32", "scale_attn_weights"),
+            "scale_attention_softmax_in_fp32",
+        ]
+    ),
+    defaults={
+        "num_key_value_heads": 2,
+        "norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "use_bias": True,
+    },
+    biases={"self_attn": "use_bias", "mlp": "use_bias"},
+)

@@ -11,8 +11,9 @@ from typing import Any
 from kukri.config import ModelConfig, RopeScaling
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats import hub
+from kukri.formats.facts import SCALING_FIELDS
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.tensor_names import canonical_name
+from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.headers import GGUFNames, Headers, StoredTensor, read_headers
 from kukri.formats.huggingface.weights import SafetensorsWeights
 from kukri.models import load_model
@@ -23,13 +24,6 @@ from kukri.terminal.tables import print_facts, print_table
 
 KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")
 _LAYER = re.compile(r"(?:model\.|transformer\.)?layers\.(\d+)\.(.+)|blk\.(\d+)\.(.+)")
-_SCALING_FIELDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor", "original_context"),
-    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
-    "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor", "factors"),
-    "longrope": ("factor", "original_context", "short_factors", "long_factors"),
-}
 
 
 def show_model(
@@ -62,7 +56,11 @@ def show_model(
 def _names_of(headers: Headers) -> tuple[dict[str, str], KukriError | None]:
     """Hugging Face's name of each tensor, where there is one, and why the model cannot run."""
     config, in_gguf = headers.config, headers.form != "safetensors"
-    names = {tensor.name: _guessed(tensor.name) if in_gguf else tensor.name for tensor in headers.tensors}
+    architecture = config.architecture if config else "llama"
+    names = {
+        tensor.name: _guessed(tensor.name, architecture) if in_gguf else tensor.name
+        for tensor in headers.tensors
+    }
     if config is None or headers.problem is not None:
         return names, headers.problem
     problem: KukriError | None = None
@@ -77,9 +75,9 @@ def _names_of(headers: Headers) -> tuple[dict[str, str], KukriError | None]:
     return names, problem
 
 
-def _guessed(name: str) -> str:
+def _guessed(name: str, architecture: str) -> str:
     try:
-        return canonical_name(name)
+        return hf_name(name, architecture)
     except UnsupportedError:
         return name
 
@@ -162,7 +160,8 @@ def _config_report(config: ModelConfig | None) -> dict[str, Any]:
 
 def _scaling_report(scaling: RopeScaling) -> dict[str, Any]:
     """The parameters that a kind of scaling reads, and the attention factor that follows."""
-    given = {name: getattr(scaling, name) for name in _SCALING_FIELDS[scaling.kind]}
+    names = [name for name in SCALING_FIELDS[scaling.kind] if name != "attention_factor"]
+    given = {name: getattr(scaling, name) for name in names}
     if scaling.factors:  # they say it all
         given = {"factors": scaling.factors}
     return {"kind": scaling.kind, **given, "attention_factor": attention_factor(scaling)}

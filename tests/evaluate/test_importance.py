@@ -59,7 +59,7 @@ def inputs_by_transformers(model) -> dict[str, np.ndarray]:
 def test_sums_are_those_of_transformers_layers(kind: str, tmp_path: Path) -> None:
     """A matrix that is given another one's inputs, tokens left out or counted twice, in any architecture."""
     path, model = make(tmp_path / "hf", kind)
-    want = {gguf_name(name): sums for name, sums in inputs_by_transformers(model).items()}
+    want = {gguf_name(name, kind): sums for name, sums in inputs_by_transformers(model).items()}
     with LLM(path, backend="reference", max_context=CHUNK) as llm:
         found = importance_matrix(llm, IDS, CHUNK, "text")
     assert set(found.sums) == set(want)

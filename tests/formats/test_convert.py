@@ -170,10 +170,7 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, capsys:
     assert "blk.1.ffn_down.weight" in capsys.readouterr().out
 
 
-WRITTEN_BACK = [kind for kind in KINDS if not kind.startswith("starcoder2")]
-
-
-@pytest.mark.parametrize("kind", WRITTEN_BACK)
+@pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(kind: str, tmp_path: Path) -> None:
     """A directory that transformers reads as another model than the one it saved."""
     directory, model = make(tmp_path / "hf", kind)

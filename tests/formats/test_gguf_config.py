@@ -173,7 +173,7 @@ def test_rope_factors_are_tensors(config_of):
     ("changes", "tensors", "message"),
     [
         ({"type": "yarn"}, {}, "'llama.rope.scaling.factor' is missing"),
-        ({"type": "yarn", "factor": 0.0}, {}, "above 0"),
+        ({"type": "yarn", "factor": -1.0}, {}, "above 0"),
         ({"type": "linear", "factor": 1e30}, {}, "at most 1048576"),
         ({"type": "yarn", "factor": 2.0, "yarn_beta_slow": 64.0}, {}, "beta_slow"),
         ({}, {"rope_freqs.weight": (5,)}, "5 RoPE factors for 6"),
@@ -294,13 +294,13 @@ def test_nonsense_is_named(config_of, key, value, message):
         ("general.architecture", "clip", "'clip' is not supported: kukri runs llama"),
         ("llama.rope.scaling.type", "ntk", "'ntk': kukri runs none, linear"),
         ("llama.rope.scaling.type", "llama3", "'llama3'"),  # GGUF has it as a tensor
-        ("llama.rope.scaling.alpha", 1000.0, "unknown"),
+        ("llama.rope.scaling.alpha", 1000.0, "must be 0"),
         ("llama.rope.scale_linear", 2.0, "must be 1.0"),
         ("llama.expert_count", 8, "must be 0"),
         ("llama.attention.causal", False, "must be True"),
         ("llama.attention.causal", [1, 1], "must be True"),
         ("llama.attention.value_length", 24, "is 24"),
-        ("llama.logit_scale", 0.5, "unknown"),
+        ("llama.logit_scale", 0.5, "must be 1.0"),
     ],
 )
 def test_features_that_kukri_lacks_are_refused(config_of, key, value, message):

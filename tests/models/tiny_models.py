@@ -133,8 +133,10 @@ def make(
         "pad_token_id": 0, "attn_implementation": "eager",
         "rope_parameters": _rope("default"),
     }  # fmt: skip
-    epsilon = {"Phi": "layer_norm_eps", "Starcoder2": "norm_epsilon"}.get(tiny.hf_type, "rms_norm_eps")
-    hf_config = getattr(transformers, f"{tiny.hf_type}Config")(**{**common, epsilon: 1e-5, **tiny.hf})
+    config_class = getattr(transformers, f"{tiny.hf_type}Config")
+    epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+    epsilon = {key: 1e-5 for key in epsilons if hasattr(config_class(), key)}
+    hf_config = config_class(**{**common, **epsilon, **tiny.hf})
     hf = getattr(transformers, f"{tiny.hf_type}ForCausalLM")(hf_config).eval()
     kind = QUANT_TYPES[weight_type]
     with torch.no_grad():
@@ -179,7 +181,7 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     for key, factors in {**(tiny.tensors or {}), **_rope_freqs(config)}.items():
         values = np.array(factors, np.float32)
         tensors[key] = (QUANT_TYPES["F32"], values, values.shape)
-    has_layer_norm = tiny.gguf_arch in ("phi2", "starcoder2")
+    has_layer_norm = "model.layers.0.input_layernorm.bias" in source.arrays
     epsilon = "layer_norm_epsilon" if has_layer_norm else "layer_norm_rms_epsilon"
     keys = {
         "block_count": N_LAYERS,

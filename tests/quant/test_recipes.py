@@ -17,7 +17,7 @@ from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.tensor_names import canonical_name
+from kukri.formats.gguf.tensor_names import hf_name
 from kukri.quant.mixes import MIXES, file_type, mix_types
 from kukri.quant.per_token import ACTIVATIONS_KEY
 from kukri.quant.recipes import apply_recipe, recipe_named, shipped_recipes
@@ -25,7 +25,7 @@ from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
 
 SHAPES_3B = tensor_shapes(SHAPES["smollm3-3b"])
-HF_NAMES = {name: canonical_name(name) for name in SHAPES_3B}
+HF_NAMES = {name: hf_name(name) for name in SHAPES_3B}
 
 
 def applied(path: Path, recipe: Any) -> dict[str, str]:

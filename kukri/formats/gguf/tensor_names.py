@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from kukri.errors import UnsupportedError
+from kukri.models import ARCHITECTURES
 
-# Module names without `.weight` or `.bias`, outside the layers and inside one.
-_OUTSIDE = {
+# Llama's modules without `.weight` or `.bias`; those of a layer without its prefix. An architecture's
+# `tensor_names` replace or add some.
+_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
     "score": "cls.output",
     "qa_outputs": "qa_output",  # kukri's own: GGUF has no name for it
-}
-# Names of single architectures for modules that GGUF names like others'.
-_OUTSIDE_ALSO = {"model.final_layernorm": "output_norm"}
-_INSIDE_ALSO = {
-    "self_attn.dense": "attn_output",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-_INSIDE = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -38,33 +29,50 @@ _INSIDE = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_OUTSIDE_HF = {gguf: hf for hf, gguf in _OUTSIDE.items()}
-_INSIDE_HF = {gguf: hf for hf, gguf in _INSIDE.items()}
-
+_OUTSIDE = re.compile(r"model\..+|lm_head|score|qa_outputs")
 _NAME = re.compile(
     r"(?:(?P<prefix>model\.layers|blk)\.(?P<layer>0|[1-9]\d*)\.)?(?P<module>.+)\.(?P<kind>weight|bias)"
 )
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str = "llama") -> str:
     """`model.norm.weight` -> `output_norm.weight`. Raises UnsupportedError for a name it does not know."""
-    return _translate(name, "model.layers", "blk", _OUTSIDE | _OUTSIDE_ALSO, _INSIDE | _INSIDE_ALSO)
-
-
-def canonical_name(name: str) -> str:
-    """`output_norm.weight` -> `model.norm.weight`, as a llama calls it.
-
-    Raises UnsupportedError for a name it does not know.
-    """
-    return _translate(name, "blk", "model.layers", _OUTSIDE_HF, _INSIDE_HF)
-
-
-def _translate(
-    name: str, prefix: str, to_prefix: str, outside: dict[str, str], inside: dict[str, str]
-) -> str:
     match = _NAME.fullmatch(name)
-    if match and match["layer"] is None and match["module"] in outside:
-        return f"{outside[match['module']]}.{match['kind']}"
-    if match and match["prefix"] == prefix and match["module"] in inside:
-        return f"{to_prefix}.{match['layer']}.{inside[match['module']]}.{match['kind']}"
-    raise UnsupportedError(f"tensor name {name!r} is not one kukri knows")
+    if match and match["module"] in (table := _table(architecture)):
+        in_layer = _OUTSIDE.fullmatch(match["module"]) is None
+        if match["prefix"] == ("model.layers" if in_layer else None):
+            prefix = f"blk.{match['layer']}." if in_layer else ""
+            return f"{prefix}{table[match['module']]}.{match['kind']}"
+    raise _unknown(name)
+
+
+def hf_name(name: str, architecture: str = "llama") -> str:
+    """`output_norm.weight` -> `model.norm.weight`. Raises UnsupportedError for a name it does not know."""
+    match = _NAME.fullmatch(name)
+    if match and match["module"] in (table := _reverse_table(architecture)):
+        module = table[match["module"]]
+        in_layer = _OUTSIDE.fullmatch(module) is None
+        if match["prefix"] == ("blk" if in_layer else None):
+            prefix = f"model.layers.{match['layer']}." if in_layer else ""
+            return f"{prefix}{module}.{match['kind']}"
+    raise _unknown(name)
+
+
+def module_name(stored: str, architecture: str) -> str | None:
+    """`attn_q` -> `self_attn.q_proj`, in a layer; None for a name it does not know."""
+    return _reverse_table(architecture).get(stored)
+
+
+@cache
+def _table(architecture: str) -> dict[str, str]:
+    return {**_NAMES, **ARCHITECTURES[architecture].tensor_names}
+
+
+@cache
+def _reverse_table(architecture: str) -> dict[str, str]:
+    # an architecture's own names come last, and win
+    return {stored: module for module, stored in _table(architecture).items()}
+
+
+def _unknown(name: str) -> UnsupportedError:
+    return UnsupportedError(f"tensor name {name!r} is not one kukri knows")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,11 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief
-from kukri.formats.gguf.config import GGUF_ARCHITECTURES, ROPE_TENSORS, activations_per_token
+from kukri.formats.gguf.config import ROPE_TENSORS, activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
-from kukri.formats.gguf.tensor_names import gguf_name
+from kukri.formats.gguf.tensor_names import gguf_name, module_name
 from kukri.kernels.types import FloatArray, Weight
+from kukri.models import Architecture
 from kukri.quant.blocks import BLOCKS
 
 _MAX_LISTED = 8
@@ -30,10 +30,9 @@ class GGUFWeights:
     def __init__(self, gguf: GGUFFile, config: ModelConfig) -> None:
         self._gguf, self._config = gguf, config
         self._taken = set(ROPE_TENSORS) if config.rope.scaling is not None else set[str]()
-        architecture = GGUF_ARCHITECTURES[str(gguf.metadata["general.architecture"])]
-        self._interleaved = architecture.interleaved_rope
+        self._architecture = architecture_of(gguf)
         self._per_token = activations_per_token(gguf)
-        _check_biases(gguf, architecture.biases)
+        _check_biases(gguf, self._architecture)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
@@ -50,7 +49,7 @@ class GGUFWeights:
 
     def has(self, name: str) -> bool:
         """True if the file has the tensor; does not take it."""
-        return gguf_name(name) in self._gguf.tensors
+        return gguf_name(name, self._architecture.name) in self._gguf.tensors
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors that nobody took."""
@@ -64,7 +63,7 @@ class GGUFWeights:
             )
 
     def _take(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
-        stored_name = gguf_name(name)
+        stored_name = gguf_name(name, self._architecture.name)
         tensor = self._gguf.tensors.get(stored_name)
         if tensor is None:
             raise FormatError("is missing", path=self._gguf.path, tensor=stored_name)
@@ -82,7 +81,7 @@ class GGUFWeights:
 
     def _row_order(self, name: str, n_rows: int) -> npt.NDArray[Any] | None:
         """The rows of a q or k projection in half-split order, None where the file's order is right."""
-        if not self._interleaved:
+        if not self._architecture.interleaved_rope:
             return None
         if (
             not name.removesuffix(".weight")
@@ -93,17 +92,17 @@ class GGUFWeights:
         return half_split_order(n_rows, self._config.d_head, self._config.rope.rotary_dim)
 
 
-def _check_biases(gguf: GGUFFile, always: Collection[str]) -> None:
-    """Raises FormatError where a layer lacks a bias that its architecture, or another layer, has."""
+def _check_biases(gguf: GGUFFile, architecture: Architecture) -> None:
+    """Raises FormatError if a layer lacks a bias that its architecture, or another layer, has."""
     matches = {name: _BIAS.fullmatch(name) for name in gguf.tensors}
     some = {match["module"]: name for name, match in matches.items() if match and match["kind"] == "bias"}
     for name, match in matches.items():
         if match is None or match["kind"] == "bias":
             continue
-        bias = name.removesuffix("weight") + "bias"
-        if bias not in gguf.tensors and (match["module"] in always or match["module"] in some):
-            by_layer = f"{brief(some.get(match['module']))} is there"
-            reason = "this architecture has it" if match["module"] in always else by_layer
+        stored, bias = match["module"], name.removesuffix("weight") + "bias"
+        always = architecture.bias_rule(module_name(stored, architecture.name) or "") is True
+        if bias not in gguf.tensors and (always or stored in some):
+            reason = "this architecture has it" if always else f"{brief(some[stored])} is there"
             raise FormatError(f"is missing, but {reason}", path=gguf.path, tensor=bias)
 
 

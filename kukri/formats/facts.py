@@ -1,0 +1,145 @@
+"""The numbers of a configuration and their keys in both formats: one table, read and written from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kukri.config import MAX_CONTEXT, MAX_HEAD, ModelConfig, RopeScaling
+from kukri.formats.keys import Keys
+from kukri.models.architecture import Architecture
+
+Format = Literal["gguf", "hf"]
+MAX_LAYERS = 1 << 12
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number: its field in `ModelConfig` or `RopeScaling`, its keys ("" for none), its bounds."""
+
+    field: str
+    gguf: str
+    hf: str
+    kind: type = int
+    most: float = 2**31 - 1
+
+    def key(self, form: Format) -> str:
+        """The key in a format."""
+        return self.gguf if form == "gguf" else self.hf
+
+    def read(self, keys: Keys, form: Format, default: Any = None, most: float | None = None) -> Any:
+        """The value under the format's key. Raises FormatError naming the key."""
+        most = self.most if most is None else most
+        if self.kind is int:
+            return keys.whole(self.key(form), default, most=most)
+        return keys.positive(self.key(form), default, most=most)
+
+
+_FACTS = (
+    Fact("n_layers", "block_count", "num_hidden_layers", most=MAX_LAYERS),
+    Fact("d_model", "embedding_length", "hidden_size"),
+    Fact("n_heads", "attention.head_count", "num_attention_heads"),
+    Fact("d_head", "attention.key_length", "head_dim", most=MAX_HEAD),
+    Fact("n_kv_heads", "attention.head_count_kv", "num_key_value_heads"),
+    Fact("d_ffn", "feed_forward_length", "intermediate_size"),
+    Fact("n_vocab", "vocab_size", "vocab_size"),
+    Fact("max_context", "context_length", "max_position_embeddings", most=MAX_CONTEXT),
+)
+
+SCALING_FACTS = {
+    fact.field: fact
+    for fact in (
+        Fact("factor", "rope.scaling.factor", "factor", float),
+        Fact(
+            "original_context",
+            "rope.scaling.original_context_length",
+            "original_max_position_embeddings",
+            most=MAX_CONTEXT,
+        ),
+        # GGUF's multiplies the papers' formula instead
+        Fact("attention_factor", "", "attention_factor", float),
+        Fact("beta_fast", "rope.scaling.yarn_beta_fast", "beta_fast", float),
+        Fact("beta_slow", "rope.scaling.yarn_beta_slow", "beta_slow", float),
+        Fact("truncate", "", "truncate", bool),
+        Fact("mscale", "", "mscale", float),
+        Fact("mscale_all_dim", "", "mscale_all_dim", float),
+        # GGUF has the divisors that they make, in a tensor
+        Fact("low_freq_factor", "", "low_freq_factor", float),
+        Fact("high_freq_factor", "", "high_freq_factor", float),
+        Fact("factors", "rope_freqs.weight", "", tuple),
+        Fact("short_factors", "rope_factors_short.weight", "short_factor", tuple),
+        Fact("long_factors", "rope_factors_long.weight", "long_factor", tuple),
+    )
+}
+
+# The fields that a kind of scaling reads, of the kinds in `kukri.config.ROPE_SCALINGS`.
+SCALING_FIELDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_context"),
+    "yarn": (
+        *("factor", "original_context", "attention_factor", "beta_fast", "beta_slow"),
+        *("truncate", "mscale", "mscale_all_dim"),
+    ),
+    "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor", "factors"),
+    "longrope": ("factor", "original_context", "attention_factor", "short_factors", "long_factors"),
+}
+
+
+def facts(architecture: Architecture) -> tuple[Fact, ...]:
+    """The numbers that every model of an architecture has."""
+    epsilon = Fact("norm_eps", architecture.gguf_epsilon, architecture.hf_epsilon, float, most=1.0)
+    return (*_FACTS, epsilon)
+
+
+def read_numbers(
+    keys: Keys, form: Format, architecture: Architecture, known: Mapping[str, int]
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` that are numbers; those in `known` follow from elsewhere.
+
+    Raises FormatError for a number that is missing, of another type, out of bounds or contradicts another.
+    """
+    found: dict[str, Any] = dict(known)
+    for fact in facts(architecture):
+        key = fact.key(form)
+        if fact.field in found:
+            continue
+        if fact.field == "n_kv_heads":
+            absent = keys.value(key) is None
+            found["n_kv_heads"] = found["n_heads"] if absent else fact.read(keys, form, most=found["n_heads"])
+            if found["n_heads"] % found["n_kv_heads"]:
+                message = f"is {found['n_kv_heads']}, which does not divide {found['n_heads']} heads"
+                raise keys.error(key, message)
+        elif fact.field == "d_head" and keys.value(key) is None:
+            found["d_head"] = _equal_heads(keys, form, found)
+        elif fact.field == "norm_eps" and form == "hf":
+            found["norm_eps"] = fact.read(keys, form, 1e-6)
+        else:
+            found[fact.field] = fact.read(keys, form)
+    return found
+
+
+def write_numbers(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
+    """The keys of a configuration's numbers."""
+    return {fact.key(form): fact.kind(getattr(config, fact.field)) for fact in facts(architecture)}
+
+
+def write_scaling(scaling: RopeScaling, form: Format, fields: tuple[str, ...]) -> dict[str, Any]:
+    """The keys of a scaling's fields, those left out that are None or that the format has no key for."""
+    values = {name: getattr(scaling, name) for name in fields}
+    return {
+        SCALING_FACTS[name].key(form): list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value is not None and value != () and SCALING_FACTS[name].key(form)
+    }
+
+
+def _equal_heads(keys: Keys, form: Format, found: Mapping[str, int]) -> int:
+    """The width of a head where no key says it."""
+    heads_key = next(fact for fact in _FACTS if fact.field == "n_heads").key(form)
+    d_model, n_heads = found["d_model"], found["n_heads"]
+    if d_model % n_heads:
+        raise keys.error(heads_key, f"is {n_heads}, which does not divide the width {d_model}")
+    if d_model // n_heads > MAX_HEAD:
+        raise keys.error(heads_key, f"is {n_heads}, which makes heads wider than {MAX_HEAD}")
+    return d_model // n_heads

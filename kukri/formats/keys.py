@@ -1,0 +1,100 @@
+"""`Keys`: typed access to a configuration's keys, GGUF's or config.json's. Errors name the key."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kukri.errors import FormatError, UnsupportedError, brief
+
+
+class Keys:
+    """The keys below `prefix`. An absent key has its value in `defaults`; one that is null has none."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        path: Path,
+        prefix: str = "",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.values, self.path, self.prefix, self.defaults = values, path, prefix, defaults or {}
+
+    def error(self, key: str, message: str) -> FormatError:
+        """A FormatError about a key."""
+        return FormatError(f"key {brief(self.prefix + key)} {message}", path=self.path)
+
+    def unsupported(self, key: str, message: str) -> UnsupportedError:
+        """An UnsupportedError about a key."""
+        return UnsupportedError(f"{self.path}: key {brief(self.prefix + key)} {message}")
+
+    def has(self, key: str) -> bool:
+        """True if the file has the key."""
+        return self.prefix + key in self.values
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The key's value, the default, or None."""
+        if self.has(key):
+            return self.values[self.prefix + key]
+        return self.defaults.get(key, default)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._stated(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"must be text, not {type(value).__name__}")
+        return value
+
+    def whole(self, key: str, default: int | None = None, *, least: int = 1, most: float = 2**31 - 1) -> int:
+        """A whole number between bounds, both included."""
+        value = self._stated(key, default)
+        if type(value) is not int:
+            raise self.error(key, f"must be a whole number, not {type(value).__name__}")
+        if not least <= value <= most:
+            raise self.error(key, f"is {brief(value)}, not between {least} and {most:.0f}")
+        return value
+
+    def positive(self, key: str, default: float | None = None, *, most: float = sys.float_info.max) -> float:
+        """A finite number above 0."""
+        return self.as_positive(key, self._stated(key, default), most=most)
+
+    def as_positive(self, key: str, value: Any, *, most: float = sys.float_info.max) -> float:
+        """A key's value, or an entry of it, as a finite number above 0."""
+        if type(value) not in (int, float):
+            raise self.error(key, f"must be a number, not {type(value).__name__}")
+        if not 0 < value <= most:
+            bound = f" up to {most:g}" if most < sys.float_info.max else ""
+            raise self.error(key, f"must be a finite number above 0{bound}, not {brief(value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._stated(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {brief(value)}")
+        return value
+
+    def items(self, key: str, kind: type) -> list[Any]:
+        """A list of values of a type; true and false count as 1 and 0."""
+        value = self._stated(key)
+        if isinstance(value, np.ndarray) and value.ndim == 1:
+            value = value.tolist()
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            name = {int: "whole numbers", str: "texts", object: "numbers"}[kind]
+            raise self.error(key, f"must be a list of {name}, not {brief(value)}")
+        return value
+
+    def expect(self, key: str, value: Any) -> None:
+        """Raises UnsupportedError if the key is there and holds anything but `value`."""
+        if self.value(key, value) != value:
+            raise self.unsupported(key, f"is {brief(self.value(key))}: kukri runs {value!r} alone")
+
+    def _stated(self, key: str, default: Any = None) -> Any:
+        value = self.value(key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        return value

@@ -1,0 +1,55 @@
+"""`Architecture`: one architecture's class, and the facts about its files that the files leave unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kukri.config import ModelConfig
+from kukri.models.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture as its object beside the model states it; `kukri.models.ARCHITECTURES` finds all.
+
+    Modules of `tensor_names` and `biases` are named as in transformers: inside a layer without its prefix
+    (`mlp.fc1`), others in full (`model.final_layernorm`). `defaults` and `reads` are those of transformers'
+    configuration class.
+    """
+
+    name: str  # transformers' model_type
+    model: Callable[[ModelConfig, WeightSource], Any]
+    hf_class: str  # transformers' class with the language model's head
+
+    # GGUF
+    gguf: str = ""  # general.architecture; "": the name
+    gguf_epsilon: str = "attention.layer_norm_rms_epsilon"
+    interleaved_rope: bool = (
+        False  # rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together
+    )
+    nope_interval: int = 0  # each n-th layer is NoPE where a file does not list them; 0: none is
+    tensor_names: Mapping[str, str] = field(default_factory=dict)  # where they differ from Llama's
+
+    # config.json
+    hf_epsilon: str = "rms_norm_eps"
+    activation: str = "silu"
+    reads: frozenset[str] = frozenset()  # keys beyond the common ones
+    ignores: frozenset[str] = frozenset()  # keys that files carry and the class does not read
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys; None: it follows from others
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys that must hold this, or be absent
+    biases: Mapping[str, str | bool] = field(
+        default_factory=dict
+    )  # by module or part: always, or a key that says
+    partial_rotary: bool = False  # RoPE without scaling reads partial_rotary_factor
+    scaling_names: Mapping[str, str] = field(default_factory=dict)  # older names of RoPE scalings
+
+    def __post_init__(self) -> None:
+        """Takes the name for GGUF's where that is not given."""
+        if not self.gguf:
+            object.__setattr__(self, "gguf", self.name)
+
+    def bias_rule(self, module: str) -> str | bool:
+        """Whether a matrix of a layer has a bias: always, never, or the key of config.json that says so."""
+        return self.biases.get(module, self.biases.get(module.partition(".")[0], False))
