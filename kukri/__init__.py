@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kukri import errors
     from kukri.engine import Timings
-    from kukri.llm import LLM, Chunk, Result, load
+    from kukri.llm import LLM, Chunk, Output, Result, load
+    from kukri.loading import ModelOptions
     from kukri.sampling import Grammar, SampledToken, SamplingParams
     from kukri.tasks import Label, Span, TokenLabel
 
@@ -27,6 +28,8 @@ __all__ = [
     "Chunk",
     "Grammar",
     "Label",
+    "ModelOptions",
+    "Output",
     "Result",
     "SampledToken",
     "SamplingParams",
@@ -44,6 +47,8 @@ _HOMES = {
     "Span": "kukri.tasks",
     "TokenLabel": "kukri.tasks",
     "Chunk": "kukri.llm",
+    "ModelOptions": "kukri.loading",
+    "Output": "kukri.llm",
     "Result": "kukri.llm",
     "Grammar": "kukri.sampling",
     "SampledToken": "kukri.sampling",

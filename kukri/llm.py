@@ -22,7 +22,7 @@ from kukri.engine import Engine, Request, RequestState, Timings
 from kukri.engine.turns import EngineTurns
 from kukri.errors import HookError, KukriError, RequestError, UnsupportedError
 from kukri.kernels.types import FloatArray, Hook
-from kukri.loading import ModelOptions, open_model
+from kukri.loading import ModelOptions, Progress, open_model
 from kukri.models import Forward, tap_names
 from kukri.sampling import SampledToken, SamplingParams, resolve_texts
 from kukri.tasks import Label, Span, TokenLabel
@@ -40,12 +40,35 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Result:
-    """A finished answer.
+class Output:
+    """One of the answers to a prompt.
 
     `token_ids` are all tokens generated, one that ended the answer included; `text` leaves control tokens and
     a stop string out. `finish_reason` is "length", or "stop" for an end of text, a stop id or a stop string,
-    and `stop_reason` is the id or the string. `logprobs` has an entry for each token, if requested.
+    and `stop_reason` is the id or the string. `logprobs` has an entry for each token, if requested, and
+    `cumulative_logprob` (nats) their sum; it is there for `best_of` too.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: list[SampledToken] | None
+    cumulative_logprob: float | None
+    timings: Timings
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Result:
+    """The finished answer to a prompt; with `n` or `best_of` the first of several, all of them in `outputs`.
+
+    The fields up to `logprobs` are those of `outputs[0]`, as `Output` has them. `outputs` are in the order of
+    their seeds, or with `best_of` the most probable first. `prompt_logprobs`, if requested, has an entry for
+    each token of the prompt, of which the first has no log-probability.
     """
 
     text: str
@@ -55,16 +78,34 @@ class Result:
     logprobs: list[SampledToken] | None
     prompt_token_ids: list[int]
     timings: Timings
+    prompt_logprobs: list[SampledToken] | None = None
+    outputs: tuple[Output, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        others = f", {len(self.outputs)} outputs" if len(self.outputs) > 1 else ""
+        n_tokens = len(self.token_ids)
+        return f"Result({self.text!r}, {n_tokens} tokens, finish_reason={self.finish_reason!r}{others})"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next piece of an answer, and the tokens since the last; the last chunk carries the `result`."""
+    """The next piece of an answer, and the tokens since the last; the last chunk carries the `result`.
+
+    With `n` answers the pieces of all come in turn: `index` says whose this is, and each has a last chunk
+    with its `finish_reason`.
+    """
 
     text: str
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     result: Result | None = None
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class LLM:
@@ -73,13 +114,15 @@ class LLM:
     `model` is a known name, the path of a .gguf file or of a directory with safetensors, or None for the
     default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0", "Q4_K" …, packs a
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
-    for the model's own limit; `n_threads` None takes the cores this process may use; a prompt is read in
-    steps of `max_step_tokens`. Up to `max_requests` requests, None for 16, run side by side, in a cache
-    with room for as many contexts, or of `kv_bytes`, in float16 or q8_0. `rope_scaling`, "linear", "dynamic"
+    for the model's own limit, or less where memory is short, which is logged as a warning; `n_threads` None
+    takes the cores this process may use; a prompt is read in steps of `max_step_tokens`. Up to `max_requests`
+    requests, None for 16, run side by side, in a KV cache of `kv_bytes`; None takes what as many contexts
+    need, as far as memory is free. Its numbers are float16 or q8_0. `rope_scaling`, "linear", "dynamic"
     or "yarn", stretches the model's context `rope_factor` times. `speculation` computes drafts beside a
     token, which change none, unless a request says otherwise: "ngram" looks them up in the text, "draft"
     runs `draft_model`, a small model of the same tokens; "off" does without. `chat_template` is the
-    source of a Jinja template to use instead of the file's.
+    source of a Jinja template to use instead of the file's. `progress(done, total)`, in bytes of weights, is
+    called while these are loaded.
 
     Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
     see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
@@ -104,6 +147,7 @@ class LLM:
         speculation: Speculation | None = None,
         draft_model: str | os.PathLike[str] | None = None,
         chat_template: str | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.options = ModelOptions(
             model=None if model is None else os.fspath(model),
@@ -121,7 +165,7 @@ class LLM:
             draft_model=None if draft_model is None else os.fspath(draft_model),
             chat_template=chat_template,
         )
-        loaded = open_model(self.options)
+        loaded = open_model(self.options, progress)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config
         self.tokenizer, self.model = loaded.tokenizer, loaded.model
         self._backend, self._engine = loaded.backend, loaded.engine
@@ -166,9 +210,12 @@ class LLM:
     ) -> Iterator[Chunk]:
         """The Chunks of the answer to a prompt or to messages, as they come.
 
-        The request is checked at once and starts with the first chunk; closing the iterator ends it.
+        The request is checked at once and starts with the first chunk; closing the iterator ends it. Raises
+        RequestError for a `best_of` above `n`, as the best answers are known at the end.
         """
         checked = resolve_texts(_params(params, overrides), self.tokenizer)
+        if checked.n_generated_answers > checked.n:
+            raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
         if _is_chat(prompt):
             ids: Any = self._encode_chat(cast("Sequence[Message]", prompt))
         else:
@@ -294,6 +341,20 @@ class LLM:
             if close is not None:
                 close()
 
+    def __repr__(self) -> str:
+        state = "" if self._is_open else ", closed"
+        return f"LLM({str(self.path)!r}, {self.config.architecture}, {self.engine_config.backend}{state})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its options: another process opens the same model."""
+        return _open, (self.options,)
+
+    def __copy__(self) -> LLM:
+        raise KukriError("an LLM is not copied: threads may share one, and kukri.load() opens another")
+
+    def __deepcopy__(self, memo: Any) -> LLM:
+        return self.__copy__()
+
     def __enter__(self) -> LLM:
         return self
 
@@ -327,18 +388,26 @@ class LLM:
 
     def _encode(self, prompt: Any) -> Any:
         """The token ids of a text; anything else is for the engine to check."""
+        if _is_chat(prompt):
+            raise RequestError("these are messages, which chat() answers: a prompt is a text", param="prompt")
         return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
 
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         self._check_generates()  # before a template is missed that has no use
+        if isinstance(messages, str):
+            raise RequestError(
+                'messages must be a list, such as [{"role": "user", "content": "Hello"}]: generate() '
+                "continues a text",
+                param="messages",
+            )
         return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
 
     def _call(self, prompt_ids: Any, params: SamplingParams, *, streams: bool = False) -> _Call:
         """A call for one prompt, checked, its texts resolved already; not started."""
         engine = self.engine
-        request = engine.make_request(prompt_ids, params)
-        engine.scheduler.check_fits(request)
-        return _Call(request, self.tokenizer, streams=streams)
+        requests = engine.make_requests(prompt_ids, params)
+        engine.scheduler.check_fits(requests[0])
+        return _Call(requests, params, self.tokenizer, streams=streams)
 
     def _run(self, calls: list[_Call]) -> list[Result]:
         try:
@@ -369,7 +438,7 @@ class LLM:
 
     def _drop(self, calls: list[_Call]) -> None:
         """Ends, before the next step, what is left of calls nobody waits for."""
-        left = [call for call in calls if not call.is_done]
+        left = [call for call in calls if call.result is None]
         if left:
             self._turns.submit(lambda: self._end(left))
 
@@ -380,13 +449,15 @@ class LLM:
             if self._engine is None:
                 call.error = self._closed_error()
                 continue
-            self._engine.add_request(call.answer.request)
-            self._running[call.answer.request.id] = call.answer, call
+            for answer in call.answers:
+                self._engine.add_request(answer.request)
+                self._running[answer.request.id] = answer, call
 
     def _end(self, calls: list[_Call]) -> None:
         for call in calls:
-            if self._running.pop(call.answer.request.id, None) is not None and self._engine is not None:
-                self._engine.abort(call.answer.request)
+            for answer in call.answers:
+                if self._running.pop(answer.request.id, None) is not None and self._engine is not None:
+                    self._engine.abort(answer.request)
 
     def _step(self) -> None:
         """Runs one step and gives each call its tokens, or the error that ended it."""
@@ -412,8 +483,8 @@ class LLM:
             if answer.finish_reason is not None:
                 del self._running[request.id]
             touched[answer] = call
-        for call in touched.values():
-            call.advance()
+        for answer, call in touched.items():
+            call.advance(answer)
 
     def _fail_ended(self, error: BaseException | None = None) -> bool:
         """Fails the calls whose requests ended without an output, by `error` if given; False if none did."""
@@ -430,14 +501,19 @@ class LLM:
 
 
 class _Call:
-    """One prompt's answer, filled by the thread that holds the turn and read by the one that called."""
+    """The answers to one prompt, filled by the thread that holds the turn and read by the one that called."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, *, streams: bool) -> None:
-        self.answer = Answer(request, 0, tokenizer)
+    def __init__(
+        self, requests: Sequence[Request], params: SamplingParams, tokenizer: Tokenizer, *, streams: bool
+    ) -> None:
+        self.answers = [Answer(request, i, tokenizer) for i, request in enumerate(requests)]
         self.chunks: deque[Chunk] = deque()  # of a stream, not read yet
         self.result: Result | None = None
         self.error: Exception | None = None
-        self._streams, self._text, self._n_tokens_taken = streams, "", 0
+        self._params, self._streams = params, streams
+        self._texts = [""] * len(requests)
+        self._n_tokens_taken = [0] * len(requests)
+        self._outputs: dict[int, Output] = {}
 
     @property
     def is_done(self) -> bool:
@@ -451,39 +527,72 @@ class _Call:
         assert self.result is not None, "the call is done"
         return self.result
 
-    def advance(self) -> None:
-        """Takes what a step added: the next chunk of a stream, the result at the end."""
-        answer = self.answer
+    def advance(self, answer: Answer) -> None:
+        """Takes what a step added to an answer: the next chunk of a stream, at the end its output."""
         if answer.finish_reason in ("abort", "error"):
-            self.error = _ending_of(answer.request)
+            self.error = self.error or _ending_of(answer.request)
             return
         is_ended = answer.finish_reason is not None
         if not self._streams and not is_ended:
             return
         text = answer.take_text()
-        self._text += text
-        result = self._result() if is_ended else None
+        self._texts[answer.index] += text
+        result = None
+        if is_ended:
+            self._outputs[answer.index] = self._output(answer)
+            if len(self._outputs) == len(self.answers):
+                result = self._result()
         if self._streams and (text or is_ended):
-            first = answer.request.n_prompt + self._n_tokens_taken
-            self._n_tokens_taken = answer.n_tokens
-            token_ids = answer.request.tokens[first : answer.request.n_prompt + answer.n_tokens].tolist()
-            self.chunks.append(
-                Chunk(text, token_ids, None if result is None else result.finish_reason, result)
-            )
-        self.result = result
+            self.chunks.append(self._chunk(answer, text, result))
+        self.result = result  # last: a reader takes it for the end
 
-    def _result(self) -> Result:
-        answer, request = self.answer, self.answer.request
+    def _chunk(self, answer: Answer, text: str, result: Result | None) -> Chunk:
+        request, i = answer.request, answer.index
+        first, stop = request.n_prompt + self._n_tokens_taken[i], request.n_prompt + answer.n_tokens
+        self._n_tokens_taken[i] = answer.n_tokens
+        reason = cast("FinishReason | None", answer.finish_reason)
+        return Chunk(text, request.tokens[first:stop].tolist(), reason, result, i)
+
+    def _output(self, answer: Answer) -> Output:
+        request, params = answer.request, self._params
         request.cut(answer.n_tokens)
-        return Result(
-            text=self._text,
+        has_logprobs = params.logprobs is not None or params.n_generated_answers > params.n
+        return Output(
+            index=answer.index,
+            text=self._texts[answer.index],
             token_ids=request.output_ids,
             finish_reason=cast("FinishReason", answer.finish_reason),
             stop_reason=request.stop_reason if answer.stop_string is None else answer.stop_string,
-            logprobs=None if request.params.logprobs is None else request.sampled,
-            prompt_token_ids=request.tokens[: request.n_prompt].tolist(),
+            logprobs=None if params.logprobs is None else request.sampled,
+            cumulative_logprob=request.cumulative_logprob if has_logprobs else None,
             timings=request.timings,
         )
+
+    def _result(self) -> Result:
+        outputs = [self._outputs[i] for i in range(len(self.answers))]
+        n = self._params.n
+        if len(outputs) > n:
+            outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+        best, request = outputs[0], self.answers[0].request
+        prompt_ids: list[int] = request.tokens[: request.n_prompt].tolist()
+        scores = self._params.prompt_logprobs
+        return Result(
+            text=best.text,
+            token_ids=best.token_ids,
+            finish_reason=best.finish_reason,
+            stop_reason=best.stop_reason,
+            logprobs=best.logprobs,
+            prompt_token_ids=prompt_ids,
+            timings=best.timings,
+            prompt_logprobs=None
+            if scores is None
+            else [SampledToken(prompt_ids[0]), *request.prompt_logprobs],
+            outputs=tuple(replace(output, index=i) for i, output in enumerate(outputs[:n])),
+        )
+
+
+def _open(options: ModelOptions) -> LLM:
+    return LLM(**vars(options))
 
 
 def _ending_of(request: Request) -> KukriError:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from kukri.config import EngineConfig, ModelConfig, Speculation
 from kukri.engine import Engine
+from kukri.engine.kv_size import choose_kv_size
 from kukri.errors import ConfigError, FormatError
 from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
 from kukri.kernels.types import Backend
+from kukri.machine import available_bytes
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
 from kukri.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("kukri.loading")
+
+# progress(bytes of weights ready, bytes of all): called now and then while a model is loaded
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,13 @@ class ModelOptions:
     chat_template: str | None = None
 
 
+@runtime_checkable
+class PacksWeights(Protocol):
+    """A backend that tells how many bytes of weights it has just packed."""
+
+    on_packed: Callable[[int], None] | None
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in memory, on its backend. A head for a task has no engine."""
@@ -58,8 +74,11 @@ class LoadedModel:
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
 
 
-def open_model(options: ModelOptions) -> LoadedModel:
-    """Loads a model and makes its engine. Raises KukriError on options or files that do not work."""
+def open_model(options: ModelOptions, progress: Progress | None = None) -> LoadedModel:
+    """Loads a model and makes its engine. Raises KukriError on options or files that do not work.
+
+    The size of the KV cache is logged; a context smaller than the model's, for want of memory, is a warning.
+    """
     engine_config = EngineConfig(
         backend=options.backend,
         max_context=options.max_context,
@@ -86,15 +105,52 @@ def open_model(options: ModelOptions) -> LoadedModel:
     model.bind(backend)
     engine = None
     if config.head.kind == "language_model":
-        draft_model = options.draft_model
-        engine = Engine(
-            model,
-            backend,
-            engine_config,
-            eos_ids=tokenizer.eos_ids,
-            draft_model=None if draft_model is None else _draft_model(draft_model, tokenizer),
-        )
+        draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
+        models = [model] if draft_model is None else [model, draft_model]
+        if progress is not None:
+            _report_packing(backend, models, progress)
+        engine_config = _sized(engine_config, models, backend)
+        engine = Engine(model, backend, engine_config, eos_ids=tokenizer.eos_ids, draft_model=draft_model)
     return LoadedModel(path, config, engine_config, tokenizer, model, backend, engine)
+
+
+def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> EngineConfig:
+    """The configuration with a KV pool, and a context, that the free memory holds."""
+    page_bytes = [backend.page_bytes(m.cache_layout, config.kv_type) for m in models]
+    weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
+    size = choose_kv_size(
+        page_bytes=sum(page_bytes),
+        page_tokens=backend.page_tokens,
+        model_context=models[0].config.max_context,
+        max_context=config.max_context,
+        max_requests=config.max_requests,
+        kv_bytes=config.kv_bytes,
+        free_bytes=available_bytes() - weight_bytes,  # which are yet to be packed
+    )
+    n_pages = size.n_bytes // sum(page_bytes)
+    logger.info(
+        "KV cache: %.2f GiB for %d tokens, %d requests at a time of up to %d",
+        *(size.n_bytes / 2**30, n_pages * backend.page_tokens, config.max_requests, size.max_context),
+    )
+    if size.note:
+        logger.warning("%s", size.note)
+    return replace(config, max_context=size.max_context, kv_bytes=n_pages * page_bytes[0])
+
+
+def _report_packing(backend: Backend, models: list[Model], progress: Progress) -> None:
+    """Has the backend, if it packs weights, tell how much is packed."""
+    if not isinstance(backend, PacksWeights):
+        return
+    total = sum(parameter.n_bytes for m in models for parameter in m.parameters)
+    done = 0
+
+    def add(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        progress(min(done, total), total)
+
+    progress(0, total)
+    backend.on_packed = add
 
 
 def _stretched(config: ModelConfig, kind: str | None, factor: float | None) -> ModelConfig:

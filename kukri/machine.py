@@ -43,6 +43,55 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process can still take: what the machine has left, or its control groups (v1 and v2).
+
+    File caches count as free, since the system drops them. `root` is where /proc and /sys are.
+    """
+    left = [_machine_bytes_left(root)]
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, names = root / "sys/fs/cgroup", _CGROUP_V2
+        elif "memory" in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup/memory", _CGROUP_V1
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):  # a container may see its group as the mount itself
+            left += _group_bytes_left(folder, *names)
+            if folder == mount:
+                break
+    return max(min(left), 0)
+
+
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _machine_bytes_left(root: Path) -> int:
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return memory_bytes() // 2  # no such file on macOS
+
+
+def _group_bytes_left(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+    """What one control group leaves; nothing if it has no limit."""
+    limit, usage = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
+    if not limit.isdecimal() or not usage.isdecimal():  # "max"
+        return []
+    stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines() if line.count(" ") == 1)
+    return [int(limit) - int(usage) + int(stat.get(cache_name, "0"))]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def peak_rss_bytes() -> int:
     """The most memory that this process has held so far, mapped files included."""
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -78,8 +80,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 def test_the_public_names() -> None:
     """A name that is promised and missing, or comes by accident."""
     promised = (
-        "LLM Chunk Grammar Label Result SampledToken SamplingParams Span Timings TokenLabel __version__ "
-        "errors load"
+        "LLM Chunk Grammar Label ModelOptions Output Result SampledToken SamplingParams Span Timings "
+        "TokenLabel __version__ errors load"
     )
     assert kukri.__all__ == promised.split()
     for name in kukri.__all__:
@@ -125,6 +127,91 @@ def test_a_stream_adds_up_to_the_result(llm: LLM) -> None:
     result = chunks[-1].result
     assert result is not None
     assert (result.text, result.token_ids) == (want.text, want.token_ids)
+
+
+def test_n_answers_come_all(llm: LLM) -> None:
+    """One answer where several were asked for, or answers that differ from those of their seeds alone."""
+    params = SamplingParams(temperature=1, seed=7, n=3, max_tokens=9)
+    result = llm.generate("Hello there", params)
+    alone = [llm.generate("Hello there", params, n=1, seed=7 + i) for i in range(3)]
+    assert [output.token_ids for output in result.outputs] == [one.token_ids for one in alone]
+    assert [output.text for output in result.outputs] == [one.text for one in alone]
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    assert (result.text, result.token_ids) == (alone[0].text, alone[0].token_ids)
+    assert alone[0].outputs[0].text == alone[0].text
+    assert [len(one.outputs) for one in llm.generate(["a", "b"], params)] == [3, 3]
+    assert len(llm.chat([{"role": "user", "content": "hi"}], params, n=2).outputs) == 2
+    assert_idle(llm)
+
+
+def test_a_stream_of_n_answers_adds_up_to_them(llm: LLM) -> None:
+    """Pieces of one answer told as another's, or an end before the last has ended."""
+    params = SamplingParams(temperature=1, seed=7, n=3, max_tokens=9)
+    chunks = list(llm.stream("Hello there", params))
+    result = chunks[-1].result
+    assert result is not None
+    assert [chunk.result for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    for output in result.outputs:
+        own = [chunk for chunk in chunks if chunk.index == output.index]
+        assert "".join(chunk.text for chunk in own) == output.text
+        assert [i for chunk in own for i in chunk.token_ids] == output.token_ids
+        assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + [output.finish_reason]
+    with pytest.raises(RequestError, match="best_of cannot be streamed"):
+        llm.stream("Hello there", params, best_of=4)
+    assert_idle(llm)
+
+
+def test_best_of_gives_the_most_probable(llm: LLM) -> None:
+    """The first answers given as the best, or log-probabilities that nobody asked for."""
+    params = SamplingParams(temperature=1, seed=7, max_tokens=9)
+    every = llm.generate("Hello there", params, n=5, logprobs=0)
+    best = llm.generate("Hello there", params, n=2, best_of=5)
+    ranked = sorted(every.outputs, key=lambda output: -(output.cumulative_logprob or 0))
+    assert [output.token_ids for output in best.outputs] == [output.token_ids for output in ranked[:2]]
+    assert [output.index for output in best.outputs] == [0, 1]
+    assert best.token_ids == ranked[0].token_ids
+    assert best.outputs[0].cumulative_logprob == ranked[0].cumulative_logprob
+    assert best.logprobs is None
+
+
+def test_prompt_logprobs_are_those_of_the_logits(llm: LLM) -> None:
+    """A list that is not there, is a token short, or stands beside the wrong tokens."""
+    ids = [*b"Hello there"]
+    result = llm.generate(ids, GREEDY, prompt_logprobs=2)
+    found, logits = result.prompt_logprobs, llm.logits(ids)
+    assert found is not None
+    assert [token.id for token in found] == ids
+    assert found[0].logprob is None
+    for row, token in zip(logits, found[1:]):
+        row = row.astype(np.float64)
+        log_sum = row.max() + np.log(np.exp(row - row.max()).sum())
+        assert token.logprob == pytest.approx(row[token.id] - log_sum, abs=1e-5)
+        assert token.top_logprobs is not None
+        assert token.top_logprobs[0][0] == row.argmax()
+    assert llm.generate(ids, GREEDY).prompt_logprobs is None
+    assert len(llm.generate(ids, GREEDY, prompt_logprobs=0, n=2).prompt_logprobs or ()) == len(ids)
+
+
+def test_results_read_well(llm: LLM) -> None:
+    """print(result) that shows a page of numbers."""
+    result = llm.generate("Hello there", GREEDY)
+    assert str(result) == result.text == str(result.outputs[0])
+    assert repr(result) == f"Result({result.text!r}, 12 tokens, finish_reason='length')"
+    assert "tiny.gguf" in repr(llm)
+    assert "".join(map(str, llm.stream("Hello there", GREEDY))) == result.text
+
+
+def test_an_llm_is_pickled_by_its_options(tiny_path: Path) -> None:
+    """ctypes' own error, noise at exit, or a copy that shares an engine's memory."""
+    with LLM(tiny_path, backend="reference", max_context=50) as llm:
+        assert llm.options == kukri.ModelOptions(model=str(tiny_path), backend="reference", max_context=50)
+        with pickle.loads(pickle.dumps(llm)) as other:
+            assert other.options == llm.options
+            assert other.engine is not llm.engine
+            assert other.generate("Hello", GREEDY).token_ids == llm.generate("Hello", GREEDY).token_ids
+        for copied in (copy.copy, copy.deepcopy):
+            with pytest.raises(KukriError, match="threads may share one"):
+                copied(llm)
 
 
 @pytest.mark.parametrize("max_step_tokens", [1, 7, 64, 512])
@@ -383,7 +470,7 @@ def test_wrong_requests_are_refused(fresh: LLM, prompt: Any, overrides: dict[str
         ([], "at least one message"),
         ([{"role": "wizard", "content": "hi"}], "'wizard' is not a role"),
         ([{"role": "user"}], "content"),
-        ("hi", "must be a list"),
+        ("hi", r'must be a list, such as \[{"role": "user"'),
     ],
 )
 def test_wrong_conversations_are_refused(fresh: LLM, messages: Any, says: str) -> None:

@@ -67,7 +67,10 @@ class Engine:
             self.runner = Runner(model, backend, n_pages, limits, config.kv_type)
         except MemoryError:
             n_gib = n_pages * page_bytes / 2**30
-            raise ConfigError(f"no memory for a KV cache of {n_gib:.1f} GiB: lower max_context") from None
+            raise ConfigError(
+                f"no memory for a KV cache of {n_gib:.1f} GiB: set its size (kv_bytes, --kv-memory) or "
+                "lower max_requests (--max-requests) or max_context (--max-context)"
+            ) from None
         self.pool = PagePool(n_pages, backend.page_tokens)
         self.scheduler = Scheduler(
             self.pool,

@@ -20,6 +20,7 @@ from kukri.llm import LLM, Result
 from kukri.sampling import SamplingParams
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
+from kukri.terminal.progress import loading_bar
 from kukri.terminal.run import opening, sampling_params
 
 PROMPT, CONTINUED = "> ", ". "
@@ -43,7 +44,9 @@ def talk(
     """
     params = sampling_params(sampling)
     allow_any_text()
-    with LLM(model, **loading) as llm, _line_editing():
+    with loading_bar() as progress:
+        llm = LLM(model, progress=progress, **loading)
+    with llm, _line_editing():
         chat = Chat(llm, params, opening(llm, system))
         if sys.stdin.isatty():
             print(llm.path.stem)

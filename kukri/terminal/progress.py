@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from kukri.terminal.output import printable
+
+_PATIENCE_S = 1.0  # that loading may take without a bar
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[int, int], None]]:
+    """Yields a `progress` for `LLM`: a bar on a terminal, once loading has taken a second."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    started_s = time.monotonic()
+    with ExitStack() as stack:
+        bars: list[Callable[[int], None]] = []
+
+        def progress(done: int, total: int) -> None:
+            if not bars and time.monotonic() - started_s > _PATIENCE_S:
+                bars.append(_byte_bar(stack, total))
+            for show in bars:
+                show(done)
+
+        yield progress
+
+
+def _byte_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
+    """Shows a bar of bytes until the stack is closed; the function given moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+    task = bar.add_task("loading", total=total)
+    return lambda done: bar.update(task, completed=done)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from kukri.llm import LLM, Result
 from kukri.sampling import SamplingParams
 from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
+from kukri.terminal.progress import loading_bar
 
 
 def answer_prompt(
@@ -35,7 +36,9 @@ def answer_prompt(
     text = _full_prompt(prompt)
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
-    with LLM(model, **loading) as llm:
+    with loading_bar() as progress:
+        llm = LLM(model, progress=progress, **loading)
+    with llm:
         request: Any = text if raw else [*opening(llm, system), {"role": "user", "content": text}]
         if as_json:
             result = llm.generate(request, params) if raw else llm.chat(request, params)

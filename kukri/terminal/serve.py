@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.terminal.progress import loading_bar
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -67,7 +68,9 @@ def serve_model(
         from kukri.llm import LLM
         from kukri.server.app import create_app
 
-        with LLM(model, kv_bytes=kv_bytes, chat_template=template, **loading) as llm:
+        with loading_bar() as progress:
+            llm = LLM(model, kv_bytes=kv_bytes, chat_template=template, progress=progress, **loading)
+        with llm:
             _warm_up(llm)
             app = create_app(llm, settings)
             _announce(settings, bound, llm)

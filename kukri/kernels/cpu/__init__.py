@@ -50,6 +50,7 @@ class CpuBackend:
         self.pool = ThreadPool(self.kernels, n_threads)
         self._sampling: CpuSampling | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
+        self.on_packed: Callable[[int], None] | None = None  # told the bytes of weights just packed
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
     def new_cache(
@@ -84,6 +85,8 @@ class CpuBackend:
         """The tiles of weights of one type, packed once."""
         if weights not in self._packed:
             self._packed[weights] = pack(weights, self.pool)
+            if self.on_packed is not None:
+                self.on_packed(sum(weight.data.nbytes for weight in weights))
         return self._packed[weights]
 
     def rope_rows(self, frequencies: RopeFrequencies) -> RopeRows:
