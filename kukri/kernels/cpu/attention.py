@@ -11,6 +11,7 @@ them. Scores of a page of 16 keys are one vector: lanes are keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -169,69 +170,89 @@ def _finish(state, row, y, d_head):
         store_f32x16(y + i, load_f32x16(state + _VALUES + row * d_head * 4 + i) / total)
 
 
+def _each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
+    """A function that gives the tuple of make(0)(…), …, make(n - 1)(…)."""
+    last = device(make(n - 1))
+    if n == 1:
+        return device(lambda *arguments: (last(*arguments),))
+    others = _each(n - 1, make)
+    return device(lambda *arguments: others(*arguments) + (last(*arguments),))  # noqa: RUF005 (Numba)
+
+
+def _make_scores(reader: _Reader, rows: int, d_head: int, n_pages: int, fetches: bool) -> Any:
+    """A function for the scores of `rows` query rows and the keys of `n_pages` pages."""
+    _, key_scale, load_key, _ = reader
+    n_blocks, block_size = (d_head // KV_BLOCK, KV_BLOCK) if d_head % KV_BLOCK == 0 else (1, d_head)
+    bytes_per_key_dim = _head_bytes(reader, d_head) // d_head
+    addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
+    scales = _each(n_pages, lambda p: lambda keys, b: key_scale(keys[p], b))
+    zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows))
+    add = _each(
+        n_pages,
+        lambda p: (
+            lambda s, keys, b, d, scale, q: tile_fma(s[p], load_key(keys[p], b, d, scale[p]), q, 4 * d_head)
+        ),
+    )
+    store = _each(
+        n_pages, lambda p: lambda s, scores: tile_store(s[p], scores + 64 * p, 4 * CHUNK_TOKENS, rows)
+    )
+
+    @device
+    def page_scores(q, keys, values, pages, scores):
+        """Rows that wait for memory fetch what is read next: a page's values, and the next page's keys."""
+        at = addresses(keys, pages)
+        s = zeros()
+        for b in range(n_blocks):
+            scale = scales(at, b)
+            for d in range(block_size):
+                if fetches:
+                    offset = bytes_per_key_dim * (b * block_size + d)
+                    prefetch(keys + load_i64(pages + 8) + offset)
+                    prefetch(values + load_i64(pages) + offset)
+                s = add(s, at, b, d, scale, q + 4 * (b * block_size + d))
+        store(s, scores)
+
+    return page_scores
+
+
+def _make_values(reader: _Reader, rows: int, d_head: int, together: int) -> Any:
+    """A function for the weighted sum of values, `together` vectors of 16 dimensions at a time."""
+    load_value = reader.value
+    zeros = _each(together, lambda j: lambda: tile_zeros_f32(rows))
+    add = _each(
+        together,
+        lambda j: (
+            lambda o, page, key, i, scores: tile_fma(
+                o[j], load_value(page, key, i + j, d_head), scores, 4 * CHUNK_TOKENS
+            )
+        ),
+    )
+    store = _each(together, lambda j: lambda o, out: tile_store(o[j], out + 64 * j, 4 * d_head, rows))
+
+    @device
+    def weighted_values(scores, values, pages, n_keys, part):
+        for i in range(0, d_head // 16, together):
+            o = zeros()
+            for key in range(n_keys):
+                page = values + load_i64(pages + 8 * (key >> 4))
+                o = add(o, page, key & 15, i, scores + 4 * key)
+            store(o, part + _VALUES + 64 * i)
+
+    return weighted_values
+
+
 def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
-    _, key_scale, load_key, load_value = reader
-    n_vectors = d_head // 16
-    n_blocks, block_size = (d_head // KV_BLOCK, KV_BLOCK) if d_head % KV_BLOCK == 0 else (1, d_head)
-    page_bytes = _head_bytes(reader, d_head)
     row_scores = 4 * CHUNK_TOKENS
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
     # and what goes into them (12 sums of three rows and two pages do not fit into 16 with their factors)
     if cpu_target().has_wide_registers:
-        most_together = 4 if rows <= 4 else 1
+        n_pages = 4 if rows <= 4 else 1
     else:
-        most_together = {1: 4, 2: 2}.get(rows, 1)
-    together = next(n for n in (4, 2, 1) if n <= most_together and n_vectors % n == 0)
-
-    @device
-    def page_scores(q, keys, next_keys, values, scores):
-        """Scores of a page's keys. The rows of one token wait for memory: what is read next is asked for."""
-        s = tile_zeros_f32(rows)
-        for b in range(n_blocks):
-            scale = key_scale(keys, b)
-            for d in range(block_size):
-                if is_one_token:
-                    prefetch(next_keys + page_bytes // d_head * (b * block_size + d))
-                    prefetch(values + page_bytes // d_head * (b * block_size + d))
-                s = tile_fma(s, load_key(keys, b, d, scale), q + 4 * (b * block_size + d), 4 * d_head)
-        tile_store(s, scores, row_scores, rows)
-
-    @device
-    def two_page_scores(q, k0, k1, scores):
-        s0 = tile_zeros_f32(rows)
-        s1 = tile_zeros_f32(rows)
-        for b in range(n_blocks):
-            scale0 = key_scale(k0, b)
-            scale1 = key_scale(k1, b)
-            for d in range(block_size):
-                at = q + 4 * (b * block_size + d)
-                s0 = tile_fma(s0, load_key(k0, b, d, scale0), at, 4 * d_head)
-                s1 = tile_fma(s1, load_key(k1, b, d, scale1), at, 4 * d_head)
-        tile_store(s0, scores, row_scores, rows)
-        tile_store(s1, scores + 64, row_scores, rows)
-
-    @device
-    def four_page_scores(q, k0, k1, k2, k3, scores):
-        s0 = tile_zeros_f32(rows)
-        s1 = tile_zeros_f32(rows)
-        s2 = tile_zeros_f32(rows)
-        s3 = tile_zeros_f32(rows)
-        for b in range(n_blocks):
-            scale0 = key_scale(k0, b)
-            scale1 = key_scale(k1, b)
-            scale2 = key_scale(k2, b)
-            scale3 = key_scale(k3, b)
-            for d in range(block_size):
-                at = q + 4 * (b * block_size + d)
-                s0 = tile_fma(s0, load_key(k0, b, d, scale0), at, 4 * d_head)
-                s1 = tile_fma(s1, load_key(k1, b, d, scale1), at, 4 * d_head)
-                s2 = tile_fma(s2, load_key(k2, b, d, scale2), at, 4 * d_head)
-                s3 = tile_fma(s3, load_key(k3, b, d, scale3), at, 4 * d_head)
-        tile_store(s0, scores, row_scores, rows)
-        tile_store(s1, scores + 64, row_scores, rows)
-        tile_store(s2, scores + 128, row_scores, rows)
-        tile_store(s3, scores + 192, row_scores, rows)
+        n_pages = {1: 4, 2: 2}.get(rows, 1)
+    page_scores = _make_scores(reader, rows, d_head, n_pages, fetches=is_one_token and n_pages == 1)
+    together = next(n for n in (4, 2, 1) if n <= n_pages and d_head // 16 % n == 0)
+    weighted_values = _make_values(reader, rows, d_head, together)
 
     @device
     def softmax(scores, base, first, last, part, row):
@@ -255,48 +276,13 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> 
         store_f32(part + _SUMS + 4 * row, sum_lanes((s0 + s1) + (s2 + s3)))
 
     @device
-    def weighted_values(scores, values, pages, n_keys, part):
-        for i in range(0, n_vectors, together):
-            o0 = tile_zeros_f32(rows)
-            o1 = tile_zeros_f32(rows)
-            o2 = tile_zeros_f32(rows)
-            o3 = tile_zeros_f32(rows)
-            for key in range(n_keys):
-                page = values + load_i64(pages + 8 * (key >> 4))
-                at = scores + 4 * key
-                o0 = tile_fma(o0, load_value(page, key & 15, i, d_head), at, row_scores)
-                if together > 1:
-                    o1 = tile_fma(o1, load_value(page, key & 15, i + 1, d_head), at, row_scores)
-                if together > 2:
-                    o2 = tile_fma(o2, load_value(page, key & 15, i + 2, d_head), at, row_scores)
-                    o3 = tile_fma(o3, load_value(page, key & 15, i + 3, d_head), at, row_scores)
-            out = part + _VALUES + 64 * i
-            tile_store(o0, out, 4 * d_head, rows)
-            if together > 1:
-                tile_store(o1, out + 64, 4 * d_head, rows)
-            if together > 2:
-                tile_store(o2, out + 128, 4 * d_head, rows)
-                tile_store(o3, out + 192, 4 * d_head, rows)
-
-    @device
     def chunk_part(q, ranges, keys, values, pages, base, n_keys, part, scores):
         """The partial result of keys base to base + n_keys - 1.
 
         `pages`: the byte offsets of their 4 pages and of the next.
         """
-        if most_together == 4:
-            p0 = keys + load_i64(pages)
-            p1 = keys + load_i64(pages + 8)
-            four_page_scores(q, p0, p1, keys + load_i64(pages + 16), keys + load_i64(pages + 24), scores)
-        elif most_together == 2:
-            for page in range(0, (n_keys + PAGE_TOKENS - 1) >> 4, 2):
-                at = pages + 8 * page
-                two_page_scores(q, keys + load_i64(at), keys + load_i64(at + 8), scores + 64 * page)
-        else:
-            for page in range((n_keys + PAGE_TOKENS - 1) >> 4):
-                at = load_i64(pages + 8 * page)
-                following = keys + load_i64(pages + 8 * page + 8)
-                page_scores(q, keys + at, following, values + at, scores + 64 * page)
+        for page in range(0, (n_keys + PAGE_TOKENS - 1) >> 4, n_pages):
+            page_scores(q, keys, values, pages + 8 * page, scores + 64 * page)
         for row in range(rows):
             first = load_i64(ranges + 16 * row)
             softmax(scores, base, first, load_i64(ranges + 16 * row + 8), part, row)

@@ -1,7 +1,8 @@
-"""Kernels that work token by token: norms, activations, RoPE, cache writes, quantization.
+"""Row-wise kernels: norms, activations, RoPE, cache writes, quantization.
 
-Each has the definition in `kukri.kernels.reference`. `rows` is always the address of the number of rows
-(tokens, or logit rows) of the step; buffers are float32, strides are bytes.
+Each has its definition in `kukri.kernels.reference`. Most are written as the work on one row, from which
+`row_kernel` makes the kernel; `rows` in its record is the address of the number of rows (tokens, or logit
+rows) of the step. Buffers are float32, strides are bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 
 @device
 def row_tiles(n_rows):
-    """Tiles of a token-wise kernel: a row each for a few rows, panels of 8 for many."""
+    """Tiles of a row-wise kernel: a row each for a few rows, panels of 8 for many."""
     return n_rows if n_rows <= TOKENS else (n_rows + TOKENS - 1) >> 3
 
 
@@ -75,6 +76,30 @@ def first_row(tile, n_rows):
 def stop_row(tile, n_rows):
     """One past the last row of a tile."""
     return tile + 1 if n_rows <= TOKENS else min(tile * TOKENS + TOKENS, n_rows)
+
+
+def row_kernel(each: Callable[..., None], n_parts: Any = None) -> KernelSource:
+    """The kernel that calls `each(row, a, b, …)` for each row; its record has `rows`, a, b, …
+
+    With `n_parts`, a device function of n, rows are cut into parts of columns: `each(row, part, a, b, …)`.
+    """
+    code = each.__code__
+    names = ", ".join(code.co_varnames[1 if n_parts is None else 2 : code.co_argcount])
+    parts, part = ("1", "") if n_parts is None else ("n_parts(n)", "tile % parts, ")
+    namespace = {**globals(), "each": device(each), "n_parts": n_parts}
+    exec(
+        f"""def kernel(tile, rows, {names}):
+    n_rows = load_i64(rows)
+    parts = {parts}
+    if tile < 0:
+        return row_tiles(n_rows) * parts
+    row_tile = tile // parts
+    for row in range(first_row(row_tile, n_rows), stop_row(row_tile, n_rows)):
+        each(row, {part}{names})
+    return 0""",
+        namespace,
+    )
+    return KernelSource(each.__name__, namespace["kernel"])
 
 
 # --- activation panels --------------------------------------------------------------------------------
@@ -128,55 +153,40 @@ def quantize_row(x, n, panels, row):
         target += Q8_BLOCK_BYTES
 
 
-def panel_q8(tile, rows, x, x_stride, n, panels):
+def panel_q8(row, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q8 panels."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        quantize_row(x + row * x_stride, n, panels, row)
-    return 0
+    quantize_row(x + row * x_stride, n, panels, row)
 
 
-def panel_q8x2(tile, rows, x, x_stride, n, panels):
+def panel_q8x2(row, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q8x2 panels: all blocks, then what their int8 left over."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
     term_bytes = n // Q8_BLOCK * Q8_BLOCK_BYTES
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        target = panels + (row >> 3) * (2 * term_bytes)
-        for i in range(0, 4 * n, 4 * Q8_BLOCK):
-            low = load_f32x16(x + row * x_stride + i)
-            high = load_f32x16(x + row * x_stride + i + 64)
-            scale, inverse = quantize_block(low, high, target, row & 7)
-            low = fma(round_even(low * splat(inverse)), splat(-scale), low)
-            high = fma(round_even(high * splat(inverse)), splat(-scale), high)
-            quantize_block(low, high, target + term_bytes, row & 7)
-            target += Q8_BLOCK_BYTES
-    return 0
+    target = panels + (row >> 3) * (2 * term_bytes)
+    for i in range(0, 4 * n, 4 * Q8_BLOCK):
+        low = load_f32x16(x + row * x_stride + i)
+        high = load_f32x16(x + row * x_stride + i + 64)
+        scale, inverse = quantize_block(low, high, target, row & 7)
+        low = fma(round_even(low * splat(inverse)), splat(-scale), low)
+        high = fma(round_even(high * splat(inverse)), splat(-scale), high)
+        quantize_block(low, high, target + term_bytes, row & 7)
+        target += Q8_BLOCK_BYTES
 
 
-def panel_q16(tile, rows, x, x_stride, n, panels):
+def panel_q16(row, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q16 panels."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        lane = row & 7
-        target = panels + (row >> 3) * (n // Q8_BLOCK * Q16_BLOCK_BYTES)
-        for i in range(0, 4 * n, 4 * Q8_BLOCK):
-            a = load_f32x16(x + row * x_stride + i)
-            b = load_f32x16(x + row * x_stride + i + 64)
-            scale, inverse = scale_of(a, b, 32767.0)
-            low = to_i32(round_even(a * splat(inverse)))
-            high = to_i32(round_even(b * splat(inverse)))
-            store_pairs(target + 4 * lane, low)
-            store_pairs(target + 128 + 4 * lane, high)
-            total = store_sums(low, high, scale, target, lane)
-            store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
-            target += Q16_BLOCK_BYTES
-    return 0
+    lane = row & 7
+    target = panels + (row >> 3) * (n // Q8_BLOCK * Q16_BLOCK_BYTES)
+    for i in range(0, 4 * n, 4 * Q8_BLOCK):
+        a = load_f32x16(x + row * x_stride + i)
+        b = load_f32x16(x + row * x_stride + i + 64)
+        scale, inverse = scale_of(a, b, 32767.0)
+        low = to_i32(round_even(a * splat(inverse)))
+        high = to_i32(round_even(b * splat(inverse)))
+        store_pairs(target + 4 * lane, low)
+        store_pairs(target + 128 + 4 * lane, high)
+        total = store_sums(low, high, scale, target, lane)
+        store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
+        target += Q16_BLOCK_BYTES
 
 
 @device
@@ -198,184 +208,139 @@ def _with_zero(x, inverse, zero):
     return to_i32(maximum(minimum(round_even(load_f32x16(x) * inverse) + zero, splat(127.0)), splat(-128.0)))
 
 
-def panel_q8t(tile, rows, x, x_stride, n, panels):
+def panel_q8t(row, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q8t panels, as `kukri.quant.per_token.quantize_tokens`."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
     panel_step = n // Q8_BLOCK * Q8_BLOCK_BYTES + Q8T_TAIL_BYTES
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        source = x + row * x_stride
-        least, largest = _row_range(source, n)
-        span = largest - least
-        scale = np.float32(span * (1.0 / 255.0))
-        inverse = np.float32(255.0 / span if span > 1e-35 else span * 0.0)  # keeps nan
-        zero = round_even(splat(np.float32(-128.0 - least * inverse)))
-        target = panels + (row >> 3) * panel_step
-        for i in range(0, 4 * n, 128):
-            low = _with_zero(source + i, splat(inverse), zero)
-            high = _with_zero(source + i + 64, splat(inverse), zero)
-            store_block(low, high, scale, target, row & 7)
-            target += Q8_BLOCK_BYTES
-        store_f32(target + 4 * (row & 7), -scale * max_lanes(zero))
-    return 0
+    source = x + row * x_stride
+    least, largest = _row_range(source, n)
+    span = largest - least
+    scale = np.float32(span * (1.0 / 255.0))
+    inverse = np.float32(255.0 / span if span > 1e-35 else span * 0.0)  # keeps nan
+    zero = round_even(splat(np.float32(-128.0 - least * inverse)))
+    target = panels + (row >> 3) * panel_step
+    for i in range(0, 4 * n, 128):
+        low = _with_zero(source + i, splat(inverse), zero)
+        high = _with_zero(source + i + 64, splat(inverse), zero)
+        store_block(low, high, scale, target, row & 7)
+        target += Q8_BLOCK_BYTES
+    store_f32(target + 4 * (row & 7), -scale * max_lanes(zero))
 
 
-def panel_f32(tile, rows, x, x_stride, n, panels):
+def panel_f32(row, x, x_stride, n, panels):
     """Brings rows of n float32 into f32 panels."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        target = panels + (row >> 3) * (n * F32_INPUT_BYTES) + 4 * (row & 7)
-        for i in range(n):
-            store_f32(target + F32_INPUT_BYTES * i, load_f32(x + row * x_stride + 4 * i))
-    return 0
+    target = panels + (row >> 3) * (n * F32_INPUT_BYTES) + 4 * (row & 7)
+    for i in range(n):
+        store_f32(target + F32_INPUT_BYTES * i, load_f32(x + row * x_stride + 4 * i))
 
 
 # --- norms and activations ----------------------------------------------------------------------------
+#
+# The result is written to y, to its q8 panels, or to both; either may be 0: not wanted. n % 16 == 0, and
+# n % 32 == 0 with panels.
 
 
-def rms_norm(tile, rows, x, x_stride, n, weight, eps, y, y_stride, panels):
-    """y = x / sqrt(mean(x^2) + eps) * weight; y and panels (q8) may each be 0: not wanted. n % 16 == 0."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        source = x + row * x_stride
-        total = splat(0.0)
-        for i in range(0, 4 * n, 64):
-            v = load_f32x16(source + i)
-            total = fma(v, v, total)
-        mean = sum_lanes(total) / n
-        factor = splat(1.0 / (mean + f32_of_bits(eps)) ** 0.5)
-        if y != 0:
-            for i in range(0, 4 * n, 64):
-                store_f32x16(
-                    y + row * y_stride + i, load_f32x16(source + i) * factor * load_f32x16(weight + i)
-                )
-        if panels != 0:
-            target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES)
-            for i in range(0, 4 * n, 128):
-                low = load_f32x16(source + i) * factor * load_f32x16(weight + i)
-                high = load_f32x16(source + i + 64) * factor * load_f32x16(weight + i + 64)
-                quantize_block(low, high, target, row & 7)
-                target += Q8_BLOCK_BYTES
-    return 0
+def _make_write(value: Callable[..., Any]) -> Any:
+    """A function that writes columns of one row; value(i, …) gives the 16 of them at byte i."""
 
-
-def head_norm(tile, rows, x, x_stride, n_heads, d_head, weight, eps):
-    """Each head of x as rms_norm, by one weight [d_head]; in place. d_head % 16 == 0."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        for head in range(n_heads):
-            target = x + row * x_stride + 4 * head * d_head
-            total = splat(0.0)
-            for i in range(0, 4 * d_head, 64):
-                v = load_f32x16(target + i)
-                total = fma(v, v, total)
-            factor = splat(1.0 / (sum_lanes(total) / d_head + f32_of_bits(eps)) ** 0.5)
-            for i in range(0, 4 * d_head, 64):
-                store_f32x16(target + i, load_f32x16(target + i) * factor * load_f32x16(weight + i))
-    return 0
-
-
-@device
-def _centred(x, mean, factor, weight, bias):
-    return (load_f32x16(x) - mean) * factor * load_f32x16(weight) + load_f32x16(bias)
-
-
-def layer_norm(tile, rows, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias; y and panels (q8) as in rms_norm. n % 16 == 0."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        source = x + row * x_stride
-        total = splat(0.0)
-        for i in range(0, 4 * n, 64):
-            total = total + load_f32x16(source + i)
-        mean = splat(sum_lanes(total) / n)
-        total = splat(0.0)
-        for i in range(0, 4 * n, 64):
-            v = load_f32x16(source + i) - mean
-            total = fma(v, v, total)
-        factor = splat(1.0 / (sum_lanes(total) / n + f32_of_bits(eps)) ** 0.5)
-        if y != 0:
-            for i in range(0, 4 * n, 64):
-                store_f32x16(y + row * y_stride + i, _centred(source + i, mean, factor, weight + i, bias + i))
-        if panels != 0:
-            target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES)
-            for i in range(0, 4 * n, 128):
-                low = _centred(source + i, mean, factor, weight + i, bias + i)
-                high = _centred(source + i + 64, mean, factor, weight + i + 64, bias + i + 64)
-                quantize_block(low, high, target, row & 7)
-                target += Q8_BLOCK_BYTES
-    return 0
-
-
-@device
-def _gated(gate, up):
-    a = load_f32x16(gate)
-    return a / (splat(1.0) + exponential(splat(0.0) - a)) * load_f32x16(up)
-
-
-_ACTIVATION_COLUMNS = 512  # of one tile, so that a single token's activation is shared between threads
-
-
-def silu_mul(tile, rows, gate, up, x_stride, n, y, y_stride, panels):
-    """y = silu(gate) * up; y and panels (q8) may each be 0: not wanted. n % 16 == 0 (32 for panels)."""
-    n_rows = load_i64(rows)
-    n_parts = (n + _ACTIVATION_COLUMNS - 1) // _ACTIVATION_COLUMNS
-    if tile < 0:
-        return row_tiles(n_rows) * n_parts
-    start = 4 * _ACTIVATION_COLUMNS * (tile % n_parts)
-    stop = min(start + 4 * _ACTIVATION_COLUMNS, 4 * n)
-    tile = tile // n_parts
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        g = gate + row * x_stride
-        u = up + row * x_stride
+    @device
+    def write(row, start, stop, n, y, y_stride, panels, *arguments):
         if y != 0:
             for i in range(start, stop, 64):
-                store_f32x16(y + row * y_stride + i, _gated(g + i, u + i))
+                store_f32x16(y + row * y_stride + i, value(i, *arguments))
         if panels != 0:
             target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES) + start // 128 * Q8_BLOCK_BYTES
             for i in range(start, stop, 128):
-                quantize_block(_gated(g + i, u + i), _gated(g + i + 64, u + i + 64), target, row & 7)
+                quantize_block(value(i, *arguments), value(i + 64, *arguments), target, row & 7)
                 target += Q8_BLOCK_BYTES
-    return 0
+
+    return write
 
 
 @device
-def _gelu(x):
+def _inverse_deviation(x, n, mean, eps):
+    """A vector of 1 / sqrt(the mean of (x - mean)^2 + eps)."""
+    total = splat(0.0)
+    for i in range(0, 4 * n, 64):
+        v = load_f32x16(x + i) - mean
+        total = fma(v, v, total)
+    return splat(1.0 / (sum_lanes(total) / n + f32_of_bits(eps)) ** 0.5)
+
+
+@device
+def _scaled(i, x, factor, weight):
+    return load_f32x16(x + i) * factor * load_f32x16(weight + i)
+
+
+@device
+def _centred(i, x, mean, factor, weight, bias):
+    return (load_f32x16(x + i) - mean) * factor * load_f32x16(weight + i) + load_f32x16(bias + i)
+
+
+@device
+def _gated(i, gate, up):
+    a = load_f32x16(gate + i)
+    return a / (splat(1.0) + exponential(splat(0.0) - a)) * load_f32x16(up + i)
+
+
+@device
+def _gelu_tanh(i, x):
     """x * sigmoid(2u) is x / 2 * (1 + tanh(u))."""
-    v = load_f32x16(x)
+    v = load_f32x16(x + i)
     u = fma(v * v * v, splat(0.044715), v) * splat(-1.5957691216)  # -2 sqrt(2 / pi)
     return v / (splat(1.0) + exponential(u))
 
 
-def gelu(tile, rows, x, x_stride, n, y, y_stride, panels):
-    """y = GELU of x, tanh form; y and panels (q8) may each be 0: not wanted. n % 16 == 0 (32 for panels)."""
-    n_rows = load_i64(rows)
-    n_parts = (n + _ACTIVATION_COLUMNS - 1) // _ACTIVATION_COLUMNS
-    if tile < 0:
-        return row_tiles(n_rows) * n_parts
-    start = 4 * _ACTIVATION_COLUMNS * (tile % n_parts)
-    stop = min(start + 4 * _ACTIVATION_COLUMNS, 4 * n)
-    tile = tile // n_parts
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        source = x + row * x_stride
-        if y != 0:
-            for i in range(start, stop, 64):
-                store_f32x16(y + row * y_stride + i, _gelu(source + i))
-        if panels != 0:
-            target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES) + start // 128 * Q8_BLOCK_BYTES
-            for i in range(start, stop, 128):
-                quantize_block(_gelu(source + i), _gelu(source + i + 64), target, row & 7)
-                target += Q8_BLOCK_BYTES
-    return 0
+_write_scaled, _write_centred = _make_write(_scaled), _make_write(_centred)
+_write_gated, _write_gelu = _make_write(_gated), _make_write(_gelu_tanh)
+
+
+def rms_norm(row, x, x_stride, n, weight, eps, y, y_stride, panels):
+    """y = x / sqrt(mean(x^2) + eps) * weight."""
+    source = x + row * x_stride
+    factor = _inverse_deviation(source, n, splat(0.0), eps)
+    _write_scaled(row, 0, 4 * n, n, y, y_stride, panels, source, factor, weight)
+
+
+def head_norm(row, x, x_stride, n_heads, d_head, weight, eps):
+    """Each head of x as rms_norm, by one weight [d_head]; in place. d_head % 16 == 0."""
+    for head in range(n_heads):
+        target = x + row * x_stride + 4 * head * d_head
+        factor = _inverse_deviation(target, d_head, splat(0.0), eps)
+        for i in range(0, 4 * d_head, 64):
+            store_f32x16(target + i, _scaled(i, target, factor, weight))
+
+
+def layer_norm(row, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias."""
+    source = x + row * x_stride
+    total = splat(0.0)
+    for i in range(0, 4 * n, 64):
+        total = total + load_f32x16(source + i)
+    mean = splat(sum_lanes(total) / n)
+    factor = _inverse_deviation(source, n, mean, eps)
+    _write_centred(row, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
+
+
+_PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
+
+
+@device
+def _activation_parts(n):
+    return (n + _PART_COLUMNS - 1) // _PART_COLUMNS
+
+
+def silu_mul(row, part, gate, up, x_stride, n, y, y_stride, panels):
+    """y = silu(gate) * up."""
+    start = 4 * _PART_COLUMNS * part
+    stop = min(start + 4 * _PART_COLUMNS, 4 * n)
+    _write_gated(row, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
+
+
+def gelu(row, part, x, x_stride, n, y, y_stride, panels):
+    """y = GELU of x, tanh form."""
+    start = 4 * _PART_COLUMNS * part
+    stop = min(start + 4 * _PART_COLUMNS, 4 * n)
+    _write_gelu(row, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
 # --- positions and cache ------------------------------------------------------------------------------
@@ -437,7 +402,7 @@ def _store_token_q8(k, v, key_page, value_page, offset, n_heads, d_head):
 
 @device
 def _to_int8(x):
-    """32 float32 as two vectors of int8 and their scale; what float16 cannot hold is limited first."""
+    """32 float32 as two vectors of int8 and their scale; clamped to the float16 range first."""
     a = to_f16_range(load_f32x16(x))
     b = to_f16_range(load_f32x16(x + 64))
     largest = max_lanes(maximum(absolute(a), absolute(b)))
@@ -486,33 +451,23 @@ def _make_rope_store(name: str, store_token: Callable[..., Any]) -> Callable[...
     return rope_store
 
 
-def gather_rows(tile, rows, indices, x, x_stride, n, y, y_stride):
+def gather_rows(row, indices, x, x_stride, n, y, y_stride):
     """y[i] = x[indices[i]], rows of n float32. `indices` is the address of the int32 array's address."""
-    n_rows = load_i64(rows)
-    if tile < 0:
-        return row_tiles(n_rows)
-    for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-        source = x + load_i32(load_i64(indices) + 4 * row) * x_stride
-        for i in range(0, 4 * n, 4):
-            store_f32(y + row * y_stride + i, load_f32(source + i))
-    return 0
+    source = x + load_i32(load_i64(indices) + 4 * row) * x_stride
+    for i in range(0, 4 * n, 4):
+        store_f32(y + row * y_stride + i, load_f32(source + i))
 
 
-KERNELS = {
-    kernel.__name__: KernelSource(kernel.__name__, kernel)
+_WHOLE_ROWS = (
+    panel_q8, panel_q8x2, panel_q16, panel_q8t, panel_f32, rms_norm, head_norm, layer_norm, gather_rows,
+)  # fmt: skip
+_ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
+_ROW_KERNELS += [row_kernel(each, _activation_parts) for each in (silu_mul, gelu)]
+_ROPE_STORES = [
+    KernelSource(kernel.__name__, kernel)
     for kernel in (
-        panel_q8,
-        panel_q8x2,
-        panel_q16,
-        panel_q8t,
-        panel_f32,
-        rms_norm,
-        head_norm,
-        layer_norm,
-        silu_mul,
-        gelu,
         _make_rope_store("rope_store_f16", _store_token),
         _make_rope_store("rope_store_q8_0", _store_token_q8),
-        gather_rows,
     )
-}
+]
+KERNELS = {source.name: source for source in (*_ROW_KERNELS, *_ROPE_STORES)}
