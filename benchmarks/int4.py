@@ -57,11 +57,11 @@ def kukri_product(backend: CpuBackend, weight: Weight, x: FloatArray) -> Product
         return ops.logit_rows(ops.linear(ops.embed(rows, batch), (weight,)), batch)
 
     n = len(x)
-    compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(n, 1, n, 32), {})
+    compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(n, 1, n, 32))
     ids = np.arange(n, dtype=np.int32)
     pages = np.arange(-(-n // 16), dtype=np.int32)[None]
     step = ForwardBatch(ids, ids, ids, np.array([0, n], np.int32), ids[-1:] + 1, pages, ids)
-    return lambda: compiled(step)
+    return lambda: compiled(step).numpy()
 
 
 def torch_product(weight: Weight, x: FloatArray, n_threads: int) -> Product:

@@ -59,7 +59,7 @@ def product_timer(backend: CpuBackend, weight: Weight) -> Callable[[int], float]
         y = ops.linear(ops.embed(rows, batch), (weight,))
         return ops.logit_rows(ops.split(y, (16, weight.shape[0] - 16))[0], batch)
 
-    compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(N_PROMPT, 1, 1, 32), {})
+    compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(N_PROMPT, 1, 1, 32))
     steps = {n: one_sequence(n) for n in (1, N_PROMPT)}
 
     def seconds(n: int) -> float:

@@ -19,6 +19,7 @@ from yardstick import yardstick_s
 
 import kukri
 from kukri import LLM, Chunk, SamplingParams, errors
+from kukri.engine.batch import Chunk as StepChunk
 from kukri.errors import (
     ConfigError,
     ContextLengthError,
@@ -28,7 +29,8 @@ from kukri.errors import (
     RequestError,
     UnusedTensorError,
 )
-from kukri.kernels.types import ForwardBatch
+from kukri.kernels.host_step import HostLogits
+from kukri.kernels.types import ForwardBatch, Hook
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +63,16 @@ def say(llm: LLM, text: str | Sequence[int]) -> None:
     ids = [*text.encode()] if isinstance(text, str) else list(text)
     n_said = 0
 
-    def run(batch: ForwardBatch) -> np.ndarray:
+    def run(chunks: list[StepChunk]) -> HostLogits:
         nonlocal n_said
-        if batch.positions[0] == 0:
+        _, start, _, n_rows, _ = chunks[0]
+        if start == 0:
             n_said = 0
-        logits = np.zeros((batch.n_logit_rows, N_VOCAB), np.float32)
-        if batch.n_logit_rows:
+        logits = np.zeros((n_rows, N_VOCAB), np.float32)
+        if n_rows:
             logits[0, ids[n_said] if n_said < len(ids) else END_ID] = 30.0
             n_said += 1
-        return logits
+        return HostLogits(logits)
 
     llm.engine.runner.run = run  # type: ignore[method-assign]
 
@@ -416,7 +419,7 @@ def test_wrong_hooks_are_refused(fresh: LLM) -> None:
         fresh.hooks({"hook_embed": lambda name, x: 1 / 0}),
     ):
         fresh.generate("a", GREEDY)
-    assert fresh.engine.runner.hooks == {}
+    assert not fresh.engine.runner.hooks
 
 
 def test_a_hook_that_writes_nan_fails_its_request_alone(fresh: LLM) -> None:
@@ -545,14 +548,15 @@ def test_the_engine_costs_little(tiny_path: Path) -> None:
     n_vocab = 49152
     logits = np.zeros((1, n_vocab), np.float32)
 
-    def run(batch: ForwardBatch) -> np.ndarray:
+    def run(batch: ForwardBatch, on_tap: Hook) -> HostLogits:
         position = int(batch.positions[-1])
         logits[0, 65 + position : 67 + position] = 0.0, 1.0
-        return logits[: batch.n_logit_rows]
+        return HostLogits(logits[: batch.n_logit_rows])
 
     with LLM(tiny_path) as llm:
         object.__setattr__(llm.model.config, "n_vocab", n_vocab)
-        llm.engine.runner._program = run  # type: ignore[assignment]
+        runner = llm.engine.runner
+        runner.plain = runner.plain._replace(program=run)  # type: ignore[arg-type]
 
         def seconds_per_token() -> float:
             started = time.thread_time()

@@ -114,11 +114,11 @@ def exact_logits(directory: Path, ids: list[int]) -> np.ndarray:
     n, backend = len(ids), make_backend("reference")
     n_pages = -(-n // backend.page_tokens)
     cache = backend.new_cache(model.cache_layout, n_pages, kv_type="f32")
-    program = backend.compile(model, cache, StepLimits(n, 1, n, n_pages), {})
+    program = backend.compile(model, cache, StepLimits(n, 1, n, n_pages))
     steps = np.arange(n, dtype=np.int32)
     ends = np.array([0, n], np.int32)
     table = np.arange(n_pages, dtype=np.int32)[None]
-    return program(ForwardBatch(np.array(ids, np.int32), steps, steps, ends, ends[1:], table, steps))
+    return program(ForwardBatch(np.array(ids, np.int32), steps, steps, ends, ends[1:], table, steps)).numpy()
 
 
 @pytest.fixture(scope="module")

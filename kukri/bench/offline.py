@@ -27,7 +27,7 @@ from kukri.bench.card import (
 from kukri.errors import ConfigError
 from kukri.formats import hub
 from kukri.kernels.cpu.features import usable_cores
-from kukri.kernels.types import FloatArray, ForwardBatch
+from kukri.kernels.types import ForwardBatch, Hook, Logits
 from kukri.machine import peak_rss_bytes
 from kukri.sampling import SamplingParams
 
@@ -91,20 +91,20 @@ class Kukri:
     def engine_overhead(self, n_tokens: int) -> float:
         """The share of a decode step that is not the model's forward: scheduling, sampling, text."""
         runner = self.llm.engine.runner
-        forward, spent_s = runner.run, 0.0
+        plain, spent_s = runner.plain, 0.0
 
-        def timed(batch: ForwardBatch) -> FloatArray:
+        def timed(batch: ForwardBatch, on_tap: Hook | None) -> Logits:
             nonlocal spent_s
             started = time.perf_counter()
-            logits = forward(batch)
+            logits = plain.program(batch, on_tap)
             spent_s += time.perf_counter() - started
             return logits
 
-        runner.run = timed  # type: ignore[method-assign]
+        runner.plain = plain._replace(program=timed)  # type: ignore[arg-type]
         try:
             total_s = self.decode_s(n_tokens)
         finally:
-            runner.run = forward  # type: ignore[method-assign]
+            runner.plain = plain
         return 1.0 - spent_s / total_s
 
     def versions(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from kukri.config import EngineConfig
-from kukri.engine.batch import BatchBuilder, Chunk
+from kukri.engine.batch import Chunk
 from kukri.engine.drafts import AcceptanceRate, Drafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.runner import Runner
@@ -93,7 +93,6 @@ class DraftModel:
         self._max_tokens = max(config.max_step_tokens, n_requests)
         limits = StepLimits(self._max_tokens, n_requests, n_requests, self._max_pages)
         self._runner = Runner(model, backend, n_pages, limits, config.kv_type)
-        self._builder = BatchBuilder(limits, backend.page_tokens)
         self._price = max(price, _MIN_PRICE)
         self.pool = PagePool(n_pages, backend.page_tokens)
 
@@ -145,8 +144,8 @@ class DraftModel:
 
     def _run(self, chunks: list[Chunk], drafting: list[ModelDrafts]) -> None:
         """Runs a step whose rows of logits are, in order, those of the requests that get a draft."""
-        logits = self._runner.run(self._builder.build(chunks))
-        for drafts, draft in zip(drafting, logits.argmax(axis=1).tolist() if drafting else (), strict=True):
+        logits = self._runner.run(chunks)
+        for drafts, draft in zip(drafting, logits.argmax() if drafting else (), strict=True):
             position = drafts.n_tokens + len(drafts.drafts)
             drafts.n_cached = position
             drafts.tokens[position] = draft

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import EngineConfig
-from kukri.engine.batch import BatchBuilder
 from kukri.engine.draft_model import DraftModel
 from kukri.engine.drafts import Drafts, LookupDrafts
 from kukri.engine.pages import PagePool, pages_for
@@ -20,7 +19,7 @@ from kukri.engine.request import Request, RequestState
 from kukri.engine.runner import Runner
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
-from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, StepLimits
+from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, Logits, StepLimits
 from kukri.models import Model
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SEED_MAX
@@ -33,7 +32,7 @@ class InFlight:
     """A step between `Engine.launch` and `Engine.collect`: its chunks, and the logits [N, V] they get."""
 
     chunks: list[ScheduledChunk]
-    logits: FloatArray
+    logits: Logits
 
 
 class Engine:
@@ -86,7 +85,6 @@ class Engine:
             self._draft_model = DraftModel(draft_model, backend, config, self.max_context, n_pages, price)
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
-        self._builder = BatchBuilder(limits, backend.page_tokens)
         self._in_flight: deque[InFlight] = deque()  # in the order of their launch
         self._sampling = backend.sampling
         self._ids = count(1)
@@ -167,7 +165,7 @@ class Engine:
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
             for source, target in scheduled.copies:
                 self.runner.cache.copy_page(source, target)
-            step = InFlight(chunks, self.runner.run(self._builder.build(chunks)))
+            step = InFlight(chunks, self.runner.run(chunks))
         except BaseException as error:
             self._fail(chunks, error)
             raise
@@ -220,7 +218,7 @@ class Engine:
             for start in range(0, n_tokens, self._rows_per_step):
                 n = min(self._rows_per_step, n_tokens - start)
                 chunk = ScheduledChunk(request, start, n, n)
-                result[start : start + n] = self.runner.run(self._builder.build([chunk]))
+                result[start : start + n] = self.runner.run([chunk]).numpy()
         finally:
             self.runner.cache.clear_pages(pages)
             self.pool.free(pages)
@@ -228,12 +226,12 @@ class Engine:
 
     def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
         """Makes each hook listen on its full name. What a hook saw or edited is no cached prefix."""
-        self.runner.add_hooks(hooks)
+        self.runner.hooks.add(hooks)
         self._forget_prefixes()
 
     def remove_hooks(self, hooks: Mapping[str, Hook]) -> None:
         """Takes back what `add_hooks` did with the same argument."""
-        self.runner.remove_hooks(hooks)
+        self.runner.hooks.remove(hooks)
         self._forget_prefixes()
 
     def check_integrity(self) -> None:
@@ -252,9 +250,7 @@ class Engine:
         for i, drafts, n in planned:
             chunks[i] = self.scheduler.with_drafts(chunks[i], drafts.propose(n))
 
-    def _sample(
-        self, chunks: list[ScheduledChunk], logits: FloatArray
-    ) -> list[list[SampledToken | KukriError]]:
+    def _sample(self, chunks: list[ScheduledChunk], logits: Logits) -> list[list[SampledToken | KukriError]]:
         """Each chunk's new tokens, up to one that was not drafted; an error in place of one ends its request.
 
         Each is chosen as if it were alone in its step, after those before it are chosen.
@@ -269,7 +265,7 @@ class Engine:
             if chunk.request.state is not RequestState.RUNNING:  # it ended while in flight
                 continue
             if chunk.request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, logits[row - n_own : row])
+                self._score_prompt(chunk, logits.take(range(row - n_own, row)).numpy())
             if chunk.gives_token:
                 rows[i] = [row - 1, *range(first_draft_row, draft_row)]
         going_on, depth = list(rows), 0
@@ -278,17 +274,15 @@ class Engine:
             going_on = [i for i in going_on if _goes_on(chunks[i], results[i])]
             depth += 1
         for i, own_rows in rows.items():
-            if len(results[i]) < len(own_rows) and np.isnan(logits[own_rows[-1]].max()):
+            if len(results[i]) < len(own_rows) and logits.has_nan(own_rows[-1]):
                 self._clear_drafts(chunks[i], len(results[i]))
         return results
 
     def _sample_next(
-        self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: FloatArray
+        self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: Logits
     ) -> None:
         """Adds a token to the results of each chunk, by a row of logits of its own; rows are in order."""
-        first, n = turns[0][1], len(turns)
-        all_in_turn = turns[-1][1] - first == n - 1  # then they need not be copied
-        wanted = logits[first : first + n] if all_in_turn else logits[[row for _, row, _ in turns]]
+        wanted = logits.take([row for _, row, _ in turns]).numpy()
         tokens = sample_rows([chunk.request.sampler for chunk, _, _ in turns], wanted, self._sampling)
         for (chunk, _, results), token in zip(turns, tokens, strict=True):
             results.append(chunk.request.error or token)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import HookError, ShapeError
+from kukri.kernels.host_step import HostLogits, check_sizes
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
@@ -28,6 +28,7 @@ from kukri.kernels.types import (
     KVType,
     Program,
     RopeFrequencies,
+    StepInputs,
     StepLimits,
     Vector,
     Weight,
@@ -61,23 +62,25 @@ class ReferenceBackend:
         return page_bytes(layout, kv_type)
 
     def compile(
-        self, program: Program, cache: Cache, limits: StepLimits, hooks: dict[str, list[Hook]]
+        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
     ) -> CompiledProgram:
-        """The program as it is, bound to the cache and the hooks. `limits` are checked at each step."""
+        """The program as it is, bound to the cache. `limits` are checked at each step."""
         assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
-        return _BoundProgram(program, ReferenceOps(cache, hooks, self._matrices, self._rope_rows), limits)
+        return _BoundProgram(program, ReferenceOps(cache, taps, self._matrices, self._rope_rows), limits)
 
 
 class _BoundProgram:
     def __init__(self, program: Program, ops: ReferenceOps, limits: StepLimits) -> None:
         self.program, self.ops, self.limits = program, ops, limits
+        self.inputs = StepInputs.zeros(limits)
 
-    def __call__(self, batch: ForwardBatch) -> FloatArray:
-        """Runs one step -> logits float32 [N, V]. Raises ShapeError on a batch beyond the limits."""
-        _check_batch(batch, self.limits)
+    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
+        """See CompiledProgram."""
+        check_sizes(batch, self.limits)
+        self.ops.on_tap = on_tap
         with np.errstate(over="ignore", invalid="ignore"):  # NaN and inf go through, and the caller sees them
             logits: FloatArray = self.program(self.ops, batch)
-        return logits
+        return HostLogits(logits)
 
 
 class ReferenceOps:
@@ -86,11 +89,12 @@ class ReferenceOps:
     def __init__(
         self,
         cache: PagedKV,
-        hooks: dict[str, list[Hook]] | None = None,
+        taps: frozenset[str] = frozenset(),
         matrices: dict[Weight, FloatArray] | None = None,
         rope_rows: dict[RopeFrequencies, RopeRows] | None = None,
     ) -> None:
-        self.cache, self.hooks = cache, hooks or {}
+        self.cache, self.taps = cache, taps
+        self.on_tap: Hook | None = None  # of the step
         self._matrices = {} if matrices is None else matrices
         self._rope_rows = {} if rope_rows is None else rope_rows
 
@@ -121,7 +125,7 @@ class ReferenceOps:
         residual: FloatArray | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> FloatArray:
-        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, listeners, residual."""
+        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, tap, residual."""
         y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
         start = 0
         for weight in weights:
@@ -203,9 +207,12 @@ class ReferenceOps:
         return x[batch.logit_rows]
 
     def tap(self, name: str, layer: int | None, x: FloatArray) -> FloatArray:
-        """x, after its listeners."""
+        """x, after its listener."""
         full_name = tap_name(name, layer)
-        return call_hooks(full_name, self.hooks[full_name], x) if full_name in self.hooks else x
+        if self.on_tap is None or full_name not in self.taps:
+            return x
+        replacement = self.on_tap(full_name, x)
+        return x if replacement is None else replacement
 
     def _matrix(self, weight: Weight) -> FloatArray:
         """The weight as float32 [out, in]."""
@@ -254,32 +261,6 @@ def _quantize(x: FloatArray) -> tuple[Array, Array]:
     return quants, (largest[..., 0] / np.float32(127)).astype(np.float16)
 
 
-def call_hooks(name: str, hooks: Sequence[Hook], x: FloatArray) -> FloatArray:
-    """x as the listeners on the full name `name` leave it: edited in place, or replaced.
-
-    An array without rows (nobody wants logits amid a prompt) is not shown to them. Raises HookError naming
-    the hook where one raises, or returns anything but float32 of the same shape.
-    """
-    for hook in hooks if len(x) else ():
-        try:
-            replacement = hook(name, x)
-        except Exception as error:
-            raise HookError(f"the hook on {name} raised {type(error).__name__}: {error}") from error
-        if replacement is None:
-            continue
-        if not isinstance(replacement, np.ndarray):
-            raise HookError(
-                f"the hook on {name} must return an array or None, not {type(replacement).__name__}"
-            )
-        if replacement.shape != x.shape or replacement.dtype != np.float32:
-            raise HookError(
-                f"the hook on {name} returned {replacement.dtype} {replacement.shape}: "
-                f"it must be float32 {x.shape}"
-            )
-        x = replacement
-    return x
-
-
 def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> FloatArray:
     """x [T, heads*K] with the first rotary_dim dimensions of each head rotated."""
     half = cos.shape[-1]
@@ -298,23 +279,3 @@ def _softmax(scores: FloatArray) -> FloatArray:
     total = weights.sum(axis=-1, keepdims=True)
     weights /= np.where(total == 0, np.float32(1), total)
     return weights
-
-
-def _check_batch(batch: ForwardBatch, limits: StepLimits) -> None:
-    sizes = (batch.n_tokens, batch.n_sequences, batch.n_logit_rows, batch.page_table.shape[1])
-    most = (limits.max_tokens, limits.max_sequences, limits.max_logit_rows, limits.max_pages)
-    if any(size > limit for size, limit in zip(sizes, most, strict=True)):
-        raise ShapeError(f"a step of (T, S, N, pages) = {sizes} is larger than the plan's {most}")
-    check_mask(batch, limits)
-
-
-def check_mask(batch: ForwardBatch, limits: StepLimits) -> None:
-    """Raises ShapeError unless the batch brings a mask exactly where the program is compiled for one."""
-    if batch.mask is None and not limits.mask_heads:
-        return
-    shape = None if batch.mask is None else batch.mask.shape
-    wanted = (limits.mask_heads, batch.n_tokens, int(batch.context_len[0])) if limits.mask_heads else None
-    if shape != wanted or batch.n_sequences > 1:
-        raise ShapeError(
-            f"a step of {batch.n_sequences} sequences with a mask {shape}; the plan takes {wanted}"
-        )

@@ -7,7 +7,7 @@ H query heads, G key/value heads, K head size, P pages, B page size, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -103,6 +103,7 @@ class ForwardBatch:
     logit_rows: IntArray  # [N]
     rope_positions: IntArray | None = None  # [T]
     mask: FloatArray | None = None
+    inputs: StepInputs | None = field(default=None, init=False)  # whose arrays these are; None: others
 
     @property
     def n_tokens(self) -> int:
@@ -269,11 +270,101 @@ class StepLimits:
     mask_heads: int = 0
 
 
-class CompiledProgram(Protocol):
-    """A model bound to a backend and a cache."""
+@dataclass(eq=False)
+class StepInputs:
+    """The arrays that a program reads its steps from, int32 at their largest sizes (see `ForwardBatch`).
 
-    def __call__(self, batch: ForwardBatch) -> FloatArray:
-        """Runs one step -> logits float32 [N, V], valid until the next call. Writes the cache."""
+    Fill the beginning of each, and give the program a `batch` of that many: nothing is copied then.
+    """
+
+    token_ids: IntArray
+    positions: IntArray
+    slots: IntArray
+    query_start: IntArray
+    context_len: IntArray
+    page_table: IntArray
+    logit_rows: IntArray
+    _batch: ForwardBatch | None = None
+
+    @classmethod
+    def zeros(cls, limits: StepLimits) -> StepInputs:
+        """Arrays for steps within `limits`."""
+        t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
+        token_ids, positions, slots, logit_rows = (np.zeros(n, np.int32) for n in (t, t, t, n))
+        page_table = np.zeros((s, limits.max_pages), np.int32)
+        starts, lengths = np.zeros(s + 1, np.int32), np.zeros(s, np.int32)
+        return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows)
+
+    def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
+        """The step of what the arrays hold: views of them, valid until they are filled again."""
+        last = self._batch
+        if last is not None and (last.n_tokens, last.n_sequences, last.n_logit_rows) == (
+            n_tokens,
+            n_sequences,
+            n_logit_rows,
+        ):
+            return last
+        self._batch = batch = ForwardBatch(
+            self.token_ids[:n_tokens],
+            self.positions[:n_tokens],
+            self.slots[:n_tokens],
+            self.query_start[: n_sequences + 1],
+            self.context_len[:n_sequences],
+            self.page_table[:n_sequences],
+            self.logit_rows[:n_logit_rows],
+        )
+        object.__setattr__(batch, "inputs", self)
+        return batch
+
+    def copy(self, batch: ForwardBatch) -> None:
+        """Copies a batch of other arrays in, but for its mask and RoPE positions."""
+        n_tokens, n_sequences, n_pages = batch.n_tokens, batch.n_sequences, batch.page_table.shape[1]
+        self.token_ids[:n_tokens] = batch.token_ids
+        self.positions[:n_tokens] = batch.positions
+        self.slots[:n_tokens] = batch.slots
+        self.query_start[: n_sequences + 1] = batch.query_start
+        self.context_len[:n_sequences] = batch.context_len
+        self.page_table[:n_sequences, :n_pages] = batch.page_table
+        self.logit_rows[: batch.n_logit_rows] = batch.logit_rows
+
+
+class Logits(Protocol):
+    """Logits float32 [N, V] of a step, in their backend's memory; valid until its program's next step."""
+
+    def __len__(self) -> int:
+        """N."""
+
+    def take(self, rows: Sequence[int]) -> Logits:
+        """These rows, in this order."""
+
+    def copy(self) -> Logits:
+        """The same, valid for as long as it is held."""
+
+    def numpy(self) -> FloatArray:
+        """An array on the host, which is not to be written to."""
+
+    def has_nan(self, row: int) -> bool:
+        """True if a row holds NaN."""
+
+    def argmax(self) -> list[int]:
+        """The token of the largest logit in each row, of equals the lowest."""
+
+
+class CompiledProgram(Protocol):
+    """A model bound to a backend, a cache and inputs of its own. It runs one step at a time: for a second
+    one under way, compile it a second time.
+    """
+
+    inputs: StepInputs
+
+    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> Logits:
+        """Runs one step and gives its logits. Writes the cache. A batch that is none of `inputs` is copied.
+
+        Raises CapacityError on a step beyond the limits, ShapeError on indices outside their arrays.
+
+        `on_tap` is called at each tap that the program is compiled for; it edits the array, or returns one
+        of the same shape that takes its place.
+        """
 
 
 class SamplingBackend(Protocol):
@@ -310,6 +401,8 @@ class Backend(Protocol):
         """Bytes that a page of such a cache takes. Raises UnsupportedError as `new_cache` does."""
 
     def compile(
-        self, program: Program, cache: Cache, limits: StepLimits, hooks: dict[str, list[Hook]]
+        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
     ) -> CompiledProgram:
-        """Binds a model to kernels. `hooks` maps full hook names to listeners; others cost nothing."""
+        """Binds a model to kernels and a cache of this backend. `taps` are the full names of those that its
+        calls will show to a listener; the others cost nothing.
+        """

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import RequestError
+from kukri.kernels.taps import Hooks
 from kukri.kernels.types import (
     Backend,
     CompiledProgram,
@@ -37,7 +38,7 @@ _BoolArray = npt.NDArray[np.bool_]
 class _Key(NamedTuple):
     program: Program
     mask_heads: int
-    hooks: int  # which set of hooks it was compiled with; 0: none
+    taps: frozenset[str]
 
 
 class KVCache:
@@ -85,8 +86,7 @@ class Forward:
     def __init__(self, model: Model, backend: Backend) -> None:
         self.model, self.backend = model, backend
         self._scratch: KVCache | None = None
-        self._hooks: dict[str, list[Hook]] = {}
-        self._n_changes = 0  # of the hooks
+        self.hooks = Hooks()
 
     def new_cache(self, batch_size: int = 1, max_tokens: int | None = None) -> KVCache:
         """An empty cache; `max_tokens` None takes the model's whole context."""
@@ -94,18 +94,12 @@ class Forward:
         return KVCache(self.model, self.backend, batch_size, n_tokens)
 
     def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
-        """Makes each hook listen on its full name, after those that already do."""
-        for name, hook in hooks.items():
-            self._hooks.setdefault(name, []).append(hook)
-        self._n_changes += 1
+        """Adds each hook to the tap of that full name."""
+        self.hooks.add(hooks)
 
     def remove_hooks(self, hooks: Mapping[str, Hook]) -> None:
-        """Takes back what `add_hooks` did with the same argument."""
-        for name, hook in hooks.items():
-            self._hooks[name].remove(hook)
-            if not self._hooks[name]:
-                del self._hooks[name]
-        self._n_changes += 1
+        """Undoes an `add_hooks` with the same argument."""
+        self.hooks.remove(hooks)
 
     def __call__(
         self,
@@ -124,7 +118,7 @@ class Forward:
         program = self.model if program is None else program
         result: FloatArray | None = None
         for rows, columns, batch in call.batches():
-            values = self._program(program, cache, batch)(batch)
+            values = self._program(program, cache, batch)(batch, self.hooks).numpy()
             if result is None:
                 result = np.zeros((*ids.shape, values.shape[1]), np.float32)
             result[rows, columns] = values
@@ -165,7 +159,7 @@ class Forward:
     def _program(self, program: Program, cache: KVCache, batch: ForwardBatch) -> CompiledProgram:
         """The program compiled for this cache and batch, kept with the cache."""
         mask_heads = 0 if batch.mask is None else len(batch.mask)
-        key = _Key(program, mask_heads, self._n_changes if self._hooks else 0)
+        key = _Key(program, mask_heads, self.hooks.names)
         found = cache.programs.get(key)
         if found is not None and batch.n_tokens <= found[0].max_tokens:
             return found[1]
@@ -175,9 +169,8 @@ class Forward:
             limits = StepLimits(n, 1, n, n_pages, mask_heads)
         else:
             limits = StepLimits(_STEP_TOKENS, min(cache.batch_size, _STEP_TOKENS), _STEP_TOKENS, n_pages)
-        hooks = {name: list(listeners) for name, listeners in self._hooks.items()}
-        compiled = self.backend.compile(program, cache.kv, limits, hooks)
-        kept = {k: p for k, p in cache.programs.items() if k.hooks in (0, key.hooks)}
+        compiled = self.backend.compile(program, cache.kv, limits, key.taps)
+        kept = {k: p for k, p in cache.programs.items() if k.taps in (frozenset(), key.taps)}
         cache.programs = {**kept, key: (limits, compiled)}
         return compiled
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from kukri.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
+from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference import ReferenceSampling
-from kukri.kernels.types import CacheLayout, ForwardBatch, KVLayer, StepLimits
+from kukri.kernels.types import CacheLayout, ForwardBatch, Hook, KVLayer, StepInputs, StepLimits
 
 N_VOCAB = 50
 EOS = 7
@@ -89,7 +90,9 @@ class FakeBackend:
     def page_bytes(self, layout: CacheLayout, kv_type: Any) -> int:
         return page_bytes(layout, kv_type)
 
-    def compile(self, program: FakeModel, cache: PagedKV, limits: StepLimits, hooks: dict) -> FakeProgram:
+    def compile(
+        self, program: FakeModel, cache: PagedKV, limits: StepLimits, taps: frozenset[str] = frozenset()
+    ) -> FakeProgram:
         self.n_compiled += 1
         return FakeProgram(self, program, cache, limits)
 
@@ -98,11 +101,13 @@ class FakeProgram:
     def __init__(self, backend: FakeBackend, model: FakeModel, cache: PagedKV, limits: StepLimits) -> None:
         self.backend, self.model, self.cache, self.limits = backend, model, cache, limits
         self._last = np.zeros((0, N_VOCAB), np.float32)  # overwritten by the next call, as a plan's buffer is
+        self.inputs = StepInputs.zeros(limits)
 
-    def __call__(self, batch: ForwardBatch) -> np.ndarray:
+    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
         if self.backend.error is not None:
             error, self.backend.error = self.backend.error, None
             raise error
+        assert batch.inputs is self.inputs, "a batch in arrays of its own: the backend would have to copy it"
         self._check(batch)
         pages, offsets = np.divmod(batch.slots, PAGE_TOKENS)
         assert all(map(self.backend.is_writable, set(pages.tolist()))), "a write to a page that others read"
@@ -119,7 +124,7 @@ class FakeProgram:
             logits[i, next_token(context)] = 5.0
             if POISON in context:
                 logits[i, 3] = np.nan
-        return logits
+        return HostLogits(logits)
 
     def _check(self, batch: ForwardBatch) -> None:
         t, s, n = batch.n_tokens, batch.n_sequences, batch.n_logit_rows
@@ -127,7 +132,7 @@ class FakeProgram:
         assert 0 < t <= self.limits.max_tokens
         assert 0 < s <= self.limits.max_sequences
         assert n <= self.limits.max_logit_rows
-        arrays = [array for array in vars(batch).values() if array is not None]
+        arrays = [array for array in vars(batch).values() if isinstance(array, np.ndarray)]
         assert all(a.dtype == np.int32 and a.flags.c_contiguous for a in arrays)
         assert len(batch.positions) == len(batch.slots) == t
         assert batch.page_table.shape == (s, self.limits.max_pages)

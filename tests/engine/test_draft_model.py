@@ -19,8 +19,9 @@ from kukri.config import EngineConfig
 from kukri.engine import Engine, Request
 from kukri.engine.draft_model import ModelDrafts
 from kukri.errors import ConfigError, RequestError
+from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.types import ForwardBatch, StepLimits
+from kukri.kernels.types import ForwardBatch, Hook, StepLimits
 from kukri.sampling import SamplingParams
 
 
@@ -31,21 +32,24 @@ class WorseBackend(FakeBackend):
         super().__init__()
         self._n_wrong = n_wrong  # of 8 contexts
 
-    def compile(self, program: FakeModel, cache: PagedKV, limits: StepLimits, hooks: dict) -> Any:
-        compiled = super().compile(program, cache, limits, hooks)
+    def compile(
+        self, program: FakeModel, cache: PagedKV, limits: StepLimits, taps: frozenset[str] = frozenset()
+    ) -> Any:
+        compiled = super().compile(program, cache, limits, taps)
         if self.n_compiled == 1:
             return compiled
 
-        def draft(batch: ForwardBatch) -> np.ndarray:
+        def draft(batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
             said, self.is_writable = self.is_writable, lambda page: True  # its pages are others
             try:
-                logits = compiled(batch)
+                logits = compiled(batch).numpy()
             finally:
                 self.is_writable = said
             wrong = (batch.context_len.sum() + np.arange(len(logits))) % 8 < self._n_wrong
             logits[wrong] = np.roll(logits[wrong], 1, axis=1)
-            return logits
+            return HostLogits(logits)
 
+        draft.inputs = compiled.inputs  # type: ignore[attr-defined]
         return draft
 
 

@@ -273,31 +273,56 @@ def test_logits_beside_a_running_request() -> None:
     assert request.output_ids == expected_output(prompt, 20)
 
 
-def test_hooks_recompile_only_where_they_change() -> None:
-    """A plan recorded again at each step, or hooks that stay after they are removed."""
+def test_a_set_of_taps_is_compiled_once() -> None:
+    """A plan recorded again at each step or when the same taps get other hooks, or hooks that stay after they
+    are removed."""
     engine, backend = make_engine()
     add(engine, prompt_of(5), greedy(60))
     hooks = {"hook_embed": lambda name, x: None}
     engine.step()
     assert backend.n_compiled == 1
-    engine.runner.add_hooks(hooks)
+    engine.runner.hooks.add(hooks)
     for _ in range(3):
         engine.step()
     assert backend.n_compiled == 2
-    engine.runner.remove_hooks(hooks)
+    engine.runner.hooks.remove(hooks)
+    engine.step()
+    engine.runner.hooks.add({"hook_embed": lambda name, x: x})
     engine.step()
     assert backend.n_compiled == 2
-    assert engine.runner.hooks == {}
+    engine.runner.hooks.add({"ln_final.hook_normalized": lambda name, x: x})
+    engine.step()
+    assert backend.n_compiled == 3
+    assert engine.runner.hooks.names == {"hook_embed", "ln_final.hook_normalized"}
+
+
+def test_programs_with_taps_are_kept_by_their_last_use() -> None:
+    """A plan for every set of taps that ever was, or the one in use thrown away."""
+    engine, backend = make_engine()
+    add(engine, prompt_of(5), greedy(60))
+
+    def step_with(name: str) -> int:
+        hooks = {name: lambda name, x: None}
+        engine.runner.hooks.add(hooks)
+        engine.step()
+        engine.runner.hooks.remove(hooks)
+        return backend.n_compiled
+
+    assert [step_with(name) for name in "abcd"] == [2, 3, 4, 5]
+    assert [step_with(name) for name in "ae"] == [5, 6]  # b is the longest unused
+    assert [step_with(name) for name in "acdeb"] == [6, 6, 6, 6, 7]
 
 
 def test_same_hook_twice() -> None:
     """Removing one listener removes its twin as well."""
     engine, _ = make_engine()
     hooks = {"hook_embed": lambda name, x: None}
-    engine.runner.add_hooks(hooks)
-    engine.runner.add_hooks(hooks)
-    engine.runner.remove_hooks(hooks)
-    assert [len(h) for h in engine.runner.hooks.values()] == [1]
+    engine.runner.hooks.add(hooks)
+    engine.runner.hooks.add(hooks)
+    engine.runner.hooks.remove(hooks)
+    assert engine.runner.hooks.names == {"hook_embed"}
+    engine.runner.hooks.remove(hooks)
+    assert not engine.runner.hooks
 
 
 def test_timings_add_up() -> None:

@@ -61,10 +61,10 @@ def run(backend, program, batch, cache=None, max_sequences=4):
     """The program's result on a backend whose buffers held NaN before."""
     cache = cache or PagedKV([KVLayer(1, 16)], 32)
     limits = StepLimits(max(batch.n_tokens, 8) + 3, max_sequences, max(batch.n_tokens, 8) + 3, 32)
-    compiled = backend.compile(program, cache, limits, {})
+    compiled = backend.compile(program, cache, limits)
     if isinstance(backend, CpuBackend):
         compiled.plan.memory.view(np.float32)[:] = np.nan
-    return compiled(batch).copy()
+    return compiled(batch).numpy().copy()
 
 
 def both(backend, program, batch):

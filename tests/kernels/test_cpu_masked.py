@@ -25,10 +25,10 @@ def backend():
 def run(backend, program, batch, cache, mask_heads):
     """The program's result on a backend whose buffers held NaN before."""
     limits = StepLimits(batch.n_tokens + 3, 1, batch.n_tokens + 3, 32, mask_heads)
-    compiled = backend.compile(program, cache, limits, {})
+    compiled = backend.compile(program, cache, limits)
     if isinstance(backend, CpuBackend):
         compiled.plan.memory.view(np.float32)[:] = np.nan
-    return compiled(batch).copy()
+    return compiled(batch).numpy().copy()
 
 
 def random_mask(rng, n_heads, n_tokens, n_context):
@@ -107,18 +107,16 @@ def test_rope_rotates_by_other_positions_where_the_batch_has_them(backend):
     program, cache = rotating(rope_of(64)), PagedKV([KVLayer(1, 16)], 4)
     plain = plain_batch(9)
     other = replace(plain, rope_positions=np.array([5, 63, 0, 1, 1, 30, 2, 9, 8], np.int32))
-    compiled = backend.compile(program, cache, StepLimits(9, 1, 9, 4), {})
-    reference = ReferenceBackend().compile(program, cache, StepLimits(9, 1, 9, 4), {})
+    compiled = backend.compile(program, cache, StepLimits(9, 1, 9, 4))
+    reference = ReferenceBackend().compile(program, cache, StepLimits(9, 1, 9, 4))
     for batch in (plain, other, plain):
-        assert_close(compiled(batch).copy(), reference(batch))
+        assert_close(compiled(batch).numpy().copy(), reference(batch).numpy())
 
 
 @pytest.mark.parametrize("position", [-1, 64])
 def test_a_position_outside_the_context_never_reaches_a_kernel(backend, position):
     """Would catch a read outside the table of angles."""
     batch = replace(plain_batch(2), rope_positions=np.array([0, position], np.int32))
-    compiled = backend.compile(
-        rotating(rope_of(64)), PagedKV([KVLayer(1, 16)], 4), StepLimits(9, 1, 9, 4), {}
-    )
+    compiled = backend.compile(rotating(rope_of(64)), PagedKV([KVLayer(1, 16)], 4), StepLimits(9, 1, 9, 4))
     with pytest.raises(ShapeError, match="rotate by outside"):
         compiled(batch)

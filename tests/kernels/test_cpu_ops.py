@@ -137,10 +137,10 @@ def test_fused_and_separate_quantization_agree(backend, kind):
             normed = ops.tap("t2", None, normalize(ops, hidden))
             return ops.logit_rows(ops.linear(normed, (w,)), batch)
 
-        hooks = {"t1": [lambda name, x: None], "t2": [lambda name, x: None]} if listen else {}
-        compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(16, 1, 16, 8), hooks)
+        taps = frozenset({"t1", "t2"} if listen else ())
+        compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(16, 1, 16, 8), taps)
         compiled.plan.memory.view(np.float32)[:] = np.nan
-        return compiled(plain_batch(9)).copy()
+        return compiled(plain_batch(9), lambda name, x: None).numpy().copy()
 
     np.testing.assert_array_equal(program(True), program(False))
 
@@ -308,7 +308,6 @@ def test_limits_are_checked(backend):
         lambda ops, batch: ops.logit_rows(ops.embed(rows, batch), batch),
         PagedKV([KVLayer(1, 16)], 8),
         StepLimits(16, 1, 4, 8),
-        {},
     )
     with pytest.raises(CapacityError):
         compiled(plain_batch(17))

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kukri.errors import HookError, ShapeError
+from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
-from kukri.kernels.reference import ReferenceBackend, ReferenceOps, call_hooks
+from kukri.kernels.reference import ReferenceBackend, ReferenceOps
+from kukri.kernels.taps import Hooks
 from kukri.kernels.types import (
     AttentionSpec,
     ForwardBatch,
@@ -213,7 +214,11 @@ def test_hooks_edit_in_place_and_replace_in_order() -> None:
         assert name == "blocks.3.hook_x"
         return x * 2
 
-    ops = ReferenceOps(PagedKV([KVLayer(1, 16)], 1), {"blocks.3.hook_x": [add_one, double, add_one]})
+    hooks = Hooks()
+    for hook in (add_one, double, add_one):
+        hooks.add({"blocks.3.hook_x": hook})
+    ops = ReferenceOps(PagedKV([KVLayer(1, 16)], 1), hooks.names)
+    ops.on_tap = hooks
     np.testing.assert_array_equal(ops.tap("hook_x", 3, np.zeros((2, 4), np.float32)), np.full((2, 4), 3))
     untouched = np.zeros((2, 4), np.float32)
     assert ops.tap("hook_x", 2, untouched) is untouched
@@ -237,19 +242,20 @@ def test_a_wrong_hook_is_named(returned: object, says: str) -> None:
         return returned
 
     with pytest.raises(HookError, match=f"blocks.0.hook_resid_pre.*{says}"):
-        call_hooks("blocks.0.hook_resid_pre", [hook], np.zeros((2, 4), np.float32))  # type: ignore[list-item]
+        Hooks({"blocks.0.hook_resid_pre": hook})("blocks.0.hook_resid_pre", np.zeros((2, 4), np.float32))  # type: ignore[dict-item]
 
 
 def test_hooks_are_not_shown_arrays_without_rows() -> None:
     """A hook that takes a maximum fails on the logits of a step amid a prompt, of which there are none."""
-    call_hooks("ln_final.hook_normalized", [lambda name, x: x.max()], np.zeros((0, 4), np.float32))
+    hooks = Hooks({"ln_final.hook_normalized": lambda name, x: x.max()})
+    hooks("ln_final.hook_normalized", np.zeros((0, 4), np.float32))
 
 
 def test_a_step_beyond_the_limits_is_refused() -> None:
     """A batch that another backend could not hold passes on the reference."""
     program = ReferenceBackend().compile(
-        lambda ops, batch: None, PagedKV([KVLayer(1, 16)], 1), StepLimits(2, 1, 2, 8), {}
+        lambda ops, batch: None, PagedKV([KVLayer(1, 16)], 1), StepLimits(2, 1, 2, 8)
     )
     batch, _ = make_batch([(0, 3)], 4)
-    with pytest.raises(ShapeError, match="larger"):
+    with pytest.raises(CapacityError, match="it may have"):
         program(batch)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnusedTensorError
 from kukri.kernels.paged_kv import PAGE_TOKENS
+from kukri.kernels.taps import Hooks
 from kukri.kernels.types import Backend, ForwardBatch, KVType, StepLimits, Weight
 from kukri.models import Model
 from kukri.quant.types import QUANT_TYPES
@@ -126,7 +127,11 @@ class Driver:
         self.cache = backend.new_cache(model.cache_layout, n_pages, kv_type=kv_type)
         self.pages = np.random.default_rng(7).permutation(n_pages).astype(np.int32)
         limits = StepLimits(max_tokens, 1, max_tokens, n_pages)
-        self.program = backend.compile(model, self.cache, limits, dict(hooks or {}))
+        self.hooks = Hooks()
+        for name, listeners in (hooks or {}).items():
+            for hook in listeners:
+                self.hooks.add({name: hook})
+        self.program = backend.compile(model, self.cache, limits, self.hooks.names)
         self.n_cached = 0
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
@@ -147,7 +152,7 @@ class Driver:
             np.arange(len(ids), dtype=np.int32),
         )
         self.n_cached = stop
-        return self.program(batch).copy()
+        return self.program(batch, self.hooks).numpy().copy()
 
     def run(self, ids: Sequence[int], chunks: Iterable[int]) -> np.ndarray:
         """Logits of all tokens, fed in chunks of these sizes; the last size repeats."""

@@ -140,11 +140,11 @@ class Paged:
         self._backend = CpuBackend(n_threads)
         cache = PagedKV([KVLayer(heads.n_kv_heads, heads.d_head)], n_pages)
         limits = StepLimits(n_tokens, 1, n_results, n_pages)
-        self._compiled = self._backend.compile(program, cache, limits, {})
+        self._compiled = self._backend.compile(program, cache, limits)
 
     def __call__(self) -> FloatArray:
         """Computes it: the last rows, valid until the next call."""
-        return self._compiled(self._batch)
+        return self._compiled(self._batch).numpy()
 
     def close(self) -> None:
         """Ends the threads."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from kukri.bench.ablation.trial import Range, Row, Sizes, Trial, random_ids, request_of, row
 from kukri.engine import Engine, Request
-from kukri.kernels.types import FloatArray, ForwardBatch
+from kukri.engine.batch import Chunk
+from kukri.kernels.types import Logits
 
 
 def mixed_requests(engine: Engine, sizes: Sizes) -> list[Request]:
@@ -63,12 +64,12 @@ def watched(engine: Engine) -> Iterator[HeldMemory]:
     """Notes what is held during each step within the `with` block."""
     held, forward = HeldMemory(), engine.runner.run
 
-    def look(batch: ForwardBatch) -> FloatArray:
+    def look(chunks: Sequence[Chunk]) -> Logits:
         running = engine.scheduler.running
         held.pages = max(held.pages, engine.pool.n_pages - engine.pool.n_free)
         held.whole = max(held.whole, len(running) * engine.pool.pages_for(engine.max_context))
         held.own = max(held.own, sum(engine.pool.pages_for(request.max_cached) for request in running))
-        return forward(batch)
+        return forward(chunks)
 
     engine.runner.run = look  # type: ignore[method-assign]
     try:

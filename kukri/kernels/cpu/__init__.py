@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.errors import CapacityError, ShapeError
+from kukri.errors import ShapeError
 from kukri.kernels.cpu import state
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
@@ -21,8 +21,8 @@ from kukri.kernels.cpu.pack import PackedWeight, pack
 from kukri.kernels.cpu.plan import Recorder, Segment, Value, max_partials
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.sampling_backend import CpuSampling
+from kukri.kernels.host_step import HostLogits, check_sizes
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
-from kukri.kernels.reference import call_hooks, check_mask
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     Cache,
@@ -33,6 +33,7 @@ from kukri.kernels.types import (
     KVType,
     Program,
     RopeFrequencies,
+    StepInputs,
     StepLimits,
     Weight,
 )
@@ -64,11 +65,11 @@ class CpuBackend:
         return page_bytes(layout, kv_type)
 
     def compile(
-        self, program: Program, cache: Cache, limits: StepLimits, hooks: dict[str, list[Hook]]
+        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
     ) -> CpuProgram:
         """See Backend.compile. Weights are packed on first use and shared by all programs."""
         assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
-        return CpuProgram(self, program, cache, limits, hooks)
+        return CpuProgram(self, program, cache, limits, taps)
 
     @property
     def sampling(self) -> CpuSampling:
@@ -105,11 +106,12 @@ class CpuProgram:
         program: Program,
         cache: PagedKV,
         limits: StepLimits,
-        hooks: dict[str, list[Hook]],
+        taps: frozenset[str],
     ) -> None:
         self._backend, self._limits, self._cache = backend, limits, cache  # the plan points into all
         self._batch = BatchMemory(limits)
-        recorder = Recorder(cache, limits, hooks, self._batch.address, backend.packed, backend.rope_rows)
+        self.inputs = self._batch.inputs
+        recorder = Recorder(cache, limits, taps, self._batch.address, backend.packed, backend.rope_rows)
         result = program(recorder, None)
         self.plan = recorder.finish(result, backend.kernels)
         self._n_vocab = recorder.n_vocab
@@ -132,8 +134,8 @@ class CpuProgram:
         self._n_rope_rows = 0  # of every RoPE in the plan
         self._logits = _view(result, limits.max_logit_rows)
 
-    def __call__(self, batch: ForwardBatch) -> FloatArray:
-        """See CompiledProgram. Raises CapacityError beyond the limits, ShapeError on a bad index."""
+    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
+        """See CompiledProgram."""
         self._batch.fill(batch, self._limits)
         self._check()
         if self._failed_check.value:
@@ -146,10 +148,10 @@ class CpuProgram:
         start = 0
         for segment in self.plan.segments:
             self._run(start, segment.stop)
-            _call_hooks(segment, batch)
+            _show(segment, batch, on_tap)
             start = segment.stop
         self._run(start, len(self.plan.ops))
-        return self._logits[: batch.n_logit_rows]
+        return HostLogits(self._logits[: batch.n_logit_rows])
 
     def _run(self, start: int, stop: int) -> None:
         if stop > start:
@@ -157,20 +159,21 @@ class CpuProgram:
 
 
 class BatchMemory:
-    """A step's batch where kernels find it: a header and arrays that keep their addresses."""
+    """A step's batch where kernels find it: a header, and arrays at fixed addresses."""
 
     def __init__(self, limits: StepLimits) -> None:
-        n_tokens, n_sequences = limits.max_tokens, limits.max_sequences
+        n_tokens = limits.max_tokens
         self._header = aligned_zeros(state.BATCH_BYTES).view(np.int64)
         self.address = address_of(self._header)
+        self.inputs = inputs = StepInputs.zeros(limits)
         self._arrays: dict[int, np.ndarray[Any, Any]] = {
-            state.TOKEN_IDS: np.zeros(n_tokens, np.int32),
-            state.POSITIONS: np.zeros(n_tokens, np.int32),
-            state.SLOTS: np.zeros(n_tokens, np.int32),
-            state.QUERY_START: np.zeros(n_sequences + 1, np.int32),
-            state.CONTEXT_LEN: np.zeros(n_sequences, np.int32),
-            state.PAGE_TABLE: np.zeros((n_sequences, limits.max_pages), np.int32),
-            state.LOGIT_ROWS: np.zeros(limits.max_logit_rows, np.int32),
+            state.TOKEN_IDS: inputs.token_ids,
+            state.POSITIONS: inputs.positions,
+            state.SLOTS: inputs.slots,
+            state.QUERY_START: inputs.query_start,
+            state.CONTEXT_LEN: inputs.context_len,
+            state.PAGE_TABLE: inputs.page_table,
+            state.LOGIT_ROWS: inputs.logit_rows,
             state.WORK: np.zeros((n_tokens + max_partials(limits)) * state.WORK_BYTES, np.uint8),
             state.TOKEN_PARTS: np.zeros((n_tokens, 2), np.int64),
             state.ROPE_POSITIONS: np.zeros(n_tokens, np.int32),
@@ -189,31 +192,16 @@ class BatchMemory:
         return int(self._header[state.N_POSITIONS // 8])
 
     def fill(self, batch: ForwardBatch, limits: StepLimits) -> None:
-        """Copies a batch in. Raises CapacityError if it is larger than `limits`."""
-        t, s, n = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
-        n_pages = batch.page_table.shape[1]
-        if not (
-            0 < t <= limits.max_tokens and 0 < s <= limits.max_sequences
-            and n <= limits.max_logit_rows and n_pages <= limits.max_pages
-        ):  # fmt: skip
-            raise CapacityError(
-                f"a step of {t} tokens, {s} sequences, {n} logit rows and {n_pages} pages; {limits}"
-            )
-        arrays = self._arrays
-        arrays[state.TOKEN_IDS][:t] = batch.token_ids
-        arrays[state.POSITIONS][:t] = batch.positions
-        arrays[state.SLOTS][:t] = batch.slots
-        arrays[state.QUERY_START][: s + 1] = batch.query_start
-        arrays[state.CONTEXT_LEN][:s] = batch.context_len
-        arrays[state.PAGE_TABLE][:s, :n_pages] = batch.page_table
-        arrays[state.LOGIT_ROWS][:n] = batch.logit_rows
-        self._header[:3] = t, s, n
+        """Makes a batch that of the next step. Raises as `check_sizes` does."""
+        check_sizes(batch, limits)
+        if batch.inputs is not self.inputs:
+            self.inputs.copy(batch)
+        self._header[:3] = batch.n_tokens, batch.n_sequences, batch.n_logit_rows
         rotates_by = state.POSITIONS
         if batch.rope_positions is not None:
             rotates_by = state.ROPE_POSITIONS
-            arrays[rotates_by][:t] = batch.rope_positions
+            self._arrays[rotates_by][: batch.n_tokens] = batch.rope_positions
         self._header[state.ROPE_POSITIONS // 8] = self._addresses[rotates_by]
-        check_mask(batch, limits)
         if batch.mask is not None:
             self._fill_mask(batch.mask)
 
@@ -237,12 +225,12 @@ def _view(value: Value, n_rows: int) -> FloatArray:
     return array[:, column : column + value.width]
 
 
-def _call_hooks(segment: Segment, batch: ForwardBatch) -> None:
-    """Shows a tapped value to its hooks and keeps what they return."""
+def _show(segment: Segment, batch: ForwardBatch, on_tap: Hook | None) -> None:
+    """Shows a tapped value to the listener and keeps what it returns; then adds the residual."""
     n_rows = batch.n_tokens if segment.value.rows == "T" else batch.n_logit_rows
     view = _view(segment.value, n_rows)
-    returned = call_hooks(segment.name, segment.hooks, view)
-    if returned is not view:
+    returned = None if on_tap is None else on_tap(segment.name, view)
+    if returned is not None and returned is not view:
         view[...] = returned
     if segment.residual is not None:
         view += _view(segment.residual, n_rows)

@@ -38,7 +38,6 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     AttentionSpec,
     ByteArray,
-    Hook,
     RopeFrequencies,
     StepLimits,
     Vector,
@@ -89,18 +88,17 @@ class Op:
 
 @dataclass(eq=False)
 class Segment:
-    """Ops up to the next tap that someone listens on."""
+    """Ops up to a tap."""
 
     stop: int  # one past the last op
     name: str
     value: Value
-    hooks: list[Hook]
-    residual: Value | None = None  # added to the value once the hooks have seen it
+    residual: Value | None = None  # added to the value after the tap
 
 
 @dataclass(eq=False)
 class Plan:
-    """A recorded model: ops int64 [n, 4] for the executor, and where hooks cut in."""
+    """A recorded model: ops int64 [n, 5] for the executor, and the taps between them."""
 
     ops: np.ndarray[Any, Any]
     segments: list[Segment]
@@ -118,12 +116,12 @@ class Recorder:
         self,
         cache: PagedKV,
         limits: StepLimits,
-        hooks: dict[str, list[Hook]],
+        taps: frozenset[str],
         batch_address: int,
         pack: Callable[[tuple[Weight, ...]], PackedWeight],
         rope_rows: Callable[[RopeFrequencies], RopeRows],
     ) -> None:
-        self._cache, self._limits, self._hooks, self._batch = cache, limits, hooks, batch_address
+        self._cache, self._limits, self._taps, self._batch = cache, limits, taps, batch_address
         self._pack, self._rope_rows = pack, rope_rows
         self._ops: list[Op] = []
         self._buffers: list[Buffer] = []
@@ -191,7 +189,7 @@ class Recorder:
         tap: tuple[str, int | None] | None = None,
     ) -> Value:
         """See Ops.linear. Neighbouring weights of one type become one kernel call."""
-        if tap is not None and tap_name(*tap) in self._hooks:
+        if tap is not None and tap_name(*tap) in self._taps:
             y = self.tap(*tap, self.linear(x, weights, bias))
             self._segments[-1].residual = residual
             return y
@@ -344,13 +342,12 @@ class Recorder:
         return y
 
     def tap(self, name: str, layer: int | None, x: Value) -> Value:
-        """See Ops.tap. Someone listening ends a segment here; otherwise nothing is recorded."""
+        """See Ops.tap. A tap that the plan is for ends a segment; of others nothing is recorded."""
         full_name = tap_name(name, layer)
-        hooks = self._hooks.get(full_name)
-        if hooks:
-            self._segments.append(Segment(len(self._ops), full_name, x, hooks))
+        if full_name in self._taps:
+            self._segments.append(Segment(len(self._ops), full_name, x))
             self._use(x.buffer, len(self._ops) - 1)
-            # hooks may edit the buffer: nothing derived from it before stays valid
+            # the listener may edit the buffer: nothing derived from it before stays valid
             self._producers = {v: op for v, op in self._producers.items() if v.buffer is not x.buffer}
             self._panels = {key: b for key, b in self._panels.items() if key[0].buffer is not x.buffer}
         return x

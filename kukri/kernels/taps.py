@@ -1,0 +1,70 @@
+"""Hooks on a model's taps: the callbacks that see activations by name, and may edit them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kukri.errors import HookError
+from kukri.kernels.types import FloatArray, Hook
+
+
+class Hooks:
+    """Hooks by the full name of their tap, in the order in which they were added.
+
+    A program is compiled for `names`, and called with this object as its `on_tap`.
+    """
+
+    def __init__(self, hooks: Mapping[str, Hook] | None = None) -> None:
+        self._by_name: dict[str, tuple[Hook, ...]] = {}
+        self.add(hooks or {})
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The taps that have a hook."""
+        return frozenset(self._by_name)
+
+    def __bool__(self) -> bool:
+        """True if there is a hook."""
+        return bool(self._by_name)
+
+    def add(self, hooks: Mapping[str, Hook]) -> None:
+        """Adds each hook to its tap, after those that are there."""
+        for name, hook in hooks.items():
+            self._by_name[name] = (*self._by_name.get(name, ()), hook)
+
+    def remove(self, hooks: Mapping[str, Hook]) -> None:
+        """Undoes an `add` with the same argument."""
+        for name, hook in hooks.items():
+            left = list(self._by_name.pop(name))
+            left.remove(hook)
+            if left:
+                self._by_name[name] = tuple(left)
+
+    def __call__(self, name: str, x: FloatArray) -> FloatArray:
+        """x [rows, width] as the hooks of a tap leave it: edited in place, or another array.
+
+        An array without rows (no logits are wanted amid a prompt) is not shown to them. Raises HookError
+        naming the hook that raised, or returned anything but float32 of the same shape.
+        """
+        for hook in self._by_name.get(name, ()) if len(x) else ():
+            x = _call(hook, name, x)
+        return x
+
+
+def _call(hook: Hook, name: str, x: FloatArray) -> FloatArray:
+    try:
+        replacement = hook(name, x)
+    except Exception as error:
+        raise HookError(f"the hook on {name} raised {type(error).__name__}: {error}") from error
+    if replacement is None:
+        return x
+    if not isinstance(replacement, np.ndarray):
+        raise HookError(f"the hook on {name} must return an array or None, not {type(replacement).__name__}")
+    if replacement.shape != x.shape or replacement.dtype != np.float32:
+        raise HookError(
+            f"the hook on {name} returned {replacement.dtype} {replacement.shape}: "
+            f"it must be float32 {x.shape}"
+        )
+    return replacement
