@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.errors import ConfigError
-from kukri.formats.gguf.config import model_config
+from kukri.errors import ConfigError, brief
+from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
-from kukri.formats.huggingface.config import check_biases
+from kukri.formats.huggingface.config import check_biases, unknown_config_keys
 from kukri.formats.huggingface.directory import TokenizerFiles, directory_config, tokenizer_files
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.models.weights import WeightSource
+
+_log = logging.getLogger("kukri.formats")
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ def open_checkpoint(path: Path, quantize: str | None = None) -> Iterator[Checkpo
     if quantize is not None:
         raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
     with GGUFFile(path) as gguf:
+        _report_unknown(path, unknown_keys(gguf))
         yield Checkpoint(path, model_config(gguf), gguf, lambda config: GGUFWeights(gguf, config))
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
     stated = read_json(directory / "config.json")
     config = directory_config(directory, stated)
+    _report_unknown(directory, unknown_config_keys(stated, directory / "config.json"))
     return Checkpoint(
         directory,
         config,
@@ -65,3 +71,11 @@ def _weights(
     source = SafetensorsWeights(directory, config, quantize)
     check_biases(stated, source.names, directory)
     return source
+
+
+def _report_unknown(path: Path, keys: list[str]) -> None:
+    """Logs the keys that are left out, in one line, which Python prints to stderr unless told otherwise."""
+    if keys:
+        listed = ", ".join(map(brief, keys[:_MAX_LISTED]))
+        more = f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else ""
+        _log.warning("%s: unknown keys are left out: %s%s", path, listed, more)

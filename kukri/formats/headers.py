@@ -11,10 +11,10 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, KukriError, UnsupportedError
-from kukri.formats.gguf.config import ROPE_TENSORS, model_config
+from kukri.formats.gguf.config import ROPE_TENSORS, model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
-from kukri.formats.huggingface.config import check_biases
+from kukri.formats.huggingface.config import check_biases, unknown_config_keys
 from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.formats.huggingface.weights import follows_from_config
@@ -46,7 +46,8 @@ class Headers:
 
     `tensors` are its parameters; `buffers` what files hold beside them: RoPE's factors and frequencies,
     masks, the copy of a tied head. `config` is None for a model that kukri cannot run, `problem` then says
-    why. `stated` is a GGUF file's metadata, arrays as their lengths, or the contents of config.json.
+    why. `stated` is a GGUF file's metadata, arrays as their lengths, or the contents of config.json;
+    `unknown` are its keys for the model that kukri leaves out because it does not know them.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class Headers:
     config: ModelConfig | None
     problem: KukriError | None
     stated: dict[str, Any]
+    unknown: tuple[str, ...] = ()
 
     @property
     def n_parameters(self) -> int:
@@ -90,26 +92,35 @@ def _of_gguf(path: Path) -> Headers:
                 tensor.offset,
             )
             (buffers if tensor.name in ROPE_TENSORS else tensors).append(stored)
-        config, problem = None, None
+        config, problem, unknown = None, None, list[str]()
         try:
+            unknown = unknown_keys(gguf)
             config = model_config(gguf)
         except UnsupportedError as error:
             problem = error
         stated = {key: _value(gguf, key) for key in gguf.metadata}
         form = f"GGUF version {gguf.version}"
-        return Headers(path, form, gguf.files, tuple(tensors), tuple(buffers), config, problem, stated)
+        parts = (tuple(tensors), tuple(buffers), config, problem, stated, tuple(unknown))
+        return Headers(path, form, gguf.files, *parts)
 
 
 def _value(gguf: GGUFFile, key: str) -> Any:
-    """A metadata value; of an array just how long it is."""
+    """A metadata value; of an array just its length."""
     n_items = gguf.metadata.n_items(key)
-    return gguf.metadata[key] if n_items is None else f"array of {n_items}"
+    if n_items is not None:
+        return f"array of {n_items}"
+    try:
+        return gguf.metadata[key]
+    except FormatError:
+        return "unreadable"
 
 
 def _of_directory(path: Path) -> Headers:
     stated, config = read_json(path / "config.json"), None
     problem: KukriError | None = None
+    unknown: list[str] = []
     try:
+        unknown = unknown_config_keys(stated, path / "config.json")
         config = directory_config(path, stated)
     except UnsupportedError as error:
         problem = error
@@ -130,7 +141,8 @@ def _of_directory(path: Path) -> Headers:
         except FormatError as error:
             problem = error
     used = tuple(sorted({file.path for file in files.values()}))
-    return Headers(path, "safetensors", used, tuple(tensors), tuple(buffers), config, problem, stated)
+    parts = (tuple(tensors), tuple(buffers), config, problem, stated, tuple(unknown))
+    return Headers(path, "safetensors", used, *parts)
 
 
 class GGUFNames(GGUFWeights):

@@ -121,6 +121,7 @@ def _report(
         "buffers": [tensor.name for tensor in headers.buffers],
         "architecture": _architecture(headers),
         "unsupported": None if problem is None else str(problem),
+        "unknown_keys": list(headers.unknown),
         **_config_report(headers.config),
         "types": _by_type(headers.tensors),
         "layers": _by_layer(headers.tensors, names),
@@ -241,6 +242,8 @@ def _print_facts(report: dict[str, Any]) -> None:
     if report["buffers"]:
         shown = ", ".join(report["buffers"][:3]) + (", …" if len(report["buffers"]) > 3 else "")
         facts.append(("not counted", f"{shown}: these follow from the configuration"))
+    if report["unknown_keys"]:
+        facts.append(("unknown keys", ", ".join(report["unknown_keys"]) + " (left out)"))
     if report["unsupported"] is not None:
         facts.append(("not runnable", report["unsupported"]))
     if report["config"] is not None:

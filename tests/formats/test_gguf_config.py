@@ -6,14 +6,24 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.config import (
+    IGNORED_FAMILIES,
+    IGNORED_KEYS,
+    NEUTRAL,
+    READ,
+    is_known,
+    model_config,
+    unknown_keys,
+)
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
+from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
 
 F32 = QUANT_TYPES["F32"]
@@ -308,6 +318,78 @@ def test_features_that_kukri_lacks_are_refused(config_of, key, value, message):
     with pytest.raises(UnsupportedError, match=message) as caught:
         config_of({key: value})
     assert key.removeprefix("general.") in str(caught.value)
+
+
+def test_keys_that_say_none_are_read_as_none(config_of):
+    """Files refused for zeros, which llama.cpp's own saver writes for all that a model has not."""
+    zeros = {
+        f"llama.{key}": 0
+        for key in NEUTRAL
+        if key not in ("attention.causal", "rope.scaling.yarn_ext_factor", "rope.dimension_sections")
+    }
+    scaling = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 0.0}
+    sections = {"llama.rope.dimension_sections": [0, 0, 0, 0]}
+    assert config_of({**zeros, **scaling, **sections, "llama.attention.causal": True}) == config_of()
+    ones = dict.fromkeys(("llama.logit_scale", "llama.embedding_scale", "llama.residual_scale"), 1.0)
+    assert config_of(ones) == config_of()
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_scaling_by_zero_is_none(config_of, kind):
+    """rope.scaling.factor 0 refused, or divided by; llama.cpp takes it for none."""
+    keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 0.0}
+    keys["llama.rope.scaling.original_context_length"] = 0
+    assert config_of(keys) == config_of()
+
+
+@pytest.mark.parametrize("key", sorted(NEUTRAL))
+def test_keys_that_change_the_computation_are_refused(config_of, key):
+    """A model of another kind that runs and is wrong."""
+    value = False if key == "attention.causal" else 3
+    with pytest.raises(UnsupportedError, match=f"'llama.{re.escape(key)}' is {value} and must be"):
+        config_of({f"llama.{key}": value})
+
+
+def test_keys_of_layers_with_a_window_must_say_what_the_others_do(config_of):
+    """Two sizes of heads run as one; a file refused that says the same twice."""
+    same = {
+        "llama.attention.key_length": 12,
+        "llama.attention.key_length_swa": 12,
+        "llama.rope.freq_base_swa": 5e5,
+    }
+    assert config_of(same) == config_of()
+    assert config_of({"llama.rope.freq_base_swa": 1e4}) == config_of()
+    with pytest.raises(UnsupportedError, match=r"'llama.rope.freq_base_swa' is 10000.0 and must be 500000.0"):
+        config_of({"llama.rope.freq_base_swa": 1e4, "llama.attention.sliding_window": 64})
+
+
+def test_unknown_keys_are_listed_and_left_out(tmp_path, config_of):
+    """A file refused for a key that changes nothing, or a key left out in silence."""
+    keys = {"llama.mascot": "llama", "llama.notes.colour": [1, 2], "other.key": 3}
+    assert config_of(keys) == config_of()
+    config_of(keys)
+    with GGUFFile(tmp_path / "model.gguf") as file:
+        assert unknown_keys(file) == ["llama.mascot", "llama.notes.colour"]
+    config_of()
+    with GGUFFile(tmp_path / "model.gguf") as file:
+        assert unknown_keys(file) == []
+
+
+def test_every_key_of_the_gguf_package_is_read_refused_or_ignored():
+    """A key that changes what a model computes, and that is taken for a stranger's note."""
+    listed = [
+        value.removeprefix("{arch}.")
+        for group in vars(gguf.Keys).values()
+        if isinstance(group, type)
+        for value in vars(group).values()
+        if isinstance(value, str) and value.startswith("{arch}.") and "{dense}" not in value
+    ]
+    assert len(listed) > 90
+    for architecture in ARCHITECTURES.values():
+        assert [key for key in listed if not is_known(key, architecture)] == []
+    assert not READ & NEUTRAL.keys()
+    assert not IGNORED_KEYS & (READ | NEUTRAL.keys())
+    assert not [key for key in READ if IGNORED_FAMILIES.fullmatch(key)]
 
 
 def test_the_embedding_must_be_there_and_a_matrix(config_of):

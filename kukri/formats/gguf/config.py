@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ LABELS_KEY = "classifier.output_labels"  # GGUF's own
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 
-_READ = frozenset(
+READ = frozenset(
     [
         *("attention.value_length", _WINDOW, _PATTERN, NOPE_KEY, DYNAMIC_KEY),
         *(LABELS_KEY, HEAD_KEY, PROBLEM_KEY, PAD_KEY, "rope.dimension_count", "rope.freq_base"),
@@ -45,46 +46,54 @@ _READ = frozenset(
         *(fact.gguf for fact in SCALING_FACTS.values()),
     ]
 )
-# Keys that change nothing, whatever they hold: bookkeeping, and pooling, which kukri's callers choose.
+# Keys that change nothing about these architectures, whatever they hold: bookkeeping; pooling, which callers
+# choose; and other architectures' keys, which llama.cpp's own saver writes into every file (softcaps of 50).
 IGNORED_KEYS = frozenset(
     [
         *("tensor_data_layout", "rope.scaling.finetuned", "pooling_type", "decoder_start_token_id"),
-        *("features_length", "embedding_length_out"),
+        *("features_length", "embedding_length_out", "attn_logit_softcapping", "final_logit_softcapping"),
+        *("router_logit_softcapping", "token_shift_count", "swin_norm", "rescale_every_n_layers"),
+        *("time_decay_extra_dim", "time_mix_extra_dim", "deepstack_mapping", "attention.rope_pattern"),
     ]
 )
-# Keys that llama.cpp's models read and that change the computation, unless they hold 0 ("none"), or this.
-_ONE_IS_NONE = ("logit_scale", "embedding_scale", "residual_scale", "rope.scale_linear")
+# Of these families one key below says how many there are, and the others nothing while that is 0.
+IGNORED_FAMILIES = re.compile(
+    r"(expert|moe|ssm|wkv|kda|posnet|convnext|shortconv|altup|hrm|hyper_connection|attention\.indexer"
+    r"|swiglu_clamp|activation|dense_\d)[._a-z].*|interleave_moe_layer_step"
+)
+# Keys that change the computation unless they hold 0 or false, which say "none", or this.
+_ZERO_COUNTS = ("attention.causal", "rope.scaling.yarn_ext_factor")
 NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(
         (
-            *("activation_sparsity_scale", "altup.active_idx", "altup.num_inputs", "attention.clamp_kqv"),
-            *("attention.decay_lora_rank", "attention.gate_lora_rank", "attention.group_norm_epsilon"),
-            *("attention.group_norm_groups", "attention.iclr_lora_rank", "attention.key_length_mla"),
-            *("attention.key_length_swa", "attention.kv_lora_rank", "attention.max_alibi_bias"),
-            *("attention.output_scale", "attention.q_lora_rank", "attention.relative_buckets_count"),
-            *("attention.scale", "attention.shared_kv_layers", "attention.temperature_length"),
-            *("attention.temperature_scale", "attention.value_length_mla", "attention.value_length_swa"),
-            *("attention.value_residual_mix_lora_rank", "attn_logit_softcapping", "convnext.block_count"),
-            *("convnext.embedding_length", "decoder_block_count", "embedding_length_per_layer_input"),
-            *("expert_chunk_feed_forward_length", "expert_count", "expert_feed_forward_length"),
-            *("expert_gating_func", "expert_group_count", "expert_group_scale", "expert_group_used_count"),
-            *("expert_shared_count", "expert_shared_feed_forward_length", "expert_used_count"),
-            *("expert_weights_norm", "expert_weights_scale", "experts_per_group"),
-            *("final_logit_softcapping", "full_attention_interval", "interleave_moe_layer_step"),
-            *("kda.head_dim", "leading_dense_block_count", "moe_every_n_layers", "moe_latent_size"),
-            *("n_deepstack_layers", "nextn_predict_layers", "posnet.block_count", "posnet.embedding_length"),
-            *("rescale_every_n_layers", "rope.dimension_count_swa", "rope.dimension_sections"),
-            *("rope.freq_base_swa", "rope.scaling.alpha", "rope.scaling.yarn_ext_factor"),
-            *("rope.scaling.yarn_log_multiplier", "router_logit_softcapping", "shortconv.l_cache"),
-            *("ssm.conv_kernel", "ssm.dt_b_c_rms", "ssm.group_count", "ssm.inner_size", "ssm.state_size"),
-            *("ssm.time_step_rank", "swiglu_clamp_exp", "swiglu_clamp_shexp", "swin_norm"),
-            *("time_decay_extra_dim", "time_mix_extra_dim", "token_shift_count", "use_parallel_residual"),
-            *("wkv.head_size", "dense_2_feat_in", "dense_2_feat_out", "dense_3_feat_in", "dense_3_feat_out"),
+            *("expert_count", "leading_dense_block_count", "nextn_predict_layers", "n_deepstack_layers"),
+            *("hrm.layers_per_stack", "hyper_connection.count", "hash_layer_count", "attn_res.block_size"),
+            *("ssm.inner_size", "wkv.head_size", "kda.head_dim", "shortconv.l_cache", "altup.num_inputs"),
+            *("decoder_block_count", "full_attention_interval", "use_parallel_residual"),
+            *("embedding_length_per_layer_input", "rope.dimension_sections", "rope.scaling.alpha"),
+            *("rope.scaling.yarn_log_multiplier", "attention.indexer.head_count", "attention.scale"),
+            *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale"),
+            *("attention.value_scale", "attention.temperature_length", "attention.temperature_scale"),
+            *("attention.shared_kv_layers", "attention.recurrent_layers", "attention.compress_ratios"),
+            *("attention.compress_rope_freq_base", "attention.output_group_count"),
+            *("attention.relative_buckets_count", "attention.group_norm_groups"),
+            *("attention.group_norm_epsilon", "attention.value_residual_mix_lora_rank"),
+            *(f"attention.{part}_lora_rank" for part in ("q", "kv", "decay", "iclr", "gate", "output")),
+            *(f"attention.{part}_length_mla{swa}" for part in ("key", "value") for swa in ("", "_swa")),
+            "attention.kv_lora_rank_swa",
         ),
         0,
     ),
-    **dict.fromkeys(_ONE_IS_NONE, 1.0),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "rope.scale_linear"), 1.0),
     "attention.causal": True,
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),  # -1: as the kind of scaling has it
+}
+# Keys of layers with a window that must say what the others do.
+AS_WITHOUT_WINDOW = {
+    "attention.key_length_swa": "attention.key_length",
+    "attention.value_length_swa": "attention.key_length",
+    "rope.dimension_count_swa": "rope.dimension_count",
+    "rope.freq_base_swa": "rope.freq_base",
 }
 
 
@@ -141,14 +150,21 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
 
 
 def unknown_keys(gguf: GGUFFile) -> list[str]:
-    """The keys of the file's architecture that neither kukri nor llama.cpp's models are known to read.
+    """The keys of the file's architecture that `model_config` left out because it does not know them.
 
     Raises UnsupportedError for an architecture that kukri does not run.
     """
     architecture, keys = _architecture(gguf)
-    known = _READ | IGNORED_KEYS | NEUTRAL.keys() | {fact.gguf for fact in facts(architecture)}
-    prefix = keys.prefix
-    return [key for key in gguf.metadata if key.startswith(prefix) and key.removeprefix(prefix) not in known]
+    stated = (key.removeprefix(keys.prefix) for key in gguf.metadata if key.startswith(keys.prefix))
+    return [keys.prefix + key for key in stated if not is_known(key, architecture)]
+
+
+def is_known(key: str, architecture: Architecture) -> bool:
+    """True for a key, without its prefix, that is read, checked or ignored by name."""
+    listed = READ | IGNORED_KEYS | NEUTRAL.keys() | AS_WITHOUT_WINDOW.keys()
+    epsilons = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")  # savers write both
+    of_numbers = {fact.gguf for fact in facts(architecture)}
+    return key in listed or key in of_numbers or key in epsilons or bool(IGNORED_FAMILIES.fullmatch(key))
 
 
 def architecture_of(gguf: GGUFFile) -> Architecture:
@@ -179,13 +195,16 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
 
 def _check_neutral(keys: Keys) -> None:
     """Raises UnsupportedError for a key that changes the computation in a way that kukri does not run."""
-    for key, neutral in NEUTRAL.items():
+    neutral = {key: values if isinstance(values, tuple) else (values,) for key, values in NEUTRAL.items()}
+    if keys.value(_WINDOW, 0):
+        neutral |= {key: (keys.value(base),) for key, base in AS_WITHOUT_WINDOW.items() if keys.has(base)}
+    for key, values in neutral.items():
         if not keys.has(key):
             continue
         value = keys.value(key)
-        is_none = not np.any(value) if key != "attention.causal" else False
-        if not is_none and not (np.ndim(value) == 0 and value == neutral):
-            raise keys.unsupported(key, f"is {brief(value)} and must be {neutral}: kukri runs nothing else")
+        says_none = key not in _ZERO_COUNTS and not np.any(value)
+        if not says_none and not (np.ndim(value) == 0 and value in values):
+            raise keys.unsupported(key, f"is {brief(value)} and must be {values[0]}: kukri runs nothing else")
 
 
 def _head(keys: Keys, n_vocab: int) -> HeadConfig:
@@ -326,6 +345,8 @@ def _scaling_kind(keys: Keys, gguf: GGUFFile) -> str:
     default = "linear" if keys.has("rope.scaling.factor") else "none"  # llama.cpp's
     default = "dynamic" if keys.has(DYNAMIC_KEY) else default
     kind = keys.text("rope.scaling.type", by_tensors or default)
+    if kind == "linear" and keys.value("rope.scaling.factor") == 0:  # as llama.cpp saves it
+        kind = "none"
     if by_tensors:
         if kind not in (by_tensors, "none"):
             message = f"is {brief(kind)} in a file with {by_tensors} factors"

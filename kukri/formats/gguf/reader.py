@@ -177,16 +177,20 @@ class _NumberArray:
     n_items: int
 
 
+_Entry = Scalar | _StringArray | _NumberArray | FormatError  # the error that an access raises
+
+
 class Metadata(Mapping[str, Value]):
     """A file's keys in its order. Arrays are lists of str, or NumPy arrays of the file's number type.
 
     Arrays are checked when the file is opened and decoded at *each* access: a vocabulary costs nothing until
-    it is wanted and is not kept, so take it once. Text in arrays that is not UTF-8 raises FormatError then.
+    it is wanted and is not kept, so take it once. Text that is not UTF-8 and booleans other than 0 and 1
+    raise FormatError when their key is accessed, and not before: nobody may ever read it.
     """
 
     def __init__(self, cursor: _Cursor, n_keys: int) -> None:
         self._cursor: _Cursor | None = cursor
-        self._entries: dict[str, Scalar | _StringArray | _NumberArray] = {}
+        self._entries: dict[str, _Entry] = {}
         for _ in range(n_keys):
             start = cursor.position
             key = cursor.text("a key", MAX_KEY_BYTES)
@@ -196,6 +200,8 @@ class Metadata(Mapping[str, Value]):
 
     def __getitem__(self, key: str) -> Value:
         entry = self._entries[key]
+        if isinstance(entry, FormatError):
+            raise entry
         if not isinstance(entry, _StringArray | _NumberArray):
             return entry
         if self._cursor is None:
@@ -267,9 +273,10 @@ class _Cursor:
         n_bytes = self.u64(f"the length of {what}")
         if max_bytes is not None and n_bytes > max_bytes:
             raise self.error(f"{what} of {n_bytes} bytes is longer than {max_bytes}", start)
-        return self._decode(self.take(n_bytes, what), n_bytes, what)
+        return self.decode(self.take(n_bytes, what), n_bytes, what)
 
-    def _decode(self, start: int, n_bytes: int, what: str) -> str:
+    def decode(self, start: int, n_bytes: int, what: str) -> str:
+        """A string. Raises FormatError unless it is UTF-8."""
         try:
             return str(self._view[start : start + n_bytes], "utf-8")
         except UnicodeDecodeError as error:
@@ -350,7 +357,7 @@ class _Cursor:
             else:
                 return strings[1:]
         what = f"a string of key {brief(key)}"
-        return [self._decode(a + 8, b - a - 8, what) for a, b in pairwise(starts.tolist())]
+        return [self.decode(a + 8, b - a - 8, what) for a, b in pairwise(starts.tolist())]
 
     def decode_numbers(self, entry: _NumberArray, key: str) -> npt.NDArray[Any]:
         """A copy of the numbers."""
@@ -402,18 +409,26 @@ def _count(cursor: _Cursor, what: str, limit: int, least_bytes: int) -> int:
     return n
 
 
-def _read_value(cursor: _Cursor, key: str) -> Scalar | _StringArray | _NumberArray:
+def _read_value(cursor: _Cursor, key: str) -> _Entry:
     what, start = f"key {brief(key)}", cursor.position
     value_type = cursor.u32(f"the type of {what}")
     if value_type == STRING_ID:
-        return cursor.text(what)
+        n_bytes = cursor.u64(f"the length of {what}")
+        text_start = cursor.take(n_bytes, what)
+        try:
+            return cursor.decode(text_start, n_bytes, what)
+        except FormatError as error:
+            return error
     if value_type == ARRAY_ID:
         return _read_array(cursor, what)
     if value_type not in _NUMBERS:
         raise cursor.error(f"{what} has the unknown value type {value_type}", start)
     if value_type == BOOL_ID:
         offset = cursor.take(1, what)
-        cursor.check_booleans(offset, 1, key)
+        try:
+            cursor.check_booleans(offset, 1, key)
+        except FormatError as error:
+            return error
         return bool(cursor.data[offset])
     return cursor.number(_NUMBERS[value_type], what)
 

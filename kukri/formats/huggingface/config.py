@@ -90,7 +90,7 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
     """The configuration of the model that `config`, the contents of the config.json at `path`, describes.
 
     Raises FormatError naming the key that is missing, of another type or nonsense, and UnsupportedError for a
-    model_type, or a feature of one, that kukri does not run. `unknown_keys` lists the keys left out.
+    model_type, or a feature of one, that kukri does not run. `unknown_config_keys` lists the keys left out.
     """
     architecture, keys = _architecture(config, path)
     _check_neutral(keys, architecture)
@@ -150,7 +150,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     return made
 
 
-def unknown_keys(config: Mapping[str, Any], path: Path) -> list[str]:
+def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
     """The keys that neither kukri nor transformers' class of this model_type reads.
 
     Raises UnsupportedError for a model_type that kukri does not run.
