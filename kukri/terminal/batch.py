@@ -1,4 +1,4 @@
-"""`kukri batch`: a file of requests, answered many at a time into a file of results."""
+"""`kukri batch`: answers a file of requests, many at a time, into a file of results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kukri.errors import ConfigError
 from kukri.terminal.batch_files import BatchLine, Results, files_of, read_batch
 from kukri.terminal.progress import progress_bar
-from kukri.terminal.serve import default_name, n_bytes, require_web_stack
+from kukri.terminal.serve import default_name, require_web_stack
 from kukri.terminal.tables import print_facts
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _QUEUE = 1 << 20  # requests: those of all lines at a time, with many answers ea
 
 
 class Counts:
-    """What this run did."""
+    """Counts of this run."""
 
     def __init__(self) -> None:
         self.n_requests = self.n_prompt_tokens = self.n_generated = 0
@@ -45,25 +45,23 @@ def run_batch(
     model: str | None,
     aliases: Sequence[str],
     loading: dict[str, Any],
-    kv_memory: str | None,
     as_json: bool,
 ) -> None:
-    """Answers the requests of a file that have no result yet. What is wrong with the files is found first.
+    """Answers the requests of a file that have no result yet; `loading` are options of LLM.
 
-    `loading`: what LLM takes beside the model and the cache's size.
+    Checks the files before loading the model.
     """
     require_web_stack("kukri batch")
     if source.resolve() in {path.resolve() for path in files_of(target)}:
         raise ConfigError("the output, its .part or its .new would replace the input: name another file")
     if not target.parent.is_dir():
         raise ConfigError(f"there is no directory {target.parent}")
-    options = {**loading, "kv_bytes": None if kv_memory is None else n_bytes(kv_memory, "kv_memory")}
     name = default_name(model)
     lines = read_batch(source, name)
     results, counts = Results(target, lines, name), Counts()
     n_before = len(results)
     try:
-        _answer_all(lines, results, counts, model, tuple(dict.fromkeys([*aliases, name])), options)
+        _answer_all(lines, results, counts, model, tuple(dict.fromkeys([*aliases, name])), loading)
     except KeyboardInterrupt:
         print(
             f"\n{len(results)} of {len(lines)} are done: the same command goes on from there", file=sys.stderr
@@ -104,7 +102,7 @@ def _answer_all(
 
 
 class _Work:
-    """The requests that are left."""
+    """Answers the remaining requests of a file."""
 
     def __init__(
         self,
@@ -118,7 +116,7 @@ class _Work:
         self._lines: Iterator[BatchLine] = iter(lines)
 
     async def run(self, n_at_once: int) -> None:
-        """Answers them, so many at a time. What ends one, a full disk, ends all."""
+        """Answers them, `n_at_once` at a time. An error of the system, such as a full disk, ends all."""
         from kukri.server.asgi_client import running
 
         try:

@@ -21,12 +21,13 @@ from kukri.sampling import SamplingParams
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
 from kukri.terminal.progress import loading_bar
-from kukri.terminal.run import opening, sampling_params
+from kukri.terminal.run import opening
 
 PROMPT, CONTINUED = "> ", ". "
 BLOCK = '"""'
 HISTORY_LINES = 1000
 Message = dict[str, str]
+DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.2, "top_p": 0.9}
 ROLES = ("system", "user", "assistant")
 
 
@@ -39,10 +40,9 @@ def talk(
 ) -> None:
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit.
 
-    `sampling` holds fields of SamplingParams, where None leaves the default, and `loading` what LLM takes
-    beside the model.
+    `sampling` are fields of SamplingParams on top of DEFAULTS, `loading` are options of LLM.
     """
-    params = sampling_params(sampling)
+    params = SamplingParams(**{**DEFAULTS, **sampling})
     allow_any_text()
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kukri.errors import ConfigError
+from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.convert import (
     Conversion,
@@ -57,6 +58,11 @@ def convert_model(
             with _progress(plan) as on_tensor:
                 write(plan, target, on_tensor)
         _report(plan, target, dry_run=dry_run, as_json=as_json)
+
+
+def source_path(model: str | None) -> Path:
+    """The file or directory of a model to convert, fetched by name if it is not a path."""
+    return hub.resolve(model)
 
 
 def quantized_file(source: Path, target: Path, recipe: str, imatrix: Path | None) -> int:

@@ -51,6 +51,16 @@ class ErrorReportingGroup(TyperGroup):
             raise typer.Exit(EXIT_ERROR) from None
 
 
+class BenchGroup(TyperGroup):
+    """The group of `kukri bench`, whose first argument may be a model instead of a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the arguments, with a leading model as --model."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["--model", *args]
+        return super().parse_args(ctx, args)
+
+
 def _report_os_error(error: OSError) -> int:
     """Prints an error of the system, such as a full disk, on one line; returns the exit code."""
     where = "cannot write the output" if error.filename is None else str(error.filename)

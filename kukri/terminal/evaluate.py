@@ -1,4 +1,4 @@
-"""`kukri perplexity` and `kukri compare`: what a model is worth, and what a change of its weights costs."""
+"""`kukri perplexity`, `kukri compare` and `kukri imatrix`: quality of models and quantizations."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kukri.terminal.tables import print_facts, print_table
 
 @dataclass
 class Reading:
-    """How a text is read: a file's or the prose that comes with kukri, in windows of tokens.
+    """A text, a file's or the prose that comes with kukri, to be read in windows of tokens.
 
-    Attributes: words, the text itself. Raises ConfigError where the file cannot be read.
+    Attributes: words, the text itself. Raises ConfigError if the file cannot be read.
     """
 
     text: Path | None
@@ -55,7 +55,7 @@ class Reading:
 
 
 def compare_models(
-    a: str,
+    a: str | None,
     b: str | None,
     reading: Reading,
     *,
@@ -75,7 +75,7 @@ def compare_models(
 
 
 def write_importances(
-    model: str, text: Path, target: Path, chunk_tokens: int, *, n_threads: int | None, as_json: bool
+    model: str | None, text: Path, target: Path, chunk_tokens: int, *, n_threads: int | None, as_json: bool
 ) -> None:
     """Writes the importance matrix of a model over a text."""
     if not target.parent.is_dir():
@@ -115,7 +115,7 @@ def show_perplexity(model: str | None, reading: Reading, *, as_json: bool) -> No
     )
 
 
-def show_comparison(a: str, b: str, reading: Reading, plot: Path | None, *, as_json: bool) -> None:
+def show_comparison(a: str | None, b: str, reading: Reading, plot: Path | None, *, as_json: bool) -> None:
     """Compares model B with model A and prints what it found; `plot` names a PNG to write."""
     if plot is not None:
         require_plots(plot)

@@ -1,17 +1,17 @@
-"""`kukri bench serve`: loads a server and shows what came of it."""
+"""`kukri bench serve`: loads a server and shows latencies, rates and failures."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, fields
 from typing import Any
 
 from kukri.bench.latency import MEASURES, LoadPoint, Spread, read_objective
 from kukri.bench.load import LoadOptions, LoadReport, measure_load
 from kukri.errors import ConfigError, KukriError
+from kukri.terminal.options import LoadTestOptions
 from kukri.terminal.output import printable
 from kukri.terminal.plots import Chart, require_plots, save_chart
 from kukri.terminal.progress import progress_bar
@@ -21,41 +21,28 @@ _DEFAULT_CONCURRENCY, _DEFAULT_REQUESTS = "1,4,16", 100
 _LATE_MS = 20.0  # from here on the client, or a busy machine, is part of what was measured
 
 
-def load_server(
-    *,
-    rate: str | None,
-    concurrency: str | None,
-    n_requests: int | None,
-    duration_s: float | None,
-    extra_body: str | None,
-    slo: str | None,
-    seed: int | None,
-    plot: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Measures and prints; the last line is one JSON object, a LoadReport. Other `options` are LoadOptions'.
+def load_server(options: LoadTestOptions, *, as_json: bool) -> None:
+    """Measures and prints; the last line is one JSON object, a LoadReport.
 
-    Raises KukriError where no request at all was answered, after what was counted is printed.
+    Raises KukriError if no request at all was answered, after the counts are printed.
     """
-    if rate is not None and concurrency is not None:
+    if options.rate is not None and options.concurrency is not None:
         raise ConfigError("--rate (open loop) and --concurrency (closed loop) exclude each other")
-    if plot is not None:
-        require_plots(plot)
-    asked = LoadOptions(
-        loop="closed" if rate is None else "open",
-        loads=_numbers(rate or concurrency or _DEFAULT_CONCURRENCY),
-        n_requests=n_requests or (_DEFAULT_REQUESTS if duration_s is None else None),
-        duration_s=duration_s,
-        extra_body=_json_object(extra_body),
-        objective=read_objective(slo) if slo else {},
-        seed=int.from_bytes(os.urandom(4)) if seed is None else seed,
-        **options,
-    )
+    if options.plot is not None:
+        require_plots(options.plot)
+    values = vars(options) | {
+        "loop": "closed" if options.rate is None else "open",
+        "loads": _numbers(options.rate or options.concurrency or _DEFAULT_CONCURRENCY),
+        "n_requests": options.n_requests or (_DEFAULT_REQUESTS if options.duration_s is None else None),
+        "extra_body": _json_object(options.extra_body),
+        "objective": read_objective(options.slo) if options.slo else {},
+        "seed": int.from_bytes(os.urandom(4)) if options.seed is None else options.seed,
+    }
+    asked = LoadOptions(**{one.name: values[one.name] for one in fields(LoadOptions)})
     with progress_bar(asked.n_ticks) as advance:
         report = measure_load(asked, advance)
-    if plot is not None:
-        save_chart(plot, *_charts(report))
+    if options.plot is not None:
+        save_chart(options.plot, *_charts(report))
     if not as_json:
         _show(report)
     print(json.dumps(asdict(report)))
@@ -114,7 +101,7 @@ def _spread(spread: Spread | None) -> str:
 
 
 def _remarks(point: LoadPoint, report: LoadReport) -> list[str]:
-    """What the tables do not say: failures, and what makes the figures mean something else."""
+    """Failures, and circumstances that change the meaning of the figures."""
     lines = [f"{n} x {kind}: {point.error_details[kind]}" for kind, n in point.errors.items()]
     if point.n_cached_tokens * 4 > point.n_prompt_tokens:
         lines.append(f"{point.n_cached_tokens:,} prompt tokens were in the server's prefix cache")

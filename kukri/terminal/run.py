@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+from pathlib import Path
 from typing import Any
 
 from kukri.errors import RequestError
@@ -14,6 +15,8 @@ from kukri.sampling import SamplingParams
 from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
 from kukri.terminal.progress import loading_bar
+
+DEFAULTS: dict[str, Any] = {"max_tokens": 512, "temperature": 0.0}
 
 
 def answer_prompt(
@@ -27,12 +30,12 @@ def answer_prompt(
     as_json: bool,
     with_stats: bool,
 ) -> None:
-    """Prints the answer to `prompt` and piped text, as it comes or as one JSON object.
+    """Prints the answer to `prompt` and piped text, streamed or as one JSON object.
 
-    `sampling` holds fields of SamplingParams, where None leaves the default, and `loading` what LLM takes
-    beside the model. Everything that can be wrong with the request is found before the model is loaded.
+    `sampling` are fields of SamplingParams on top of DEFAULTS, `loading` are options of LLM. Errors of the
+    request are raised before the model is loaded.
     """
-    params = sampling_params(sampling)
+    params = SamplingParams(**{**DEFAULTS, **sampling})
     text = _full_prompt(prompt)
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
@@ -49,16 +52,16 @@ def answer_prompt(
         print(describe_timings(result.timings), file=sys.stderr)
 
 
-def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
-    """SamplingParams of the values that are not None. Raises RequestError on a bad one."""
-    return SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
+def is_model_file(argument: str | None) -> bool:
+    """True if an argument is a GGUF file's path, which nobody means as a prompt."""
+    return argument is not None and argument.endswith(".gguf") and Path(argument).is_file()
 
 
 def opening(llm: LLM, system: str) -> list[dict[str, str]]:
-    """The system message that a conversation begins with, if any.
+    """The system message of a new conversation, if any.
 
-    DEFAULT_SYSTEM is left out where the model's template takes no system message; without one, a template may
-    put in its own.
+    DEFAULT_SYSTEM is left out if the model's template takes no system message; without one, a template may
+    add its own.
     """
     messages = [{"role": "system", "content": system}] if system else []
     if system == DEFAULT_SYSTEM:
@@ -84,7 +87,7 @@ def _stream(llm: LLM, request: Any, params: SamplingParams) -> Result:
 
 
 def _full_prompt(prompt: str | None) -> str:
-    """The prompt argument and what is piped in, an empty line between them. Raises RequestError if empty."""
+    """The prompt argument and piped text, an empty line between them. Raises RequestError if empty."""
     piped = _piped_text()
     parts = [part for part in (prompt, piped) if part is not None]
     if not parts:
@@ -103,7 +106,7 @@ def _full_prompt(prompt: str | None) -> str:
 
 
 def _piped_text() -> str | None:
-    """What a pipe or file on stdin holds, without the line end of its last line; None without one."""
+    """The text of a pipe or file on stdin, without its last line end; None if stdin is neither."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # no stdin at all, or not a real file

@@ -1,9 +1,8 @@
-"""`kukri serve`: a model over HTTP until a signal says to end."""
+"""`kukri serve`: a model over HTTP until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 from pathlib import Path
@@ -11,65 +10,43 @@ from types import FrameType
 from typing import Any
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.terminal.options import ServeOptions, size_bytes
 from kukri.terminal.progress import loading_bar
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def serve_model(
-    model: str | None,
-    *,
-    host: str,
-    port: int,
-    aliases: list[str],
-    api_key_file: Path | None,
-    cors_origins: list[str],
-    any_model: bool,
-    chat_template_file: Path | None,
-    loading: dict[str, Any],
-    kv_memory: str | None,
-    max_waiting: int,
-    max_body: str,
-    rate_limit: int | None,
-    deadline_s: float | None,
-    drain_s: float,
-    has_page: bool,
-    log_json: bool,
-    log_level: str,
-) -> None:
-    """Loads a model and serves it. What is wrong with the options is found before the model is loaded.
-
-    `loading`: what LLM takes beside the model and the cache's size.
-    """
+def serve_model(model: str | None, options: ServeOptions, loading: dict[str, Any]) -> None:
+    """Loads a model and serves it; `loading` are options of LLM. Checks the options before loading."""
     require_web_stack()
     from kukri.server.logs import configure_logs
     from kukri.server.settings import ServerSettings
 
     settings = ServerSettings(
-        model_names=tuple(dict.fromkeys([*aliases, default_name(model)])),
-        api_keys=read_keys(api_key_file),
-        cors_origins=tuple(cors_origins),
-        any_model=any_model,
-        max_body_bytes=n_bytes(max_body, "max_body"),
-        max_waiting=max_waiting,
-        rate_limit=rate_limit,
-        deadline_s=deadline_s,
-        drain_s=drain_s,
-        has_page=has_page,
+        model_names=tuple(dict.fromkeys([*(options.alias or []), default_name(model)])),
+        api_keys=read_keys(options.api_key_file),
+        cors_origins=tuple(options.cors_origin or []),
+        any_model=options.any_model,
+        max_body_bytes=size_bytes(options.max_body, "--max-body"),
+        max_waiting=options.max_waiting,
+        rate_limit=options.rate_limit,
+        deadline_s=options.deadline_s,
+        drain_s=options.drain_s,
+        has_page=not options.no_page,
     )
-    if log_level not in _LOG_LEVELS:
-        raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {log_level!r}")
-    kv_bytes = None if kv_memory is None else n_bytes(kv_memory, "kv_memory")
-    template = None if chat_template_file is None else _read(chat_template_file, "chat template")
-    configure_logs(as_json=log_json, level=log_level)
-    with bound_socket(host, port) as bound:
+    if options.log_level not in _LOG_LEVELS:
+        raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {options.log_level!r}")
+    template = None
+    if options.chat_template_file is not None:
+        template = _read(options.chat_template_file, "chat template")
+    configure_logs(as_json=options.log_json, level=options.log_level)
+    with bound_socket(options.host, options.port) as bound:
         from kukri.llm import LLM
         from kukri.server.app import create_app
 
         with loading_bar() as progress:
-            llm = LLM(model, kv_bytes=kv_bytes, chat_template=template, progress=progress, **loading)
+            llm = LLM(model, chat_template=template, progress=progress, **loading)
         with llm:
             _warm_up(llm)
             app = create_app(llm, settings)
@@ -78,7 +55,7 @@ def serve_model(
 
 
 def require_web_stack(command: str = "kukri serve") -> None:
-    """Raises UnsupportedError, with the way out, where the extra `serve` is not installed."""
+    """Raises UnsupportedError, with the remedy, if the extra `serve` is not installed."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -120,16 +97,8 @@ def _read(file: Path, name: str) -> str:
         raise ConfigError(f"the file of the {name} cannot be read: {error}") from None
 
 
-def n_bytes(text: str, name: str) -> int:
-    """The bytes of a size such as 2MiB, 500KB or 4096."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMG]i?B|)", text)
-    if match is None:
-        raise ConfigError(f"{name} must be a size such as 2MiB or 1.5GiB, not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket on the address, not yet listening. Raises ConfigError where the address cannot be had."""
+    """A socket bound to the address, not yet listening. Raises ConfigError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -156,7 +125,7 @@ def _warm_up(llm: Any) -> None:
 
 
 def _announce(settings: Any, bound: socket.socket, llm: Any) -> None:
-    """Says on stderr what is served, to whom, and how much memory that takes."""
+    """Prints to stderr the URL, the models' names, the size of the KV cache, and a warning without keys."""
     host, port = bound.getsockname()[:2]
     engine, config = llm.engine, llm.engine_config
     n_tokens = engine.pool.n_pages * engine.pool.page_tokens

@@ -12,14 +12,14 @@ from kukri.formats import hub
 from kukri.quant.blocks import WRITTEN
 from kukri.quant.types import QUANT_TYPES, QuantType
 from kukri.terminal.evaluate import type_list
+from kukri.terminal.options import size_bytes
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import progress_bar
-from kukri.terminal.serve import n_bytes
 from kukri.terminal.tables import print_facts, print_table
 
 
 def write_tuned_recipe(
-    model: str,
+    model: str | None,
     size: str,
     target: Path,
     text: Path | None,
@@ -34,7 +34,7 @@ def write_tuned_recipe(
         raise ConfigError(f"a recipe is a .yaml or .json file, not {target.name}")
     if not target.parent.is_dir():
         raise ConfigError(f"there is no directory {target.parent}")
-    wanted, words = n_bytes(size, "--size"), read_text(text)
+    wanted, words = size_bytes(size, "--size"), read_text(text)
     chosen = [_type(name) for name in type_list(types)]
     path = hub.resolve(model)
     with progress_bar(1000) as advance:

@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from kukri.errors import ConfigError
-from kukri.terminal.serve import default_name, n_bytes, read_keys
+from kukri.terminal.options import size_bytes
+from kukri.terminal.serve import default_name, read_keys
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
@@ -176,7 +177,7 @@ def test_what_is_wrong_is_said_in_one_line(smollm2_path, tmp_path):
         taken.listen()
         port = str(taken.getsockname()[1])
         assert port in failure(model, "--port", port)
-    assert "max_body" in failure(model, "--max-body", "big")
+    assert "--max-body" in failure(model, "--max-body", "big")
     assert "max_waiting" in failure(model, "--max-waiting", "0")
     assert "API keys" in failure(model, "--api-key-file", str(tmp_path / "nowhere"))
     assert "chat template" in failure(model, "--chat-template-file", str(tmp_path / "nowhere"))
@@ -218,13 +219,13 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
 
 def test_sizes_are_read():
     """Catches units that are confused, and text that is taken for a size."""
-    assert n_bytes("2GiB", "x") == 2 << 30
-    assert n_bytes("1.5 MiB", "x") == 3 << 19
-    assert n_bytes("3KB", "x") == 3000
-    assert n_bytes("77", "x") == 77
+    assert size_bytes("2GiB", "x") == 2 << 30
+    assert size_bytes("1.5 MiB", "x") == 3 << 19
+    assert size_bytes("3KB", "x") == 3000
+    assert size_bytes("77", "x") == 77
     for wrong in ("", "-1", "1TB", "GiB", "1e9", "٣"):
         with pytest.raises(ConfigError):
-            n_bytes(wrong, "x")
+            size_bytes(wrong, "x")
 
 
 def test_models_are_served_under_their_names(tmp_path):

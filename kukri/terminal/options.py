@@ -1,0 +1,262 @@
+"""Options of the command line, each declared once, in dataclasses whose fields carry flags and help.
+
+A command takes them as parameters; `command` expands their fields into options of that command. Fields have
+the names that `LLM`, `SamplingParams` and the commands' functions use, so `given` passes them on as they are.
+Annotations are evaluated here, not postponed: typer reads them at each start.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kukri.errors import ConfigError
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
+    """Registers a function as a command of `app`; its parameters may be the dataclasses of this module.
+
+    `name` is the function's unless given; `settings` are `typer.Typer.command`'s.
+    """
+
+    def register(function: Any) -> Any:
+        app.command(name, **settings)(expanded(function))
+        return function
+
+    return register
+
+
+def expanded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with each parameter that is a dataclass replaced by keyword parameters for its fields."""
+    groups: dict[str, Any] = {}
+    parameters: list[Parameter] = []
+    for parameter in signature(function).parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += map(_as_parameter, fields(parameter.annotation))
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+
+    def call(**values: Any) -> Any:
+        for name, group in groups.items():
+            values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
+        return function(**values)
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def _as_parameter(one: Field[Any]) -> Parameter:
+    annotation = Annotated[one.type, one.metadata["option"]]  # type: ignore[name-defined]
+    return Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=annotation)
+
+
+def option(help: str, *flags: str, default: Any = None, **settings: Any) -> Any:
+    """A dataclass field that is an option; `flags` and `settings` are `typer.Option`'s.
+
+    Without flags the option is named like the field.
+    """
+    return field(default=default, metadata={"option": typer.Option(*flags, help=help, **settings)})
+
+
+def given(options: Any) -> dict[str, Any]:
+    """Fields of a dataclass that the command line set: those that are neither None, False nor empty."""
+    values = {one.name: getattr(options, one.name) for one in fields(options)}
+    return {
+        name: value for name, value in values.items() if not (value is None or value is False or value == [])
+    }
+
+
+def size_bytes(text: str, name: str = "a size") -> int:
+    """The bytes of a size such as 2MiB, 500KB or 4096. Raises ConfigError, about `name`, for other text."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMG]i?B|)", text)
+    if match is None:
+        raise ConfigError(f"{name} must be a size such as 2MiB or 1.5GiB, not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+# --- the model: an argument or -m, in every command
+
+
+MODEL_HELP = (
+    "Name (see kukri list), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors directory."
+)
+ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
+NeededModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The model, instead of the argument.")
+]
+
+
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """The model that is given as an argument or as -m; None for the default model."""
+    if argument is not None and option is not None:
+        raise ConfigError(f"the model is given twice: {argument!r} and -m {option!r}")
+    return argument if option is None else option
+
+
+def model_and(option: str | None, *arguments: str | None, names: str, needs_model: bool = True) -> list[Any]:
+    """The model and the arguments behind it, of which the model comes first or is given as -m.
+
+    `names` are those of the arguments, separated by spaces, for errors. Without `needs_model` the model may
+    be missing: the result then begins with None.
+    """
+    present = [argument for argument in arguments if argument is not None]
+    if len(present) == len(arguments):
+        return [one_model(present[0], option), *present[1:]]
+    if option is not None or not needs_model:
+        if len(present) == len(arguments) - 1:
+            return [option, *present]
+        present.append("")  # the model, which the list of arguments need not have
+    raise ConfigError(f"missing argument {names.split()[len(present)]}: --help shows them all")
+
+
+# --- options that several commands share
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+System = Annotated[
+    str, typer.Option("--system", "-s", metavar="TEXT", help="System message; '' for the template's own.")
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="Threads. [default: usable cores]")
+]
+Alias = Annotated[
+    list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name of the model; repeatable.")
+]
+Imatrix = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Importance matrix of `kukri imatrix` or llama.cpp.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the result's size and types; write nothing.")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of loading that every command with an engine has."""
+
+    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
+    quantize: str | None = option("Pack a safetensors model while loading: Q8_0, Q4_K …", metavar="TYPE")
+    rope_scaling: str | None = option("Extend the context: linear, dynamic or yarn.", metavar="KIND")
+    rope_factor: float | None = option("Factor of --rope-scaling: 4 for four times the context.", metavar="X")
+
+
+@dataclass(frozen=True)
+class LoadOptions(ModelOptions):
+    """Options of loading a model to generate with."""
+
+    max_context: int | None = option("Tokens of prompt and answer. [default: the model's]", metavar="N")
+    kv_type: Literal["f16", "q8_0"] | None = option(
+        "KV-cache type; q8_0 takes about half the memory. [default: f16]"
+    )
+    speculation: str | None = option(
+        "Speculative decoding: ngram (prompt lookup), draft or off; output is unchanged. "
+        "[default: ngram; draft with --draft-model]",
+        metavar="KIND",
+    )
+    draft_model: str | None = option(
+        "Small model that drafts tokens, of the same vocabulary.", metavar="MODEL"
+    )
+
+
+@dataclass(frozen=True)
+class ManyOptions(LoadOptions):
+    """Options of loading a model for many requests at a time."""
+
+    max_requests: int | None = option("Requests computed at a time. [default: 16]", metavar="N")
+    kv_bytes: int | None = option(
+        "Size of the KV cache, such as 2GiB. [default: by the contexts and free memory]",
+        "--kv-memory",
+        metavar="SIZE",
+        parser=lambda text: size_bytes(text, "--kv-memory"),
+    )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Sampling parameters; None means the default of the command or model."""
+
+    max_tokens: int | None = option("Most tokens to generate.", "--max-tokens", "-n", metavar="N")
+    temperature: float | None = option(
+        "Sampling temperature; 0 is greedy.", "--temperature", "-t", metavar="T"
+    )
+    top_k: int | None = option("Sample from the K most likely tokens.", metavar="K")
+    top_p: float | None = option("Sample from the most likely tokens of probability P.", metavar="P")
+    min_p: float | None = option("Drop tokens below P times the best one's probability.", metavar="P")
+    repetition_penalty: float | None = option("Divide the logits of tokens seen so far by X.", metavar="X")
+    presence_penalty: float | None = option("Subtract X from the logits of generated tokens.", metavar="X")
+    frequency_penalty: float | None = option("Subtract X for each time a token was generated.", metavar="X")
+    seed: int | None = option("Seed, for repeatable sampling.", metavar="N")
+    stop: list[str] | None = option("Stop before this text; repeatable.", metavar="TEXT")
+    ignore_eos: bool = option("Generate past the end of text.", "--ignore-eos", default=False)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of the HTTP server."""
+
+    host: str = option("Address; 0.0.0.0 is all of them.", default="127.0.0.1", metavar="ADDRESS")
+    port: int = option(
+        "Port; 0 for any free one.", "--port", "-p", default=8000, min=0, max=65535, metavar="N"
+    )
+    alias: list[str] | None = option("Another name of the model; repeatable.", metavar="NAME")
+    api_key_file: Path | None = option("API keys, one a line. [default: $KUKRI_API_KEY]", metavar="FILE")
+    cors_origin: list[str] | None = option("Origin allowed by CORS; repeatable.", metavar="URL")
+    any_model: bool = option("Answer requests for any model's name.", "--any-model", default=False)
+    chat_template_file: Path | None = option("Jinja template in place of the model's.", metavar="FILE")
+    max_waiting: int = option("Requests in the queue; more get 503.", default=256, metavar="N")
+    max_body: str = option("Largest request; larger ones get 413.", default="2MiB", metavar="SIZE")
+    rate_limit: int | None = option("Requests per minute and key (or address); more get 429.", metavar="N")
+    deadline_s: float | None = option("Longest time of an answer.", "--deadline", metavar="SECONDS")
+    drain_s: float = option(
+        "Time for running answers after SIGTERM.", "--drain", default=60.0, metavar="SECONDS"
+    )
+    no_page: bool = option("Serve no chat page at /.", "--no-page", default=False)
+    log_json: bool = option("Log JSON, one object per line.", "--log-json", default=False)
+    log_level: str = option("debug, info, warning or error.", default="info", metavar="LEVEL")
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Options of reading a text to measure on."""
+
+    text: Path | None = option("UTF-8 text. [default: the opening of a novel]", metavar="FILE")
+    window: int = option("Tokens of a window, its context included.", default=512, metavar="N")
+    stride: int = option("Tokens from one window to the next.", default=256, metavar="N")
+    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
+
+
+@dataclass(frozen=True)
+class LoadTestOptions:
+    """Options of `kukri bench serve`."""
+
+    url: str = option("URL of the API.", default="http://127.0.0.1:8000/v1", metavar="URL")
+    api_key: str | None = option("API key.", envvar="OPENAI_API_KEY", metavar="KEY")
+    model: str | None = option("Model. [default: the first served]", "--model", "-m", metavar="NAME")
+    kind: Literal["chat", "completions"] = option("Endpoint to load.", "--endpoint", default="chat")
+    rate: str | None = option("Open loop: Poisson arrivals per second, such as 1,2,4.", metavar="LIST")
+    concurrency: str | None = option("Closed loop: concurrent requests. [default: 1,4,16]", metavar="LIST")
+    n_requests: int | None = option(
+        "Requests per load. [default: 100]", "--requests", "-n", min=1, metavar="N"
+    )
+    duration_s: float | None = option("Seconds of each load.", "--duration", metavar="SECONDS")
+    n_prompt: int = option(
+        "Tokens of a prompt of random words.", "--prompt-tokens", "-p", default=128, metavar="N"
+    )
+    prompts: Path | None = option("JSON lines with prompt or messages, to use instead.", metavar="FILE")
+    max_tokens: int = option("Most tokens of an answer.", "--max-tokens", "-g", default=64, metavar="N")
+    ignore_eos: bool = option(
+        "Generate all of them, on servers that know ignore_eos.", "--ignore-eos", default=False
+    )
+    extra_body: str | None = option("More fields of requests; null removes one.", metavar="JSON")
+    slo: str | None = option("Goodput limits in ms: ttft:500,tpot:50,e2e:5000.", metavar="LIMITS")
+    n_warm_up: int = option("Requests before, not counted.", "--warm-up", default=2, metavar="N")
+    timeout_s: float = option("Longest time of an answer.", "--timeout", default=300.0, metavar="SECONDS")
+    seed: int | None = option("Seed of prompts and arrivals. [default: random]", metavar="N")
+    plot: Path | None = option("Draw latency over load as a PNG.", metavar="FILE")
