@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from kukri.errors import FormatError, RequestError
+from kukri.tokenizer.template_process import TemplateFailure, TemplateProcess
 from kukri.tokenizer.tokenizer import TEXT_MARK, Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -19,7 +22,9 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """A model's chat template; `source` None when the model has none, which `render` then says.
 
-    The template runs in a sandbox. It is compiled at the first `render`.
+    The template runs in a sandbox, in a process of its own that starts at the first `render`: one that takes
+    more than 0.8 s of processor time or 512 MiB is stopped. `bos_token` and `eos_token` are "" for a model
+    without.
     """
 
     def __init__(self, source: str | None, bos_token: str = "", eos_token: str = "") -> None:
@@ -43,9 +48,10 @@ class ChatTemplate:
         With `continue_final_message` it ends with the content of the last message, for the model to go on.
         `kwargs` go to the template (`enable_thinking`, ...). Content given in parts is joined by newlines,
         arguments of tool calls are parsed. Raises RequestError for messages that are malformed or that the
-        template refuses, FormatError when the template itself is broken.
+        template refuses, FormatError when the template itself is broken. If the template refuses a system
+        message, that is put in front of the first user's.
         """
-        checked = _checked(messages)
+        checked = self._checked(messages)
         if continue_final_message:
             return self._render_open(checked, _checked_tools(tools), kwargs)
         return self._render(checked, add_generation_prompt, _checked_tools(tools), kwargs)
@@ -74,7 +80,7 @@ class ChatTemplate:
                     text = text.replace(special, special[0] + TEXT_MARK + special[1:])
             return text
 
-        guarded_messages: list[dict[str, Any]] = _map_texts(_checked(messages), guard)
+        guarded_messages: list[dict[str, Any]] = _map_texts(self._checked(messages), guard)
         guarded_tools = _map_texts(_checked_tools(tools), guard)
         variables = _map_texts(kwargs, guard)
         if continue_final_message:
@@ -107,16 +113,13 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any],
     ) -> str:
-        variables = {"bos_token": self.bos_token, "eos_token": self.eos_token}
-        variables = {
-            name: text for name, text in variables.items() if text
-        }  # unset ones are undefined, not ""
         if tools is not None and "xml_tools" in (self.source or ""):
             kwargs = {"xml_tools": tools, **kwargs}  # SmolLM3's name for them
         return self._run(
             {
                 "documents": None,
-                **variables,
+                "bos_token": self.bos_token,
+                "eos_token": self.eos_token,
                 **kwargs,
                 "messages": messages,
                 "tools": tools,
@@ -124,64 +127,70 @@ class ChatTemplate:
             }
         )
 
+    def _run(self, variables: Mapping[str, Any]) -> str:
+        try:
+            return self._process.render(variables)
+        except TypeError as error:
+            raise RequestError(str(error), param="messages") from None
+        except TemplateFailure as failure:
+            merged = _system_merged(variables["messages"]) if failure.kind == "R" else None
+            if merged is not None:
+                with suppress(TemplateFailure):  # then the first reason is the better one
+                    return self._process.render({**variables, "messages": merged})
+            raise _error(failure) from None
+
+    def _checked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Copies of the messages as templates expect them. Raises RequestError naming a wrong part."""
+        if not isinstance(messages, list | tuple) or not messages:
+            raise RequestError("messages must be a list with at least one message", param="messages")
+        roles = self._roles
+        return [_checked_message(message, f"messages[{i}]", roles) for i, message in enumerate(messages)]
+
     @cached_property
-    def _run(self) -> Callable[[Mapping[str, Any]], str]:
+    def _roles(self) -> frozenset[str]:
+        """The usual roles, and whatever words the template quotes: it may know others."""
+        return frozenset(ROLES) | frozenset(re.findall(r"""["']([\w.-]+)["']""", self.source or ""))
+
+    @cached_property
+    def _process(self) -> TemplateProcess:
         if self.source is None:
             raise RequestError(
                 "the model has no chat template: give it a plain prompt instead", param="messages"
             )
-        # not above: Jinja takes 40 ms to import, which plain prompts need not pay
-        from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
-
-        from kukri.tokenizer.sandbox import Sandbox, TemplateRaised
-
-        sandbox = Sandbox()
         if len(self.source) > _MAX_SOURCE:
             raise FormatError(f"the model's chat template is longer than {_MAX_SOURCE} characters")
-        try:
-            template = sandbox.from_string(self.source)
-        except TemplateSyntaxError as error:
-            raise FormatError(
-                f"the model's chat template is broken at line {error.lineno}: {error.message}"
-            ) from None
-        except (TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
-            raise FormatError(f"the model's chat template is broken: {_line(error)}") from None
-
-        def run(variables: Mapping[str, Any]) -> str:
-            try:
-                return sandbox.render(template, variables)
-            except TemplateRaised as error:
-                raise RequestError(str(error), param="messages") from None
-            except SecurityError as error:
-                raise FormatError(
-                    f"the model's chat template does what templates may not: {_line(error)}"
-                ) from None
-            except Exception as error:  # whatever Python raises inside a template
-                raise RequestError(
-                    f"the model's chat template cannot take these messages: {_line(error)}", param="messages"
-                ) from None
-
-        return run
+        return TemplateProcess(self.source)
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _error(failure: TemplateFailure) -> RequestError | FormatError:
+    """The failure as an error of the request, or of the model's file."""
+    if failure.kind == "R":
+        return RequestError(str(failure), param="messages")
+    if failure.kind == "B":
+        return FormatError(f"the model's chat template is broken{failure}")
+    if failure.kind == "S":
+        return FormatError(f"the model's chat template does what templates may not: {failure}")
+    problem = "cannot take these messages" if failure.kind == "E" else "was stopped"
+    return RequestError(f"the model's chat template {problem}: {failure}", param="messages")
 
 
-def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of the messages as templates expect them; raises RequestError naming the part that is wrong."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise RequestError("messages must be a list with at least one message", param="messages")
-    return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+def _system_merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages, those of the system put before the first user's; None if there are none to merge."""
+    n_system = 0
+    while n_system < len(messages) and messages[n_system]["role"] in ("system", "developer"):
+        n_system += 1
+    if n_system in (0, len(messages)) or messages[n_system]["role"] != "user":
+        return None
+    content = "\n\n".join(message["content"] for message in messages[: n_system + 1])
+    return [{**messages[n_system], "content": content}, *messages[n_system + 1 :]]
 
 
-def _checked_message(message: Message, param: str) -> dict[str, Any]:
+def _checked_message(message: Message, param: str, roles: frozenset[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"a message must be an object, not {type(message).__name__}", param=param)
-    if message.get("role") not in ROLES:
-        raise RequestError(
-            f"{message.get('role')!r} is not a role; roles are {', '.join(ROLES)}", param=f"{param}.role"
-        )
+    role = message.get("role")
+    if not isinstance(role, str) or role not in roles:
+        raise RequestError(f"{role!r} is not a role; roles are {', '.join(ROLES)}", param=f"{param}.role")
     checked = dict(message)
     if message.get("tool_calls") is not None:
         checked["tool_calls"] = _checked_calls(message["tool_calls"], f"{param}.tool_calls")

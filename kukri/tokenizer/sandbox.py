@@ -1,22 +1,32 @@
 """The Jinja environment chat templates run in: a template comes with a downloaded model and is not trusted.
 
 Jinja's sandbox keeps templates away from Python's internals. On top of it this one counts loop turns and
-macro calls, and bounds numbers and texts that would grow without end, so that none keeps a server busy.
+macro calls, and bounds numbers and texts that would grow without end. It runs in a process of its own
+(`kukri.tokenizer.template_process`), whose processor time and memory the system limits, so that no filter or
+comparison keeps a server busy either.
+
+Run as a program, it reads a template and then variables, JSON, one message each, and answers each of the
+latter with a letter (T text, R raised by the template, S refused, B broken, E failed on these variables) and
+text. A message is its length in 8 bytes, little-endian, and its bytes.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import resource
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -24,7 +34,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000  # of one rendering: a loop turn is 1, a macro call 10
-MAX_CPU_S = 10.0  # of one rendering, looked at with every step; real ones take milliseconds
+MAX_CPU_S = 0.5  # of one rendering, looked at with every step; real ones take milliseconds
+_KILL_CPU_S = 0.8  # of one rendering or compilation: the system ends the process
+_MAX_MEMORY = 1 << 29  # bytes of address space beyond those of a worker that waits
 MAX_TEXT = 10_000_000  # characters of any text, and of the whole result
 _MAX_NUMBER = 1_000_000  # for widths and counts
 _MAX_BITS = 10_000  # of a product or power
@@ -233,3 +245,67 @@ def _check_product(left: Any, right: Any) -> None:
 def _check_power(left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_BITS:
         raise SecurityError("a huge number")
+
+
+def _main() -> None:
+    """Answers until its input ends."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _limit_memory()
+    run: Callable[[Mapping[str, Any]], str] | None = None
+    broken = ""
+    source = _read(requests)
+    signal.setitimer(signal.ITIMER_PROF, _KILL_CPU_S)  # SIGPROF ends a process, in the middle of anything
+    try:
+        run = _compiled((source or b"").decode("utf-8", "surrogatepass"))
+    except TemplateSyntaxError as error:
+        broken = f" at line {error.lineno}: {error.message}"
+    except (TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
+        broken = f": {_line(error)}"
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    while (request := _read(requests)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, _KILL_CPU_S)
+        kind, text = ("B", broken) if run is None else _answer(run, request)
+        answer = kind.encode() + text.encode("utf-8", "surrogatepass")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(len(answer).to_bytes(8, "little") + answer)
+        answers.flush()
+
+
+def _compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
+    sandbox = Sandbox()
+    template = sandbox.from_string(source)
+    return lambda variables: sandbox.render(template, variables)
+
+
+def _answer(run: Callable[[Mapping[str, Any]], str], request: bytes) -> tuple[str, str]:
+    try:
+        return "T", run(json.loads(request))
+    except TemplateRaised as error:
+        return "R", str(error)
+    except SecurityError as error:
+        return "S", _line(error)
+    except Exception as error:  # whatever Python raises inside a template
+        return "E", _line(error)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _limit_memory() -> None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + _MAX_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    except (OSError, ValueError):  # a system without: processor time is limited all the same
+        pass
+
+
+def _read(file: BinaryIO) -> bytes | None:
+    header = file.read(8)
+    return file.read(int.from_bytes(header, "little")) if len(header) == 8 else None
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,7 +1,10 @@
 """Chat templates against transformers, and templates and messages that mean harm."""
 
 import datetime
+import gc
+import resource
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
@@ -272,14 +275,116 @@ def test_attacks_are_refused_soon(attack):
     assert before == USER
 
 
-def test_slow_filters_in_a_loop_run_out_of_time(monkeypatch):
-    """Catches work that no count of steps shows."""
-    monkeypatch.setattr("kukri.tokenizer.sandbox.MAX_CPU_S", 0.2)
-    template = "{% for i in range(99999) %}{% if range(99999) | list | sort | sum %}{% endif %}{% endfor %}"
-    start = time.process_time()
-    with pytest.raises(FormatError, match="s of work"):
-        ChatTemplate(template).render(USER)
-    assert time.process_time() - start < 2
+BOMBS = {
+    "filters in a loop": (
+        "{% for i in range(99999) %}{% if range(99999) | list | sort | sum %}{% endif %}{% endfor %}"
+    ),
+    "one sort": "{{ (range(99999) | list * 100) | sort | length }}",
+    "maps": "{{ range(99999) | list * 50 | map('string') | map('upper') | list | length }}",
+    "groups": "{{ (range(99999) | map('string') | list * 50) | groupby(attribute='0') | length }}",
+    "unique": "{{ (range(99999) | map('string') | list * 99) | unique | list | length }}",
+    "equality": (
+        "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+        "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
+    ),
+    "text of a nest": (
+        "{% set n = namespace(a=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+        "{{ n.a }}"
+    ),
+    "json of a nest": (
+        "{% set n = namespace(a=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+        "{{ n.a | tojson }}"
+    ),
+    "replacement": "{{ ('a' * 999999).replace('a', 'b' * 9999) | length }}",
+    "tabs": "{{ ('\\t' * 99999).expandtabs(99999) | length }}",
+    "memory": (
+        "{% set n = namespace(a=[]) %}{% for i in range(999) %}"
+        "{% set n.a = n.a + ['a' * 9999999 ~ i] %}{% endfor %}"
+    ),
+    "while it is compiled": "{{ 2 ** 9999 ** 9 }}" + "{% if x %}" * 90 + "{% endif %}" * 90,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs_are_stopped(bomb):
+    """Catches one operation that takes minutes or gigabytes, between the places where a sandbox can look."""
+    template = ChatTemplate(BOMBS[bomb])
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.process_time()
+    with pytest.raises((RequestError, FormatError)):
+        template.render(USER)
+    assert time.process_time() - start < 0.5
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.8  # its start included
+    assert after.ru_maxrss < 1_200_000
+
+
+def test_a_template_that_was_stopped_starts_again():
+    """Catches a hostile message that takes the model's template away from all who come after."""
+    nest = BOMBS["equality"]
+    template = ChatTemplate("{% if messages[0].content == 'bomb' %}" + nest + "{% endif %}fine")
+    assert template.render(USER) == "fine"
+    with pytest.raises(RequestError, match="was stopped: it took more time or memory") as error:
+        template.render([{"role": "user", "content": "bomb"}])
+    assert error.value.param == "messages"
+    assert template.render(USER) == "fine"
+
+
+def test_threads_share_a_template():
+    """Catches answers that reach another thread than the one that asked."""
+    template = ChatTemplate("{{ messages[0].content }}")
+    with ThreadPoolExecutor(8) as pool:
+        texts = [str(i) * 9 for i in range(200)]
+        messages = [[{"role": "user", "content": text}] for text in texts]
+        assert list(pool.map(template.render, messages)) == texts
+
+
+def test_variables_that_json_cannot_hold_are_refused():
+    """Catches a TypeError without a name."""
+    with pytest.raises(RequestError, match="takes JSON, not object"):
+        ChatTemplate(CHATML).render(USER, documents=[object()])
+
+
+def test_a_processs_end_is_its_templates():
+    """Catches processes that stay behind."""
+    template = ChatTemplate("x")
+    template.render(USER)
+    process = template._process._process
+    assert process.poll() is None
+    del template
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_bos_is_empty_where_there_is_none():
+    """Catches an undefined value that a template cannot add to text."""
+    assert ChatTemplate("{{ bos_token + 'a' + eos_token }}").render(USER) == "a"
+
+
+def test_roles_that_a_template_defines_are_its_business():
+    """Catches a conversation refused that the model was trained on."""
+    is_call = "m['role'] == 'assistant_tool_call'"
+    template = f"{{% for m in messages %}}{{% if {is_call} %}}!{{% endif %}}{{{{ m.content }}}}{{% endfor %}}"
+    messages = [*USER, {"role": "assistant_tool_call", "content": "x"}]
+    assert ChatTemplate(template).render(messages).endswith("!x")
+    with pytest.raises(RequestError, match="'assistant_tool_call' is not a role"):
+        ChatTemplate(CHATML).render(messages)
+
+
+def test_a_refused_system_message_goes_to_the_first_user():
+    """Catches an error for a model that knows no system, and a system's words lost."""
+    refuses = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    )
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    want = "<|im_start|>user\nBe brief.\n\nHi<|im_end|>\n"
+    assert ChatTemplate(refuses + CHATML).render(messages, False) == want
+    assert "system" in ChatTemplate(CHATML).render(messages)
+    for others in (messages[:1], [messages[0], {"role": "assistant", "content": "x"}]):
+        with pytest.raises(RequestError, match="System role not supported"):
+            ChatTemplate(refuses + CHATML).render(others)
+    never = "{{ raise_exception('never') }}"
+    with pytest.raises(RequestError, match="never"):
+        ChatTemplate(never).render(messages)
 
 
 def test_a_template_may_not_count_its_steps_itself():
