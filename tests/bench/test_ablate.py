@@ -149,7 +149,7 @@ def test_grouped_queries_are_what_the_engine_allocates(small: Trial, model: Path
     assert larger.gain == 4
     assert larger.on == 2 * 2 * 36 * 4 * 128 * 128  # keys and values, float16, layers, heads, size, tokens
     assert own.gain == 2
-    with LLM(model, max_context=128) as llm:
+    with LLM(model, max_context=128, max_requests=1) as llm:
         assert own.on == llm.engine.runner.cache.n_bytes
 
 
