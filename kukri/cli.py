@@ -196,6 +196,44 @@ def pull(
     pull_model(one_model(model, model_option), verify=verify, as_json=json)
 
 
+@command(app, "list")
+def list_(
+    known: Annotated[
+        bool, typer.Option("--known", help="List the names that `kukri pull` knows too.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List the cached models."""
+    from kukri.terminal.models import list_models
+
+    list_models(with_known=known, as_json=json)
+
+
+@command(app)
+def rm(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Cached models, named as in kukri list.")
+    ] = None,
+    model_option: ModelOption = None,
+) -> None:
+    """Remove models from the cache."""
+    from kukri.errors import ConfigError
+    from kukri.terminal.models import remove_models
+
+    names = [*(models or []), *([model_option] if model_option else [])]
+    if not names:
+        raise ConfigError("missing argument MODEL: kukri list shows the cached models")
+    remove_models(names)
+
+
+@command(app)
+def show(model: ModelArgument = None, model_option: ModelOption = None, json: Json = False) -> None:
+    """Show a cached model: architecture, size, context, types."""
+    from kukri.terminal.models import show_cached_model
+
+    show_cached_model(one_model(model, model_option), as_json=json)
+
+
 @bench_app.callback(invoke_without_command=True)
 @expanded
 def bench(

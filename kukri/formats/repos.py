@@ -165,24 +165,25 @@ def _list_files(name: RepoName) -> tuple[list[str], str]:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 503
         if status < 500:
             raise _explained(name, error) from None
-        commit = _cached_commit(name)
+        commit = cached_commit(name)
         if commit is None:
             raise _explained(name, error) from None
-        folder = _cache_folder(name) / "snapshots" / commit
+        folder = cache_folder(name) / "snapshots" / commit
         return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()], commit
     files = [sibling.rfilename for sibling in info.siblings or []]
     return [file for file in files if ".." not in file.split("/")], info.sha or name.revision
 
 
-def _cache_folder(name: RepoName) -> Path:
+def cache_folder(name: RepoName) -> Path:
+    """The folder of a repository in huggingface_hub's cache, there or not."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
 
 
-def _cached_commit(name: RepoName) -> str | None:
+def cached_commit(name: RepoName) -> str | None:
     """The commit that the cache last saw the revision at, if it holds that."""
-    folder = _cache_folder(name)
+    folder = cache_folder(name)
     try:
         commit = (folder / "refs" / name.revision).read_text().strip()
     except OSError:
@@ -194,7 +195,7 @@ def _cached_commit(name: RepoName) -> str | None:
 def _download(name: RepoName, file: str, commit: str) -> Path:
     from huggingface_hub import hf_hub_download
 
-    cached = _cache_folder(name) / "snapshots" / commit / file
+    cached = cache_folder(name) / "snapshots" / commit / file
     if cached.is_file():
         return cached
     try:
@@ -208,7 +209,7 @@ def _download(name: RepoName, file: str, commit: str) -> Path:
 def _remember(name: RepoName, commit: str) -> None:
     """Notes the branch's commit in the cache, as `huggingface_hub` does, to be found without the hub."""
     if name.revision != commit and re.fullmatch(r"[\w.-]+", name.revision):
-        ref = _cache_folder(name) / "refs" / name.revision
+        ref = cache_folder(name) / "refs" / name.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(commit)
 

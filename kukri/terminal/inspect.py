@@ -27,11 +27,18 @@ _LAYER = re.compile(r"(?:model\.|transformer\.)?layers\.(\d+)\.(.+)|blk\.(\d+)\.
 
 
 def show_model(
-    model: str | None, *, with_tree: bool, with_parameters: bool, with_tensors: bool, as_json: bool
+    model: str | None,
+    *,
+    with_tree: bool = False,
+    with_parameters: bool = False,
+    with_tensors: bool = False,
+    brief: bool = False,
+    as_json: bool,
 ) -> None:
     """Prints the report on a model, as text or as one JSON object.
 
-    The tree and the table of parameters come alone where asked for, and with all the rest where not.
+    The tree and the table of parameters come alone if requested, and with all the rest if not; `brief` prints
+    neither.
     """
     headers = read_headers(hub.resolve(model))
     names, problem = _names_of(headers)
@@ -43,6 +50,8 @@ def show_model(
     chosen = with_tree or with_parameters
     if not chosen:
         _print_facts(report)
+    if brief:
+        return
     if with_tree or not chosen:
         print(*[] if chosen else ["\nmodules"], *map(printable, tree_lines("", root)), sep="\n")
     if with_parameters or not chosen:

@@ -1,0 +1,48 @@
+"""`kukri list`, `kukri rm` and `kukri show`: the models in the caches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+
+from kukri.formats import hub
+from kukri.formats.model_cache import cached_models, cached_path, remove
+from kukri.formats.repos import SHORT_NAMES
+from kukri.terminal.inspect import show_model
+from kukri.terminal.output import n_bytes_text, printable
+from kukri.terminal.tables import print_table
+
+
+def list_models(*, with_known: bool, as_json: bool) -> None:
+    """Prints the cached models; `with_known` adds the names that `kukri pull` knows."""
+    found = cached_models()
+    known = {**{name: spec.description for name, spec in hub.MODELS.items()}, **SHORT_NAMES}
+    if as_json:
+        models = [
+            {"name": m.name, "path": str(m.path), "n_bytes": m.n_bytes, "modified_s": m.modified_s}
+            for m in found
+        ]
+        print(json.dumps({"models": models, "known": known if with_known else {}}, ensure_ascii=False))
+        return
+    rows = [
+        [printable(m.name), n_bytes_text(m.n_bytes), f"{datetime.fromtimestamp(m.modified_s):%Y-%m-%d %H:%M}"]
+        for m in found
+    ]
+    if rows:
+        print_table("cached models", ["name", "size", "modified"], rows)
+    else:
+        print("no model is cached: `kukri pull` fetches the default one")
+    if with_known:
+        print_table("names to pull", ["name", "model"], [[name, about] for name, about in known.items()])
+
+
+def remove_models(names: Sequence[str]) -> None:
+    """Removes models from the caches and prints the space freed by each."""
+    for name in names:
+        print(f"removed {printable(name)}, {n_bytes_text(remove(name))}")
+
+
+def show_cached_model(model: str | None, *, as_json: bool) -> None:
+    """Prints a summary of a cached model; never downloads."""
+    show_model(str(cached_path(model)), brief=True, as_json=as_json)
