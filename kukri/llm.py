@@ -15,6 +15,8 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, cast, overload
 
+import numpy as np
+
 from kukri import tasks
 from kukri.answer import Answer
 from kukri.config import Speculation
@@ -168,10 +170,12 @@ class LLM:
         loaded = open_model(self.options, progress)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config
         self.tokenizer, self.model = loaded.tokenizer, loaded.model
-        self._backend, self._engine = loaded.backend, loaded.engine
+        self._backend = loaded.backend
+        self._engine: Engine | None = loaded.engine  # None once closed
         self._is_open = True
         self._turns = EngineTurns(self._step)
         self._running: dict[int, tuple[Answer, _Call]] = {}  # by request id; for the holder of the turn
+        self._batches: list[_OutputBatch] = []  # for the holder of the turn
 
     @overload
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Result: ...
@@ -224,8 +228,9 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int]) -> FloatArray:
         """Logits float32 [T, V]: row t is about the token after `token_ids[: t + 1]`."""
-        with self._turns.alone():
-            return self.engine.logits(token_ids)
+        request = self.engine.make_output_request(token_ids, "logits")
+        (rows,) = self._compute([request])
+        return rows
 
     def answer(
         self, question: str, context: str, *, top_k: int = 1, max_answer_tokens: int = 15
@@ -234,25 +239,26 @@ class LLM:
 
         For checkpoints of `...ForQuestionAnswering`; others raise UnsupportedError.
         """
-        with self._alone():
-            return tasks.answer(
-                self.model,
-                self.tokenizer,
-                question,
-                context,
-                top_k=top_k,
-                max_answer_tokens=max_answer_tokens,
-            )
+        self._check_open()
+        return tasks.answer(
+            self.model,
+            self._outputs,
+            self.tokenizer,
+            question,
+            context,
+            top_k=top_k,
+            max_answer_tokens=max_answer_tokens,
+        )
 
     def classify(self, text: str) -> list[Label]:
         """Every label of a text with its score, the best first; for `...ForSequenceClassification`."""
-        with self._alone():
-            return tasks.classify(self.model, self.tokenizer, text)
+        self._check_open()
+        return tasks.classify(self.model, self._outputs, self.tokenizer, text)
 
     def classify_tokens(self, text: str) -> list[TokenLabel]:
         """A label for each token of a text, with its place; for `...ForTokenClassification`."""
-        with self._alone():
-            return tasks.classify_tokens(self.model, self.tokenizer, text)
+        self._check_open()
+        return tasks.classify_tokens(self.model, self._outputs, self.tokenizer, text)
 
     def embed(
         self, texts: str | Sequence[str], *, pooling: tasks.Pooling = "mean", normalize: bool = True
@@ -267,8 +273,13 @@ class LLM:
                 f"texts must be str or a list of them, not {type(texts).__name__}", param="texts"
             )
         many = [texts] if isinstance(texts, str) else texts
-        with self._alone():
-            vectors = tasks.embed(self.embedder, self.tokenizer, many, pooling=pooling, normalize=normalize)
+        self._check_open()
+        tasks.check_pooling(pooling)
+        ids = [self.tokenizer.encode(text, add_special=True) for text in many]
+        requests = tasks.embedding_requests(self._open_engine(), ids, pooling)
+        vectors = np.array(self._compute(requests), np.float32).reshape(-1, self.config.d_model)
+        if normalize:
+            vectors = tasks.normalized(vectors)
         return vectors[0] if isinstance(texts, str) else vectors
 
     @contextmanager
@@ -309,11 +320,6 @@ class LLM:
         tokenizer = self.tokenizer
         return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 
-    @cached_property
-    def embedder(self) -> tasks.Embedder:
-        """What makes embeddings, a piece at a time; for whoever runs the engine on a thread of its own."""
-        return tasks.Embedder(self.model)
-
     @property
     def engine(self) -> Engine:
         """The engine below, to be stepped by this LLM alone.
@@ -322,10 +328,7 @@ class LLM:
         """
         self._check_open()
         self._check_generates()
-        engine = self._engine
-        if engine is None:
-            raise self._closed_error()
-        return engine
+        return self._open_engine()
 
     def close(self) -> None:
         """Ends all calls under way, with an error, and the backend's threads. The LLM is of no use after."""
@@ -334,8 +337,10 @@ class LLM:
             for _, call in self._running.values():
                 call.error = call.error or self._closed_error()
             self._end([call for _, call in self._running.values()])
+            for batch in self._batches:
+                batch.error = batch.error or self._closed_error()
+                self._end_batch(batch)
             self._engine = None
-            self.__dict__.pop("embedder", None)  # its caches
             self.model.bind(None)
             close = getattr(self._backend, "close", None)
             if close is not None:
@@ -432,6 +437,28 @@ class LLM:
         finally:
             self._drop([call])
 
+    def _compute(self, requests: list[Request]) -> list[FloatArray]:
+        """Runs requests for rows of output, and gives the rows of each. Raises the error that ended one."""
+        batch = _OutputBatch(requests)
+        try:
+            self._turns.submit(lambda: self._add_batch(batch))
+            self._turns.wait(lambda: batch.is_done)
+        finally:
+            if not batch.is_done:
+                self._turns.submit(lambda: self._end_batch(batch))
+        return batch.rows_or_error()
+
+    def _outputs(self, token_ids: list[int]) -> FloatArray:
+        """What the model's head gives for each token: float32 [T, width]."""
+        (rows,) = self._compute([self._open_engine().make_output_request(token_ids, "logits")])
+        return rows
+
+    def _open_engine(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise self._closed_error()
+        return engine
+
     def _start(self, calls: list[_Call]) -> None:
         """Queues the calls' requests before the next step."""
         self._turns.submit(lambda: self._add(calls))
@@ -453,6 +480,24 @@ class LLM:
                 self._engine.add_request(answer.request)
                 self._running[answer.request.id] = answer, call
 
+    def _add_batch(self, batch: _OutputBatch) -> None:
+        if self._engine is None:
+            batch.error = self._closed_error()
+            return
+        self._batches.append(batch)
+        for request in batch.requests:
+            try:
+                self._engine.add_request(request)
+            except KukriError as error:
+                batch.error = error
+                self._end_batch(batch)
+                return
+
+    def _end_batch(self, batch: _OutputBatch) -> None:
+        for request in batch.requests:
+            if self._engine is not None:
+                self._engine.abort(request)
+
     def _end(self, calls: list[_Call]) -> None:
         for call in calls:
             for answer in call.answers:
@@ -469,6 +514,7 @@ class LLM:
             if not self._fail_ended(error) or not isinstance(error, Exception):
                 raise
             return
+        self._batches = [batch for batch in self._batches if not batch.is_done]
         if not outputs:
             self._fail_ended()
             return
@@ -497,7 +543,38 @@ class LLM:
         for answer, call in ended:
             del self._running[answer.request.id]
             call.error = (error if isinstance(error, Exception) else None) or _ending_of(answer.request)
-        return bool(ended)
+        done = [batch for batch in self._batches if batch.is_done]
+        for batch in done:
+            self._batches.remove(batch)
+            batch.error = batch.error or (error if isinstance(error, Exception) else None)
+        return bool(ended or done)
+
+
+class _OutputBatch:
+    """Requests for rows of output that one call waits for."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.error: Exception | None = None
+        self._left = list(requests)
+
+    @property
+    def is_done(self) -> bool:
+        """True once every request has ended, or one could not be queued."""
+        while self._left and self._left[-1].state is RequestState.FINISHED:
+            self._left.pop()
+        return not self._left or self.error is not None
+
+    def rows_or_error(self) -> list[FloatArray]:
+        """Returns each request's rows. Raises the error that ended one."""
+        if self.error is not None:
+            raise self.error
+        rows: list[FloatArray] = []
+        for request in self.requests:
+            if request.finish_reason != "stop" or request.rows is None:
+                raise _ending_of(request)
+            rows.append(request.rows)
+        return rows
 
 
 class _Call:

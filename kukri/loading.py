@@ -11,6 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from kukri.config import EngineConfig, ModelConfig, Speculation
 from kukri.engine import Engine
+from kukri.engine.engine import cache_type
 from kukri.engine.kv_size import choose_kv_size
 from kukri.errors import ConfigError, FormatError
 from kukri.formats import hub
@@ -68,7 +69,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     model: Model
     backend: Backend
-    engine: Engine | None
+    engine: Engine
 
 
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
@@ -103,20 +104,19 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         model = load_model(checkpoint.weights(used), used)
     backend = make_backend(options.backend, options.n_threads)
     model.bind(backend)
-    engine = None
-    if config.head.kind == "language_model":
-        draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
-        models = [model] if draft_model is None else [model, draft_model]
-        if progress is not None:
-            _report_packing(backend, models, progress)
-        engine_config = _sized(engine_config, models, backend)
-        engine = Engine(model, backend, engine_config, eos_ids=tokenizer.eos_ids, draft_model=draft_model)
+    draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
+    models = [model] if draft_model is None else [model, draft_model]
+    if progress is not None:
+        _report_packing(backend, models, progress)
+    engine_config = _sized(engine_config, models, backend)
+    engine = Engine(model, backend, engine_config, eos_ids=tokenizer.eos_ids, draft_model=draft_model)
     return LoadedModel(path, config, engine_config, tokenizer, model, backend, engine)
 
 
 def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> EngineConfig:
     """The configuration with a KV pool, and a context, that the free memory holds."""
-    page_bytes = [backend.page_bytes(m.cache_layout, config.kv_type) for m in models]
+    kv_type = cache_type(config, backend)
+    page_bytes = [backend.page_bytes(m.cache_layout, kv_type) for m in models]
     weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
     size = choose_kv_size(
         page_bytes=sum(page_bytes),

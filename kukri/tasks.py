@@ -1,11 +1,12 @@
-"""What models with a head do with texts: spans that answer a question, labels, embeddings.
+"""Tasks other than generation: extractive question answering, classification, embeddings.
 
 Scores are computed as transformers' pipelines compute them. Offsets count characters of the caller's text.
+The model's outputs come from requests to the engine (`Request.output`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import HeadConfig
+from kukri.engine import Engine, Request
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.kernels.types import FloatArray
-from kukri.models import KVCache, Model
+from kukri.models import Model
 from kukri.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "last", "cls"]
-_PIECE_TOKENS = 64  # of a text or several, computed at a time when they are embedded
-_ROWS, _ROW_TOKENS = 16, 256  # short texts that are embedded together, and how short they are
+Outputs = Callable[[list[int]], FloatArray]  # token ids -> what the model's head gives [T, width]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,14 @@ class TokenLabel:
 
 
 def answer(
-    model: Model, tokenizer: Tokenizer, question: str, context: str, *, top_k: int, max_answer_tokens: int
+    model: Model,
+    outputs: Outputs,
+    tokenizer: Tokenizer,
+    question: str,
+    context: str,
+    *,
+    top_k: int,
+    max_answer_tokens: int,
 ) -> list[Span]:
     """The `top_k` most probable spans of the context, the best first.
 
@@ -67,8 +75,9 @@ def answer(
     inside = np.array([i for i, span in enumerate(spans) if span is not None], np.int64)
     if not len(inside):
         raise RequestError("the context is empty: there is nothing to answer with", param="context")
-    outputs = _outputs(model, ids)[inside]
-    starts, ends = _probabilities(outputs[:, 0]), _probabilities(outputs[:, 1])
+    _check_length(model, ids)
+    logits = outputs(ids)[inside]
+    starts, ends = _probabilities(logits[:, 0]), _probabilities(logits[:, 1])
     n_tokens, n_longest = len(inside), min(max_answer_tokens, len(inside))
     scores = np.zeros((n_tokens, n_longest))  # [first token, tokens after it]
     for n_more in range(n_longest):
@@ -86,11 +95,12 @@ def answer(
     return found
 
 
-def classify(model: Model, tokenizer: Tokenizer, text: str) -> list[Label]:
+def classify(model: Model, outputs: Outputs, tokenizer: Tokenizer, text: str) -> list[Label]:
     """Every label with its score, the best first."""
     head = _require(model, "sequence_classification")
     ids = tokenizer.encode(text, add_special=True)
-    logits = _outputs(model, ids)[last_token(ids, head.pad_id)]
+    _check_length(model, ids)
+    logits = outputs(ids)[last_token(ids, head.pad_id)]
     if head.problem_type == "regression":
         scores: npt.NDArray[np.float64] = logits.astype(np.float64)
     elif head.problem_type == "multi_label_classification" or len(logits) == 1:
@@ -101,12 +111,13 @@ def classify(model: Model, tokenizer: Tokenizer, text: str) -> list[Label]:
     return [Label(head.labels[i], float(scores[i])) for i in best_first]
 
 
-def classify_tokens(model: Model, tokenizer: Tokenizer, text: str) -> list[TokenLabel]:
+def classify_tokens(model: Model, outputs: Outputs, tokenizer: Tokenizer, text: str) -> list[TokenLabel]:
     """A label for each token of the text; tokens that the model wants around it are left out."""
     head = _require(model, "token_classification")
     ids, spans = tokenizer.encode_spans(text)
     labels: list[TokenLabel] = []
-    for logits, span in zip(_outputs(model, ids), spans, strict=True):
+    _check_length(model, ids)
+    for logits, span in zip(outputs(ids), spans, strict=True):
         if span is not None:
             scores = _probabilities(logits)
             best, (start, stop) = int(scores.argmax()), _without_spaces(text, *span)
@@ -114,70 +125,30 @@ def classify_tokens(model: Model, tokenizer: Tokenizer, text: str) -> list[Token
     return labels
 
 
-class Embedder:
-    """Makes vectors of texts, a piece at a time. For one thread, and for one `run` after another.
+def embedding_requests(
+    engine: Engine, texts: Sequence[Sequence[int]], pooling: Pooling, client: str = ""
+) -> list[Request]:
+    """The requests whose `rows` are the texts' vectors [D] when they have ended; checked, not queued.
 
-    It keeps the caches that the texts are read into, and what is compiled for them.
+    Raises RequestError for a text without tokens and for ids outside the vocabulary, ContextLengthError for a
+    text that is too long.
     """
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self._short: KVCache | None = None  # for several texts
-        self._long: KVCache | None = None  # for one
-
-    def groups(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The indices of the texts as they are best run: short ones of like length together, long ones alone.
-
-        Raises RequestError for a text without tokens and for ids outside the vocabulary, ContextLengthError
-        for a text that is too long.
-        """
-        n_vocab = self.model.config.n_vocab
-        for ids in texts:
-            _check_length(self.model, ids)
-            wrong = next((i for i in ids if not 0 <= i < n_vocab), None)
-            if wrong is not None:
-                raise RequestError(
-                    f"token id {str(wrong)[:30]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}",
-                    param="texts",
-                )
-        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        n_short = sum(len(ids) <= _ROW_TOKENS for ids in texts)
-        short, long = by_length[:n_short], by_length[n_short:]
-        return [short[i : i + _ROWS] for i in range(0, n_short, _ROWS)] + [[i] for i in long]
-
-    def run(self, texts: Sequence[Sequence[int]], pooling: Pooling) -> Generator[None, None, FloatArray]:
-        """Pools the texts of a group: yields after each piece of work, returns float32 [n, D].
-
-        A text's vector is the same to the bit whatever is beside it.
-        """
-        cache, longest = self._cache_for(texts), max(map(len, texts))
-        padded = np.zeros((cache.batch_size, longest), np.int64)
-        mask = np.zeros((cache.batch_size, longest), np.bool_)
-        for row, ids in enumerate(texts):
-            padded[row, : len(ids)], mask[row, : len(ids)] = ids, True
-        hidden = np.empty((len(texts), longest, self.model.config.d_model), np.float32)
-        n_columns = max(_PIECE_TOKENS // len(texts), 1)
-        for start in range(0, longest, n_columns):
-            stop = min(start + n_columns, longest)
-            rows = self.model.bound(
-                padded[:, start:stop], mask[:, :stop], cache=cache, program=self.model.hidden
+    n_vocab = engine.model.config.n_vocab
+    for ids in texts:
+        _check_length(engine.model, ids)
+        wrong = next((i for i in ids if not 0 <= i < n_vocab), None)
+        if wrong is not None:
+            raise RequestError(
+                f"token id {str(wrong)[:30]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}",
+                param="texts",
             )
-            hidden[:, start:stop] = rows[: len(texts)]
-            yield
-        return np.stack([_pooled(hidden[row, : len(ids)], pooling) for row, ids in enumerate(texts)])
-
-    def _cache_for(self, texts: Sequence[Sequence[int]]) -> KVCache:
-        """An empty cache with room for a group."""
-        limit, longest = self.model.config.max_context, max(map(len, texts))
-        if longest <= _ROW_TOKENS:
-            cache = self._short = self._short or self.model.new_cache(_ROWS, min(_ROW_TOKENS, limit))
-        else:
-            if self._long is not None and self._long.max_tokens < longest:
-                self._long = None  # its memory is free before the next is taken
-            size = min(limit, 1 << (longest - 1).bit_length())
-            cache = self._long = self._long or self.model.new_cache(1, size)
-        cache.crop(0)
-        return cache
+    requests: list[Request] = []
+    for ids in texts:
+        if pooling == "cls":
+            ids = ids[:1]  # no later token changes the state of the first
+        first_row = len(ids) - 1 if pooling == "last" else 0
+        requests.append(engine.make_output_request(ids, "pooled", first_row=first_row, client=client))
+    return requests
 
 
 def check_pooling(pooling: str) -> None:
@@ -193,35 +164,8 @@ def normalized(vectors: FloatArray) -> FloatArray:
     return scaled
 
 
-def embed(
-    embedder: Embedder, tokenizer: Tokenizer, texts: Sequence[str], *, pooling: Pooling, normalize: bool
-) -> FloatArray:
-    """A vector for each text, float32 [n, D]: the last norm's output at one token, or its mean over all."""
-    check_pooling(pooling)
-    ids = [tokenizer.encode(text, add_special=True) for text in texts]
-    vectors = np.empty((len(texts), embedder.model.config.d_model), np.float32)
-    for group in embedder.groups(ids):
-        vectors[group] = _result(embedder.run([ids[i] for i in group], pooling))
-    return normalized(vectors) if normalize else vectors
-
-
-def _pooled(hidden: FloatArray, pooling: Pooling) -> FloatArray:
-    """One row of [T, D], or the mean of all."""
-    pooled: FloatArray = {"mean": hidden.mean(axis=0), "last": hidden[-1], "cls": hidden[0]}[pooling]
-    return pooled
-
-
-def _result(pieces: Generator[None, None, FloatArray]) -> FloatArray:
-    """What work in pieces returns, all of it done."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-
-
 def last_token(ids: Sequence[int], pad_id: int | None) -> int:
-    """The index of the last token that is no pad, as transformers' classifiers take it."""
+    """Index of the last non-padding token, as transformers' classifiers take it."""
     return max((i for i, token in enumerate(ids) if token != pad_id), default=0 if pad_id is not None else -1)
 
 
@@ -236,13 +180,6 @@ def _require(model: Model, kind: str) -> HeadConfig:
 
 def _words(kind: str) -> str:
     return kind.replace("_", " ")
-
-
-def _outputs(model: Model, ids: list[int]) -> FloatArray:
-    """The model's outputs for each token of a text: float32 [T, width]."""
-    _check_length(model, ids)
-    outputs: FloatArray = model.bound(ids)[0]
-    return outputs
 
 
 def _check_length(model: Model, ids: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ LAYERS = (
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
 ALLOWED["tokenizer"] = {"errors", "formats"}
 ALLOWED["sampling"] = {"errors", "kernels"}
-ALLOWED["tasks"] = ALLOWED["engine"] | {"tokenizer"}
+ALLOWED["tasks"] |= {"tokenizer"}
 ALLOWED["engine"] |= {"sampling", "tokenizer"}
 for part in ("answer", "loading", "llm"):
     ALLOWED[part] |= {"sampling", "tokenizer"}

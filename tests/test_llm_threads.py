@@ -93,10 +93,10 @@ def test_calls_join_one_batch(slow: LLM) -> None:
     n_rows: list[int] = []
     run = slow.engine.runner.run
 
-    def counted(batch: Any) -> Any:
-        n_rows.append(batch.n_logit_rows)
+    def counted(chunks: Any) -> Any:
+        n_rows.append(sum(chunk.n_logits for chunk in chunks))
         time.sleep(0.002)
-        return run(batch)
+        return run(chunks)
 
     slow.engine.runner.run = counted  # type: ignore[method-assign]
     futures = [in_thread(slow.generate, [i + 1] * 3, GREEDY) for i in range(6)]

@@ -1,7 +1,6 @@
 """The engine: requests in, tokens out, through a scheduler, a paged KV cache and a compiled model."""
 
 from kukri.engine.engine import Engine, InFlight
-from kukri.engine.jobs import Job
 from kukri.engine.loop import EngineLoop, EngineStatus
 from kukri.engine.request import Request, RequestState, Timings
 from kukri.engine.scheduler import ScheduledChunk, StepOutput
@@ -11,7 +10,6 @@ __all__ = [
     "EngineLoop",
     "EngineStatus",
     "InFlight",
-    "Job",
     "Request",
     "RequestState",
     "ScheduledChunk",

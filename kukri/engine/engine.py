@@ -15,21 +15,25 @@ from kukri.config import EngineConfig
 from kukri.engine.draft_model import DraftModel
 from kukri.engine.drafts import Drafts, LookupDrafts
 from kukri.engine.pages import PagePool, pages_for
-from kukri.engine.request import Request, RequestState
+from kukri.engine.request import Output, Request, RequestState
 from kukri.engine.runner import Runner
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
-from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, Logits, StepLimits
+from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, KVType, Logits, StepLimits
 from kukri.models import Model
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SEED_MAX
 
-_ROWS_PER_STEP = 64  # of `Engine.logits`; a row of logits is large, and all of them are made room for
+_GREEDY = SamplingParams(temperature=0)  # of requests that draw nothing
+_ROWS_PER_STEP = 64  # of logits beyond one for each request: a row is large, and all are made room for
 
 
 @dataclass(eq=False)
 class InFlight:
-    """A step between `Engine.launch` and `Engine.collect`: its chunks, and the logits [N, V] they get."""
+    """A step between `Engine.launch` and `Engine.collect`: its chunks, and the rows they get.
+
+    `logits` are [N, V]; of a step that computes hidden states these, [N, D].
+    """
 
     chunks: list[ScheduledChunk]
     logits: Logits
@@ -57,13 +61,15 @@ class Engine:
         self.max_context = _max_context(config, model)
         self.eos_ids = frozenset(eos_ids)
         self._max_pages = max_pages = pages_for(self.max_context, backend.page_tokens)
-        page_bytes = backend.page_bytes(model.cache_layout, config.kv_type)
+        kv_type = cache_type(config, backend)
+        page_bytes = backend.page_bytes(model.cache_layout, kv_type)
         n_pages = _n_pages(config, page_bytes, max_pages) if n_pages is None else n_pages
-        self._rows_per_step = min(_ROWS_PER_STEP, config.max_step_tokens)
-        max_rows = config.max_requests + self._rows_per_step
+        is_large = model.config.head.kind == "language_model"
+        n_rows = min(_ROWS_PER_STEP, config.max_step_tokens) if is_large else config.max_step_tokens
+        max_rows = config.max_requests + n_rows
         limits = StepLimits(config.max_step_tokens, config.max_requests, max_rows, max_pages)
         try:
-            self.runner = Runner(model, backend, n_pages, limits, config.kv_type)
+            self.runner = Runner(model, backend, n_pages, limits, kv_type)
         except MemoryError:
             n_gib = n_pages * page_bytes / 2**30
             raise ConfigError(
@@ -136,6 +142,34 @@ class Engine:
             )
         return requests
 
+    def make_output_request(
+        self,
+        token_ids: npt.ArrayLike,
+        output: Output,
+        *,
+        first_row: int = 0,
+        priority: int = 0,
+        client: str = "",
+    ) -> Request:
+        """A request for the rows of `output` of the tokens from `first_row` on: see `Request`.
+
+        It is checked, and not yet queued. Raises what `make_requests` raises.
+        """
+        ids = self._checked_prompt(token_ids)
+        return Request(
+            next(self._ids),
+            ids,
+            _GREEDY,
+            None,
+            frozenset(),
+            self.max_context,
+            self._max_pages,
+            priority=priority,
+            client=client,
+            output=output,
+            first_row=first_row,
+        )
+
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises CapacityError where it could never get all its pages."""
         self.scheduler.add(request)
@@ -165,7 +199,8 @@ class Engine:
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
             for source, target in scheduled.copies:
                 self.runner.cache.copy_page(source, target)
-            step = InFlight(chunks, self.runner.run(chunks))
+            run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
+            step = InFlight(chunks, run(chunks))
         except BaseException as error:
             self._fail(chunks, error)
             raise
@@ -203,26 +238,6 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Ends a request nobody waits for; its pages are free at once."""
         self.finish(request, "abort")
-
-    def logits(self, token_ids: npt.ArrayLike) -> FloatArray:
-        """Logits float32 [T, V] of every token of one text, computed at once, beside the requests.
-
-        Raises what `make_request` does, and CapacityError where the running requests leave too few pages.
-        """
-        request = self.make_request(token_ids)
-        n_tokens = request.n_tokens
-        result = np.empty((n_tokens, self.model.config.n_vocab), np.float32)
-        pages = self.pool.allocate(self.pool.pages_for(n_tokens))
-        try:
-            request.page_row[: len(pages)] = pages
-            for start in range(0, n_tokens, self._rows_per_step):
-                n = min(self._rows_per_step, n_tokens - start)
-                chunk = ScheduledChunk(request, start, n, n)
-                result[start : start + n] = self.runner.run([chunk]).numpy()
-        finally:
-            self.runner.cache.clear_pages(pages)
-            self.pool.free(pages)
-        return result
 
     def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
         """Makes each hook listen on its full name. What a hook saw or edited is no cached prefix."""
@@ -264,7 +279,9 @@ class Engine:
             first_draft_row, draft_row = draft_row, draft_row + chunk.n_drafts
             if chunk.request.state is not RequestState.RUNNING:  # it ended while in flight
                 continue
-            if chunk.request.params.prompt_logprobs is not None:
+            if chunk.request.output != "tokens":
+                self._keep_rows(chunk, logits.take(range(row - n_own, row)).numpy())
+            elif chunk.request.params.prompt_logprobs is not None:
                 self._score_prompt(chunk, logits.take(range(row - n_own, row)).numpy())
             if chunk.gives_token:
                 rows[i] = [row - 1, *range(first_draft_row, draft_row)]
@@ -283,7 +300,8 @@ class Engine:
     ) -> None:
         """Adds a token to the results of each chunk, by a row of logits of its own; rows are in order."""
         wanted = logits.take([row for _, row, _ in turns]).numpy()
-        tokens = sample_rows([chunk.request.sampler for chunk, _, _ in turns], wanted, self._sampling)
+        samplers = [chunk.request.sampler for chunk, _, _ in turns if chunk.request.sampler is not None]
+        tokens = sample_rows(samplers, wanted, self._sampling)
         for (chunk, _, results), token in zip(turns, tokens, strict=True):
             results.append(chunk.request.error or token)
             if isinstance(results[-1], KukriError):
@@ -316,7 +334,8 @@ class Engine:
         request = chunk.request
         n_top = request.params.prompt_logprobs
         assert n_top is not None
-        for i, row in enumerate(logits, chunk.start + 1):  # the row of token i - 1
+        first = chunk.start + chunk.n_tokens - chunk.n_drafts - len(logits)
+        for i, row in enumerate(logits, first + 1):  # the row of token i - 1
             if i < request.n_prompt and i == len(request.prompt_logprobs) + 1:
                 try:
                     token = token_logprobs(int(request.tokens[i]), row, n_top, self._sampling)
@@ -324,6 +343,25 @@ class Engine:
                     request.error = error
                     return
                 request.prompt_logprobs.append(token)
+
+    def _keep_rows(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
+        """Copies a chunk's rows to its request. NaN is a result too, which no other request is to read."""
+        request, stop = chunk.request, chunk.start + chunk.n_tokens
+        if len(rows):
+            n_wanted, last = request.n_prompt - request.first_row, stop - request.first_row
+            if request.output == "pooled":
+                before = rows[:0] if request.rows is None else request.rows[None]
+                # row after row, so that the sum does not depend on chunks
+                total: FloatArray = np.concatenate([before, rows]).sum(axis=0)
+                request.rows = total / np.float32(n_wanted) if last == n_wanted else total
+            else:
+                if request.rows is None:
+                    request.rows = np.empty((n_wanted, rows.shape[1]), np.float32)
+                request.rows[last - len(rows) : last] = rows
+            if np.isnan(rows[-1].max()):
+                request.is_cacheable = False
+        if stop == request.n_prompt and not request.is_cacheable:
+            self._clear_pages(request)
 
     def _fail(self, chunks: list[ScheduledChunk], error: BaseException) -> None:
         """Ends the requests of a step that raised."""
@@ -379,6 +417,11 @@ def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> 
     if n > chunk.n_drafts or isinstance(token, KukriError) or token.id in request.stop_ids:
         return False
     return token.id == int(request.tokens[request.n_tokens + n - 1])
+
+
+def cache_type(config: EngineConfig, backend: Backend) -> KVType:
+    """The type of the KV cache: "f16" stands for the widest a backend has, float32 on the reference."""
+    return backend.exact_kv_type if config.kv_type == "f16" else config.kv_type
 
 
 def _n_pages(config: EngineConfig, page_bytes: int, max_pages: int) -> int:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from kukri.engine.engine import Engine
-from kukri.engine.jobs import Job, JobQueue
 from kukri.engine.request import Request, RequestState
 from kukri.engine.scheduler import StepOutput
 from kukri.errors import CapacityError, KukriError
@@ -46,8 +45,7 @@ class EngineLoop:
 
     `deliver` is called on that thread, once after each step, with what became of the requests; it must be
     quick and must not raise. At most `max_waiting` requests wait for their first step. The engine belongs to
-    the thread from `start` on: only `make_requests` may be called from elsewhere. What else needs the
-    model, such as embeddings, runs there too: jobs, in pieces between the steps.
+    the thread from `start` on: only what makes requests may be called from elsewhere.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, *, max_waiting: int = 256) -> None:
@@ -56,7 +54,6 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # run between steps, in order
         self._live: dict[int, Request] = {}  # submitted and not ended; changed under _wake
-        self._jobs = JobQueue()  # changed under _wake
         self._is_draining = self._is_stopping = False
         self._busy_since: float | None = None
         self._n_steps = self._n_generated = 0
@@ -81,13 +78,6 @@ class EngineLoop:
             self._commands.append(lambda: self._add(requests))
             self._wake.notify()
 
-    def submit_job(self, job: Job) -> None:
-        """Queues work that is done between the steps. Raises CapacityError as `submit` does."""
-        with self._wake:
-            self._check_room(1)
-            self._jobs.add(job)
-            self._wake.notify()
-
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request before the next step, as where its text met a stop string. Nothing is delivered."""
         with self._wake:
@@ -103,7 +93,7 @@ class EngineLoop:
         """Refuses new requests and waits for those there are; False where some were left at the end."""
         with self._wake:
             self._is_draining = True
-            return self._wake.wait_for(lambda: not self._live and not self._jobs, timeout_s)
+            return self._wake.wait_for(lambda: not self._live, timeout_s)
 
     def stop(self) -> None:
         """Aborts what is left, delivering that, and ends the thread."""
@@ -126,7 +116,7 @@ class EngineLoop:
         n_running = len(scheduler.running)
         return EngineStatus(
             n_running=n_running,
-            n_waiting=max(len(self._live) - n_running, 0) + len(self._jobs),
+            n_waiting=max(len(self._live) - n_running, 0),
             n_pages=pool.n_pages,
             n_pages_held=pool.n_pages - pool.n_free,
             n_pages_cached=pool.n_cached,
@@ -143,7 +133,7 @@ class EngineLoop:
     def _check_room(self, n_more: int) -> None:
         if self._is_draining or self._is_stopping:
             raise CapacityError("the server is shutting down: try another, or later")
-        n_waiting = len(self._live) - len(self.engine.scheduler.running) + len(self._jobs)
+        n_waiting = len(self._live) - len(self.engine.scheduler.running)
         if n_waiting + n_more > self.max_waiting:
             raise CapacityError(f"{n_waiting} requests are waiting already: try again later")
 
@@ -157,12 +147,9 @@ class EngineLoop:
             while self._next_commands():
                 if self.engine.has_work:
                     self._step()
-                if self._jobs:
-                    self._advance_job()
             for request in list(self._live.values()):
                 self.engine.abort(request)
             self._deliver_ended()
-            self._end_jobs(CapacityError("the server is shutting down: try another, or later"))
         except BaseException:
             logger.critical("the engine stopped", exc_info=True)
             self._fail_all()
@@ -171,7 +158,7 @@ class EngineLoop:
     def _next_commands(self) -> bool:
         """Runs the commands there are, once there is something to do; False when it is time to stop."""
         with self._wake:
-            is_idle = not self.engine.has_work and not self._jobs
+            is_idle = not self.engine.has_work
             if is_idle and not self._wake.wait_for(self._has_news, _IDLE_S):
                 self.engine.check_integrity()
                 self._wake.wait_for(self._has_news)
@@ -182,7 +169,7 @@ class EngineLoop:
         return not self._is_stopping
 
     def _has_news(self) -> bool:
-        return bool(self._commands or self._jobs) or self._is_stopping
+        return bool(self._commands) or self._is_stopping
 
     def _step(self) -> None:
         started_s = perf_counter()
@@ -198,24 +185,11 @@ class EngineLoop:
             self._busy_since = None
             self._busy_s += perf_counter() - started_s
         self._n_steps += 1
-        self._n_generated += len(outputs)
+        self._n_generated += sum(output.token is not None for output in outputs)
         outputs = [output for output in outputs if output.request.id in self._live]  # else ended meanwhile
         self._forget([output.request for output in outputs if output.finish_reason is not None])
         if outputs:
             self._deliver(outputs)
-
-    def _advance_job(self) -> None:
-        with self._wake:
-            job = self._jobs.first
-        self._busy_since = monotonic()
-        try:
-            is_done = job.advance()
-        finally:
-            self._busy_since = None
-        if is_done:
-            with self._wake:
-                self._jobs.pop()
-                self._wake.notify_all()
 
     def _deliver_ended(self) -> None:
         """Tells the requests that ended without a token."""
@@ -233,16 +207,6 @@ class EngineLoop:
             request.error = request.error or KukriError("the engine stopped: see the log")
         self._forget(left)
         self._deliver([StepOutput(request, None, "error") for request in left])
-        self._end_jobs(KukriError("the engine stopped: see the log"))
-
-    def _end_jobs(self, error: KukriError) -> None:
-        """Ends the jobs that are left."""
-        with self._wake:
-            left = [self._jobs.pop() for _ in range(len(self._jobs))]
-        for job in left:
-            job.pieces.close()
-            if not job.is_cancelled:
-                job.on_end(None, error)
 
     def _forget(self, requests: list[Request]) -> None:
         if requests:

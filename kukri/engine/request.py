@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
+from typing import Literal
 
 import numpy as np
 
 from kukri.engine.drafts import Drafts
 from kukri.errors import KukriError
-from kukri.kernels.types import IntArray
+from kukri.kernels.types import FloatArray, IntArray
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams
+
+Output = Literal["tokens", "logits", "hidden", "pooled"]
+ProgramKind = Literal["logits", "hidden"]
 
 
 class RequestState(Enum):
@@ -48,15 +52,20 @@ class Timings:
 
 
 class Request:
-    """A prompt, how to go on from it, and what came of it. Tokens and pages belong to the scheduler."""
+    """A prompt, how to go on from it, and what came of it. Tokens and pages belong to the scheduler.
+
+    With another `output` than "tokens" it generates nothing and ends when `rows` has what was asked for, of
+    the prompt's tokens from `first_row` on: "logits" (or the outputs of a head for a task) and "hidden", the
+    last norm's outputs, are float32 [tokens, width]; "pooled" is the mean of the latter, float32 [D].
+    """
 
     __slots__ = (
         "arrived_s", "client", "cumulative_logprob", "drafts", "error", "finish_reason",
-        "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
+        "first_row", "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
         "max_drafts", "max_tokens", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
-        "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "page_row", "params",
-        "priority", "prompt_logprobs", "sampled", "sampler", "started_s", "state", "stop_ids",
-        "stop_reason", "tokens",
+        "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "next_row", "output",
+        "page_row", "params", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
+        "started_s", "state", "stop_ids", "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -64,7 +73,7 @@ class Request:
         id: int,
         prompt_ids: IntArray,
         params: SamplingParams,
-        sampler: RequestSampler,
+        sampler: RequestSampler | None,
         stop_ids: frozenset[int],
         max_context: int,
         max_pages: int,
@@ -74,15 +83,24 @@ class Request:
         leader: Request | None = None,
         drafts: Drafts | None = None,
         max_drafts: int = 0,
+        output: Output = "tokens",
+        first_row: int = 0,
     ) -> None:
         self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
         self.priority, self.client = priority, client
         self.drafts, self.max_drafts = drafts, max_drafts  # where guesses come from, and how many in a step
         self.leader = leader  # the first of several answers to one prompt, whose pages it may share
         self.n_prompt = self.n_tokens = len(prompt_ids)
-        n_new = max_context if params.max_tokens is None else params.max_tokens
-        # the most tokens it may come to; a prompt that fills the context still gets one
-        self.max_tokens = max(min(self.n_prompt + n_new, max_context), self.n_prompt + 1)
+        self.output = output
+        if output == "tokens":
+            n_new = max_context if params.max_tokens is None else params.max_tokens
+            # the most tokens it may come to; a prompt that fills the context still gets one
+            self.max_tokens = max(min(self.n_prompt + n_new, max_context), self.n_prompt + 1)
+            first_row = self.n_prompt - 1 if params.prompt_logprobs is None else 0
+        else:
+            self.max_tokens = self.n_prompt
+        self.first_row = self.next_row = first_row  # the next token whose row of output is wanted
+        self.rows: FloatArray | None = None  # see the class; "pooled" is a sum until its end
         self.tokens = np.empty(self.max_tokens, np.int32)  # prompt, generated, and in a step guesses
         self.tokens[: self.n_prompt] = prompt_ids
         self.n_cached = 0  # tokens whose keys and values are in the cache
@@ -113,8 +131,13 @@ class Request:
 
     @property
     def max_cached(self) -> int:
-        """The most tokens it may have in the cache: the last token is never read."""
-        return self.max_tokens - 1
+        """The most tokens it may have in the cache: the last one generated is never read."""
+        return self.max_tokens - (self.output == "tokens")
+
+    @property
+    def program(self) -> ProgramKind:
+        """The program that computes its steps."""
+        return "hidden" if self.output in ("hidden", "pooled") else "logits"
 
     @property
     def n_generated(self) -> int:

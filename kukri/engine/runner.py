@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kukri.engine.batch import BatchBuilder, Chunk
+from kukri.engine.request import ProgramKind
 from kukri.kernels.taps import Hooks
-from kukri.kernels.types import Backend, CompiledProgram, KVType, Logits, StepLimits
+from kukri.kernels.types import Backend, CompiledProgram, KVType, Logits, Program, StepLimits
 from kukri.models import Model
 
-_N_TAPPED = 4  # programs with taps that are kept, each with buffers of its own
+_N_KEPT = 4  # programs beside the plain one that are kept, each with buffers of its own
 
 
 class Runner:
-    """A model compiled for a backend: once without taps, and once for each set of taps that has hooks.
+    """A model compiled for a backend: for logits without taps at the start, else when it is first wanted.
 
-    The programs with taps used last are kept, so that hooks which come and go compile nothing anew.
+    Programs for hidden states, and for each set of taps that has hooks, are kept as long as they are among
+    those used last: so hooks which come and go compile nothing anew.
     """
 
     def __init__(
@@ -26,23 +29,32 @@ class Runner:
         self.model, self.backend, self.limits = model, backend, limits
         self.cache = backend.new_cache(model.cache_layout, n_pages, kv_type=kv_type)
         self.hooks = Hooks()
-        self.plain = self._compile(frozenset())
-        self._tapped: OrderedDict[frozenset[str], Compiled] = OrderedDict()  # the last used last
+        self.plain = self._compile("logits", frozenset())
+        self._kept: OrderedDict[tuple[ProgramKind, frozenset[str]], Compiled] = OrderedDict()
 
     def run(self, chunks: Sequence[Chunk]) -> Logits:
-        """Runs one step and gives its logits, valid until the next. Writes its tokens to the cache."""
-        program, builder = self._compiled(self.hooks.names) if self.hooks else self.plain
+        """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache."""
+        program, builder = self._compiled("logits", self.hooks.names) if self.hooks else self.plain
         return program(builder.build(chunks), self.hooks)
 
-    def _compiled(self, taps: frozenset[str]) -> Compiled:
-        compiled = self._tapped.pop(taps, None) or self._compile(taps)
-        self._tapped[taps] = compiled
-        if len(self._tapped) > _N_TAPPED:
-            self._tapped.popitem(last=False)
+    def run_hidden(self, chunks: Sequence[Chunk]) -> Logits:
+        """Runs one step and gives hidden states [N, D], the last norm's outputs, instead of logits."""
+        program, builder = self._compiled("hidden", self.hooks.names if self.hooks else frozenset())
+        return program(builder.build(chunks), self.hooks)
+
+    def _compiled(self, kind: ProgramKind, taps: frozenset[str]) -> Compiled:
+        compiled = self._kept.pop((kind, taps), None) or self._compile(kind, taps)
+        self._kept[kind, taps] = compiled  # the last used last
+        if len(self._kept) > _N_KEPT:
+            self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, taps: frozenset[str]) -> Compiled:
-        program = self.backend.compile(self.model, self.cache, self.limits, taps)
+    def _compile(self, kind: ProgramKind, taps: frozenset[str]) -> Compiled:
+        model: Program = self.model
+        limits = self.limits
+        if kind == "hidden":  # its rows are small: there is room for all tokens of a step
+            model, limits = self.model.hidden, replace(limits, max_logit_rows=limits.max_tokens)
+        program = self.backend.compile(model, self.cache, limits, taps)
         return Compiled(program, BatchBuilder(program.inputs, self.cache.page_tokens))
 
 

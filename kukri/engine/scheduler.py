@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.pages import ROOT, PagePool
 from kukri.engine.queue import WaitingQueue
-from kukri.engine.request import Request, RequestState
+from kukri.engine.request import ProgramKind, Request, RequestState
 from kukri.errors import CapacityError, KukriError
 from kukri.sampling import SampledToken
 
@@ -39,7 +39,11 @@ class ScheduledChunk(NamedTuple):
     @property
     def gives_token(self) -> bool:
         """Whether the request's next token follows from a row of logits: the last before the drafts'."""
-        return self.n_logits > 0 and self.start + self.n_tokens - self.n_drafts == self.request.n_tokens
+        return (
+            self.request.output == "tokens"
+            and self.n_logits > 0
+            and self.start + self.n_tokens - self.n_drafts == self.request.n_tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class ScheduledStep:
 
     chunks: list[ScheduledChunk]
     copies: list[tuple[int, int]]
+    program: ProgramKind = "logits"
 
 
 class StepOutput(NamedTuple):
@@ -84,6 +89,7 @@ class Scheduler:
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
         self.caches_prefixes = caches_prefixes
+        self._last_program: ProgramKind = "hidden"
         self.takes_drafts = True  # False while somebody must see each token once, and no others
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -112,21 +118,31 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         """The next step, with pages to write to. Requests in flight are left out.
 
-        Without any in flight it has no chunks only when nothing waits or runs.
+        A step runs one program: if requests of both can run, they take turns. Without any in flight it has no
+        chunks only when nothing waits or runs.
         """
         if self.waiting:
             self._preempt_for_urgent()
-        step = ScheduledStep([], [])
-        budget = _Budget(self)
+        other: ProgramKind = "hidden" if self._last_program == "logits" else "logits"
+        step = self._schedule_program(other)
+        if not step.chunks:
+            step = self._schedule_program(self._last_program)
+        self._last_program = step.program
+        return step
+
+    def _schedule_program(self, program: ProgramKind) -> ScheduledStep:
+        """A step of the requests that a program computes."""
+        step = ScheduledStep([], [], program)
+        budget = _Budget(self, program)
         n_preemptions = self.n_preemptions
         i = 0
         while i < len(self.running) and budget.n_tokens:  # preemption shortens the list from its end
-            if not self.running[i].is_in_flight:
+            if self.running[i].program == program and not self.running[i].is_in_flight:
                 self._schedule(self.running[i], budget, step)
             i += 1
         if self.n_preemptions == n_preemptions:  # who just lost its pages must not take them back at once
             while self.waiting and budget.n_tokens and budget.n_prompt_tokens:
-                request = self.waiting.first(_may_run)
+                request = self.waiting.first(lambda r: r.program == program and _may_run(r))
                 if request is None or not self._admit(request):
                     break
                 self._schedule(request, budget, step)
@@ -172,6 +188,8 @@ class Scheduler:
     ) -> list[StepOutput]:
         """Records a finished step: `results` has for each chunk its new tokens, or the error in place of one.
 
+        Requests for rows end when they have been given all.
+
         A chunk with drafts gives a token for each accepted one, and one more. Ends the requests that are
         done, whose pages are free at once. Requests that ended while in flight are passed over.
         """
@@ -182,6 +200,10 @@ class Scheduler:
                 continue
             if not tokens:
                 self._count(chunk, chunk.n_tokens)
+                if request.output != "tokens" and request.n_cached == request.n_prompt:
+                    self._cache_pages(request)
+                    self.finish(request, "stop")
+                    outputs.append(StepOutput(request, None, "stop"))
                 continue
             self._count(chunk, chunk.n_tokens - chunk.n_drafts + len(tokens) - 1)
             if chunk.n_drafts:
@@ -267,6 +289,7 @@ class Scheduler:
     def _count(self, chunk: ScheduledChunk, n_kept: int) -> None:
         """Books the tokens of a chunk whose keys and values are in the cache now, to stay."""
         chunk.request.n_cached = chunk.start + n_kept
+        chunk.request.next_row = max(chunk.request.next_row, chunk.request.n_cached)
         self.n_computed += n_kept
         self.waiting.count_served(chunk.request, n_kept)
 
@@ -331,6 +354,7 @@ class Scheduler:
         self.pool.share(pages)
         request.page_row[: len(pages)] = pages
         request.n_pages, request.n_cached = len(pages), n_known
+        request.next_row = max(request.next_row, n_known)  # those before are the leader's to give
         request.n_cached_pages = 0  # counted when its next token shows that all is well
         if not request.n_generated and not request.n_preemptions:
             request.n_prefix_hit = n_known
@@ -341,10 +365,10 @@ class Scheduler:
         return True
 
     def _known_pages(self, request: Request) -> list[int]:
-        """Cached pages with the request's tokens, the last of which is always left to compute."""
-        if not self._uses_cache(request) or request.params.prompt_logprobs is not None:
+        """Cached pages with the request's tokens, up to the first token whose row of output is wanted."""
+        if not self._uses_cache(request):
             return []
-        return self.pool.find(request.tokens[: request.n_tokens - 1])
+        return self.pool.find(request.tokens[: request.next_row])
 
     def _uses_cache(self, request: Request) -> bool:
         return self.caches_prefixes and request.is_cacheable
@@ -398,24 +422,25 @@ class Scheduler:
 class _Budget:
     """What is left of a step: tokens, tokens of prompts, and rows of logits."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
         for request in scheduler.running:
             if _generates(request):
                 self.n_prompt_tokens = scheduler.max_prompt_tokens
                 break
-        self.n_rows = scheduler.max_logit_rows - scheduler.max_requests  # beyond the one that each may want
+        # beyond the one that each may want; a row of hidden states is small, and there is room for all
+        self.n_rows = scheduler.max_step_tokens
+        if program == "logits":
+            self.n_rows = scheduler.max_logit_rows - scheduler.max_requests
 
     def take(self, request: Request) -> tuple[int, int]:
         """(tokens, logit rows) that the request may have."""
         n_left = request.n_tokens - request.n_cached
         if _generates(request):
             return min(n_left, self.n_tokens), 1
-        n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens)
-        if request.params.prompt_logprobs is not None and request.n_cached < request.n_prompt:
-            n_tokens = min(n_tokens, self.n_rows)
-            return n_tokens, n_tokens
-        return n_tokens, int(n_tokens == n_left)
+        n_without = request.next_row - request.n_cached  # tokens that come before the first row
+        n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens, n_without + 1 + self.n_rows)
+        return n_tokens, max(n_tokens - n_without, 0)
 
     def spend(self, request: Request, n_tokens: int, n_logits: int) -> None:
         """Takes off what a request got."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 from kukri.answer import Answer
-from kukri.engine import Engine, Job, StepOutput
+from kukri.engine import Engine, Request, StepOutput
 from kukri.engine.loop import EngineLoop
 from kukri.errors import CapacityError, KukriError
 from kukri.server.metrics import Metrics
@@ -118,6 +117,7 @@ class Bridge:
         self.engine, self._metrics = engine, metrics
         self.loop = EngineLoop(engine, self._deliver, max_waiting=max_waiting)
         self._waiting: dict[int, _Waiting] = {}  # answers that have not ended, by request id
+        self._computing: dict[int, Callable[[Request, str], None]] = {}  # told when a request for rows ends
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self.is_draining = False
 
@@ -147,32 +147,32 @@ class Bridge:
         if deadline_s is not None:
             event_loop.call_later(deadline_s, self._expire, call, deadline_s)
 
-    async def run(self, pieces: Generator[None, None, Any], client: str) -> Any:
-        """What work in pieces returns, done on the engine's thread between its steps.
+    async def compute(self, requests: Sequence[Request]) -> None:
+        """Runs requests for rows of output; a caller that stops waiting ends them.
 
-        Whoever stops waiting ends the work. Raises CapacityError as `submit` does, and what the work raises.
+        Raises CapacityError as `submit` does, and the error that ended a request.
         """
-        event_loop = self._running_loop()
-        ended: asyncio.Future[Any] = event_loop.create_future()
+        ended: asyncio.Future[None] = self._running_loop().create_future()
+        n_left = len(requests)
 
-        def settle(result: Any, error: Exception | None) -> None:
-            if ended.done():  # nobody waits any more
+        def on_end(request: Request, finish_reason: str) -> None:
+            nonlocal n_left
+            n_left -= 1
+            if ended.done():
                 return
-            if error is None:
-                ended.set_result(result)
-            else:
-                ended.set_exception(error)
+            if finish_reason != "stop":
+                ended.set_exception(request.error or KukriError("the request was aborted"))
+            elif n_left == 0:
+                ended.set_result(None)
 
-        def on_end(result: Any, error: Exception | None) -> None:
-            with suppress(RuntimeError):  # the event loop has been closed: nobody is left to tell
-                event_loop.call_soon_threadsafe(settle, result, error)
-
-        job = Job(pieces, on_end, client)
-        self.loop.submit_job(job)
+        self._computing.update((request.id, on_end) for request in requests)
         try:
-            return await ended
+            self.loop.submit(requests)
+            await ended
         finally:
-            job.is_cancelled = True
+            for request in requests:
+                if self._computing.pop(request.id, None) is not None:
+                    self.loop.abort(request)
 
     def drop(self, call: Call) -> None:
         """Aborts the answers of a call that have not ended."""
@@ -203,6 +203,9 @@ class Bridge:
     def _receive(self, outputs: list[StepOutput]) -> None:
         now_s = perf_counter()
         for request, token, finish_reason in outputs:
+            if finish_reason is not None and request.id in self._computing:
+                self._computing.pop(request.id)(request, finish_reason)
+                continue
             waiting = self._waiting.get(request.id)
             if waiting is None:  # dropped meanwhile
                 continue

@@ -1,4 +1,4 @@
-"""/v1/embeddings: vectors of texts, made on the engine's thread between the steps of those who generate."""
+"""/v1/embeddings: vectors of texts, by requests that the engine batches like any other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kukri.errors import CapacityError, ContextLengthError, KukriError, RequestE
 from kukri.kernels.types import FloatArray
 from kukri.server.schema import Body, TokenIds
 from kukri.server.service import Service
-from kukri.tasks import normalized
+from kukri.tasks import embedding_requests, normalized
 
 _MAX_TEXTS = 2048  # as in OpenAI's API
 _Text = Annotated[str, Field(min_length=1)]
@@ -83,18 +83,18 @@ async def _token_ids(service: Service, given: Any) -> list[list[int]]:
 async def _vectors(
     service: Service, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
 ) -> FloatArray:
-    """The vectors [n, D] of all texts, one group of them after another."""
-    embedder, client = service.llm.embedder, f"{http.scope['kukri.client']}/{body.user or ''}"
-    groups = embedder.groups(texts)
+    """The vectors [n, D] of all texts, a batch of them after another."""
+    llm, client = service.llm, f"{http.scope['kukri.client']}/{body.user or ''}"
+    requests = embedding_requests(llm.engine, texts, body.pooling or "mean", client)
     service.metrics.on_prompt(sum(map(len, texts)))
-    vectors = np.empty((len(texts), service.llm.config.d_model), np.float32)
+    n = min(llm.engine_config.max_requests, service.bridge.loop.max_waiting)  # so that others find room
     try:
         async with asyncio.timeout(service.settings.deadline_s):
-            for group in groups:
-                pieces = embedder.run([texts[i] for i in group], body.pooling or "mean")
-                vectors[group] = await service.bridge.run(pieces, client)
+            for start in range(0, len(requests), n):
+                await service.bridge.compute(requests[start : start + n])
     except TimeoutError:
         raise CapacityError(f"the answer was not done within {service.settings.deadline_s:g} s") from None
+    vectors = np.array([request.rows for request in requests], np.float32)
     if not np.isfinite(vectors).all():  # JSON has no such numbers
         raise KukriError("the model's vectors are not finite: its weights may be damaged")
     return vectors if body.normalize is False else normalized(vectors)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from fake_model import EOS, N_VOCAB, POISON
 from hypothesis import strategies as st
 
-from kukri.engine import Engine, InFlight, Request, StepOutput
+from kukri.engine import Engine, InFlight, Request, RequestState, StepOutput
 from kukri.sampling import SamplingParams
 
 Event = tuple[Any, ...]
@@ -63,6 +63,21 @@ class Pipeline:
         outputs = self.engine.collect(self.in_flight.popleft())
         self.engine.check_integrity()
         return outputs
+
+
+def rows_of(
+    engine: Engine,
+    ids: Sequence[int],
+    output: Literal["logits", "hidden", "pooled"] = "logits",
+    **options: Any,
+) -> np.ndarray:
+    """The rows of a request for them, beside whatever else the engine has to do."""
+    request = engine.make_output_request(ids, output, **options)
+    engine.add_request(request)
+    while request.state is not RequestState.FINISHED:
+        engine.step()
+    assert request.rows is not None
+    return request.rows
 
 
 def finish(engine: Engine, max_steps: int = 10_000, pipeline: Pipeline | None = None) -> None:

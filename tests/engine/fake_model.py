@@ -15,6 +15,7 @@ from kukri.kernels.reference import ReferenceSampling
 from kukri.kernels.types import CacheLayout, ForwardBatch, Hook, KVLayer, StepInputs, StepLimits
 
 N_VOCAB = 50
+N_HIDDEN = 4  # the width of its hidden states
 EOS = 7
 POISON = 13  # a prompt with this token gets NaN for logits
 
@@ -26,6 +27,11 @@ def next_token(context: Sequence[int]) -> int:
         state = (state * 31 + token + 1) % 1_000_003
     token = state % N_VOCAB
     return token if token != POISON else 14
+
+
+def hidden_state(context: Sequence[int]) -> np.ndarray:
+    """What the fake model has for a hidden state after a context: float32 [N_HIDDEN]."""
+    return np.array([next_token(context), len(context), context[0], context[-1]], np.float32) / 7
 
 
 def expected_output(
@@ -68,12 +74,16 @@ class FakeModel:
     def __call__(self, ops: object, batch: object) -> None:
         raise AssertionError("the fake backend runs no program")
 
+    def hidden(self, ops: object, batch: object) -> None:
+        raise AssertionError("the fake backend runs no program")
+
 
 class FakeBackend:
     """Keeps tokens where keys would be, and finds each context through the page table."""
 
     name = "fake"
     page_tokens = PAGE_TOKENS
+    exact_kv_type = "f16"
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, int]] = []  # (T, S, N) of every step
@@ -99,7 +109,7 @@ class FakeBackend:
 
 class FakeProgram:
     def __init__(self, backend: FakeBackend, model: FakeModel, cache: PagedKV, limits: StepLimits) -> None:
-        self.backend, self.model, self.cache, self.limits = backend, model, cache, limits
+        self.backend, self.program, self.cache, self.limits = backend, model, cache, limits
         self._last = np.zeros((0, N_VOCAB), np.float32)  # overwritten by the next call, as a plan's buffer is
         self.inputs = StepInputs.zeros(limits)
 
@@ -113,7 +123,8 @@ class FakeProgram:
         assert all(map(self.backend.is_writable, set(pages.tolist()))), "a write to a page that others read"
         self.cache.keys[0][pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
         self._last.fill(np.nan)
-        logits = self._last = np.zeros((batch.n_logit_rows, N_VOCAB), np.float32)
+        width = N_VOCAB if isinstance(self.program, FakeModel) else N_HIDDEN
+        logits = self._last = np.zeros((batch.n_logit_rows, width), np.float32)
         for i, row in enumerate(batch.logit_rows):
             s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
             n_visible = batch.context_len[s] - (batch.query_start[s + 1] - 1 - row)
@@ -121,7 +132,10 @@ class FakeProgram:
             slots = batch.page_table[s, positions // PAGE_TOKENS], positions % PAGE_TOKENS
             context = (self.cache.keys[0][slots[0], 0, 0, slots[1]].astype(int) - 1).tolist()
             assert min(context) >= 0, "a token of the context was never stored, or was overwritten"
-            logits[i, next_token(context)] = 5.0
+            if width == N_HIDDEN:
+                logits[i] = hidden_state(context)
+            else:
+                logits[i, next_token(context)] = 5.0
             if POISON in context:
                 logits[i, 3] = np.nan
         return HostLogits(logits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from driving import SIZES, add, any_events, finish, greedy, play, prompt_of
+from driving import SIZES, add, any_events, finish, greedy, play, prompt_of, rows_of
 from fake_model import EOS, N_VOCAB, POISON, FakeBackend, FakeModel, expected_output, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -252,14 +252,14 @@ def test_logits_of_every_token() -> None:
     """Rows of one chunk returned for another, or pages kept."""
     engine, _ = make_engine(max_context=256, max_step_tokens=100)
     ids = prompt_of(150)
-    logits = engine.logits(ids)
+    logits = rows_of(engine, ids)
     assert logits.shape == (150, N_VOCAB)
     assert logits.argmax(axis=1).tolist() == [next_token(ids[: i + 1]) for i in range(150)]
     assert engine.pool.n_free == engine.pool.n_pages
     with pytest.raises(ContextLengthError):
-        engine.logits(prompt_of(257))
+        engine.make_output_request(prompt_of(257), "logits")
     with pytest.raises(RequestError, match="empty"):
-        engine.logits([])
+        engine.make_output_request([], "logits")
 
 
 def test_logits_beside_a_running_request() -> None:
@@ -268,7 +268,7 @@ def test_logits_beside_a_running_request() -> None:
     prompt = prompt_of(20)
     request = add(engine, prompt, greedy(20))
     engine.step()
-    assert engine.logits(prompt).argmax(axis=1).tolist()[-1] == request.output_ids[0]
+    assert rows_of(engine, prompt).argmax(axis=1).tolist()[-1] == request.output_ids[0]
     finish(engine)
     assert request.output_ids == expected_output(prompt, 20)
 

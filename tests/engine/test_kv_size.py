@@ -74,7 +74,7 @@ def test_a_huge_context_opens_where_memory_is_short(
     path = write_tiny(tmp_path / "huge.gguf", tiny_config(HUGE_CONTEXT))
     weights = path.stat().st_size
     monkeypatch.setattr(loading, "available_bytes", lambda: weights + 4 * MiB)
-    with caplog.at_level(logging.INFO, "kukri.loading"), LLM(path, backend="reference") as llm:
+    with caplog.at_level(logging.INFO, "kukri.loading"), LLM(path, backend="cpu", n_threads=1) as llm:
         assert llm.config.max_context == HUGE_CONTEXT
         assert 10_000 < llm.engine.max_context < HUGE_CONTEXT
         assert llm.engine.runner.cache.n_bytes <= 4 * MiB

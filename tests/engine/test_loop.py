@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
+import numpy as np
 import pytest
 from driving import greedy, prompt_of
-from fake_model import POISON, FakeBackend, expected_output, make_engine
+from fake_model import POISON, FakeBackend, expected_output, hidden_state, make_engine
 
-from kukri.engine import Engine, EngineLoop, Job, Request, StepOutput
-from kukri.engine.jobs import JobQueue
+from kukri.engine import Engine, EngineLoop, Request, StepOutput
 from kukri.errors import CapacityError, HookError
 from kukri.sampling import SamplingParams
 
@@ -192,79 +191,67 @@ def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         submit(loop, prompt_of(5), greedy(5))
 
 
-class Work:
-    """A job in pieces, and what became of it; `seen`: how many steps the engine had done before each."""
-
-    def __init__(self, loop: EngineLoop, n_pieces: int, client: str = "", fails: bool = False) -> None:
-        self.loop, self.seen, self.ends = loop, [], []
-        self.is_over = threading.Event()
-        self.job = Job(self._pieces(n_pieces, fails), self._on_end, client)
-
-    def _pieces(self, n_pieces: int, fails: bool) -> Generator[None, None, str]:
-        for _ in range(n_pieces):
-            self.seen.append(self.loop.status().n_steps)
-            yield
-        if fails:
-            raise ValueError("no luck")
-        return "done"
-
-    def _on_end(self, result: object, error: Exception | None) -> None:
-        self.ends.append((result, error and str(error)))
-        self.is_over.set()
+def outputs(loop: EngineLoop, n: int, n_tokens: int = 20, client: str = "") -> list[Request]:
+    """Requests for hidden states, submitted."""
+    make = loop.engine.make_output_request
+    requests = [make(prompt_of(n_tokens, i), "pooled", client=client) for i in range(n)]
+    loop.submit(requests)
+    return requests
 
 
-def test_a_job_takes_turns_with_the_steps() -> None:
-    """Streams that stand still until a job is done, a job that waits for all streams, one that is lost."""
-    with running_loop(max_context=4096) as (loop, _, _, inbox):
-        alone = Work(loop, 3)
-        loop.submit_job(alone.job)
-        assert alone.is_over.wait(20)
-        assert (alone.ends, alone.seen) == ([("done", None)], [0, 0, 0])
-        prompt = prompt_of(10)
-        request = submit(loop, prompt, greedy(200))
+def test_requests_for_rows_take_turns_with_those_that_generate() -> None:
+    """Streams that stand still until all texts are embedded, texts that wait for all streams, rows lost."""
+    with running_loop(max_context=4096, max_requests=3, max_prompt_tokens=16) as (loop, _, backend, inbox):
+        alone = outputs(loop, 3)
+        inbox.wait(*alone)
+        request = submit(loop, prompt_of(10), greedy(200))
         with inbox.changed:
             assert inbox.changed.wait_for(lambda: inbox.tokens(request), 20)
-        beside = Work(loop, 50)
-        loop.submit_job(beside.job)
-        inbox.wait(request)
-        assert beside.is_over.wait(20)
-        assert inbox.tokens(request) == expected_output(prompt, 200)
-        assert [b - a for a, b in pairwise(beside.seen)] == [1] * 49
+        beside = outputs(loop, 20)
+        inbox.wait(request, *beside)
+        assert inbox.tokens(request) == expected_output(prompt_of(10), 200)
+        for i, done in enumerate(beside):
+            assert inbox.reason(done) == "stop"
+            assert done.rows is not None
+            if i < 3:
+                np.testing.assert_array_equal(done.rows, alone[i].rows)
+            np.testing.assert_allclose(done.rows, mean_state(prompt_of(20, i)), rtol=1e-5)
+        assert max(backend.batches[-50:])[0] <= 17  # tokens of a step beside one that generates
+        assert loop.status().n_generated == 200
         assert loop.drain(20)
 
 
-def test_clients_take_turns() -> None:
-    """One client's many jobs that are all done before another's first."""
-    queue, order = JobQueue(), []
-    for name, client in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c"), ("b2", "b")):
-        queue.add(Job(iter(()), lambda *_, name=name: order.append(name), client))
-    n = len(queue)
-    while queue:
-        assert queue.first.advance()
-        queue.pop()
-    assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
-    assert n == 6
+def test_clients_that_want_rows_take_turns() -> None:
+    """One client's many texts that are all embedded before another's first."""
+    with running_loop(max_requests=1, max_context=4096) as (loop, _, _, inbox):
+        first = submit(loop, prompt_of(5), greedy(None))
+        with inbox.changed:
+            assert inbox.changed.wait_for(lambda: inbox.tokens(first), 20)
+        many = outputs(loop, 10, client="a")
+        (other,) = outputs(loop, 1, client="b")
+        loop.abort(first)
+        inbox.wait(*many, other)
+        ends = [request.last_token_s or request.started_s for request in many]
+        assert sum(end < other.started_s for end in ends) <= 2
 
 
-def test_a_job_may_fail_be_left_or_be_too_many() -> None:
-    """An engine that a job's error ends, work for nobody, and jobs without number."""
-    with running_loop(max_waiting=3) as (loop, _, _, inbox):
-        failing, left, last = Work(loop, 2, fails=True), Work(loop, 10**9), Work(loop, 1)
-        loop.submit_job(failing.job)
-        assert failing.is_over.wait(20)
-        for work in (left, last, Work(loop, 1)):
-            loop.submit_job(work.job)
+def test_requests_for_rows_may_fail_be_left_or_be_too_many() -> None:
+    """An engine that one error ends, work for nobody, and requests without number."""
+    with running_loop(max_waiting=4, max_requests=1) as (loop, _, backend, inbox):
+        backend.error = ValueError("no luck")
+        (failing,) = outputs(loop, 1)
+        inbox.wait(failing)
+        assert (inbox.reason(failing), str(failing.error)) == ("error", "no luck")
         with pytest.raises(CapacityError, match="waiting already"):
-            loop.submit_job(Work(loop, 1).job)
-        left.job.is_cancelled = True
-        assert last.is_over.wait(20)
-        assert failing.ends == [(None, "no luck")]
-        assert left.ends == []
+            outputs(loop, 6)
+        left, last = outputs(loop, 2)
+        loop.abort(left)
+        inbox.wait(last)
         inbox.wait(submit(loop, prompt_of(5), greedy(3)))
-        forever = Work(loop, 10**9)
-        loop.submit_job(forever.job)
-        assert not loop.drain(0.05)
         loop.stop()
-        assert [error for _, error in forever.ends] == ["the server is shutting down: try another, or later"]
         with pytest.raises(CapacityError, match="shutting down"):
-            loop.submit_job(Work(loop, 1).job)
+            outputs(loop, 1)
+
+
+def mean_state(ids: list[int]) -> np.ndarray:
+    return np.mean([hidden_state(ids[: i + 1]) for i in range(len(ids))], axis=0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from driving import add, finish, greedy, prompt_of
+from driving import add, finish, greedy, prompt_of, rows_of
 from fake_model import POISON, expected_output, make_engine
 
 from kukri.engine import Engine, Request
@@ -148,7 +148,7 @@ def test_logprobs_of_the_prompt() -> None:
     """Rows booked for the wrong token, a chunk's edge lost, or a prefix hit that leaves rows out."""
     engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=30)
     prompt = prompt_of(50)
-    rows = engine.logits(prompt)
+    rows = rows_of(engine, prompt)
     want = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
     for _ in range(2):
         other = add(engine, prompt_of(20, 9), greedy(8))

@@ -127,11 +127,11 @@ def test_what_is_wrong_is_named(served, changes, param, message):
 def test_numbers_that_json_has_not_are_an_error(served, monkeypatch):
     """Catches a body with NaN in it, which clients cannot read."""
 
-    def run(texts, pooling):
-        yield
-        return np.full((len(texts), 576), np.nan, np.float32)
+    async def compute(requests):
+        for request in requests:
+            request.rows = np.full(576, np.nan, np.float32)
 
-    monkeypatch.setattr(served.service.llm.embedder, "run", run)
+    monkeypatch.setattr(served.service.bridge, "compute", compute)
     with served.http() as http:
         response = http.post("/v1/embeddings", json={"model": MODEL, "input": "a"})
         assert "not finite" in check_error(response, 500)
