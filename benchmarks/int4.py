@@ -24,9 +24,10 @@ from benchmarks.harness import Experiment, Table, run, silent
 from kukri.bench.turns import in_turns
 from kukri.errors import ConfigError
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.types import FloatArray, ForwardBatch, KVLayer, StepLimits, Weight
-from kukri.quant.blocks import ByteArray, dequantize, quantize
+from kukri.quant.blocks import ByteArray, dequantize
 from kukri.quant.types import QUANT_TYPES
 
 # (out, in) of SmolLM2-135M's and SmolLM3-3B's matrices

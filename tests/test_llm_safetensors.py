@@ -20,9 +20,10 @@ from kukri import LLM, SamplingParams
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
+from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.types import ForwardBatch, StepLimits
 from kukri.models import ARCHITECTURES, load_model
-from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 
 N_VOCAB = 272  # 12 rows more than there are tokens, as Qwen pads

@@ -25,11 +25,12 @@ from kukri.evaluate.text import STEP_TOKENS, bos_ids
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.kernels import make_backend
+from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import Backend, FloatArray, Weight
 from kukri.llm import LLM
 from kukri.models import Model, load_model
 from kukri.models.weights import WeightSource
-from kukri.quant.blocks import dequantize, requantize
+from kukri.quant.blocks import dequantize
 from kukri.quant.mixes import is_quantized
 from kukri.quant.types import QuantType, fitting_type
 

@@ -29,9 +29,10 @@ from kukri.formats.huggingface.safetensors import (
 )
 from kukri.formats.huggingface.weights import follows_from_config, model_prefix
 from kukri.formats.imatrix import ImportanceMatrix
+from kukri.kernels.cpu.quantize import requantize
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES
-from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, requantize
+from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 from kukri.quant.recipes import Recipe, apply_recipe

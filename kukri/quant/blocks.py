@@ -1,7 +1,7 @@
-"""Blocks of weights to float32, one class per type, vectorised over blocks; and rows of one type to another.
+"""Blocks of weights to float32, one class per type, vectorised over blocks.
 
 Bit-exact with GGML's reference (ggml-quants.c, as mirrored by the `gguf` package), whose arithmetic is
-float32 throughout. `kukri.quant.encode` has the way back.
+float32 throughout. `kukri.kernels.cpu.quantize` has the way back.
 
 `d` is a block's float16 scale, `m` its float16 minimum, `q` a quant. Types of 256 weights divide them into
 groups g, each with a whole scale s and, with a minimum, a whole t.
@@ -15,14 +15,12 @@ Weights beyond a type's range become infinite, as in GGML.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError, ShapeError, UnsupportedError
+from kukri.errors import ShapeError, UnsupportedError
 from kukri.quant.types import QUANT_TYPES, QuantType
 
 ByteArray = npt.NDArray[np.uint8]
@@ -42,7 +40,7 @@ class BlockFormat:
         raise NotImplementedError
 
     def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 1] -> uint8 [n, block_bytes]. For floats alone: `kukri.quant.encode` has the others."""
+        """float32 [n, 1] -> uint8 [n, block_bytes], of float types: `kernels.cpu.encode` has the others."""
         raise NotImplementedError
 
 
@@ -317,90 +315,6 @@ def dequantize(data: npt.ArrayLike, type: QuantType) -> FloatArray:
         for part in _chunks(len(blocks), type):
             into[part] = form.dequantize_blocks(blocks[part])
     return weights
-
-
-def quantize(
-    weights: npt.ArrayLike, type: QuantType, importance: npt.NDArray[np.float32] | None = None
-) -> ByteArray:
-    """The blocks of float32 [rows, columns] -> uint8 [rows, row_bytes]; see `requantize`."""
-    rows = np.ascontiguousarray(weights, np.float32)
-    if rows.ndim != 2:
-        raise ShapeError(f"shape {rows.shape} is not rows of weights")
-    return requantize(rows.view(np.uint8), QUANT_TYPES["F32"], type, importance)
-
-
-def requantize(
-    data: ByteArray,
-    source: QuantType,
-    target: QuantType,
-    importance: npt.NDArray[np.float32] | None = None,
-    *,
-    tensor: str | None = None,
-) -> ByteArray:
-    """Rows of blocks of one type as rows of another: uint8 [rows, row_bytes], a view where nothing changes.
-
-    Runs on all cores, and holds few of the weights as floats at a time. `importance`, float32 [columns],
-    says how much an error in each column counts, to all types but Q8_0. Raises
-    UnsupportedError for types without a quantizer, ShapeError when a row is no whole number of blocks, and
-    FormatError, which names `tensor`, for weights that are NaN or infinite where blocks cannot hold them.
-    """
-    if source == target:
-        return data
-    writes = _writer(target)
-    n_columns = data.shape[1] // source.block_bytes * source.block_size
-    if n_columns % target.block_size:
-        raise ShapeError(
-            f"rows of {n_columns} weights are not rows of {target.block_size}-weight {target.name} blocks"
-        )
-    if importance is None:
-        importance = np.zeros(0, np.float32)
-    elif importance.shape != (n_columns,):
-        raise ShapeError(f"importance of shape {importance.shape} for {n_columns} columns")
-    into = np.empty((len(data), target.row_bytes(n_columns)), np.uint8)
-    step = max(1, _CHUNK_WEIGHTS // n_columns)
-    parts = [slice(start, start + step) for start in range(0, len(data), step)]
-
-    def convert(part: slice) -> None:
-        weights = dequantize(data[part], source)
-        if target.block_size > 1 and not np.isfinite(weights).all():
-            raise FormatError(
-                f"holds weights that are NaN or infinite, which {target.name} cannot", tensor=tensor
-            )
-        # compiled for arrays that may be written; a view of a mapped file is none
-        writes(weights if weights.flags.writeable else weights.copy(), importance, into[part])
-
-    _on_all_cores(convert, parts)
-    return into
-
-
-def _on_all_cores(work: Callable[[slice], None], parts: list[slice]) -> None:
-    """Calls `work` with each part. What it raises, and Ctrl-C, ends the rest."""
-    if len(parts) == 1:
-        return work(parts[0])
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pool = ThreadPoolExecutor(n_cores)
-    try:
-        for _ in pool.map(work, parts):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _writer(type: QuantType) -> Callable[[FloatArray, FloatArray, ByteArray], None]:
-    """A function that fills its third argument with the blocks of the first."""
-    if type.name not in WRITTEN:
-        raise UnsupportedError(f"kukri does not quantize to {type.name}: use one of {', '.join(WRITTEN)}")
-    if type.block_size > 1:
-        from kukri.quant.encode import ENCODERS  # imports Numba
-
-        return ENCODERS[type.name]
-    form = BLOCKS[type.name]
-
-    def write(weights: FloatArray, importance: FloatArray, into: ByteArray) -> None:
-        with np.errstate(all="ignore"):
-            into[:] = form.quantize_blocks(weights.reshape(-1, 1)).reshape(into.shape)
-
-    return write
 
 
 def _chunks(n_blocks: int, type: QuantType) -> Iterator[slice]:

@@ -19,7 +19,8 @@ from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.gguf.writer import write_gguf
-from kukri.quant.blocks import BLOCKS, quantize
+from kukri.kernels.cpu.quantize import quantize
+from kukri.quant.blocks import BLOCKS
 from kukri.quant.types import QUANT_TYPES
 
 WIDTH, N_VOCAB = 32, 5

@@ -15,7 +15,8 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.weights import GGUFWeights, half_split_order
 from kukri.formats.gguf.writer import write_gguf
-from kukri.quant.blocks import dequantize, quantize
+from kukri.kernels.cpu.quantize import quantize
+from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 
 N_LAYERS, D, F, V, HEADS, KV_HEADS, D_HEAD = 2, 64, 96, 40, 4, 2, 16

@@ -6,10 +6,10 @@ import numpy as np
 from random_blocks import HALVES, random_rows
 
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.types import AttentionSpec, ForwardBatch, KVLayer, StepLimits, Weight
-from kukri.quant.blocks import quantize
 from kukri.quant.types import QUANT_TYPES
 
 QUANTIZED = tuple(HALVES)  # every quantized type that kukri runs

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kukri.errors import CapacityError, HookError, ShapeError
+from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.taps import Hooks
@@ -19,7 +20,7 @@ from kukri.kernels.types import (
     Vector,
     Weight,
 )
-from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 
 RANDOM = np.random.default_rng(0)

@@ -18,11 +18,12 @@ from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
+from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import Backend
 from kukri.models import load_model, tap_names
 from kukri.models.rope import rope_frequencies
-from kukri.quant.blocks import dequantize, quantize
+from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 
 # Two orders of float32 sums: 60 to 100 terms each, through 2 or 3 layers. Values are of size 1 to 7.

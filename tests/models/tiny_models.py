@@ -16,7 +16,7 @@ from tiny_llama import TorchSource
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
 from kukri.formats.gguf.writer import write_gguf
-from kukri.quant.blocks import quantize
+from kukri.kernels.cpu.quantize import quantize
 from kukri.quant.types import QUANT_TYPES
 
 N_LAYERS, D, F, V, HEADS, KV_HEADS, D_HEAD, CONTEXT = 4, 64, 96, 80, 4, 2, 16, 256

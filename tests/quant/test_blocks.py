@@ -10,8 +10,9 @@ import pytest
 from random_blocks import HALVES
 
 from kukri.errors import ShapeError, UnsupportedError
-from kukri.quant.blocks import BLOCKS, WRITTEN, dequantize, quantize
-from kukri.quant.encode import ENCODERS
+from kukri.kernels.cpu.encode import KERNELS
+from kukri.kernels.cpu.quantize import quantize
+from kukri.quant.blocks import BLOCKS, WRITTEN, dequantize
 from kukri.quant.types import QUANT_TYPES
 
 NAMES = list(BLOCKS)
@@ -52,7 +53,7 @@ def test_every_type_that_runs_is_tested():
     """A type added to the table that no test of this file knows."""
     assert NAMES == EXACT + SEARCHED
     assert list(WRITTEN) == [*NAMES, "Q8_K"]
-    assert set(ENCODERS) == {name for name in WRITTEN if QUANT_TYPES[name].block_size > 1}
+    assert set(KERNELS) == {f"encode_{name}" for name in WRITTEN if QUANT_TYPES[name].block_size > 1}
     assert list(HALVES) == [name for name in NAMES if QUANT_TYPES[name].block_size > 1]
 
 

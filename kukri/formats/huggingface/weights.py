@@ -10,8 +10,9 @@ from pathlib import Path
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
+from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, FloatArray, Weight
-from kukri.quant.blocks import BLOCKS, dequantize, requantize
+from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
 _RUNS = ("F32", "F16", "BF16")

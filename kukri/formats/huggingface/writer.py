@@ -15,10 +15,10 @@ from kukri.config import ModelConfig
 from kukri.errors import FormatError
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
+from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, FloatArray, Weight
 from kukri.mapped_files import release_pages
 from kukri.models.weights import WeightSource
-from kukri.quant.blocks import requantize
 from kukri.quant.types import QUANT_TYPES
 
 

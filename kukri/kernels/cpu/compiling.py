@@ -32,6 +32,7 @@ _KERNEL_MODULES = (
     "sampling_kernel",
     "pack_kernels",
     "bandwidth",
+    "encode",
 )
 
 _SOON = ("choose_tokens",)  # what every answer needs and what takes longest; helpers begin with it

@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
 
 from kukri.kernels.cpu.kernel_cache import KernelSource
 
@@ -27,6 +28,7 @@ _OPTIONS: dict[str, Any] = {
     "boundscheck": False,
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
+    "_nrt": False,  # nothing is allocated: object code has no need of Numba's runtime
 }
 
 
@@ -193,6 +195,30 @@ def prefetch_line(builder: Any, address: Any) -> None:
 def prefetch(builder: Any, address: Any) -> None:
     """Asks for a cache line that will be read soon."""
     prefetch_line(builder, address)
+
+
+def array_at(element: Any, n_dimensions: int) -> Any:
+    """An operation: the array, of Numba's type, at an address, by (address, *shape); C order."""
+
+    @intrinsic
+    def array(context: Any, address: Any, shape: Any) -> Any:
+        """A view of memory that its maker keeps."""
+        kind = types.Array(element, n_dimensions, "C")
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            lengths = [builder.extract_value(values[1], i) for i in range(n_dimensions)]
+            size = element.bitwidth // 8
+            strides = [_I64(size)]
+            for length in lengths[:0:-1]:
+                strides.insert(0, builder.mul(strides[0], length))
+            made = make_array(kind)(context, builder)
+            data = builder.inttoptr(values[0], context.get_value_type(element).as_pointer())
+            populate_array(made, data, lengths, strides, _I64(size), None)
+            return made._getvalue()
+
+        return kind(address, shape), generate
+
+    return array
 
 
 @intrinsic(prefer_literal=True)

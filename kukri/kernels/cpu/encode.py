@@ -1,35 +1,41 @@
-"""Quantizers: rows of float32 to blocks, one compiled function per weight type.
+"""Quantizer kernels: rows of float32 to blocks, `encode_TYPE` for each weight type.
 
-An encoder is `f(rows, importance, into)`: float32 [n, columns], float32 [columns] or empty, and
-uint8 [n, row_bytes], which it fills. It holds no lock, so threads may run it on parts of a matrix. Layouts of
-blocks are those of `kukri.quant.blocks`.
+A kernel encodes whole rows on one thread; `kukri.kernels.cpu.quantize` runs it on parts of a matrix. Layouts
+of blocks are those of `kukri.quant.blocks`. Memory comes as NumPy arrays here, without bounds checks.
 
 Q4_0 to Q8_0 and Q8_K round exactly as GGML's reference does, but for Q4_0 to Q5_1 with importances. The
-others look for scales: each group of 16 or
-32 weights tries a row of scales and takes the one whose least-squares fit loses least, then the block's own
-scale (and minimum) is fitted again to the quants that came out. What is made small is the squared error, that
-of large weights and of important columns counting more, as in GGML.
-
-All in one file, for Numba's cache looks at the file of a function alone. Sums may be reordered (`_SEARCH`)
-where no bits are promised, or nothing here would use vectors.
+others search for scales: each group of 16 or 32 weights tries a row of scales and takes the one whose
+least-squares fit loses least, then the block's own scale (and minimum) is fitted again to the quants that
+came out. The squared error is minimized, that of large weights and of important columns counting more, as in
+GGML. Sums may be reordered (`_SEARCH`) where no bits are promised, or nothing here would use vectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
-_EXACT: Any = {"nogil": True, "cache": True, "error_model": "numpy"}
+from kukri.kernels.cpu.intrinsics import array_at, stack_bytes
+from kukri.kernels.cpu.kernel_cache import KernelSource
+
+_EXACT: Any = {"nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
 _SEARCH: Any = {**_EXACT, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 
+_floats, _bytes = array_at(types.float32, 1), array_at(types.uint8, 1)
+_rows, _byte_rows = array_at(types.float32, 2), array_at(types.uint8, 2)
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _TINY = np.float32(1e-15)  # groups whose weights are all smaller become zero
 # what the quants of IQ4_NL and IQ4_XS stand for, and the bounds between them
 _VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _BOUNDS = ((_VALUES[1:] + _VALUES[:-1]) / 2).astype(np.float32)
+
+
+@njit(**_EXACT)
+def _copy(source, into):
+    for i in range(len(source)):
+        into[i] = source[i]
 
 
 @njit(**_EXACT)
@@ -106,7 +112,7 @@ def _encode_0(rows, importance, into, most, block_bytes):
     With importances the scale is looked for.
     """
     middle = np.float32((most + 1) // 2)
-    q, w = np.zeros(32, np.uint8), np.zeros(32, np.float32)
+    q, w = _bytes(stack_bytes(32), (32,)), _floats(stack_bytes(128), (32,))
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // 32):
             x, block = rows[r, 32 * b : 32 * b + 32], into[r, block_bytes * b : block_bytes * (b + 1)]
@@ -127,7 +133,7 @@ def _encode_1(rows, importance, into, most, block_bytes):
 
     With importances scale and minimum are looked for.
     """
-    q, w = np.zeros(32, np.uint8), np.zeros(32, np.float32)
+    q, w = _bytes(stack_bytes(32), (32,)), _floats(stack_bytes(128), (32,))
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // 32):
             x, block = rows[r, 32 * b : 32 * b + 32], into[r, block_bytes * b : block_bytes * (b + 1)]
@@ -157,31 +163,31 @@ def _put_quants(block, at, q, most):
 
 
 @njit(**_EXACT)
-def encode_q4_0(rows, importance, into):
+def _q4_0(rows, importance, into):
     """Blocks of Q4_0."""
     _encode_0(rows, importance, into, 15, 18)
 
 
 @njit(**_EXACT)
-def encode_q5_0(rows, importance, into):
+def _q5_0(rows, importance, into):
     """Blocks of Q5_0."""
     _encode_0(rows, importance, into, 31, 22)
 
 
 @njit(**_EXACT)
-def encode_q4_1(rows, importance, into):
+def _q4_1(rows, importance, into):
     """Blocks of Q4_1."""
     _encode_1(rows, importance, into, 15, 20)
 
 
 @njit(**_EXACT)
-def encode_q5_1(rows, importance, into):
+def _q5_1(rows, importance, into):
     """Blocks of Q5_1."""
     _encode_1(rows, importance, into, 31, 24)
 
 
 @njit(**_EXACT)
-def encode_q8_0(rows, importance, into):
+def _q8_0(rows, importance, into):
     """Blocks of Q8_0. Ties round away from zero."""
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // 32):
@@ -199,7 +205,7 @@ def encode_q8_0(rows, importance, into):
 
 
 @njit(**_EXACT)
-def encode_q8_k(rows, importance, into):
+def _q8_k(rows, importance, into):
     """Blocks of Q8_K: a float32 scale, 256 signed bytes, and the sums of each 16."""
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // 256):
@@ -339,7 +345,7 @@ def _affine_block(x, w, group, most, steps, scale_most, s, t, q, trial_q, scales
         if not error < best_error:
             break
         best_error, best_d, best_m = error, d, m
-        q[:] = trial_q
+        _copy(trial_q, q)
         determinant = dd * mm - dm * dm
         if determinant > 0:
             d, m = (mm * dx - dm * mx) / determinant, (dd * mx - dm * dx) / determinant
@@ -365,10 +371,15 @@ def _put_six_bit_scales(block, s, t):
 @njit(**_SEARCH)
 def _encode_affine(rows, importance, into, group, most, steps, scale_most, block_bytes):
     """Q2_K, Q4_K and Q5_K, told apart by the largest quant."""
-    w, q, trial = np.zeros(256, np.float32), np.zeros(256, np.float32), np.zeros(256, np.float32)
-    s, t = np.zeros(256 // group, np.float32), np.zeros(256 // group, np.float32)
-    scales, minimums, group_w = np.zeros(16, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    whole = np.zeros(256, np.uint8)
+    w, q, trial = (
+        _floats(stack_bytes(1024), (256,)),
+        _floats(stack_bytes(1024), (256,)),
+        _floats(stack_bytes(1024), (256,)),
+    )
+    s, t = _floats(stack_bytes(64), (256 // group,)), _floats(stack_bytes(64), (256 // group,))
+    scales, minimums = _floats(stack_bytes(64), (16,)), _floats(stack_bytes(64), (16,))
+    group_w, whole = _floats(stack_bytes(64), (16,)), _bytes(stack_bytes(256), (256,))
+    q[:] = 0
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // 256):
             x, block = rows[r, 256 * b : 256 * b + 256], into[r, block_bytes * b : block_bytes * (b + 1)]
@@ -414,19 +425,19 @@ def _put_two_bits(block, at, q):
 
 
 @njit(**_EXACT)
-def encode_q2_k(rows, importance, into):
+def _q2_k(rows, importance, into):
     """Blocks of Q2_K."""
     _encode_affine(rows, importance, into, 16, 3, (-0.7, 0.1, 20), 15, 84)
 
 
 @njit(**_EXACT)
-def encode_q4_k(rows, importance, into):
+def _q4_k(rows, importance, into):
     """Blocks of Q4_K."""
     _encode_affine(rows, importance, into, 32, 15, (-1.0, 0.1, 21), 63, 144)
 
 
 @njit(**_EXACT)
-def encode_q5_k(rows, importance, into):
+def _q5_k(rows, importance, into):
     """Blocks of Q5_K."""
     _encode_affine(rows, importance, into, 32, 31, (-0.9, 0.1, 19), 63, 176)
 
@@ -515,7 +526,7 @@ def _symmetric_block(x, w, group, half, scale_half, s, q, trial_q, scales, group
         if not error < best_error:
             break
         best_error, best_d = error, d
-        q[:] = trial_q
+        _copy(trial_q, q)
         if dd <= 0:
             break
         d = _rounded(dx / dd)
@@ -525,9 +536,14 @@ def _symmetric_block(x, w, group, half, scale_half, s, q, trial_q, scales, group
 @njit(**_SEARCH)
 def _encode_symmetric(rows, importance, into, half, scale_half, block_bytes):
     """Q3_K and Q6_K, told apart by `half`, the middle of the quants."""
-    w, q, trial = np.zeros(256, np.float32), np.zeros(256, np.float32), np.zeros(256, np.float32)
-    s, scales, group_w = np.zeros(16, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    whole = np.zeros(256, np.uint8)
+    w, q, trial = (
+        _floats(stack_bytes(1024), (256,)),
+        _floats(stack_bytes(1024), (256,)),
+        _floats(stack_bytes(1024), (256,)),
+    )
+    s, scales = _floats(stack_bytes(64), (16,)), _floats(stack_bytes(64), (16,))
+    group_w, whole = _floats(stack_bytes(64), (16,)), _bytes(stack_bytes(256), (256,))
+    q[:] = 0
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // 256):
             x, block = rows[r, 256 * b : 256 * b + 256], into[r, block_bytes * b : block_bytes * (b + 1)]
@@ -575,13 +591,13 @@ def _put_q6_k(block, q, s, d):
 
 
 @njit(**_EXACT)
-def encode_q3_k(rows, importance, into):
+def _q3_k(rows, importance, into):
     """Blocks of Q3_K."""
     _encode_symmetric(rows, importance, into, 4, 32, 110)
 
 
 @njit(**_EXACT)
-def encode_q6_k(rows, importance, into):
+def _q6_k(rows, importance, into):
     """Blocks of Q6_K."""
     _encode_symmetric(rows, importance, into, 32, 128, 210)
 
@@ -616,7 +632,7 @@ def _table_block(x, w, scale_half, s, q, trial_q, scales, group_w, values, bound
         if not error < best_error:
             break
         best_error, best_d = error, d
-        q[:] = trial_q
+        _copy(trial_q, q)
         if dd <= 0:
             break
         d = _rounded(dx / dd)
@@ -627,9 +643,10 @@ def _table_block(x, w, scale_half, s, q, trial_q, scales, group_w, values, bound
 def _encode_table(rows, importance, into, block_size, block_bytes):
     """IQ4_NL, of one group, and IQ4_XS, of eight."""
     n_groups = block_size // 32
-    w, q = np.zeros(block_size, np.float32), np.zeros(block_size, np.float32)
-    trial, s = np.zeros(block_size, np.float32), np.zeros(n_groups, np.float32)
-    scales, group_w = np.zeros(n_groups, np.float32), np.zeros(n_groups, np.float32)
+    w, q = _floats(stack_bytes(1024), (block_size,)), _floats(stack_bytes(1024), (block_size,))
+    trial, s = _floats(stack_bytes(1024), (block_size,)), _floats(stack_bytes(32), (n_groups,))
+    scales, group_w = _floats(stack_bytes(32), (n_groups,)), _floats(stack_bytes(32), (n_groups,))
+    q[:] = 0
     values, bounds = _VALUES, _BOUNDS
     for r in range(rows.shape[0]):
         for b in range(rows.shape[1] // block_size):
@@ -654,29 +671,35 @@ def _encode_table(rows, importance, into, block_size, block_bytes):
 
 
 @njit(**_EXACT)
-def encode_iq4_nl(rows, importance, into):
+def _iq4_nl(rows, importance, into):
     """Blocks of IQ4_NL."""
     _encode_table(rows, importance, into, 32, 18)
 
 
 @njit(**_EXACT)
-def encode_iq4_xs(rows, importance, into):
+def _iq4_xs(rows, importance, into):
     """Blocks of IQ4_XS."""
     _encode_table(rows, importance, into, 256, 136)
 
 
-ENCODERS: dict[str, Callable[..., None]] = {
-    "Q4_0": encode_q4_0,
-    "Q4_1": encode_q4_1,
-    "Q5_0": encode_q5_0,
-    "Q5_1": encode_q5_1,
-    "Q8_0": encode_q8_0,
-    "Q2_K": encode_q2_k,
-    "Q3_K": encode_q3_k,
-    "Q4_K": encode_q4_k,
-    "Q5_K": encode_q5_k,
-    "Q6_K": encode_q6_k,
-    "Q8_K": encode_q8_k,
-    "IQ4_NL": encode_iq4_nl,
-    "IQ4_XS": encode_iq4_xs,
-}
+def _make_kernel(weight_type: str, encode: Any) -> KernelSource:
+    """`encode_TYPE`: fills `into`, rows of blocks; `importance` holds float32 [n_columns] or none."""
+
+    def kernel(tile, rows, n_rows, n_columns, importance, n_importance, into, row_bytes):
+        encode(
+            _rows(rows, (n_rows, n_columns)),
+            _floats(importance, (n_importance,)),
+            _byte_rows(into, (n_rows, row_bytes)),
+        )
+        return 0
+
+    return KernelSource(f"encode_{weight_type}", kernel)
+
+
+_ENCODERS = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
+    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q8_K": _q8_k,
+    "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+}  # fmt: skip
+_SOURCES = [_make_kernel(*entry) for entry in _ENCODERS.items()]
+KERNELS = {source.name: source for source in _SOURCES}
