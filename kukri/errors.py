@@ -73,10 +73,11 @@ class RequestError(KukriError):
 class ContextLengthError(RequestError):
     """A prompt is longer than the context. Attributes: n_tokens, max_context (tokens)."""
 
-    def __init__(self, n_tokens: int, max_context: int) -> None:
+    def __init__(self, n_tokens: int, max_context: int, *, at_least: bool = False) -> None:
         self.n_tokens, self.max_context = n_tokens, max_context
+        count = f"at least {n_tokens}" if at_least else f"{n_tokens}"
         super().__init__(
-            f"the prompt has {n_tokens} tokens and the context holds {max_context}: shorten the prompt",
+            f"the prompt has {count} tokens and the context holds {max_context}: shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -1,8 +1,9 @@
-"""The application: which path is answered by what."""
+"""The ASGI application: the routes and what answers them."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -37,6 +38,7 @@ from kukri.server.schema import (
 from kukri.server.service import Service
 from kukri.server.settings import ServerSettings
 
+log = logging.getLogger("kukri.server")
 _STOP_S = 5.0  # for what still runs when every connection is closed
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is wrong"},
@@ -65,10 +67,13 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.bridge.start()
+        log.info("started", extra={"version": __version__, "models": ", ".join(settings.model_names)})
         try:
             yield
         finally:
+            await service.grammars.close()
             await service.bridge.stop(_STOP_S)
+            log.info("stopped")
 
     app = FastAPI(
         title="kukri",
@@ -231,7 +236,7 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Everything that is counted, for Prometheus."""
+        """All counts, for Prometheus."""
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 

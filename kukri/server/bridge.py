@@ -1,4 +1,4 @@
-"""Between the event loop, where HTTP and text live, and the engine's thread, where tokens are made.
+"""Connects the event loop, to which HTTP and text belong, with the engine's thread, which makes tokens.
 
 The engine hands over what a step did by one wake-up of the event loop; there each token is put to the text of
 its `Answer`, and the `Call` that waits for it is woken. Nothing here waits for the engine.
@@ -31,7 +31,7 @@ class Call:
         self.n_prompt_tokens = sum(answer.request.n_prompt for answer in answers[:: self._n_each])
         self.arrived_s = perf_counter()
         self.first_token_s = 0.0
-        self.is_gone = False  # nobody waits for it any more
+        self.is_gone = False  # its client has left
         self.error: KukriError | None = None
         self._bridge = bridge
         self._waiter: asyncio.Future[None] | None = None
@@ -49,12 +49,12 @@ class Call:
 
     @property
     def n_drafted(self) -> int:
-        """Guesses at tokens that were computed."""
+        """Draft tokens computed."""
         return sum(answer.request.n_drafted for answer in self.answers)
 
     @property
     def n_accepted(self) -> int:
-        """Of those, that came true."""
+        """Draft tokens accepted."""
         return sum(answer.request.n_accepted for answer in self.answers)
 
     @property
@@ -85,7 +85,7 @@ class Call:
             self._waiter.set_result(None)
 
     def leave(self) -> None:
-        """Ends the call because nobody waits for it: its pages are free by the next step."""
+        """Ends the call of a client that has left: its pages are free by the next step."""
         self.is_gone = True
         self.close()
         self.wake()
@@ -126,6 +126,16 @@ class Bridge:
         self._event_loop = asyncio.get_running_loop()
         self.loop.start()
 
+    def drain(self, timeout_s: float) -> None:
+        """Takes no new requests, and ends those that still run after the timeout with an error.
+
+        Safe to call from a signal handler.
+        """
+        self.is_draining = True
+        loop = self._event_loop
+        if loop is not None:
+            loop.call_soon_threadsafe(self._begin_drain, timeout_s)
+
     async def stop(self, timeout_s: float) -> None:
         """Takes no new requests, waits for the running ones and ends the engine's thread."""
         self.is_draining = True
@@ -133,7 +143,7 @@ class Bridge:
         await asyncio.to_thread(self.loop.stop)
 
     def submit(self, call: Call, deadline_s: float | None) -> None:
-        """Queues a call's requests, all or none. Raises CapacityError where there is no room for them."""
+        """Queues a call's requests, all or none. Raises CapacityError if there is no room for them."""
         event_loop = self._running_loop()
         for answer in call.answers:
             self._waiting[answer.request.id] = _Waiting(answer, call)
@@ -182,7 +192,7 @@ class Bridge:
                 self.loop.abort(answer.request)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop. Raises CapacityError where nothing new is taken."""
+        """The event loop. Raises CapacityError if no new requests are taken."""
         assert self._event_loop is not None, "the bridge has been started"
         if self.is_draining:
             raise CapacityError("the server is shutting down: ask another, or later")
@@ -194,10 +204,18 @@ class Bridge:
         if not call.is_done:
             call.fail(CapacityError(f"the answer was not done within {deadline_s:g} s"))
 
+    def _begin_drain(self, timeout_s: float) -> None:
+        log.info("draining", extra={"n_running": len(self._waiting), "timeout_s": timeout_s})
+        asyncio.get_running_loop().call_later(timeout_s, self._end_all)
+
+    def _end_all(self) -> None:
+        for call in {id(waiting.call): waiting.call for waiting in self._waiting.values()}.values():
+            call.fail(CapacityError("the server is shutting down: ask another, or later"))
+
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread: hands a step's outputs to the event loop."""
         assert self._event_loop is not None
-        with suppress(RuntimeError):  # the event loop has been closed: nobody is left to tell
+        with suppress(RuntimeError):  # the event loop has been closed
             self._event_loop.call_soon_threadsafe(self._receive, outputs)
 
     def _receive(self, outputs: list[StepOutput]) -> None:

@@ -48,7 +48,8 @@ async def _prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     """The token ids of each prompt."""
     prompt: Any = body.prompt
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    return [await service.encode(one) if isinstance(one, str) else one for one in many]
+    limit = service.llm.engine.max_context
+    return [await service.encode(one, max_tokens=limit) if isinstance(one, str) else one for one in many]
 
 
 class CompletionWriter(ChunkWriter):
@@ -97,7 +98,7 @@ class CompletionWriter(ChunkWriter):
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _take(self, i: int, answer: Answer) -> None:
-        """Adds what came of an answer, the prompt before it where it is echoed."""
+        """Adds the new part of an answer, after the prompt if that is echoed."""
         if not self._has_echoed[i]:
             self._has_echoed[i] = True
             text, tokens = self._echo(i)
@@ -113,7 +114,7 @@ class CompletionWriter(ChunkWriter):
         return self._prompts[i * len(self._prompts) // len(self._call.answers)]
 
     def _echo(self, i: int) -> tuple[str, list[tuple[int, SampledToken]]]:
-        """The prompt's text, and its tokens with their log-probabilities, where asked for."""
+        """The prompt's text, and its tokens with their log-probabilities if they are requested."""
         prompt = self._prompt_of(i)
         stream = TextStream(self._service.tokenizer, skip_special=False)
         text, starts = "", []

@@ -17,7 +17,7 @@ from kukri.errors import CapacityError, KukriError, RequestError
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_MESSAGES = "/v1/messages"  # where errors have Anthropic's form
+_MESSAGES = "/v1/messages"  # paths below it have Anthropic's form of errors
 _MESSAGE_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
@@ -80,7 +80,7 @@ def error_response(
 
 
 def response_of(error: KukriError) -> Response:
-    """What a client is told of an error: 400 for its own mistakes, 503 where there is no room, else 500."""
+    """The response to an error: 400 for a client's mistake, 503 if there is no room, else 500."""
     if isinstance(error, ModelNotFoundError):
         return error_response(str(error), 404, param=error.param, code=error.code)
     if isinstance(error, RequestError):
@@ -120,7 +120,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_deep_body(request: Request, error: Exception) -> Response:
-    """Handler of a RecursionError: what the server walks through are bodies, and this one has no end."""
+    """Handles RecursionError: the request body is nested too deeply."""
     return error_response("the body is nested too deeply", 400, code="invalid_value")
 
 
@@ -128,18 +128,18 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     """Handler of bodies that do not fit the schema: names the first thing that is wrong."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    kind, where = first["type"], _param(first["loc"])
+    kind, param = first["type"], _param(first["loc"])
     if kind == "json_invalid":
         return error_response("the body is not JSON", 400, code="invalid_json")
     if kind == "extra_forbidden":
-        here = f": here it is {_NAMES_HERE[where]}" if where in _NAMES_HERE else ""
-        return error_response(f"unknown field {where!r}{here}", 400, param=where, code="unknown_parameter")
-    if kind == "missing" and where is not None:
-        return error_response(f"{where} is missing", 400, param=where, code="missing_required_parameter")
-    what = "the body" if where is None else where
-    hint = "" if where else "; send a JSON object with content-type application/json"
-    message = f"{what}: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
-    return error_response(message, 400, param=where, code="invalid_value")
+        here = f": here it is {_NAMES_HERE[param]}" if param in _NAMES_HERE else ""
+        return error_response(f"unknown field {param!r}{here}", 400, param=param, code="unknown_parameter")
+    if kind == "missing" and param is not None:
+        return error_response(f"{param} is missing", 400, param=param, code="missing_required_parameter")
+    subject = "the body" if param is None else param
+    hint = "" if param else "; send a JSON object with content-type application/json"
+    message = f"{subject}: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
+    return error_response(message, 400, param=param, code="invalid_value")
 
 
 def _param(location: Sequence[str | int]) -> str | None:

@@ -38,7 +38,7 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[s
 def legacy_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[tuple[int, SampledToken]], offset: int, n_top: int
 ) -> dict[str, Any]:
-    """The `logprobs` of /v1/completions for tokens, each with where its text begins after `offset`.
+    """The `logprobs` of /v1/completions for tokens, each with the start of its text after `offset`.
 
     A first token of a prompt has no log-probability: null, as OpenAI writes it.
     """

@@ -1,4 +1,4 @@
-"""/v1/messages and its count_tokens: Anthropic's form of a chat, turned into OpenAI's and answered so."""
+"""/v1/messages and its count_tokens: chats in Anthropic's form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def answer_message(service: Service, body: MessagesBody, http: Request) ->
 
 
 async def count_tokens(service: Service, body: PromptBody) -> Response:
-    """How many tokens the prompt of a message has."""
+    """The response with the number of tokens of a message's prompt."""
     service.check_model(body.model)
     request = parse_message(body)
     try:
@@ -104,14 +104,14 @@ class _Draft:
 
     role: str
     texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     answers_to: str | None = None  # the call whose result it is
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been gathered."""
-        return not (self.texts or self.thoughts or self.calls)
+        return not (self.texts or self.reasoning or self.calls)
 
     def add(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> None:
         """Takes in a block."""
@@ -119,21 +119,21 @@ class _Draft:
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             self.calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ThinkingBlock):
-            self.thoughts += [block.thinking] if block.thinking else []
+            self.reasoning += [block.thinking] if block.thinking else []
         else:
             self.texts += [block.text] if block.text else []
 
     def join(self, other: _Draft) -> None:
         """Takes in what another has."""
         self.texts += other.texts
-        self.thoughts += other.thoughts
+        self.reasoning += other.reasoning
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
         """The message in OpenAI's form: texts below each other, calls behind calls."""
         message: dict[str, Any] = {"role": self.role}
-        if self.thoughts:
-            message["reasoning_content"] = "\n".join(self.thoughts)
+        if self.reasoning:
+            message["reasoning_content"] = "\n".join(self.reasoning)
         if self.texts or not self.calls:
             message["content"] = "\n".join(self.texts)
         if self.calls:
@@ -154,7 +154,7 @@ def _messages(body: PromptBody) -> list[dict[str, Any]]:
 
 
 def _turn(turn: TurnMessage) -> Iterator[_Draft]:
-    """The messages that a turn comes to: each result of a tool is one of its own."""
+    """The messages of a turn: each result of a tool is one of its own."""
     if isinstance(turn.content, str):
         yield _Draft(turn.role, [turn.content] if turn.content else [])
         return
@@ -178,7 +178,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 class MessageWriter:
-    """Writes a message, whole or as events: thoughts, text and calls are its blocks."""
+    """Writes a message, whole or as events: reasoning, text and calls are its blocks."""
 
     def __init__(self, chat: Chat, body: MessagesBody, model: str) -> None:
         self._body, self._model = body, model
@@ -188,11 +188,11 @@ class MessageWriter:
         self._is_begun = False
 
     def advance(self) -> bytes:
-        """Takes what came; its events, if it is a stream."""
-        thoughts, pieces = self._choice.pieces()
+        """Takes the new output; returns its events if it is a stream."""
+        reasoning, pieces = self._choice.pieces()
         events = "" if self._is_begun else self._begin()
-        if thoughts:
-            events += self._grow("thinking", thoughts)
+        if reasoning:
+            events += self._grow("thinking", reasoning)
         for piece in pieces:
             if isinstance(piece, CallDelta):
                 events += self._open_call(piece.name) if piece.name is not None else ""
@@ -224,7 +224,7 @@ class MessageWriter:
         return _event("message_start", message=self._message([], None, None))
 
     def _grow(self, kind: str, text: str) -> str:
-        """The events that add a text to the block of a kind, which begins where it has to."""
+        """Events that append text to a content block, opening one if needed."""
         events = ""
         if not self._blocks or self._blocks[-1]["type"] != kind:
             empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
@@ -298,7 +298,7 @@ class MessageWriter:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; those that are no JSON object, as where they were cut off, below `_raw`."""
+    """The arguments of a call; those that are no JSON object, such as cut-off ones, below `_raw`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -25,7 +25,7 @@ _NO_TOOLSETS = "tools are functions with an input_schema"
 
 
 class CacheControl(Body):
-    """Asks for what is always done: beginnings of prompts are kept while there is room."""
+    """A request for caching, which happens anyway: prefixes of prompts are kept while there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -41,7 +41,7 @@ class TextBlock(Piece):
 
 
 class ThinkingBlock(Piece):
-    """The thoughts of an earlier turn; the signature means nothing here."""
+    """The reasoning of an earlier turn; the signature means nothing here."""
 
     type: Literal["thinking"]
     thinking: str
@@ -68,7 +68,7 @@ Texts = Annotated[
 
 
 class ToolResultBlock(Piece):
-    """What a tool gave; `is_error` puts "Error: " before it."""
+    """The result of a tool; `is_error` puts "Error: " before it."""
 
     refused: ClassVar[Refused] = {"toolset_name": ((), _NO_TOOLSETS)}
     type: Literal["tool_result"]
@@ -82,7 +82,7 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Fi
 
 
 class TurnMessage(Piece):
-    """A turn of a conversation. Calls and thoughts are the assistant's, results the user's."""
+    """A turn of a conversation. Calls and reasoning are the assistant's, results the user's."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -124,7 +124,7 @@ class MessageTool(Piece):
 
 
 class MessageToolChoice(Body):
-    """Which tools are to be called."""
+    """The choice of the tools to call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -140,9 +140,9 @@ class MessageToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks first, and for how many tokens."""
+    """The reasoning before an answer, and its limit in tokens."""
 
-    refused: ClassVar[Refused] = {"display": (("summarized",), "thoughts are shown")}
+    refused: ClassVar[Refused] = {"display": (("summarized",), "the reasoning is shown")}
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -165,20 +165,20 @@ class MessageFormat(Body):
 
 
 class OutputConfig(Body):
-    """How an answer is made."""
+    """The effort and the form of an answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: MessageFormat | None = None
 
 
 class Metadata(Piece):
-    """Whose request it is: the queue is fair among users."""
+    """The user of a request: the queue is fair among users."""
 
     user_id: str | None = None
 
 
 class PromptBody(Body):
-    """A request to /v1/messages/count_tokens: what makes a prompt."""
+    """A request to /v1/messages/count_tokens: the fields that make a prompt."""
 
     refused: ClassVar[Refused] = {
         "mcp_servers": (([],), NO_CALLS),
@@ -222,7 +222,7 @@ class MessagesBody(PromptBody, Sampling):
 
 
 class MessageErrorDetail(BaseModel):
-    """What went wrong."""
+    """The description of an error."""
 
     type: str
     message: str

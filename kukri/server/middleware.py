@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
 from http import HTTPStatus
+from ipaddress import ip_address, ip_network
 from time import perf_counter
 from uuid import uuid4
 
@@ -24,24 +25,35 @@ from kukri.server.metrics import Metrics
 from kukri.server.settings import ServerSettings
 
 log = logging.getLogger("kukri.server")
-OPEN_PATHS = frozenset({"/health", "/"})  # need no key
-OPEN_FOLDERS = ("/ui/static/", "/ui/vendor/", "/ui/answers/")  # files of the page; answers have secret names
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})  # need no key
+STATIC_FOLDERS = ("/ui/static/", "/ui/vendor/")  # files of the page
+OPEN_FOLDERS = (*STATIC_FOLDERS, "/ui/answers/")  # need no key: answers have secret names
+_QUIET_PATHS = ("/health", "/ready", *STATIC_FOLDERS)  # that are logged as `debug`
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_PORT = re.compile(r":[0-9]*$")
 _MAX_CLIENTS = 10_000  # whose rates are known
 
 
 class KeyRing:
-    """API keys, compared in a time that does not depend on how much of a key is right."""
+    """API keys, compared in a time that does not depend on how much of a key is right.
+
+    A key may have a name before it, with white space between; `names` has that, or else a part of its hash.
+    """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [sha256(key.encode()).digest() for key in keys]
+        named = [key.rpartition(" ") for key in keys]
+        self._digests = [sha256(key.encode()).digest() for _, _, key in named]
+        self.names = [
+            name.strip() or digest.hex()[:8]
+            for (name, _, _), digest in zip(named, self._digests, strict=True)
+        ]
 
     def __bool__(self) -> bool:
         """Whether there are keys at all."""
         return bool(self._digests)
 
     def find(self, authorization: str | None, x_api_key: str | None = None) -> int | None:
-        """Which key an Authorization header carries, or else an X-API-Key header; None for none of them."""
+        """The index of the key in an Authorization header, or else in X-API-Key; None for none of them."""
         scheme, _, key = (authorization or f"bearer {x_api_key or ''}").partition(" ")
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = None
@@ -76,10 +88,11 @@ class Middleware:
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
         self._keys = KeyRing(settings.api_keys)
+        self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
         self._rates = RateLimiter(settings.rate_limit) if settings.rate_limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request; what goes wrong beneath becomes a 500 with the request's id in the log."""
+        """Handles one request; an error beneath becomes a 500 with the request's id in the log."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -111,9 +124,12 @@ class Middleware:
             self._note(scope, request_id, status, perf_counter() - started_s)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        """The response to a request that may not pass; notes whose request it is."""
-        client = scope["client"][0] if scope.get("client") else "local"
+        """The response to a request that may not pass; notes the client."""
+        client = self._address(scope, headers)
         scope["kukri.client"] = client
+        if not self._is_allowed(headers.get("host", "")):
+            message = "this server has another name than the Host header: add it with --allowed-host"
+            return error_response(message, 403, code="host_not_allowed")
         if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             return None
         if scope["method"] == "OPTIONS":  # a browser's preflight, which carries no key
@@ -125,7 +141,7 @@ class Middleware:
                     "a valid API key is needed: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`"
                 )
                 return error_response(message, 401, code="invalid_api_key")
-            scope["kukri.client"] = client = f"key {key}"
+            scope["kukri.client"] = client = f"key {self._keys.names[key]}"
         if self._rates is not None and scope["method"] == "POST":
             wait_s = self._rates.take(client)
             if wait_s:
@@ -137,6 +153,25 @@ class Middleware:
         if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
             return error_response(self._too_large, 413, code="body_too_large")
         return None
+
+    def _address(self, scope: Scope, headers: Headers) -> str:
+        """The client's address; behind trusted proxies, the last one that they were asked from."""
+        address: str = scope["client"][0] if scope.get("client") else "local"
+        forwarded = ",".join(headers.getlist("x-forwarded-for")).split(",")
+        for hop in reversed(forwarded):
+            try:
+                if not any(ip_address(address) in network for network in self._proxies):
+                    break
+                address = str(ip_address(hop.strip()))
+            except ValueError:  # no address: what comes before it cannot be trusted either
+                break
+        return address
+
+    def _is_allowed(self, host: str) -> bool:
+        """Whether a Host header names this server: it does not after DNS rebinding."""
+        allowed = self._settings.allowed_hosts
+        name = _PORT.sub("", host.strip().lower()).strip("[]")
+        return not allowed or name in allowed
 
     @property
     def _too_large(self) -> str:
@@ -167,7 +202,8 @@ class Middleware:
     def _note(self, scope: Scope, request_id: str, status: int, duration_s: float) -> None:
         route = scope.get("route")
         self._metrics.on_response(getattr(route, "path", "other"), status)
-        log.info(
+        log.log(
+            logging.DEBUG if scope["path"].startswith(_QUIET_PATHS) else logging.INFO,
             "request",
             extra={
                 "request_id": request_id,

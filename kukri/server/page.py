@@ -42,7 +42,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Control:
-    """An input for a field of SamplingParams; `step` None takes any number, `value` is where it begins."""
+    """An input for a field of SamplingParams; `step` None takes any number, `value` is its first value."""
 
     name: str
     label: str
@@ -65,7 +65,7 @@ _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams)} 
 
 
 class PageBody(Sampling):
-    """What the page asks."""
+    """A request of the page."""
 
     refused: ClassVar[Refused] = {"stream": ((True,), "the page's answers are streams")}
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -137,7 +137,7 @@ class Files(StaticFiles):
 class UnopenedAnswers:
     """Answers under way whose stream has not been opened, by names that cannot be guessed.
 
-    A browser's EventSource sends no API key: who knows the name has sent it with the question.
+    A browser's EventSource sends no API key: a client that knows the name has sent the key with the question.
     """
 
     def __init__(self, service: Service) -> None:
@@ -152,7 +152,7 @@ class UnopenedAnswers:
         return name
 
     def take(self, name: str) -> Reply | None:
-        """The answer of that name, which is forgotten; None where there is none."""
+        """Removes and returns the answer of that name; None if there is none."""
         _, reply, timer = self._answers.pop(name, (None, None, None))
         if timer is not None:
             timer.cancel()
@@ -172,19 +172,19 @@ class PageWriter:
         self._answer = self._choice.answer
 
     def advance(self) -> bytes:
-        """An event with the text that came; none where a character or a stop string is not whole."""
-        thoughts, content = self._choice.advance()
-        if not (thoughts or content):
+        """An event with the text that came; none while a character or a stop string is not whole."""
+        reasoning, content = self._choice.advance()
+        if not (reasoning or content):
             return b""
-        return _event("delta", thoughts=thoughts, content=content, **self._counts())
+        return _event("delta", thoughts=reasoning, content=content, **self._counts())
 
     def end(self) -> bytes:
-        """What is left and how the answer ended: it may have done so before its stream was opened."""
+        """The rest of the answer and why it ended, perhaps before its stream was opened."""
         last = self.advance()
         return last + _event("end", finish_reason=self._answer.finish_reason, **self._counts())
 
     def fail(self, error: KukriError) -> bytes:
-        """An event that says what went wrong."""
+        """An event with the error."""
         return _event("failed", message=str(error))
 
     def body(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ class ChatPrompts:
     `chat_template_kwargs` or `thinking_token_budget`.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self.template, self.tokenizer = template, tokenizer
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, max_context: int) -> None:
+        self.template, self.tokenizer, self.max_context = template, tokenizer, max_context
         self.dialect = dialect_of(template.source, tokenizer.vocabulary.id_of) or GENERIC
         self._source = template.source or ""
 
@@ -42,6 +42,7 @@ class ChatPrompts:
             tools=request.shown_tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
+            max_tokens=self.max_context,
         )
 
     async def encode(

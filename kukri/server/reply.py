@@ -28,25 +28,25 @@ _EVENT_HEADERS = [
 
 
 class Writer(Protocol):
-    """How one endpoint writes its answers. `advance` is called after every change, whatever is written."""
+    """The form of one endpoint's answers. `advance` is called after every change, whatever is written."""
 
     def advance(self) -> bytes:
-        """Takes what came since the last time and gives its events, perhaps none."""
+        """Takes the new output and returns its events, perhaps none."""
 
     def end(self) -> bytes:
         """The last events, when every answer has ended."""
 
     def fail(self, error: KukriError) -> bytes:
-        """The last events where an error ended the stream."""
+        """The last events of a stream that an error ended."""
 
     def body(self) -> dict[str, Any]:
         """The whole response, when every answer has ended."""
 
 
 class ChunkWriter(ABC):
-    """What the writers of the two older endpoints share: chunks of one head, then the usage and an end mark.
+    """Base of the writers of the two older endpoints: chunks of one head, then the usage and an end mark.
 
-    `kind` is the `object` of what is written, `id_kind` what its id begins with.
+    `kind` is the `object` field, `id_kind` the beginning of its id.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ChunkWriter(ABC):
         self._tail = ',"usage":null}\n\n' if self._with_usage else "}\n\n"
 
     def end(self) -> bytes:
-        """The usage, where asked for, and the end mark."""
+        """The usage, if requested, and the end mark."""
         if not self._with_usage:
             return DONE
         last = f'{self._prefix},"choices":[],"usage":{json.dumps(self._usage())}}}\n\n'
@@ -82,10 +82,10 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     def _usage(self) -> dict[str, Any]:
-        """What `usage` says of the call."""
+        """The `usage` of the call."""
 
 
-def usage(call: Call, n_thought: int) -> dict[str, Any]:
+def usage(call: Call, n_reasoning: int) -> dict[str, Any]:
     """The `usage` of the older endpoints."""
     return {
         "prompt_tokens": call.n_prompt_tokens,
@@ -93,7 +93,7 @@ def usage(call: Call, n_thought: int) -> dict[str, Any]:
         "total_tokens": call.n_prompt_tokens + call.n_generated,
         "prompt_tokens_details": {"cached_tokens": call.n_cached_tokens, "audio_tokens": 0},
         "completion_tokens_details": {
-            "reasoning_tokens": n_thought,
+            "reasoning_tokens": n_reasoning,
             "audio_tokens": 0,
             "accepted_prediction_tokens": call.n_accepted,
             "rejected_prediction_tokens": call.n_drafted - call.n_accepted,

@@ -81,7 +81,7 @@ def parse_response(body: ResponseBody) -> ChatRequest:
 
 
 def _messages(body: ResponseBody) -> list[dict[str, Any]]:
-    """The conversation of a body: thoughts, text and calls that follow each other are one turn."""
+    """The conversation of a body: reasoning, text and calls that follow each other are one turn."""
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
@@ -109,14 +109,14 @@ def _is_later(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
 
 
 def _pieces(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
-    """What each item adds to the conversation. Raises RequestError on the result of an unknown call."""
+    """The messages that the items add. Raises RequestError on the result of an unknown call."""
     call_ids = set()
     for item in items:
         if isinstance(item, MessageItem):
             yield {"role": item.role, "content": _text(item.content)}
         elif isinstance(item, ReasoningItem):
-            thoughts = "\n".join(part.text for part in item.content or ())
-            yield {"role": "assistant", "reasoning_content": thoughts}
+            reasoning = "\n".join(part.text for part in item.content or ())
+            yield {"role": "assistant", "reasoning_content": reasoning}
         elif isinstance(item, CallItem):
             call_ids.add(item.call_id)
             function = {"name": item.name, "arguments": item.arguments}
@@ -139,7 +139,7 @@ def _text(content: str | list[InputText]) -> str:
 
 @dataclass
 class _OutputItem:
-    """An item of the output as it grows; `text` is what is thought or said, or the arguments of a call."""
+    """An item of the output as it grows; `text` is the text, or the arguments of a call."""
 
     kind: Literal["reasoning", "message", "function_call"]
     id: str
@@ -151,7 +151,7 @@ class _OutputItem:
 
 
 class ResponseWriter:
-    """Writes a response, whole or as events: thoughts, texts and calls are items of its output."""
+    """Writes a response, whole or as events: reasoning, texts and calls are items of its output."""
 
     def __init__(self, service: Service, chat: Chat, body: ResponseBody, model: str) -> None:
         self._service, self._body, self._model = service, body, model
@@ -162,12 +162,12 @@ class ResponseWriter:
         self._delta_prefix = ""
 
     def advance(self) -> bytes:
-        """Takes what came; its events, if it is a stream."""
-        thoughts, pieces = self._choice.pieces()
+        """Takes the new output; returns its events if it is a stream."""
+        reasoning, pieces = self._choice.pieces()
         tokens, self._choice.tokens = self._choice.tokens, []
         events = "" if self._n_events else self._begin()
-        if thoughts:
-            events += self._grow("reasoning", thoughts)
+        if reasoning:
+            events += self._grow("reasoning", reasoning)
         for piece in pieces:
             if isinstance(piece, CallDelta):
                 events += self._grow_call(piece)
@@ -213,7 +213,7 @@ class ResponseWriter:
     def _grow(
         self, kind: Literal["reasoning", "message"], text: str, tokens: Sequence[SampledToken] = ()
     ) -> str:
-        """The events that add a text to the item of a kind, which begins where it has to."""
+        """Events that append text to an output item, opening one if needed."""
         events = ""
         if not self._items or self._items[-1].kind != kind:
             events = self._open(_OutputItem(kind, self._new_id(kind)))
@@ -278,7 +278,7 @@ class ResponseWriter:
         )
 
     def _place(self, item: _OutputItem) -> dict[str, Any]:
-        """Where the events of the last item belong."""
+        """The fields that place the events of the last item."""
         place: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items) - 1}
         return place if item.kind == "function_call" else {**place, "content_index": 0}
 

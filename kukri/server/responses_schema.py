@@ -63,22 +63,22 @@ class MessageItem(InputItem):
     content: Texts
 
 
-class ThoughtsText(Piece):
-    """A part of thoughts."""
+class ReasoningText(Piece):
+    """A part of a reasoning item."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(InputItem):
-    """The thoughts of an earlier turn."""
+    """The reasoning of an earlier turn."""
 
     refused: ClassVar[Refused] = {
-        "summary": (([],), "the model's thoughts are its own words, in content"),
-        "encrypted_content": ((), "thoughts are sent in the open, in content"),
+        "summary": (([],), "the model's reasoning comes as it is, in content"),
+        "encrypted_content": ((), "reasoning is sent in the open, in content"),
     }
     type: Literal["reasoning"]
-    content: list[ThoughtsText] | None = None
+    content: list[ReasoningText] | None = None
 
 
 class CallItem(InputItem):
@@ -96,7 +96,7 @@ class CallItem(InputItem):
 
 
 class CallOutputItem(InputItem):
-    """What a function gave; templates take its name from the call."""
+    """The result of a function; templates take its name from the call."""
 
     refused: ClassVar[Refused] = {"caller": _NO_CALLERS, "namespace": _NO_NAMESPACES}
     type: Literal["function_call_output"]
@@ -172,18 +172,18 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """How a response is written."""
+    """The form of a response."""
 
     ignored = frozenset({"verbosity"})
     format: TextFormat | None = None
 
 
 class Reasoning(Body):
-    """How much a model thinks first."""
+    """The reasoning before a response."""
 
     refused: ClassVar[Refused] = {
-        "summary": ((), "thoughts are not summarized"),
-        "generate_summary": ((), "thoughts are not summarized"),
+        "summary": ((), "reasoning is not summarized"),
+        "generate_summary": ((), "reasoning is not summarized"),
         "context": (("auto",), "there is no choice of it"),
         "mode": (("standard",), "there is one mode"),
     }
@@ -209,7 +209,7 @@ class ResponseBody(Sampling):
     ignored = HINTS | {"context_management"}
     input: Annotated[Annotated[str, Tag("str")] | Annotated[Items, Tag("list")], Discriminator(form_of)]
     instructions: str | None = None
-    # the thoughts that encrypted_content would carry into the next request are in the items themselves
+    # the reasoning that encrypted_content would carry into the next request is in the items themselves
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     max_output_tokens: MaxTokens | None = None
     metadata: dict[str, str] | None = None
@@ -226,5 +226,5 @@ class ResponseBody(Sampling):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
+        """Whether log-probabilities are requested."""
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())

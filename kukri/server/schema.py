@@ -99,12 +99,12 @@ class Piece(Body):
 
 
 def form_of(value: Any) -> str:
-    """Which of the two forms of a content this is; its name is left out of errors."""
+    """The name of a content's form; errors leave it out."""
     return "str" if isinstance(value, str) else "list"
 
 
 class StreamOptions(Body):
-    """How a stream ends."""
+    """Options of a stream."""
 
     refused = {"include_obfuscation": ((False,), "events are not padded")}
     include_usage: bool | None = None
@@ -142,13 +142,13 @@ class StructuredOutputs(Body):
 
 
 class Sampling(Body):
-    """How tokens are chosen: OpenAI's fields, then those that vLLM and llama.cpp have beyond them."""
+    """Sampling parameters: OpenAI's fields, then those that vLLM and llama.cpp have beyond them."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
-    user: str | None = None  # whose request it is, where several share a key: for fairness between them
+    user: str | None = None  # the user of the request: the queue is fair among those of a key
 
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -192,7 +192,7 @@ class Sampling(Body):
 
 
 class GenerationBody(Sampling):
-    """What the two older endpoints share."""
+    """The fields that the two older endpoints share."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -329,7 +329,7 @@ class ResponseFormat(Body):
 
 
 class Prediction(Body):
-    """A text that the answer may resemble: guesses are looked up in it."""
+    """A text that the answer may resemble: drafts are looked up in it."""
 
     type: Literal["content"]
     content: str | list[TextPart]
@@ -479,7 +479,7 @@ class TemplateBody(PromptText):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The description of an error."""
 
     message: str
     type: str

@@ -14,11 +14,12 @@ from kukri.answer import Answer
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
 from kukri.llm import LLM
-from kukri.sampling import SamplingParams, resolve_texts
+from kukri.sampling import Grammar, SamplingParams, resolve_texts
 from kukri.server.bridge import Bridge, Call
 from kukri.server.chat_request import ChatRequest
 from kukri.server.choice import Choice
 from kukri.server.errors import ModelNotFoundError
+from kukri.server.grammar_check import GrammarCheck
 from kukri.server.metrics import Metrics
 from kukri.server.prompts import ChatPrompts
 from kukri.server.settings import ServerSettings
@@ -37,7 +38,8 @@ class Service:
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
-        self.prompts = ChatPrompts(llm.chat_template, llm.tokenizer)
+        self.prompts = ChatPrompts(llm.chat_template, llm.tokenizer, llm.engine.max_context)
+        self.grammars = GrammarCheck(llm.tokenizer)
         self.metrics = Metrics(settings.model_names[0])
         self.bridge = Bridge(llm.engine, self.metrics, max_waiting=settings.max_waiting)
         self.metrics.watch_engine(self.bridge.loop.status)
@@ -51,9 +53,16 @@ class Service:
             raise ModelNotFoundError(name, names)
         return name if name in names else names[0]
 
-    async def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """The token ids of a plain prompt, with the tokens that the model wants around a text."""
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special, parse_special)
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """The token ids of a plain prompt; options are those of `Tokenizer.encode`."""
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special, parse_special, max_tokens)
 
     async def open(self, request: ChatRequest, scope: Scope) -> Chat:
         """Queues a chat. Raises RequestError, in the client's names of fields, and CapacityError."""
@@ -107,6 +116,8 @@ class Service:
                 "send fewer prompts",
                 param="prompt",
             )
+        if isinstance(params.grammar, Grammar):
+            await self.grammars.check(params.grammar)
         client = f"{scope['kukri.client']}/{user or ''}"
 
         def make() -> list[EngineRequest]:

@@ -1,4 +1,4 @@
-"""How model families write tool calls, and the grammar that has a model write calls alone.
+"""The forms in which model families write tool calls, and the grammar of such calls.
 
 A `ToolDialect` is chosen by a model's chat template and special tokens.
 """
@@ -18,7 +18,7 @@ CODE, CODE_END = "<code>", "</code>"
 
 @dataclass(frozen=True)
 class ToolDialect:
-    """How a model family writes tool calls.
+    """The form in which a model family writes tool calls.
 
     A call is a JSON object behind `opener` and `bracket`, and before `closer`; between calls there may be
     `separators`. With `begins_bare` a text that begins with { is a call too. With `names_first` the object is

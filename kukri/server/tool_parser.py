@@ -198,7 +198,7 @@ class ToolParser:
 
 
 class _CallScan:
-    """Reads {"name": …, "arguments": {…}} as it comes; where the name is given, the arguments alone.
+    """Reads {"name": …, "arguments": {…}} as it comes; if the name is given, the arguments alone.
 
     `arguments` grows while an object is read. Arguments that are no object are known at their end.
     """
@@ -271,7 +271,7 @@ def _parsed(text: str) -> Any:
 
 
 def _calls_in(code: str, parameters: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, Any]]] | None:
-    """The calls that lines of Python amount to; None where they are anything but calls with plain values."""
+    """The calls that lines of Python amount to; None if they are anything but calls with plain values."""
     try:
         lines = ast.parse(code.strip()).body
         calls = [_call_in(line, parameters) for line in lines]

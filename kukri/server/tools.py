@@ -15,7 +15,7 @@ from kukri.server.tool_parser import ToolParser
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The `functions` that one request may call, and how the model writes the calls."""
+    """The `functions` that one request may call, and the form of its calls."""
 
     dialect: ToolDialect
     functions: Sequence[Mapping[str, Any]]

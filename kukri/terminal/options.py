@@ -206,7 +206,15 @@ class ServeOptions:
         "Port; 0 for any free one.", "--port", "-p", default=8000, min=0, max=65535, metavar="N"
     )
     alias: list[str] | None = option("Another name of the model; repeatable.", metavar="NAME")
-    api_key_file: Path | None = option("API keys, one a line. [default: $KUKRI_API_KEY]", metavar="FILE")
+    api_key_file: Path | None = option(
+        "API keys, KEY or NAME KEY a line. [default: $KUKRI_API_KEY]", metavar="FILE"
+    )
+    allowed_host: list[str] | None = option(
+        "Another name allowed in Host headers; repeatable.", metavar="NAME"
+    )
+    trusted_proxy: list[str] | None = option(
+        "Proxy whose X-Forwarded-For is believed; repeatable.", metavar="ADDRESS"
+    )
     cors_origin: list[str] | None = option("Origin allowed by CORS; repeatable.", metavar="URL")
     any_model: bool = option("Answer requests for any model's name.", "--any-model", default=False)
     chat_template_file: Path | None = option("Jinja template in place of the model's.", metavar="FILE")

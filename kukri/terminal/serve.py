@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from math import ceil
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +27,8 @@ def serve_model(model: str | None, options: ServeOptions, loading: dict[str, Any
     settings = ServerSettings(
         model_names=tuple(dict.fromkeys([*(options.alias or []), default_name(model)])),
         api_keys=read_keys(options.api_key_file),
+        allowed_hosts=host_names(options.host, options.allowed_host or []),
+        trusted_proxies=tuple(options.trusted_proxy or []),
         cors_origins=tuple(options.cors_origin or []),
         any_model=options.any_model,
         max_body_bytes=size_bytes(options.max_body, "--max-body"),
@@ -78,7 +81,10 @@ def default_name(model: str | None) -> str:
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The API keys: of a file, one a line, `#` begins a comment; or $KUKRI_API_KEY, separated by commas."""
+    """The API keys, each after a name if it has one: of a file, one a line; or $KUKRI_API_KEY, by commas.
+
+    In a file, `#` begins a comment.
+    """
     if file is None:
         keys = os.environ.get("KUKRI_API_KEY", "").split(",")
     else:
@@ -88,6 +94,13 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     if file is not None and not found:
         raise ConfigError(f"{file} holds no API key: write one a line")
     return found
+
+
+def host_names(host: str, more: list[str]) -> tuple[str, ...]:
+    """The names that Host headers may have: on loopback its own and `more`, else `more`, or any name."""
+    if host not in _LOOPBACK and not more:
+        return ()
+    return tuple(dict.fromkeys(name.lower() for name in (*_LOOPBACK, host, *more)))
 
 
 def _read(file: Path, name: str) -> str:
@@ -149,22 +162,25 @@ def _announce(settings: Any, bound: socket.socket, llm: Any) -> None:
 def _run(app: Any, settings: Any, bound: socket.socket) -> None:
     import uvicorn
 
+    from kukri.server.header_timeout import protocol_with_timeout
+
     class Server(uvicorn.Server):
         """Ends with status 0 on SIGTERM or SIGINT, when running answers are finished; at once on a second."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """Stops taking requests; a second signal ends the running ones too."""
-            app.state.service.bridge.is_draining = True
+            app.state.service.bridge.drain(settings.drain_s)
             self.force_exit = self.should_exit
             self.should_exit = True
 
     config = uvicorn.Config(
         app,
+        http=protocol_with_timeout(settings.headers_s),
         log_config=None,
         access_log=False,
         proxy_headers=False,
         server_header=False,
         ws="none",
-        timeout_graceful_shutdown=max(round(settings.drain_s), 1),
+        timeout_graceful_shutdown=ceil(settings.drain_s) + 5,  # the bridge ends what runs before that
     )
     Server(config).run(sockets=[bound])

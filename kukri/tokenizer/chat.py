@@ -63,13 +63,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
+        max_tokens: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """The token ids of `render`, where control tokens come from the template alone.
 
         Their texts inside messages, tools and `kwargs` stay text, so that a user cannot end a turn or begin
         one of the system's. BOS is added where the model wants it and the template does not write it.
-        Errors as for `render`.
+        Errors as for `render`, and ContextLengthError if a long prompt has certainly more than `max_tokens`.
         """
         specials = [text for i in tokenizer.special_ids if (text := tokenizer.token_text(i))]
 
@@ -87,7 +88,7 @@ class ChatTemplate:
             prompt = self._render_open(guarded_messages, guarded_tools, variables)
         else:
             prompt = self._render(guarded_messages, add_generation_prompt, guarded_tools, variables)
-        return tokenizer.encode_marked(prompt)
+        return tokenizer.encode_marked(prompt, max_tokens)
 
     def _render_open(
         self,

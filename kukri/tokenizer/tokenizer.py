@@ -11,12 +11,15 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
-from kukri.errors import FormatError, RequestError
+from kukri.errors import ContextLengthError, FormatError, RequestError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_vocabulary, strings
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_LONG = 8  # characters a token: a text with more for each token it may have is looked at in slices first
+_SLICE = 1 << 15  # characters
+_SHARED = 1 << 12  # characters from which on encoding takes long enough to let other threads run
 TEXT_MARK = "\ufdd0"  # not a character: put inside the text of a special token, it keeps it text
 _MAX_SPLIT_WORK = (
     1 << 30
@@ -93,17 +96,25 @@ class Tokenizer:
         self.chat_template = _string(metadata, "tokenizer.chat_template", path)
         return self
 
-    def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_special: bool = False,
+        parse_special: bool = False,
+        max_tokens: int | None = None,
+    ) -> list[int]:
         """The token ids of a text; lone surrogates count as U+FFFD.
 
         `add_special` adds BOS and EOS as the model wants them, BOS not twice. `parse_special` recognises
         control tokens written in the text: it is for templates, never for what a user wrote. Raises
-        RequestError unless `text` is a str.
+        RequestError unless `text` is a str, and ContextLengthError, without encoding it all, if a long text
+        has certainly more than `max_tokens`.
         """
         if not isinstance(text, str):
             raise RequestError(f"text must be str, not {type(text).__name__}", param="prompt")
         if not text.isascii():
             text = _SURROGATES.sub("\ufffd", text)
+        self._check_length(text, max_tokens)
         ids = self._encode_sections(text) if parse_special else self._encode_text(text)
         if add_special:
             self._add_bos(ids)
@@ -139,12 +150,14 @@ class Tokenizer:
             spans.append(None)
         return ids, spans
 
-    def encode_marked(self, text: str) -> list[int]:
+    def encode_marked(self, text: str, max_tokens: int | None = None) -> list[int]:
         """The ids of a prompt whose control tokens count, except those that a `TEXT_MARK` breaks.
 
-        The marks leave no trace. BOS is added as the model wants it, not twice.
+        The marks leave no trace. BOS is added as the model wants it, not twice. `max_tokens` as for `encode`.
         """
-        ids = self._encode_sections(_SURROGATES.sub("\ufffd", text), TEXT_MARK)
+        text = _SURROGATES.sub("\ufffd", text)
+        self._check_length(text, max_tokens)
+        ids = self._encode_sections(text, TEXT_MARK)
         self._add_bos(ids)
         return ids
 
@@ -177,8 +190,21 @@ class Tokenizer:
         """A token as the file spells it; raises RequestError for an id outside the vocabulary."""
         return self.vocabulary.tokens[self.vocabulary.checked(token_id)]
 
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raises ContextLengthError if slices of the text come to twice `max_tokens`.
+
+        Where a slice is cut, a token may be cut into a few: far fewer than there are in a slice.
+        """
+        if max_tokens is None or len(text) <= _LONG * max_tokens:
+            return
+        n_tokens = 0
+        for start in range(0, len(text), _SLICE):
+            n_tokens += len(_ids(self.text, text[start : start + _SLICE]))
+            if n_tokens > 2 * max_tokens:
+                raise ContextLengthError(n_tokens // 2, max_tokens, at_least=True)
+
     def _encode_text(self, text: str) -> list[int]:
-        return self.text.encode(text, add_special_tokens=False).ids
+        return _ids(self.text, text)
 
     def _add_bos(self, ids: list[int]) -> None:
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -198,7 +224,14 @@ class Tokenizer:
     def _encode_section(self, text: str, start: int, stop: int, mark: str) -> list[int]:
         section = text[start:stop].replace(mark, "")
         tokenizer = self._later_text if start else self.text
-        return tokenizer.encode(section, add_special_tokens=False).ids
+        return _ids(tokenizer, section)
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """The ids of a text. A batch of one lets other threads run meanwhile, which `encode` does not."""
+    if len(text) < _SHARED:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _special_finder(vocabulary: Vocabulary, specials: Sequence[AddedToken] | None) -> tokenizers.Tokenizer:

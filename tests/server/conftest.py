@@ -17,6 +17,7 @@ import uvicorn
 
 from kukri import LLM
 from kukri.server.app import create_app
+from kukri.server.header_timeout import protocol_with_timeout
 from kukri.server.service import Service
 from kukri.server.settings import ServerSettings
 
@@ -61,11 +62,20 @@ class Served:
 @contextmanager
 def serving(llm: LLM, **settings) -> Iterator[Served]:
     """Serves a model from a thread within the `with` block."""
-    app = create_app(llm, ServerSettings(**{"model_names": (MODEL, "other-name"), **settings}))
+    given = ServerSettings(**{"model_names": (MODEL, "other-name"), **settings})
+    app = create_app(llm, given)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
+    protocol = protocol_with_timeout(given.headers_s)
     server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=10)
+        uvicorn.Config(
+            app,
+            http=protocol,
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=10,
+        )
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from contextlib import contextmanager
+from hashlib import sha256
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from conftest import MODEL, serving
 
 from kukri import LLM
 from kukri.errors import ConfigError
-from kukri.server.logs import JsonFormatter, TextFormatter
+from kukri.server.logs import JsonFormatter, LoggedLines, TextFormatter
 from kukri.server.middleware import KeyRing, RateLimiter
 from kukri.server.settings import ServerSettings
 
@@ -30,7 +31,7 @@ POSTS = (
     "/detokenize",
     "/apply-template",
 )
-GETS = ("/v1/models", f"/v1/models/{MODEL}", "/ready", "/metrics", "/openapi.json")
+GETS = ("/v1/models", f"/v1/models/{MODEL}", "/metrics", "/openapi.json")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def ask_once(url):
 def test_every_route_but_health_needs_a_key(small):
     """Catches a route that was added below the guard, and metrics that tell strangers about the traffic."""
     with serving(small, api_keys=("right", "other")) as server, server.http() as http:
-        assert http.get("/health").status_code == 200
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
         for header in (
             {},
             {"authorization": "Bearer wrong"},
@@ -261,6 +262,58 @@ def test_request_ids_go_in_and_out(served, caplog):
     assert re.fullmatch(r"[ -~]+", TextFormatter().format(record))
 
 
+def test_the_log_names_keys_and_leaves_polls_and_files_out(small, caplog):
+    """Catches keys that are numbers, a log full of probes and scripts, and events that are missing."""
+    caplog.set_level(logging.INFO, "kukri.server")
+    keys = ("alice one", "two")
+    with serving(small, api_keys=keys) as server, server.http() as http:
+        for key in ("one", "two"):
+            assert http.get("/v1/models", headers={"x-api-key": key}).status_code == 200
+        for path in ("/ui/static/page.css", "/ready", "/health"):
+            http.get(path)
+        server.service.bridge.drain(60)
+        server.wait_until(lambda: "draining" in caplog.messages)
+    requests = [r for r in caplog.records if r.message == "request"]
+    assert [r.path for r in requests] == ["/v1/models"] * 2
+    assert [r.client for r in requests] == ["key alice", f"key {sha256(b'two').hexdigest()[:8]}"]
+    assert [m for m in caplog.messages if m != "request"] == ["started", "draining", "stopped"]
+    line = TextFormatter().format(requests[0])
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ info request ", line)
+
+
+def test_lines_of_stderr_become_events(caplog):
+    """Catches a line that is no JSON among those that a program reads, and a warning that is none."""
+    caplog.set_level(logging.INFO, "kukri.server")
+    stream = LoggedLines()
+    for piece in ("kukri: compil", "ing kernels\nwarning: every", "body may ask\n\n", "error: no room\nrest"):
+        stream.write(piece)
+    assert [(r.levelname, r.message) for r in caplog.records] == [
+        ("INFO", "kukri: compiling kernels"), ("WARNING", "everybody may ask"), ("ERROR", "no room"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("trusted", "forwarded", "client"),
+    [
+        ((), "1.2.3.4", "127.0.0.1"),
+        (("127.0.0.0/8",), "1.2.3.4", "1.2.3.4"),
+        (("127.0.0.1", "10.0.0.0/8"), "6.6.6.6, 1.2.3.4, 10.0.0.9", "1.2.3.4"),
+        (("127.0.0.1",), "1.2.3.4, 10.0.0.9", "10.0.0.9"),
+        (("127.0.0.1",), "::1", "::1"),
+        (("127.0.0.1",), "", "127.0.0.1"),
+        (("127.0.0.1",), "not an address", "127.0.0.1"),
+        (("192.0.2.1",), "1.2.3.4", "127.0.0.1"),
+    ],
+)
+def test_forwarded_addresses_are_believed_of_trusted_proxies(small, caplog, trusted, forwarded, client):
+    """Catches a client that chooses its own address, and a proxy that stands for all of them."""
+    caplog.set_level(logging.INFO, "kukri.server")
+    with serving(small, trusted_proxies=trusted) as server, server.http() as http:
+        http.get("/v1/models", headers={"x-forwarded-for": forwarded})
+    (record,) = [r for r in caplog.records if r.message == "request"]
+    assert record.client == client
+
+
 def test_only_listed_origins_may_ask(small):
     """Catches pages of strangers that use the server through a visitor's browser."""
     with (
@@ -336,6 +389,7 @@ def test_settings_that_make_no_sense_are_refused():
         {"model_names": ("a",), "max_waiting": 0},
         {"model_names": ("a",), "deadline_s": 0},
         {"model_names": ("a",), "api_keys": ("bad\nkey",)},
+        {"model_names": ("a",), "trusted_proxies": ("proxy.local",)},
     ):
         with pytest.raises(ConfigError):
             ServerSettings(**wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -106,6 +107,8 @@ def test_sigterm_finishes_what_runs_and_exits_0(smollm2_path):
     said = "".join(server.said)
     assert "Traceback" not in said
     assert '"event": "request"' in said
+    told = [json.loads(line) for line in server.said]
+    assert {"started", "draining", "stopped"} <= {entry["event"] for entry in told}
     assert '"n_generated": 600' in said
 
 
@@ -154,8 +157,10 @@ def test_everybody_may_ask_is_said(smollm2_path):
     with process(str(smollm2_path), *options, "--no-page", KUKRI_API_KEY="k1,k2") as server:
         assert "warning" not in "".join(server.said)
         assert "page" not in "".join(server.said)
-        assert httpx.get(f"{server.url}/ready").status_code == 401
-        assert httpx.get(f"{server.url}/ready", headers={"authorization": "Bearer k2"}).status_code == 200
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        models = f"{server.url}/v1/models"
+        assert httpx.get(models).status_code == 401
+        assert httpx.get(models, headers={"authorization": "Bearer k2"}).status_code == 200
 
 
 def failure(*arguments: str) -> str:
