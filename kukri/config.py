@@ -1,4 +1,4 @@
-"""What a model is (`ModelConfig`) and how it is run (`EngineConfig`)."""
+"""Configuration: of a model (`ModelConfig`) and of the engine that runs it (`EngineConfig`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_HEAD = 1 << 10  # d_head
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE is stretched beyond the context a model was trained on. `kukri.models.rope` has the formulas.
+    """RoPE scaling beyond the context that a model was trained on. `kukri.models.rope` has the formulas.
 
     Field names follow transformers where it has them (`rope_parameters`); each kind reads only its own.
     """
@@ -37,7 +37,7 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    factors: tuple[float, ...] = ()  # llama3: divisors of each frequency where a file gives them
+    factors: tuple[float, ...] = ()  # llama3: divisors of each frequency if a file gives them
     short_factors: tuple[float, ...] = ()  # longrope: divisors up to original_context
     long_factors: tuple[float, ...] = ()  # longrope: divisors beyond
 
@@ -130,7 +130,7 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What stands on top of the last norm; `labels` are those of a classification."""
+    """The output head, on top of the last norm; `labels` are those of a classification."""
 
     kind: str = "language_model"  # one of HEADS
     labels: tuple[str, ...] = ()
@@ -218,18 +218,18 @@ Speculation = Literal["off", "ngram", "draft"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model is run. Defaults are what `kukri run` uses."""
+    """Options of the engine. Defaults are what `kukri run` uses."""
 
     backend: Literal["cpu", "reference"] = "cpu"
     max_context: int | None = None  # tokens of the longest request; None: the model's own limit
     max_requests: int = 1  # requests that hold pages at a time
     max_step_tokens: int = 512  # prompt chunk and step size
-    max_prompt_tokens: int = 64  # of a step in which others generate: what bounds how late their tokens are
+    max_prompt_tokens: int = 64  # of a step in which others generate: what bounds how late their tokens come
     kv_bytes: int | None = None  # of the KV pool; None: room for max_requests of max_context tokens
-    caches_prefixes: bool = True  # keys and values of past requests are used again where the tokens are equal
+    caches_prefixes: bool = True  # reuse keys and values of past requests with equal prefixes
     n_threads: int | None = None  # None: the cores this process may use
-    speculation: Speculation = "ngram"  # where guesses at tokens to come are from, unless a request says
-    max_draft_tokens: int = 15  # such guesses of a request in a step
+    speculation: Speculation = "ngram"  # speculative decoding, unless a request says
+    max_draft_tokens: int = 15  # draft tokens of a request in a step
     kv_type: Literal["f16", "q8_0"] = "f16"  # of the cache: q8_0 takes 53% of the memory
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from yardstick import yardstick_s
 
 import kukri
 from kukri import LLM, Chunk, SamplingParams, errors
-from kukri.engine.batch import Chunk as StepChunk
+from kukri.engine.batch_builder import Chunk as StepChunk
 from kukri.errors import (
     ConfigError,
     ContextLengthError,

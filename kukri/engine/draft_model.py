@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from kukri.config import EngineConfig
-from kukri.engine.batch import Chunk
+from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import AcceptanceRate, Drafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.runner import Runner

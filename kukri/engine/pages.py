@@ -1,8 +1,8 @@
-"""The pool of KV pages: who may write where, and which pages hold a prefix that others may read.
+"""The pool of KV pages: reference counts, and the prefix cache.
 
 A full page can be *cached*: found again by its tokens and all those before it. Its key is the identity of the
 page before it and its own tokens, compared as they are, so no two contexts are ever taken for one another.
-A cached page that nobody holds keeps its contents until the space is wanted, the longest unused first.
+A cached page without owners keeps its contents until its space is needed, least recently used first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pages_for(n_tokens: int, page_tokens: int) -> int:
 class PagePool:
     """Pages 0 to n_pages - 1, of `page_tokens` tokens each: free, held by owners, who are counted, or idle.
 
-    An idle page is cached and held by nobody.
+    An idle page is cached and has no owner.
     """
 
     def __init__(self, n_pages: int, page_tokens: int) -> None:
@@ -42,7 +42,7 @@ class PagePool:
 
     @property
     def n_free(self) -> int:
-        """Pages that can be had: nobody holds them."""
+        """Pages without owners: they can be allocated."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -55,7 +55,7 @@ class PagePool:
         return pages_for(n_tokens, self.page_tokens)
 
     def allocate(self, n: int) -> list[int]:
-        """Takes n pages for one owner. Raises CapacityError, taking none, where fewer can be had."""
+        """Takes n pages for one owner. Raises CapacityError, taking none, if fewer are free."""
         if n > self.n_free:
             raise CapacityError(f"{n} KV pages wanted, {self.n_free} of {self.n_pages} free: try again later")
         pages = [self._free.pop() if self._free else self._evict() for _ in range(n)]
@@ -82,15 +82,15 @@ class PagePool:
                     self._free.append(page)
 
     def is_writable(self, page: int) -> bool:
-        """Whether a page's one owner is the only one who will ever read it."""
+        """True if a page has one owner and is not cached, so that no other will read it."""
         return self._n_owners[page] == 1 and page not in self._key_of
 
     def is_idle(self, page: int) -> bool:
-        """Whether a page is cached and held by nobody."""
+        """True if a page is cached and has no owner."""
         return page in self._idle
 
     def identity(self, page: int) -> int:
-        """What the page after a cached page is found by."""
+        """The parent id in the key of the page after a cached page."""
         return self._identity[page]
 
     def find(self, tokens: IntArray) -> list[int]:

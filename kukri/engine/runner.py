@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kukri.engine.batch import BatchBuilder, Chunk
+from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.request import ProgramKind
 from kukri.kernels.taps import Hooks
 from kukri.kernels.types import Backend, CompiledProgram, KVType, Logits, Program, StepLimits

@@ -1,4 +1,4 @@
-"""A step's logits where they are a NumPy array, and checks that backends on the host share."""
+"""Logits in a NumPy array, and the checks of a step, for backends on the host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class HostLogits:
 
     def take(self, rows: Sequence[int]) -> HostLogits:
         """See Logits.take. Rows that follow one another are not copied."""
-        first, n = rows[0] if rows else 0, len(rows)
-        if all(row == first + i for i, row in enumerate(rows)):
-            return HostLogits(self._array[first : first + n])
-        return HostLogits(self._array[list(rows)])
+        wanted = list(rows)
+        first = wanted[0] if wanted else 0
+        if wanted == list(range(first, first + len(wanted))):
+            return HostLogits(self._array[first : first + len(wanted)])
+        return HostLogits(self._array[wanted])
 
     def copy(self) -> HostLogits:
         """See Logits.copy."""
@@ -49,10 +50,15 @@ def check_sizes(batch: ForwardBatch, limits: StepLimits) -> None:
     """Raises CapacityError on a step that is empty or larger than `limits`, ShapeError on a mask that the
     program was not compiled for.
     """
-    sizes = (batch.n_tokens, batch.n_sequences, batch.n_logit_rows, batch.page_table.shape[1])
-    most = (limits.max_tokens, limits.max_sequences, limits.max_logit_rows, limits.max_pages)
-    if not sizes[0] or not sizes[1] or any(size > limit for size, limit in zip(sizes, most, strict=True)):
-        raise CapacityError(f"a step of (T, S, N, pages) = {sizes}; it may have 1 to {most}")
+    t, s, n = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
+    n_pages = batch.page_table.shape[1]
+    if not (
+        0 < t <= limits.max_tokens and 0 < s <= limits.max_sequences
+        and n <= limits.max_logit_rows and n_pages <= limits.max_pages
+    ):  # fmt: skip
+        raise CapacityError(
+            f"a step of {t} tokens, {s} sequences, {n} logit rows and {n_pages} pages; {limits}"
+        )
     if batch.mask is not None or limits.mask_heads:
         _check_mask(batch, limits)
 

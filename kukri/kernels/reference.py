@@ -273,7 +273,7 @@ def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> Flo
 
 
 def _softmax(scores: FloatArray) -> FloatArray:
-    """Along the last axis; zeros where every score is -inf."""
+    """Softmax along the last axis; zeros if every score is -inf."""
     top = scores.max(axis=-1, keepdims=True)
     weights: FloatArray = np.exp(scores - np.where(top == -np.inf, np.float32(0), top))
     total = weights.sum(axis=-1, keepdims=True)

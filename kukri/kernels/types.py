@@ -1,4 +1,4 @@
-"""The types every backend shares: weights, one step's batch, the paged KV cache, and the op set.
+"""The types that all backends share: constants, a step's batch, caches, logits, and the op set.
 
 Shape letters: T tokens in the step, S sequences, N rows with logits, D model width, V vocabulary,
 H query heads, G key/value heads, K head size, P pages, B page size, L layers.
@@ -26,7 +26,7 @@ ByteArray = npt.NDArray[np.uint8]
 class Weight:
     """A matrix of `shape` (out, in) as stored: `data` is uint8 [out, bytes per row], a view of the file.
 
-    `per_token` asks for activations of one scale a token where it is Q4_0 (`kukri.quant.per_token`).
+    `per_token` requests activations of one scale a token, if it is Q4_0 (`kukri.quant.per_token`).
     """
 
     data: ByteArray
@@ -88,7 +88,7 @@ class ForwardBatch:
     `page_table[s]` lists its pages in order (unused entries are 0). `logit_rows` are the tokens (indices
     into T) whose logits are wanted.
 
-    `positions` count a sequence's tokens; where RoPE rotates by other numbers, `rope_positions` has them.
+    `positions` count a sequence's tokens; if RoPE is to rotate by other numbers, `rope_positions` has them.
     `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): float32
     [1 or H, T, context_len[0]], added to scores in place of causality and windows; a token that sees nothing
     gets zeros.
@@ -144,7 +144,7 @@ CacheLayout = Sequence[KVLayer | StateLayer]  # an entry for each layer of a mod
 
 
 class Cache(Protocol):
-    """What a model remembers of its sequences: keys and values in pages, recurrent states in slots.
+    """The memory of a model's sequences: keys and values in pages, recurrent states in slots.
 
     It belongs to the backend that made it, which alone knows how it lies in memory. A page has room for
     `page_tokens` tokens, in all layers; page p has the slots p * page_tokens and on. All is zero at first.
@@ -187,6 +187,11 @@ class AttentionSpec:
     scale: float
     window: int | None = None
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.n_heads // self.n_kv_heads
+
 
 # A value inside a step: an ndarray on the reference backend, a buffer handle while a plan is recorded.
 Tensor = Any
@@ -220,7 +225,7 @@ class Ops(Protocol):
         """x [R, in] times the transpose of each weight [out_i, in], side by side -> [R, sum of out_i].
 
         `bias` [sum of out_i] and `residual` (same shape as the result) are added. `tap` (name, layer) sees
-        the sum before the residual; a backend may fuse that addition where nobody listens.
+        the sum before the residual; a backend may fuse that addition if the tap is not compiled.
         """
 
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
@@ -297,12 +302,8 @@ class StepInputs:
 
     def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
         """The step of what the arrays hold: views of them, valid until they are filled again."""
-        last = self._batch
-        if last is not None and (last.n_tokens, last.n_sequences, last.n_logit_rows) == (
-            n_tokens,
-            n_sequences,
-            n_logit_rows,
-        ):
+        last, sizes = self._batch, (n_tokens, n_sequences, n_logit_rows)
+        if last is not None and (len(last.token_ids), len(last.context_len), len(last.logit_rows)) == sizes:
             return last
         self._batch = batch = ForwardBatch(
             self.token_ids[:n_tokens],
@@ -388,7 +389,7 @@ class Backend(Protocol):
 
     @property
     def sampling(self) -> SamplingBackend:
-        """What sampling uses on this backend's logits."""
+        """The sampling of tokens from this backend's logits."""
 
     def new_cache(
         self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"

@@ -43,7 +43,7 @@ class Model(Protocol):
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """What each layer caches."""
+        """The cache entry of each layer."""
 
     def hidden(self, ops: Ops, batch: Any) -> Tensor:
         """Runs one step -> what the head reads [N, D]."""
@@ -61,7 +61,7 @@ class Model(Protocol):
 
     @property
     def bound(self) -> Forward:
-        """What runs `forward`."""
+        """The runner of `forward`."""
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -1,4 +1,4 @@
-"""What stands on top of a model: the language model's head, one for a task, or nothing.
+"""Output heads: that of a language model, one for a task, or none.
 
 Tensors are those of transformers' `...ForQuestionAnswering`, `...ForSequenceClassification` and
 `...ForTokenClassification` (modeling_layers.py, version 5).
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def output_head(source: WeightSource, config: ModelConfig) -> Linear | None:
     """The matrix from the last norm to the model's outputs.
 
-    None where there is none, and where it is the embedding's own.
+    None if there is none, or if it is the embedding's own.
     """
     kind, n_labels = config.head.kind, len(config.head.labels)
     if kind == "question_answering":

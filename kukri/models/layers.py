@@ -38,7 +38,7 @@ class Parameter:
 class Linear:
     """y = x Wᵀ + b, for one matrix or for several side by side in one op (`names`, `n_outs`).
 
-    One name for several `n_outs` is a matrix that holds them all. A bias is taken where the checkpoint has
+    One name for several `n_outs` is a matrix that holds them all. A bias is taken if the checkpoint has
     one; beside others that have one, a matrix without has zeros.
     """
 

@@ -72,7 +72,7 @@ class Llama:
         self._forward: Forward | None = None
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
-        """Logits [N, V] of the rows that the batch asks for. Writes the batch's tokens to the cache.
+        """Logits [N, V] of the rows that the batch lists. Writes the batch's tokens to the cache.
 
         With a head for a task, that head's outputs; without any, the hidden states.
         """
@@ -90,7 +90,7 @@ class Llama:
 
     @property
     def cache_layout(self) -> tuple[KVLayer, ...]:
-        """What each layer caches."""
+        """The cache entry of each layer."""
         return tuple(block.attention.cache_layer for block in self.blocks)
 
     def forward(
@@ -101,7 +101,7 @@ class Llama:
         `token_ids` [B, T] or [T]. `attention_mask` [B, T_total] of 1 for tokens and 0 for pads, on either
         side, or [B or 1, H or 1, T, T_total], boolean or to be added to scores, in place of causality and
         windows; T_total counts cached tokens too. `positions` [B, T] or [T] is what RoPE rotates by: columns,
-        counted from the cached tokens on, pads too, where it is not given. With a `cache` (`new_cache`) the
+        counted from the cached tokens on, pads too, if it is not given. With a `cache` (`new_cache`) the
         tokens go there, and the next call continues after them. A head for a task gives its outputs instead.
 
         Arrays, lists and CPU tensors of PyTorch are taken. Raises RequestError on anything that does not fit.
@@ -118,7 +118,7 @@ class Llama:
 
     @property
     def bound(self) -> Forward:
-        """What runs `forward`. Raises KukriError where no backend does."""
+        """The runner of `forward`. Raises KukriError if no backend is bound."""
         if self._forward is None:
             raise KukriError("the model has no backend: use the model of an open LLM, or bind() one")
         return self._forward

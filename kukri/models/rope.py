@@ -3,11 +3,12 @@
 Rounding is that of transformers' `ROPE_INIT_FUNCTIONS` (modeling_rope_utils.py): float32 after each
 operation.
 
-Two kinds depend on the length of a sequence in transformers, which recomputes them as a text grows, and so
-rotates the keys of one sequence by several tables. Here a table is fixed, and a token's key never depends on
-what comes later: both kinds use `max_context`, the longest sequence that the loaded model may see.
-Dynamic NTK takes the base of a sequence of that length; longrope takes its long factors where max_context
-exceeds the original context, its short factors otherwise. A smaller max_context gives the other table.
+Two kinds depend on the length of a sequence in transformers, which recomputes them as a sequence grows, and
+so rotates the keys of one sequence by several sets of frequencies. Here they are fixed, and a token's key
+never depends on what comes later: both kinds use `max_context`, the longest sequence that the loaded model
+may see. Dynamic NTK takes the base of a sequence of that length; longrope takes its long factors if
+max_context exceeds the original context, its short factors otherwise. A smaller max_context gives other
+frequencies.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def rope_frequencies(rope: RopeConfig, max_context: int) -> RopeFrequencies:
 def with_scaling(config: ModelConfig, kind: str, factor: float) -> ModelConfig:
     """The configuration of a model whose context a user stretches `factor` times: linear, dynamic or yarn.
 
-    Replaces a scaling of the checkpoint's own, and counts from the context before that one where it is known.
+    Replaces a scaling of the checkpoint's own, and counts from the context before that one if it is known.
     Raises ConfigError on other kinds, whose parameters only a checkpoint has, and on a factor below 1.
     """
     if kind not in USER_SCALINGS:
@@ -67,7 +68,7 @@ def inverse_frequencies(rope: RopeConfig, max_context: int) -> FloatArray:
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What cos and sin are multiplied by: sharper attention for YaRN and longrope, else 1."""
+    """The factor of cos and sin: sharper attention for YaRN and longrope, else 1."""
     if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -118,7 +119,7 @@ def _yarn(rope: RopeConfig, scaling: RopeScaling) -> FloatArray:
 
 
 def _yarn_bound(rope: RopeConfig, scaling: RopeScaling, n_rotations: float) -> float:
-    """The dimension pair that turns so many times within the original context."""
+    """The dimension pair that turns `n_rotations` times within the original context."""
     turns = scaling.original_context / (n_rotations * 2 * math.pi)
     return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kukri.bench.ablation.trial import Range, Row, Sizes, Trial, random_ids, request_of, row
 from kukri.engine import Engine, Request
-from kukri.engine.batch import Chunk
+from kukri.engine.batch_builder import Chunk
 from kukri.kernels.types import Logits
 
 

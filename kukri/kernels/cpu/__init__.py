@@ -1,8 +1,9 @@
 """The CPU backend: models recorded once into plans of compiled kernels.
 
-Follow a step: `plan.py` records the model, `pool.py` runs the recorded ops on its threads through the
-executor (`threads.py`); kernels live in `linear`, `attention`, `elementwise`, `batch` and `sample`, made
-of the operations of `intrinsics`, `simd` and `tiles`, and compiled by `jit.py`.
+Follow a step: `record.py` writes down the model's ops (`ops.py`), `passes.py` fuses them and `place.py` gives
+them memory; `pool.py` runs this plan on its threads through the executor (`threads.py`). Kernels live in
+`linear`, `attention`, `elementwise`, `step_kernels` and `sampling_kernel`, made of the operations of
+`intrinsics`, `simd` and `tiles`, and compiled by `jit.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import ShapeError
-from kukri.kernels.cpu import state
+from kukri.kernels.cpu import abi
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
+from kukri.kernels.cpu.ops import Value
 from kukri.kernels.cpu.pack import PackedWeight, pack
-from kukri.kernels.cpu.plan import Recorder, Segment, Value, max_partials
+from kukri.kernels.cpu.passes import run_passes
+from kukri.kernels.cpu.place import Plan, Segment
 from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.cpu.record import Recorder, max_partials
 from kukri.kernels.cpu.sampling_backend import CpuSampling
 from kukri.kernels.host_step import HostLogits, check_sizes
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
@@ -98,7 +102,7 @@ class CpuBackend:
 
 
 class CpuProgram:
-    """A recorded model: call it with a batch, get logits."""
+    """A model as a plan bound to a cache: see CompiledProgram."""
 
     def __init__(
         self,
@@ -111,16 +115,16 @@ class CpuProgram:
         self._backend, self._limits, self._cache = backend, limits, cache  # the plan points into all
         self._batch = BatchMemory(limits)
         self.inputs = self._batch.inputs
-        recorder = Recorder(cache, limits, taps, self._batch.address, backend.packed, backend.rope_rows)
-        result = program(recorder, None)
-        self.plan = recorder.finish(result, backend.kernels)
-        self._n_vocab = recorder.n_vocab
+        recorder = Recorder(cache.kv_type, limits, taps, backend.packed, backend.rope_rows)
+        result: Value = program(recorder, None)
+        ops = run_passes(recorder.ops, result)
+        self.plan = Plan(ops, result, self._batch.address, cache, backend.kernels)
         check = backend.kernels["check_batch"]
         self._check_record = pack_record(
             check,
             {
                 "batch": self._batch.address,
-                "n_vocab": self._n_vocab,
+                "n_vocab": recorder.n_vocab,
                 "n_pages": cache.n_pages,
                 "max_pages": limits.max_pages,
                 "n_positions": min((r.frequencies.max_context for r in self.plan.ropes), default=1 << 31),
@@ -132,14 +136,14 @@ class CpuProgram:
         self._check: Callable[[], int] = lambda: run_check(failed, None, record, 0)
         self._ops_address = address_of(self.plan.ops)
         self._n_rope_rows = 0  # of every RoPE in the plan
-        self._logits = _view(result, limits.max_logit_rows)
+        self._logits = self.plan.view(result, limits.max_logit_rows)
 
     def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
         """See CompiledProgram."""
         self._batch.fill(batch, self._limits)
         self._check()
         if self._failed_check.value:
-            raise ShapeError(f"bad step: {state.BATCH_CHECKS[self._failed_check.value]}")
+            raise ShapeError(f"bad step: {abi.BATCH_CHECKS[self._failed_check.value]}")
         n_positions = self._batch.n_positions
         if n_positions > self._n_rope_rows:
             for rows in self.plan.ropes:
@@ -148,89 +152,80 @@ class CpuProgram:
         start = 0
         for segment in self.plan.segments:
             self._run(start, segment.stop)
-            _show(segment, batch, on_tap)
+            _show(self.plan, segment, batch, on_tap)
             start = segment.stop
         self._run(start, len(self.plan.ops))
         return HostLogits(self._logits[: batch.n_logit_rows])
 
     def _run(self, start: int, stop: int) -> None:
         if stop > start:
-            self._backend.pool.run(self._ops_address + start * state.OP_BYTES, stop - start)
+            self._backend.pool.run(self._ops_address + start * abi.OP_BYTES, stop - start)
 
 
 class BatchMemory:
-    """A step's batch where kernels find it: a header, and arrays at fixed addresses."""
+    """A step's batch as kernels read it: a header, and arrays at fixed addresses."""
 
     def __init__(self, limits: StepLimits) -> None:
         n_tokens = limits.max_tokens
-        self._header = aligned_zeros(state.BATCH_BYTES).view(np.int64)
+        self._header = aligned_zeros(abi.BATCH_BYTES).view(np.int64)
         self.address = address_of(self._header)
         self.inputs = inputs = StepInputs.zeros(limits)
         self._arrays: dict[int, np.ndarray[Any, Any]] = {
-            state.TOKEN_IDS: inputs.token_ids,
-            state.POSITIONS: inputs.positions,
-            state.SLOTS: inputs.slots,
-            state.QUERY_START: inputs.query_start,
-            state.CONTEXT_LEN: inputs.context_len,
-            state.PAGE_TABLE: inputs.page_table,
-            state.LOGIT_ROWS: inputs.logit_rows,
-            state.WORK: np.zeros((n_tokens + max_partials(limits)) * state.WORK_BYTES, np.uint8),
-            state.TOKEN_PARTS: np.zeros((n_tokens, 2), np.int64),
-            state.ROPE_POSITIONS: np.zeros(n_tokens, np.int32),
-            state.MASK: np.zeros((limits.mask_heads, n_tokens, limits.max_pages * PAGE_TOKENS), np.float32),
+            abi.TOKEN_IDS: inputs.token_ids,
+            abi.POSITIONS: inputs.positions,
+            abi.SLOTS: inputs.slots,
+            abi.QUERY_START: inputs.query_start,
+            abi.CONTEXT_LEN: inputs.context_len,
+            abi.PAGE_TABLE: inputs.page_table,
+            abi.LOGIT_ROWS: inputs.logit_rows,
+            abi.WORK: np.zeros((n_tokens + max_partials(limits)) * abi.WORK_BYTES, np.uint8),
+            abi.TOKEN_PARTS: np.zeros((n_tokens, 2), np.int64),
+            abi.ROPE_POSITIONS: np.zeros(n_tokens, np.int32),
+            abi.MASK: np.zeros((limits.mask_heads, n_tokens, limits.max_pages * PAGE_TOKENS), np.float32),
         }
         for offset, array in self._arrays.items():
             self._header[offset // 8] = address_of(array)
-        self._header[state.MAX_PAGES // 8] = limits.max_pages
+        self._header[abi.MAX_PAGES // 8] = limits.max_pages
         self._addresses = {
-            name: address_of(self._arrays[name]) for name in (state.POSITIONS, state.ROPE_POSITIONS)
+            name: address_of(self._arrays[name]) for name in (abi.POSITIONS, abi.ROPE_POSITIONS)
         }
 
     @property
     def n_positions(self) -> int:
         """Positions that the batch, once checked, rotates by: 0 to one less."""
-        return int(self._header[state.N_POSITIONS // 8])
+        return int(self._header[abi.N_POSITIONS // 8])
 
     def fill(self, batch: ForwardBatch, limits: StepLimits) -> None:
-        """Makes a batch that of the next step. Raises as `check_sizes` does."""
+        """Sets the batch of the next step. Raises as `check_sizes` does."""
         check_sizes(batch, limits)
         if batch.inputs is not self.inputs:
             self.inputs.copy(batch)
         self._header[:3] = batch.n_tokens, batch.n_sequences, batch.n_logit_rows
-        rotates_by = state.POSITIONS
+        rotates_by = abi.POSITIONS
         if batch.rope_positions is not None:
-            rotates_by = state.ROPE_POSITIONS
+            rotates_by = abi.ROPE_POSITIONS
             self._arrays[rotates_by][: batch.n_tokens] = batch.rope_positions
-        self._header[state.ROPE_POSITIONS // 8] = self._addresses[rotates_by]
+        self._header[abi.ROPE_POSITIONS // 8] = self._addresses[rotates_by]
         if batch.mask is not None:
             self._fill_mask(batch.mask)
 
     def _fill_mask(self, mask: FloatArray) -> None:
-        """Copies a mask in, each row filled up to whole pages with -inf."""
+        """Copies a mask in, each row padded to whole pages with -inf."""
         n_heads, n_tokens, n_context = mask.shape
         width = -(-n_context // PAGE_TOKENS) * PAGE_TOKENS
-        rows = self._arrays[state.MASK].reshape(-1)[: n_heads * n_tokens * width].reshape(-1, width)
+        rows = self._arrays[abi.MASK].reshape(-1)[: n_heads * n_tokens * width].reshape(-1, width)
         rows[:, :n_context] = mask.reshape(-1, n_context)
         rows[:, n_context:] = -np.inf
-        self._header[state.MASK_STRIDE // 8] = 4 * width
-        self._header[state.MASK_HEAD_STRIDE // 8] = 4 * width * n_tokens if n_heads > 1 else 0
+        self._header[abi.MASK_STRIDE // 8] = 4 * width
+        self._header[abi.MASK_HEAD_STRIDE // 8] = 4 * width * n_tokens if n_heads > 1 else 0
 
 
-def _view(value: Value, n_rows: int) -> FloatArray:
-    """The array behind a value, [n_rows, width]."""
-    n_bytes = n_rows * value.stride
-    memory: Any = (ctypes.c_uint8 * n_bytes).from_address(value.buffer.address)
-    array: FloatArray = np.frombuffer(memory, np.float32).reshape(n_rows, value.stride // 4)
-    column = value.offset // 4
-    return array[:, column : column + value.width]
-
-
-def _show(segment: Segment, batch: ForwardBatch, on_tap: Hook | None) -> None:
+def _show(plan: Plan, segment: Segment, batch: ForwardBatch, on_tap: Hook | None) -> None:
     """Shows a tapped value to the listener and keeps what it returns; then adds the residual."""
     n_rows = batch.n_tokens if segment.value.rows == "T" else batch.n_logit_rows
-    view = _view(segment.value, n_rows)
+    view = plan.view(segment.value, n_rows)
     returned = None if on_tap is None else on_tap(segment.name, view)
     if returned is not None and returned is not view:
         view[...] = returned
     if segment.residual is not None:
-        view += _view(segment.residual, n_rows)
+        view += plan.view(segment.residual, n_rows)

@@ -15,6 +15,28 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from kukri.kernels.cpu.abi import (
+    CHUNK_PAGES,
+    CHUNK_TOKENS,
+    KEY_BLOCK_BYTES,
+    MAX_PAGES,
+    MAX_TILE_ROWS,
+    N_TOKENS,
+    N_WORK,
+    PAGE_TABLE,
+    POSITIONS,
+    TOKEN_PARTS,
+    WORK,
+    WORK_BYTES,
+    WORK_CHUNK,
+    WORK_CHUNK_STOP,
+    WORK_N_TOKENS,
+    WORK_PARTIAL,
+    WORK_SEQUENCE,
+    WORK_TOKEN,
+    partial_bytes,
+    query_tokens,
+)
 from kukri.kernels.cpu.elementwise import first_row, quantize_row, row_tiles, stop_row
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import (
@@ -42,28 +64,6 @@ from kukri.kernels.cpu.simd import (
     splat_f16,
     store_f32x16,
     sum_lanes,
-)
-from kukri.kernels.cpu.state import (
-    CHUNK_PAGES,
-    CHUNK_TOKENS,
-    KEY_BLOCK_BYTES,
-    MAX_PAGES,
-    MAX_TILE_ROWS,
-    N_TOKENS,
-    N_WORK,
-    PAGE_TABLE,
-    POSITIONS,
-    TOKEN_PARTS,
-    WORK,
-    WORK_BYTES,
-    WORK_CHUNK,
-    WORK_CHUNK_STOP,
-    WORK_N_TOKENS,
-    WORK_PARTIAL,
-    WORK_SEQUENCE,
-    WORK_TOKEN,
-    partial_bytes,
-    query_tokens,
 )
 from kukri.kernels.cpu.tiles import (
     tile_fma,

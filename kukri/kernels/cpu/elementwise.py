@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kukri.kernels.cpu.abi import KEY_BLOCK_BYTES, N_TOKENS, ROPE_POSITIONS, SLOTS
 from kukri.kernels.cpu.intrinsics import (
     device,
     f32_of_bits,
@@ -56,7 +57,6 @@ from kukri.kernels.cpu.simd import (
     to_f16_range,
     to_i32,
 )
-from kukri.kernels.cpu.state import KEY_BLOCK_BYTES, N_TOKENS, ROPE_POSITIONS, SLOTS
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 
 

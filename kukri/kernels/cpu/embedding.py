@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kukri.kernels.cpu.abi import N_TOKENS, TOKEN_IDS
 from kukri.kernels.cpu.elementwise import first_row, row_tiles, stop_row
 from kukri.kernels.cpu.intrinsics import (
     device,
@@ -23,7 +24,6 @@ from kukri.kernels.cpu.intrinsics import (
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import LAYOUTS
 from kukri.kernels.cpu.simd import load_bf16, load_f16
-from kukri.kernels.cpu.state import N_TOKENS, TOKEN_IDS
 from kukri.quant.blocks import IQ4_VALUES
 
 _IQ4 = tuple(np.float32(value) for value in IQ4_VALUES)

@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels.cpu.features import usable_cores
-from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
-from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.state import (
+from kukri.kernels.cpu.abi import (
     BIAS,
     IDLE,
     MAX_THREADS,
@@ -26,6 +23,9 @@ from kukri.kernels.cpu.state import (
     STOP,
     WORDS,
 )
+from kukri.kernels.cpu.features import usable_cores
+from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
+from kukri.kernels.cpu.memory import address_of, aligned_zeros
 
 _FIRST_PAUSE_S = 0.02  # with a thread fewer after a stall
 _LONGEST_PAUSE_S = 0.64
@@ -119,7 +119,7 @@ class ThreadPool:
         return self._workers.n_parked
 
     def run(self, ops_address: int, n_ops: int) -> None:
-        """Runs ops once: int64 [n_ops, OP_BYTES / 8] as drawn in state.py."""
+        """Runs ops once: int64 [n_ops, OP_BYTES / 8] as drawn in abi.py."""
         with self._is_running:
             self._run(ops_address, n_ops)
 

@@ -16,18 +16,7 @@ counted as a stall: some thread lost its core to another process, and the pool w
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.atomics import (
-    atomic_add,
-    atomic_load,
-    atomic_store,
-    call_kernel,
-    monotonic_ns,
-    spin_pause,
-    yield_cpu,
-)
-from kukri.kernels.cpu.intrinsics import device, load_i64, prefetch, store_i64
-from kukri.kernels.cpu.kernel_cache import KernelSource
-from kukri.kernels.cpu.state import (
+from kukri.kernels.cpu.abi import (
     BIAS,
     DONE,
     IDLE,
@@ -48,6 +37,17 @@ from kukri.kernels.cpu.state import (
     STOP,
     WORDS,
 )
+from kukri.kernels.cpu.atomics import (
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    call_kernel,
+    monotonic_ns,
+    spin_pause,
+    yield_cpu,
+)
+from kukri.kernels.cpu.intrinsics import device, load_i64, prefetch, store_i64
+from kukri.kernels.cpu.kernel_cache import KernelSource
 
 _LOW = (1 << 32) - 1
 _OPS_AHEAD = 6

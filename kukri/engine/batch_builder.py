@@ -1,4 +1,4 @@
-"""From scheduled chunks to the arrays of a step."""
+"""Fills a step's arrays from scheduled chunks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from kukri.kernels.types import ForwardBatch, IntArray, StepInputs
 
 
-class PagedText(Protocol):
-    """Tokens, and the pages that hold their keys and values, in order."""
+class CachedSequence(Protocol):
+    """A token sequence, and its row of the page table."""
 
     tokens: IntArray
     page_row: IntArray
 
 
-Chunk = tuple[PagedText, int, int, int, int]  # a text, and the numbers of `ScheduledChunk`
+Chunk = tuple[CachedSequence, int, int, int, int]  # sequence, start, n_tokens, n_logits, n_drafts
 
 
 class BatchBuilder:
@@ -28,26 +28,26 @@ class BatchBuilder:
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
-        """The batch of one step: tokens and rows of logits in the order of chunks, the guesses' rows last."""
+        """The batch of one step: tokens and logit rows in the order of chunks, the rows of drafts last."""
         inputs, page_tokens = self._inputs, self._page_tokens
         t = n_rows = 0
         draft_rows: list[int] = []
-        for s, (text, start, n_tokens, n_logits, n_drafts) in enumerate(chunks):
+        for s, (sequence, start, n_tokens, n_logits, n_drafts) in enumerate(chunks):
             stop = start + n_tokens
             if n_tokens == 1:  # a decode step: scalars cost less than slices
-                inputs.token_ids[t] = text.tokens[start]
+                inputs.token_ids[t] = sequence.tokens[start]
                 inputs.positions[t] = start
-                inputs.slots[t] = text.page_row[start // page_tokens] * page_tokens + start % page_tokens
+                inputs.slots[t] = sequence.page_row[start // page_tokens] * page_tokens + start % page_tokens
             else:
                 positions = self._counting[start:stop]
-                inputs.token_ids[t : t + n_tokens] = text.tokens[start:stop]
+                inputs.token_ids[t : t + n_tokens] = sequence.tokens[start:stop]
                 inputs.positions[t : t + n_tokens] = positions
-                pages = text.page_row[positions // page_tokens]
+                pages = sequence.page_row[positions // page_tokens]
                 inputs.slots[t : t + n_tokens] = pages * page_tokens + positions % page_tokens
             t += n_tokens
             inputs.query_start[s + 1] = t
             inputs.context_len[s] = stop
-            inputs.page_table[s] = text.page_row
+            inputs.page_table[s] = sequence.page_row
             for row in range(t - n_logits, t - n_drafts):
                 inputs.logit_rows[n_rows] = row
                 n_rows += 1

@@ -1,9 +1,14 @@
-"""The layout of the executor's shared state: byte offsets into an int64 array, a cache line each."""
+"""Memory layouts that Python and compiled kernels agree on, as byte offsets.
+
+In this order: the executor's shared state, an op of a plan, a step's batch, an attention work entry, partial
+attention results, and the codes of a failed check.
+"""
 
 from __future__ import annotations
 
 from kukri.kernels.cpu.features import cpu_target
 
+# The executor's shared state: int64, in cache lines of their own where threads write at once
 DONE = 0  # finished tiles of the current op
 OPS = 64  # address of the plan's ops, OP_BYTES each
 N_OPS = 72

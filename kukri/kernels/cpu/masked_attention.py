@@ -1,4 +1,4 @@
-"""Attention by a mask that the caller gives, in place of causality and windows.
+"""Attention by the caller's mask, in place of causality and windows.
 
 For research, not for serving: a plan of its own uses it, so that ordinary plans carry nothing for masks. One
 tile is one head of one token; its softmax goes over the pages with a running maximum (Milakov and
@@ -9,6 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from kukri.kernels.cpu.abi import (
+    CONTEXT_LEN,
+    MASK,
+    MASK_HEAD_STRIDE,
+    MASK_STRIDE,
+    N_TOKENS,
+    PAGE_TABLE,
+)
 from kukri.kernels.cpu.intrinsics import (
     f32_of_bits,
     load_f32,
@@ -27,14 +35,6 @@ from kukri.kernels.cpu.simd import (
     splat,
     store_f32x16,
     sum_lanes,
-)
-from kukri.kernels.cpu.state import (
-    CONTEXT_LEN,
-    MASK,
-    MASK_HEAD_STRIDE,
-    MASK_STRIDE,
-    N_TOKENS,
-    PAGE_TABLE,
 )
 from kukri.kernels.paged_kv import PAGE_TOKENS
 

@@ -1,10 +1,8 @@
-"""Kernels that look at a step as a whole: is it sound, and how is its attention cut into work?"""
+"""Kernels on a whole step: the check of its indices, and the division of its attention into work entries."""
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.intrinsics import device, load_i32, load_i64, store_i64
-from kukri.kernels.cpu.kernel_cache import KernelSource
-from kukri.kernels.cpu.state import (
+from kukri.kernels.cpu.abi import (
     CHUNK_TOKENS,
     CONTEXT_LEN,
     LOGIT_ROWS,
@@ -30,6 +28,8 @@ from kukri.kernels.cpu.state import (
     WORK_SEQUENCE,
     WORK_TOKEN,
 )
+from kukri.kernels.cpu.intrinsics import device, load_i32, load_i64, store_i64
+from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
 

@@ -1,0 +1,94 @@
+"""Passes over recorded ops: each takes a list of ops and returns the one that runs in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from kukri.kernels.cpu.ops import (
+    Attend,
+    AttentionWork,
+    Buffer,
+    Op,
+    Producer,
+    Quantize,
+    RopeStore,
+    Value,
+    group_tokens,
+)
+
+
+def run_passes(ops: Sequence[Op], result: Value) -> list[Op]:
+    """All passes, in their order. `result` is what is read after the last op."""
+    fused = quantize_in_producer(fuse_rope_store(ops))
+    return add_attention_work(drop_unread(fused, result))
+
+
+def fuse_rope_store(ops: Sequence[Op]) -> list[Op]:
+    """Lets the op that rotates q and k write keys and values as well, if the next op does that."""
+    fused: list[Op] = []
+    for op in ops:
+        last = fused[-1] if fused else None
+        if isinstance(op, RopeStore) and isinstance(last, RopeStore) and _joins(last, op):
+            fused[-1] = RopeStore(last.q, last.k, op.v, op.spec, op.kv_type, last.rope)
+        else:
+            fused.append(op)
+    return fused
+
+
+def _joins(rotation: RopeStore, store: RopeStore) -> bool:
+    return (
+        (rotation.q, rotation.k) == (store.q, store.k)
+        and (rotation.v is None, rotation.rope is None) == (True, False)
+        and (store.v is None, store.rope is None) == (False, True)
+    )
+
+
+def quantize_in_producer(ops: Sequence[Op]) -> list[Op]:
+    """Lets an op write its result's int8 panels itself, in place of an op that quantizes the result.
+
+    Not if the result is edited between the two, as by a listener at a tap.
+    """
+    kept: list[Op] = []
+    producers: dict[Value, int] = {}  # by results that are as they were left: the number of their op
+    for op in ops:
+        if isinstance(op, Quantize) and op.kind == "q8" and op.x in producers:
+            i = producers[op.x]
+            kept[i] = replace(cast("Producer", kept[i]), panels=op.y)
+            continue
+        producers = {value: i for value, i in producers.items() if not op.edits(value.buffer)}
+        if isinstance(op, Producer) and op.y is not None:
+            producers[op.y] = len(kept)
+        kept.append(op)
+    return kept
+
+
+def drop_unread(ops: Sequence[Op], result: Value) -> list[Op]:
+    """Lets ops that write panels not write a float result that nothing reads."""
+    read: set[Buffer] = {result.buffer}.union(*(op.read_buffers() for op in ops))
+    return [
+        replace(op, y=None)
+        if isinstance(op, Producer) and op.panels and op.y and op.y.buffer not in read
+        else op
+        for op in ops
+    ]
+
+
+def add_attention_work(ops: Sequence[Op]) -> list[Op]:
+    """Adds the op that cuts a step's attention into work entries.
+
+    It comes first, so that the first layer does not wait for it, and again before each layer whose entries
+    have another number of tokens than those of the layer before.
+    """
+    sizes = [group_tokens(op.spec) for op in ops if isinstance(op, Attend)]
+    if not sizes:
+        return list(ops)
+    size = sizes[0]
+    made: list[Op] = [AttentionWork(size)]
+    for op in ops:
+        if isinstance(op, Attend) and group_tokens(op.spec) != size:
+            size = group_tokens(op.spec)
+            made.append(AttentionWork(size))
+        made.append(op)
+    return made

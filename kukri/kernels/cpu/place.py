@@ -1,0 +1,125 @@
+"""Gives recorded ops their memory, and makes the plan that the executor runs.
+
+Buffers that are never in use together share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kukri.kernels.cpu.abi import OP_BYTES
+from kukri.kernels.cpu.jit import KernelLibrary
+from kukri.kernels.cpu.layouts import ROWS
+from kukri.kernels.cpu.memory import address_of, aligned_zeros
+from kukri.kernels.cpu.ops import Buffer, Op, RopeStore, Tap, Value
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.types import ByteArray, FloatArray
+
+_LINE = 64  # bytes that a buffer's address and size are multiples of
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Ops up to a tap, what the tap shows, and what is then added to it."""
+
+    stop: int  # one past the last op
+    name: str
+    value: Value
+    residual: Value | None
+
+
+class Plan:
+    """Ops placed in memory: int64 [n, OP_BYTES / 8] for the executor, and the taps between them.
+
+    Attributes: ops; kernel_names, of each op; segments; ropes, whose rows must be there before a step;
+    memory, of all buffers.
+    """
+
+    def __init__(
+        self, ops: Sequence[Op], result: Value, batch: int, cache: PagedKV, kernels: KernelLibrary
+    ) -> None:
+        """`batch` is the address of the step's batch. Loads the kernels that are not loaded yet."""
+        self.batch, self.cache = batch, cache
+        self.memory, self._addresses = place(ops, result)
+        self._keep: list[Any] = [ops]  # what records point into
+        self.segments: list[Segment] = []
+        self.ropes = list({op.rope: None for op in ops if isinstance(op, RopeStore) and op.rope is not None})
+        calls: list[Op] = []
+        for op in ops:
+            if isinstance(op, Tap):
+                self.segments.append(Segment(len(calls), op.name, op.x, op.residual))
+            else:
+                calls.append(op)
+        self.kernel_names: list[str] = [op.kernel for op in calls]
+        kernels.load([*dict.fromkeys(self.kernel_names), "run_plan", "check_batch"])
+        records = [self._record(op, kernels[op.kernel].parameters) for op in calls]
+        self._records = np.array([number for record in records for number in record], np.int64)
+        self.ops = np.zeros((len(calls), OP_BYTES // 8), np.int64)
+        start = address_of(self._records)
+        for i, op in enumerate(calls):
+            self.ops[i] = kernels[op.kernel].address, start, 0, *op.streams(self)
+            start += 8 * len(records[i])
+
+    def of(self, used: Value | Buffer) -> int:
+        """See Addresses.of."""
+        if isinstance(used, Value):
+            return self._addresses[used.buffer] + used.offset
+        return self._addresses[used]
+
+    def of_array(self, array: np.ndarray[Any, Any]) -> int:
+        """See Addresses.of_array."""
+        array = np.ascontiguousarray(array)
+        self._keep.append(array)
+        return address_of(array)
+
+    def view(self, value: Value, n_rows: int) -> FloatArray:
+        """The first rows of a value, [n_rows, width]."""
+        start = self._addresses[value.buffer] - address_of(self.memory)
+        rows = self.memory[start : start + n_rows * value.stride].view(np.float32)
+        column = value.offset // 4
+        return rows.reshape(n_rows, value.stride // 4)[:, column : column + value.width]
+
+    def _record(self, op: Op, parameters: Sequence[str]) -> list[int]:
+        fields = op.record(self)
+        return [fields[name] for name in parameters]
+
+
+def place(ops: Sequence[Op], result: Value) -> tuple[ByteArray, dict[Buffer, int]]:
+    """Memory for all buffers, and the address of each. `result` is read after the last op."""
+    spans = lifetimes(ops)
+    spans[result.buffer] = (spans[result.buffer][0], len(ops))
+    starts: dict[Buffer, int] = {}
+    end = 0
+    for buffer in sorted(spans, key=lambda b: -b.n_bytes):
+        start = 0
+        beside = [other for other in starts if _overlap(spans[other], spans[buffer])]
+        for other in sorted(beside, key=lambda b: starts[b]):
+            if start + _size(buffer) <= starts[other]:
+                break
+            start = max(start, starts[other] + _size(other))
+        starts[buffer] = start
+        end = max(end, start + _size(buffer))
+    memory = aligned_zeros(end + 4 * ROWS)  # a residual is read by whole tiles, as its sum is stored
+    base = address_of(memory)
+    return memory, {buffer: base + start for buffer, start in starts.items()}
+
+
+def lifetimes(ops: Sequence[Op]) -> dict[Buffer, tuple[int, int]]:
+    """By buffer, the numbers of the first and the last op that use it."""
+    spans: dict[Buffer, tuple[int, int]] = {}
+    for i, op in enumerate(ops):
+        for buffer in op.buffers():
+            spans[buffer] = (spans.get(buffer, (i, i))[0], i)
+    return spans
+
+
+def _size(buffer: Buffer) -> int:
+    return -(-max(buffer.n_bytes, _LINE) // _LINE) * _LINE
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] <= b[1] and b[0] <= a[1]

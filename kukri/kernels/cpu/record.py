@@ -1,0 +1,240 @@
+"""Records a model as a list of typed ops (ops.py), by running it once on an op set that computes nothing.
+
+What is recorded is what the model said, an op for each step of a computation. `passes.py` fuses and drops,
+`place.py` gives memory to what is left. Sizes that change from step to step (T, S, N) are read by the kernels
+from the batch, so one plan serves prefill and decoding alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kukri.errors import MissingKernelError, ShapeError
+from kukri.kernels.cpu import ops
+from kukri.kernels.cpu.abi import CHUNK_TOKENS, MAX_TILE_ROWS, partial_bytes
+from kukri.kernels.cpu.features import cpu_target
+from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, panel_bytes
+from kukri.kernels.cpu.ops import Buffer, Op, Rows, Value
+from kukri.kernels.cpu.pack import PackedWeight, layout_of
+from kukri.kernels.paged_kv import PAGE_TOKENS
+from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.types import (
+    AttentionSpec,
+    FloatArray,
+    KVType,
+    RopeFrequencies,
+    StepLimits,
+    Vector,
+    Weight,
+    tap_name,
+)
+
+
+class Recorder:
+    """The op set, whose values are handles. Attributes: ops, the list so far; n_vocab of the embedding.
+
+    Only taps named in `taps` are recorded. `pack` gives the tiles of weights of one type, `rope_rows` cos and
+    sin. Raises MissingKernelError on sizes that no kernel takes.
+    """
+
+    def __init__(
+        self,
+        kv_type: KVType,
+        limits: StepLimits,
+        taps: frozenset[str],
+        pack: Callable[[tuple[Weight, ...]], PackedWeight],
+        rope_rows: Callable[[RopeFrequencies], RopeRows],
+    ) -> None:
+        self._kv_type, self._limits, self._taps = kv_type, limits, taps
+        self._pack, self._rope_rows = pack, rope_rows
+        self._panels: dict[tuple[Value, PanelKind], Buffer] = {}
+        self.ops: list[Op] = []
+        self.n_vocab = 0
+
+    def embed(self, weight: Weight, batch: Any) -> Value:
+        """See Ops.embed. Rows are read from the file, as it is."""
+        layout_of(weight)
+        self.n_vocab = weight.shape[0]
+        y = self._value("T", weight.shape[1])
+        self._add(ops.Embed(weight, y))
+        return y
+
+    def rms_norm(self, x: Value, weight: Vector, eps: float) -> Value:
+        """See Ops.rms_norm."""
+        y = self._like(x, "the model width")
+        self._add(ops.RMSNorm(y, x, weight, eps))
+        return y
+
+    def head_norm(self, x: Value, weight: Vector, eps: float) -> Value:
+        """See Ops.head_norm."""
+        _require_multiple("the head size", len(weight), 16)
+        self._add(ops.HeadNorm(x, weight, eps))
+        return x
+
+    def layer_norm(self, x: Value, weight: Vector, bias: Vector, eps: float) -> Value:
+        """See Ops.layer_norm."""
+        y = self._like(x, "the model width")
+        self._add(ops.LayerNorm(y, x, weight, bias, eps))
+        return y
+
+    def gelu(self, x: Value) -> Value:
+        """See Ops.gelu."""
+        y = self._like(x, "the FFN width")
+        self._add(ops.Gelu(y, x))
+        return y
+
+    def silu_mul(self, gate: Value, up: Value) -> Value:
+        """See Ops.silu_mul. Both must be column views of one buffer."""
+        if gate.stride != up.stride:
+            raise ShapeError("silu_mul needs gate and up side by side")
+        y = self._like(gate, "the FFN width")
+        self._add(ops.SiluMul(y, gate, up))
+        return y
+
+    def linear(
+        self,
+        x: Value,
+        weights: Sequence[Weight],
+        bias: Vector | None = None,
+        residual: Value | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Value:
+        """See Ops.linear. Neighbouring weights of one type become one kernel call."""
+        if tap is not None and tap_name(*tap) in self._taps:
+            y = self.linear(x, weights, bias)
+            self._add(ops.Tap(tap_name(*tap), y, residual))
+            return y
+        groups = _by_type(weights)
+        width = sum(w.shape[0] for w in weights)
+        last = sum(w.shape[0] for w in groups[-1])
+        stored_width = width - last + -(-last // ROWS) * ROWS  # kernels store whole tiles
+        y = self._value(x.rows, width, stored_width)
+        padded: FloatArray | None = None
+        if bias is not None:
+            padded = np.zeros(stored_width, np.float32)
+            padded[:width] = bias.data
+        column = 0
+        for group in groups:
+            packed = self._pack(group)
+            kind = packed.panel
+            if kind == "q8" and x.rows == "N":
+                kind = "q8x2" if cpu_target().has_int8_dot else "q16"
+            panels = self._quantized(x, kind)
+            self._add(ops.Linear(panels, kind, packed, y, column, padded, residual))
+            column += packed.n_rows
+        return y
+
+    def split(self, x: Value, widths: Sequence[int]) -> tuple[Value, ...]:
+        """See Ops.split."""
+        if sum(widths) != x.width:
+            raise ShapeError(f"cannot split {x.width} columns into {tuple(widths)}")
+        starts = np.cumsum([0, *widths[:-1]])
+        return tuple(
+            Value(x.buffer, x.rows, width, x.stride, x.offset + 4 * int(start))
+            for width, start in zip(widths, starts, strict=True)
+        )
+
+    def rope(
+        self, q: Value, k: Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
+    ) -> tuple[Value, Value]:
+        """See Ops.rope."""
+        self._add_rope_store(ops.RopeStore(q, k, None, spec, self._kv_type, self._rope_rows(rope)))
+        return q, k
+
+    def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec, batch: Any) -> Value:
+        """See Ops.attention."""
+        _require_multiple("the head size", spec.d_head, 16)
+        if self._kv_type == "f32":
+            raise MissingKernelError("a KV cache of f32; the CPU backend runs f16 and q8_0")
+        if spec.group > MAX_TILE_ROWS:
+            raise MissingKernelError(
+                f"{spec.group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}"
+            )
+        self._add_rope_store(ops.RopeStore(q, k, v, spec, self._kv_type, None))
+        y = self._value("T", spec.n_heads * spec.d_head)
+        if self._limits.mask_heads:
+            if self._kv_type != "f16":
+                raise MissingKernelError(f"masks over a KV cache of {self._kv_type}: they need f16")
+            self._add(ops.AttendMasked(q, y, spec))
+            return y
+        attend = ops.Attend(q, y, spec, self._kv_type, Buffer(self._partials_bytes(spec)))
+        self._add(attend)
+        self._add(ops.AttendFinish(y, y, attend.partials, spec))
+        return y
+
+    def logit_rows(self, x: Value, batch: Any) -> Value:
+        """See Ops.logit_rows."""
+        y = self._value("N", x.width)
+        self._add(ops.GatherRows(x, y))
+        return y
+
+    def tap(self, name: str, layer: int | None, x: Value) -> Value:
+        """See Ops.tap."""
+        full_name = tap_name(name, layer)
+        if full_name in self._taps:
+            self._add(ops.Tap(full_name, x))
+        return x
+
+    def _add(self, op: Op) -> None:
+        self.ops.append(op)
+        # what was derived from a buffer is no longer that once the buffer is edited
+        self._panels = {key: panels for key, panels in self._panels.items() if not op.edits(key[0].buffer)}
+
+    def _add_rope_store(self, op: ops.RopeStore) -> None:
+        strides = {op.q.stride, op.k.stride} | ({op.v.stride} if op.v is not None else set())
+        if len(strides) > 1:
+            raise ShapeError("attention needs q, k and v side by side")
+        self._add(op)
+
+    def _quantized(self, x: Value, kind: PanelKind) -> Buffer:
+        """The panels of x, made once for all products that read them."""
+        panels = self._panels.get((x, kind))
+        if panels is None:
+            n_panels = -(-self._max_rows(x.rows) // TOKENS)
+            panels = Buffer(n_panels * panel_bytes(kind, x.width))
+            self._add(ops.Quantize(x, kind, panels))
+            self._panels[x, kind] = panels
+        return panels
+
+    def _partials_bytes(self, spec: AttentionSpec) -> int:
+        rows = spec.group * ops.group_tokens(spec)
+        return max_partials(self._limits) * partial_bytes(rows, spec.d_head) * spec.n_kv_heads
+
+    def _max_rows(self, rows: Rows) -> int:
+        return self._limits.max_tokens if rows == "T" else self._limits.max_logit_rows
+
+    def _like(self, x: Value, what: str) -> Value:
+        _require_multiple(what, x.width, 16)
+        return self._value(x.rows, x.width)
+
+    def _value(self, rows: Rows, width: int, stored_width: int = 0) -> Value:
+        """A new value; kernels store `stored_width` columns of it, if that is more."""
+        stride = 4 * (-(-max(width, stored_width) // ROWS) * ROWS)
+        return Value(Buffer(self._max_rows(rows) * stride), rows, width, stride)
+
+
+def max_partials(limits: StepLimits) -> int:
+    """The most partial attention results that a step can have: every chunk of every sequence."""
+    return limits.max_sequences * -(-limits.max_pages * PAGE_TOKENS // CHUNK_TOKENS)
+
+
+def _require_multiple(what: str, n: int, factor: int) -> None:
+    if n % factor:
+        raise MissingKernelError(f"{what} is {n}; the CPU backend runs multiples of {factor}")
+
+
+def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
+    """Neighbours that one kernel call can multiply: of one type, ending on whole tiles."""
+    groups: list[list[Weight]] = []
+    for weight in weights:
+        layout_of(weight)
+        last = groups[-1][0] if groups else weight
+        is_like_it = (last.type, last.per_token) == (weight.type, weight.per_token)
+        if groups and is_like_it and sum(w.shape[0] for w in groups[-1]) % ROWS == 0:
+            groups[-1].append(weight)
+        else:
+            groups.append([weight])
+    return [tuple(group) for group in groups]
