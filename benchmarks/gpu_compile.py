@@ -1,0 +1,409 @@
+"""Compiles every Triton kernel for real GPUs without one, and reads from the machine code what it costs.
+
+    python -m benchmarks.gpu_compile                      # all kernels for sm_80, sm_90 and gfx942
+    python -m benchmarks.gpu_compile gemv attention --json rows.json
+
+For each kernel and target: registers, bytes spilled, shared memory, the narrowest and the usual load of
+weights, matrix instructions, and the issue slots per weight of the innermost loop, which bound the share of
+memory bandwidth that a kernel can reach. Ends with 1 if a kernel does not compile or breaks a limit of
+`failures`. Needs triton (`pip install triton`), whose wheel has ptxas and the disassemblers; no GPU and no
+CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kukri.kernels.gpu import attention_kernels, linear_kernels, rope_kernels, row_kernels, tiles
+from kukri.kernels.gpu.pack import PACKED_TYPES
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+BITS = {  # of a weight with its scales, as `pack.py` lays them out
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q5_0": 5.5,
+    "Q5_1": 6,
+    "Q8_0": 8.5,
+    "IQ4_NL": 4.5,
+    "Q4_K": 4.5,
+    "Q5_K": 5.5,
+    "Q6_K": 6.625,
+    "IQ4_XS": 4.25,
+}
+MAX_SLOTS = {"IQ4_XS": 2.7, "Q5_K": 2.55}  # per weight of a GEMV for one token: what these two reach
+MAX_SLOTS_OTHERS = 2.5  # the aim
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with the argument types, constants and options that it is launched with."""
+
+    name: str
+    kernel: Any
+    arguments: dict[str, str]
+    constants: dict[str, Any]
+    n_warps: int
+    n_stages: int = 3
+    weights: int = 0  # that one program handles in an iteration of the innermost loop; 0: not counted
+    type_name: str = ""
+
+
+@dataclass
+class Row:
+    """What a kernel costs on a target."""
+
+    case: str
+    target: str
+    registers: int
+    spilled: int  # bytes of stack, or of scratch memory on AMD
+    shared: int  # bytes
+    loop: int = 0  # instructions of the innermost loop
+    slots: float | None = None  # issue slots per weight
+    loads: dict[str, int] = field(default_factory=dict)  # of global memory in that loop, by bits
+    matrix: dict[str, int] = field(default_factory=dict)  # matrix and dot instructions
+
+
+def linear_cases() -> list[Case]:
+    """The products: each type for one token and for many, the number of tokens of a small batch for some."""
+    gemv = {
+        "quants": "*i32",
+        "high": "*i32",
+        "scales": "*i32",
+        "xq": "*i32",
+        "xd": "*fp32",
+        "xm": "*fp32",
+        "xs": "*i32",
+    }
+    gemv |= {
+        "y": "*fp32",
+        "bias": "*fp32",
+        "residual": "*fp32",
+        "n_tokens": "i32",
+        "n_rows": "i32",
+        "n_pairs": "i32",
+        "y_stride": "i32",
+    }
+    gemm = gemv | {"quants8": "*u8", "xq": "*i8"}
+    none = {"HAS_BIAS": False, "HAS_RESIDUAL": False}
+    cases = []
+    for name in PACKED_TYPES:
+        for m in (1, 8) if name in ("Q4_K", "Q8_0") else (1,):
+            tile = tiles.gemv_tile(name, m)
+            constants = dict(TYPE=name, M=m, BN=tile.rows, ASM=True, **none)
+            weights = tile.rows * tiles.LANES * 64
+            cases.append(
+                Case(
+                    f"gemv {name} M={m}", linear_kernels.gemv, gemv, constants, tile.n_warps, 3, weights, name
+                )
+            )
+        for n_tokens in (16, 512):
+            tile = tiles.gemm_tile(name, n_tokens)
+            constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, **none)
+            label = f"gemm {name} {tile.rows}x{tile.tokens}"
+            weights = tile.rows * 64
+            cases.append(
+                Case(label, linear_kernels.gemm, gemm, constants, tile.n_warps, tile.n_stages, weights, name)
+            )
+    plain = {"y": "*fp32", "bias": "*fp32", "residual": "*fp32"}
+    plain |= {"n_tokens": "i32", "n_rows": "i32", "n_columns": "i32", "y_stride": "i32"}
+    for dtype in ("fp16", "bf16"):
+        for n_tokens in (1, 512):
+            tile = tiles.float_tile(n_tokens)
+            arguments = {"w": f"*{dtype}", "x": f"*{dtype}"} | plain
+            constants = dict(BN=tile.rows, BM=tile.tokens, BK=tiles.FLOAT_COLUMNS, UPCAST=False, **none)
+            label, weights = f"gemm {dtype} {tile.rows}x{tile.tokens}", tile.rows * tiles.FLOAT_COLUMNS
+            cases.append(
+                Case(
+                    label,
+                    linear_kernels.gemm_float,
+                    arguments,
+                    constants,
+                    tile.n_warps,
+                    tile.n_stages,
+                    weights,
+                )
+            )
+    return cases
+
+
+def attention_cases() -> list[Case]:
+    """Prefill and decode for heads of 64 and 128, float16 and int8 caches, with and without softcap."""
+    common = {
+        "q": "*fp16",
+        "query_start": "*i32",
+        "context_len": "*i32",
+        "page_table": "*i32",
+        "scale": "fp32",
+        "softcap": "fp32",
+    }
+    common |= dict.fromkeys(("window", "page_stride", "head_stride", "scale_page_stride"), "i32")
+    common |= dict.fromkeys(("scale_head_stride", "table_stride", "n_heads"), "i32")
+    cases = []
+    for d_head, group in ((64, 3), (128, 4)):
+        for kv in ("fp16", "i8"):
+            cache = {"keys": f"*{kv}", "values": f"*{kv}", "key_scales": "*fp16", "value_scales": "*fp16"}
+            for softcap in (False, True) if (d_head, kv) == (64, "fp16") else (False,):
+                constants = {"GROUP": group, "K": d_head, "KW": d_head, "KV8": kv == "i8", "SOFTCAP": softcap}
+                label = f"d{d_head} {kv}{' softcap' if softcap else ''}"
+                for phase in ("prefill", "decode"):
+                    tile = tiles.attention_tile(group, d_head, phase == "prefill")
+                    sizes = {"BM": tile.rows, "TILE": tile.tokens}
+                    arguments = common | cache | {"out": "*fp32", "work": "*i32"}
+                    cases.append(
+                        Case(
+                            f"{phase} {label}",
+                            attention_kernels.attention,
+                            arguments,
+                            constants | sizes,
+                            tile.n_warps,
+                            tile.n_stages,
+                        )
+                    )
+                arguments = common | cache | {"part_acc": "*fp32", "part_top": "*fp32", "n_chunks": "i32"}
+                cases.append(
+                    Case(
+                        f"split {label}",
+                        attention_kernels.split,
+                        arguments,
+                        constants | sizes,
+                        tile.n_warps,
+                        tile.n_stages,
+                    )
+                )
+        parts = dict.fromkeys(("part_acc", "part_top", "out"), "*fp32")
+        parts |= {
+            "query_start": "*i32",
+            "context_len": "*i32",
+            "window": "i32",
+            "n_heads": "i32",
+            "n_chunks": "i32",
+        }
+        constants = {"K": d_head, "KW": d_head, "HB": tiles.MERGE_HEADS}
+        cases.append(Case(f"merge d{d_head}", attention_kernels.merge, parts, constants, 4))
+    return cases
+
+
+def row_cases() -> list[Case]:
+    """Norms, SwiGLU and quantization at the widths of SmolLM2-135M and a 3B model; RoPE with the cache."""
+    q8 = {
+        "xq": "*i8",
+        "xd": "*fp32",
+        "xm": "*fp32",
+        "xs": "*i32",
+        "stride": "i32",
+        "width": "i32",
+        "n_columns": "i32",
+    }
+    cases = []
+    for width in (1024, 2048):
+        w = {"W": width}
+        warps = tiles.row_warps(width)
+        norm = {"x": "*fp32", "weight": "*fp32", "eps": "fp32"}
+        plain = norm | {"y": "*fp32", "stride": "i32", "width": "i32"}
+        cases.append(Case(f"rms_norm {width}", row_kernels.rms_norm, plain, w, warps))
+        cases.append(Case(f"rms_norm_q8 {width}", row_kernels.rms_norm_q8, norm | q8, w, warps))
+    w, warps = {"W": tiles.ROW_COLUMNS}, tiles.row_warps(tiles.ROW_COLUMNS)
+    gated = {"gate": "*fp32", "up": "*fp32"}
+    plain = gated | {"y": "*fp32", "stride": "i32", "width": "i32"}
+    cases.append(Case("quantize_q8", row_kernels.quantize_q8, {"x": "*fp32"} | q8, w, warps))
+    cases.append(Case("silu_mul", row_kernels.silu_mul, plain, w, warps))
+    cases.append(Case("silu_mul_q8", row_kernels.silu_mul_q8, gated | q8, w, warps))
+    rope = dict.fromkeys(("q", "k", "v", "cos", "sin"), "*fp32") | {
+        "positions": "*i32",
+        "slots": "*i32",
+        "q_out": "*fp16",
+    }
+    names = ("q_stride", "k_stride", "v_stride", "page_stride", "head_stride", "scale_page_stride")
+    rope |= dict.fromkeys((*names, "scale_head_stride", "n_heads", "n_kv_heads"), "i32")
+    for d_head, kv in ((64, "fp16"), (128, "i8")):
+        cache = {"keys": f"*{kv}", "values": f"*{kv}", "key_scales": "*fp16", "value_scales": "*fp16"}
+        constants = {"K": d_head, "KW": d_head, "ROTARY": d_head, "KV8": kv == "i8"}
+        cases.append(Case(f"rope d{d_head} {kv}", rope_kernels.rope_and_store, rope | cache, constants, 1))
+    return cases
+
+
+def all_cases() -> list[Case]:
+    """Every kernel that the GPU backend launches."""
+    return linear_cases() + attention_cases() + row_cases()
+
+
+def compile_case(case: Case, target: GPUTarget) -> Any:
+    """The compiled kernel. Pointers and strides are declared multiples of 16, as a launch finds them."""
+    names = case.kernel.arg_names
+    constants = dict(case.constants)
+    if target.backend == "hip" and "ASM" in constants:
+        constants["ASM"] = False
+    signature = {name: case.arguments.get(name, "constexpr") for name in names}
+    sizes = (
+        ("stride", "width", "n_columns", "n_tokens")
+        if case.name.startswith(("gemm", "rms", "silu", "quant"))
+        else ()
+    )
+    aligned = [
+        i
+        for i, name in enumerate(names)
+        if signature[name][0] == "*" or name.endswith("_stride") or name in sizes
+    ]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(
+        source, target=target, options={"num_warps": case.n_warps, "num_stages": case.n_stages}
+    )
+
+
+def measure(case_index: int, target_name: str) -> Row | str:
+    """The row of one kernel, or why it did not compile."""
+    case, target = all_cases()[case_index], TARGETS[target_name]
+    try:
+        kernel = compile_case(case, target)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"{case.name} {target_name}: {type(error).__name__}: {lines[-1][:200]}"
+    row = Row(case.name, target_name, 0, 0, kernel.metadata.shared)
+    if target.backend == "cuda":
+        read_sass(row, case, kernel.asm["cubin"])
+    else:
+        read_amdgcn(row, kernel.asm["amdgcn"])
+    return row
+
+
+def read_sass(row: Row, case: Case, cubin: bytes) -> None:
+    """Fills in a row from NVIDIA's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output(TOOLS / "cuobjdump", "-res-usage", file.name)
+        text = _output(TOOLS / "nvdisasm", "-c", file.name)
+    used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    row.registers, row.spilled = used["REG"], used["STACK"] + used["LOCAL"]
+    instructions, loop = innermost_loop(text)
+    row.loop = len(loop)
+    body = loop or instructions
+    row.loads = dict(Counter(_load_bits(op) for op in body if op.startswith("LDG")))
+    row.matrix = dict(Counter(op.split(".")[0] for op in body if re.match(r"[HI]G?MMA|IDP", op)))
+    if case.weights:
+        row.slots = round(len(body) * case.n_warps * 32 / case.weights, 2)
+
+
+def innermost_loop(text: str) -> tuple[list[str], list[str]]:
+    """(all opcodes, those of the longest loop that contains no other) of a disassembly."""
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(opcodes)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);", line):
+            opcode, rest = instruction[1], instruction[2]
+            jump = re.search(r"(\.L_\w+)", rest) if opcode.startswith("BRA") else None
+            if jump and labels.get(jump[1], len(opcodes)) < len(opcodes):
+                loops.append((labels[jump[1]], len(opcodes)))
+            opcodes.append(opcode)
+    inner = [
+        loop for loop in loops if not any(o != loop and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)
+    ]
+    start, stop = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    return opcodes, opcodes[start : stop + 1]
+
+
+def _load_bits(opcode: str) -> str:
+    wide = re.search(r"\.(128|64|U8|S8|U16|S16)\b", opcode)
+    return {"U8": "8", "S8": "8", "U16": "16", "S16": "16"}.get(wide[1], wide[1]) if wide else "32"
+
+
+def read_amdgcn(row: Row, text: str) -> None:
+    """Fills in a row from AMD's assembly."""
+
+    def number(key: str) -> int:
+        found = re.search(rf"\.{key}:\s*(\d+)", text)
+        return int(found[1]) if found else 0
+
+    # scratch memory; scalar registers that do not fit go to lanes of vector registers, which is no spill
+    row.registers, row.spilled = number("vgpr_count"), number("private_segment_fixed_size")
+    bits = {"ubyte": "8", "sbyte": "8", "ushort": "16", "dword": "32", "dwordx2": "64", "dwordx4": "128"}
+    loads = re.findall(r"(?:global|buffer)_load_(ubyte|sbyte|ushort|dwordx2|dwordx4|dword)\b", text)
+    row.loads = dict(Counter(bits[load] for load in loads))
+    row.matrix = dict(Counter(re.findall(r"v_mfma|v_dot4", text)))
+
+
+def _output(*command: Any) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def failures(row: Row) -> list[str]:
+    """The limits that a row breaks."""
+    broken = []
+    if row.spilled:
+        broken.append(f"{row.spilled} bytes spilled")
+    if row.case.startswith("gemv"):
+        if {"8", "16"} & set(row.loads):
+            broken.append(f"narrow loads {row.loads}")
+        limit = MAX_SLOTS.get(row.case.split()[1], MAX_SLOTS_OTHERS)
+        if row.case.endswith("M=1") and row.slots is not None and row.slots > limit:
+            broken.append(f"{row.slots} slots per weight, at most {limit}")
+    return [f"{row.case} {row.target}: {what}" for what in broken]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a line a kernel and target; 1 where a limit is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kernels", nargs="*", help="parts of names; all without")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args(arguments)
+    chosen = [
+        i
+        for i, case in enumerate(all_cases())
+        if not options.kernels or any(part in case.name for part in options.kernels)
+    ]
+    pairs = [(i, target) for i in chosen for target in options.targets.split(",")]
+    rows, broken = [], []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for result in pool.map(measure, *zip(*pairs, strict=True)):
+            if isinstance(result, str):
+                broken.append(result)
+                print("FAILED", result, flush=True)
+                continue
+            rows.append(result)
+            broken += failures(result)
+            print(
+                f"{result.case:24s} {result.target:7s} registers {result.registers:3d} "
+                f"spilled {result.spilled:4d} "
+                f"shared {result.shared:6d} loop {result.loop:4d} slots/weight {result.slots} "
+                f"loads {result.loads} {result.matrix}",
+                flush=True,
+            )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    for line in broken:
+        print("BROKEN", line)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

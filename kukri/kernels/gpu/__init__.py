@@ -1,0 +1,12 @@
+"""Kernels for GPUs: Triton's, and (`torch_ops`) every op in plain PyTorch for devices that Triton does not
+know.
+
+Importing this package is cheap; its modules but `pack` and `tiles` import torch, `launch` and `*_kernels`
+Triton.
+"""
+
+import os
+
+# One rounding rule for every version of Triton: multiplications and additions become one operation where the
+# kernels say `tl.fma`, nowhere else. The default was the other until Triton 3.9.
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"

@@ -1,0 +1,443 @@
+"""Launches the Triton kernels on PyTorch tensors: one function for each, which picks tiles and strides.
+
+Shapes: T tokens, S sequences, H query heads, G key/value heads, K head size. Tensors are contiguous unless
+said otherwise, on one device, and their arguments are trusted: `ForwardBatch` has been checked by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from kukri.kernels.gpu import attention_kernels, linear_kernels, rope_kernels, row_kernels, tiles
+from kukri.kernels.gpu.pack import PAIR, Planes
+from kukri.kernels.types import AttentionSpec
+
+CHUNK = attention_kernels.CHUNK.value  # tokens of a part of a split decode
+NO_WINDOW = 1 << 30
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A packed matrix on the device."""
+
+    type_name: str
+    n_rows: int
+    n_columns: int
+    n_pairs: int
+    quants: torch.Tensor  # int32 [rows, n_pairs, 8 or 16]
+    high: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Q8Rows:
+    """Activations of T tokens as int8: see linear_kernels.py."""
+
+    quants: torch.Tensor  # int8 [T, n_pairs * 64]
+    scales: torch.Tensor  # float32 [n_pairs * 2, T]
+    scaled_sums: torch.Tensor  # float32 [n_pairs * 2, T]
+    sums: torch.Tensor  # int32 [n_pairs * 2, T]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedTensors:
+    """One layer's keys and values [pages, G, 16, K], float16, or int8 with float16 scales [pages, G, 16, K /
+    32].
+
+    Views with a stride between pages are taken. Scales are the keys and values themselves for float16.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor
+    value_scales: torch.Tensor
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether numbers are int8."""
+        return self.keys.dtype == torch.int8
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Page and head strides, of numbers and of scales."""
+        keys, scales = self.keys, self.key_scales
+        return keys.stride(0), keys.stride(1), scales.stride(0), scales.stride(1)
+
+
+def to_device(planes: Planes, device: torch.device | str) -> Matrix:
+    """Copies a packed matrix to the device."""
+    tensors = (torch.from_numpy(plane).to(device) for plane in (planes.quants, planes.high, planes.scales))
+    return Matrix(planes.type_name, planes.n_rows, planes.n_columns, planes.n_pairs, *tensors)
+
+
+def quantize(x: torch.Tensor) -> Q8Rows:
+    """float32 [T, width], rows `stride(0)` apart -> int8 rows."""
+    rows, n_columns = _empty_q8(x, x.shape[1])
+    grid = (len(x), triton.cdiv(n_columns, tiles.ROW_COLUMNS))
+    row_kernels.quantize_q8[grid](
+        x,
+        rows.quants,
+        rows.scales,
+        rows.scaled_sums,
+        rows.sums,
+        x.stride(0),
+        x.shape[1],
+        n_columns,
+        W=tiles.ROW_COLUMNS,
+        num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
+    )
+    return rows
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32 [rows, width] -> the same shape."""
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(x.shape[1])
+    row_kernels.rms_norm[(len(x),)](
+        x, weight, y, x.stride(0), x.shape[1], eps, W=width, num_warps=tiles.row_warps(width)
+    )
+    return y
+
+
+def rms_norm_q8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Q8Rows:
+    """The same, quantized."""
+    rows, n_columns = _empty_q8(x, x.shape[1])
+    width = triton.next_power_of_2(n_columns)
+    row_kernels.rms_norm_q8[(len(x),)](
+        x,
+        weight,
+        rows.quants,
+        rows.scales,
+        rows.scaled_sums,
+        rows.sums,
+        x.stride(0),
+        x.shape[1],
+        n_columns,
+        eps,
+        W=width,
+        num_warps=tiles.row_warps(width),
+    )
+    return rows
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of float32 [T, width] views with one row stride -> float32 [T, width]."""
+    y = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
+    grid = (len(gate), triton.cdiv(gate.shape[1], tiles.ROW_COLUMNS))
+    row_kernels.silu_mul[grid](
+        gate,
+        up,
+        y,
+        gate.stride(0),
+        gate.shape[1],
+        W=tiles.ROW_COLUMNS,
+        num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
+    )
+    return y
+
+
+def silu_mul_q8(gate: torch.Tensor, up: torch.Tensor) -> Q8Rows:
+    """The same, quantized."""
+    rows, n_columns = _empty_q8(gate, gate.shape[1])
+    grid = (len(gate), triton.cdiv(n_columns, tiles.ROW_COLUMNS))
+    row_kernels.silu_mul_q8[grid](
+        gate,
+        up,
+        rows.quants,
+        rows.scales,
+        rows.scaled_sums,
+        rows.sums,
+        gate.stride(0),
+        gate.shape[1],
+        n_columns,
+        W=tiles.ROW_COLUMNS,
+        num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
+    )
+    return rows
+
+
+def linear(
+    x: Q8Rows,
+    matrix: Matrix,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """Writes x Wᵀ (+ bias + residual) to y float32 [T, rows], a view with any row stride.
+
+    `residual` has the shape and the strides of y. A row of y is the same to the bit for any T.
+    """
+    n_tokens, n_rows = len(x.quants), matrix.n_rows
+    arguments = (n_tokens, n_rows, matrix.n_pairs, y.stride(0))
+    added = (y if bias is None else bias, y if residual is None else residual)
+    constants = {
+        "TYPE": matrix.type_name,
+        "ASM": _has_ptx(y),
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+    }
+    if n_tokens <= tiles.MAX_GEMV_TOKENS:
+        tile = tiles.gemv_tile(matrix.type_name, triton.next_power_of_2(n_tokens))
+        grid = (triton.cdiv(n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens))
+        linear_kernels.gemv[grid](
+            matrix.quants,
+            matrix.high,
+            matrix.scales,
+            x.quants.view(torch.int32),
+            x.scales,
+            x.scaled_sums,
+            x.sums,
+            y,
+            *added,
+            *arguments,
+            M=tile.tokens,
+            BN=tile.rows,
+            num_warps=tile.n_warps,
+            **constants,
+        )
+        return
+    tile = tiles.gemm_tile(matrix.type_name, n_tokens)
+    grid = (triton.cdiv(n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens))
+    linear_kernels.gemm[grid](
+        matrix.quants.view(torch.uint8),
+        matrix.high,
+        matrix.scales,
+        x.quants,
+        x.scales,
+        x.scaled_sums,
+        x.sums,
+        y,
+        *added,
+        *arguments,
+        BN=tile.rows,
+        BM=tile.tokens,
+        num_warps=tile.n_warps,
+        num_stages=tile.n_stages,
+        **constants,
+    )
+
+
+def linear_float(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """The same for w [rows, columns] in float16 or bfloat16 and x [T, columns] of that dtype."""
+    (n_tokens, n_columns), n_rows = x.shape, len(w)
+    tile = tiles.float_tile(n_tokens)
+    grid = (triton.cdiv(n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens))
+    linear_kernels.gemm_float[grid](
+        w,
+        x,
+        y,
+        y if bias is None else bias,
+        y if residual is None else residual,
+        n_tokens,
+        n_rows,
+        n_columns,
+        y.stride(0),
+        BN=tile.rows,
+        BM=tile.tokens,
+        BK=tiles.FLOAT_COLUMNS,
+        UPCAST=w.device.type == "cpu",
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=tile.n_warps,
+        num_stages=tile.n_stages,
+    )
+
+
+def rope_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: tuple[torch.Tensor, torch.Tensor] | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: PagedTensors,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Rotates q [T, H*K] and k [T, G*K], stores k and v -> the queries, float16 [T, H, K].
+
+    `table` has cos and sin float32 [positions, rotary_dim / 2]; None for layers without RoPE.
+    """
+    q_out = torch.empty((len(q), spec.n_heads, spec.d_head), dtype=torch.float16, device=q.device)
+    cos, sin = table or (q, q)
+    grid = (len(q), spec.n_heads + 2 * spec.n_kv_heads)
+    rope_kernels.rope_and_store[grid](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        positions,
+        slots,
+        q_out,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        *cache.strides,
+        spec.n_heads,
+        spec.n_kv_heads,
+        K=spec.d_head,
+        KW=_head_width(spec),
+        ROTARY=2 * cos.shape[1] if table else 0,
+        KV8=cache.is_int8,
+        num_warps=1,
+    )
+    return q_out
+
+
+def prefill_tiles(query_start: Sequence[int], spec: AttentionSpec, rows: int) -> list[tuple[int, int]]:
+    """(sequence, first token) of each tile of `rows` query rows."""
+    step = rows // (spec.n_heads // spec.n_kv_heads)
+    return [
+        (s, token)
+        for s in range(len(query_start) - 1)
+        for token in range(query_start[s], query_start[s + 1], step)
+    ]
+
+
+def attention(
+    q: torch.Tensor,
+    cache: PagedTensors,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    page_table: torch.Tensor,
+    work: torch.Tensor,
+    spec: AttentionSpec,
+    is_prefill: bool,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of q float16 [T, H, K] over the cache, in one pass -> float32 [T, H, K].
+
+    `work` int32 [tiles, 2] comes from `prefill_tiles`, with the rows of `tiles.attention_tile`.
+    """
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    tile = tiles.attention_tile(spec.n_heads // spec.n_kv_heads, spec.d_head, is_prefill)
+    attention_kernels.attention[(len(work), spec.n_kv_heads)](
+        q,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        out,
+        query_start,
+        context_len,
+        page_table,
+        work,
+        spec.scale * _LOG2E,
+        softcap,
+        spec.window or NO_WINDOW,
+        *cache.strides,
+        page_table.stride(0),
+        spec.n_heads,
+        BM=tile.rows,
+        TILE=tile.tokens,
+        num_warps=tile.n_warps,
+        num_stages=tile.n_stages,
+        **_attention_constants(spec, cache, softcap),
+    )
+    return out
+
+
+def decode_split(
+    q: torch.Tensor,
+    cache: PagedTensors,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    page_table: torch.Tensor,
+    spec: AttentionSpec,
+    n_chunks: int,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """`attention` for one token a sequence, each of up to `n_chunks` chunks of keys in its own program.
+
+    Equal to `attention` to the bit, for any n_chunks that holds the longest context.
+    """
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    n_sequences = len(context_len)
+    acc = torch.empty(
+        (n_sequences, spec.n_heads, n_chunks, spec.d_head), dtype=torch.float32, device=q.device
+    )
+    top = torch.empty((n_sequences, spec.n_heads, n_chunks, 2), dtype=torch.float32, device=q.device)
+    tile = tiles.attention_tile(spec.n_heads // spec.n_kv_heads, spec.d_head, is_prefill=False)
+    window = spec.window or NO_WINDOW
+    attention_kernels.split[(n_sequences, spec.n_kv_heads, n_chunks)](
+        q,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        acc,
+        top,
+        query_start,
+        context_len,
+        page_table,
+        spec.scale * _LOG2E,
+        softcap,
+        window,
+        *cache.strides,
+        page_table.stride(0),
+        spec.n_heads,
+        n_chunks,
+        BM=tile.rows,
+        TILE=tile.tokens,
+        num_warps=tile.n_warps,
+        num_stages=tile.n_stages,
+        **_attention_constants(spec, cache, softcap),
+    )
+    attention_kernels.merge[(n_sequences, triton.cdiv(spec.n_heads, tiles.MERGE_HEADS))](
+        acc,
+        top,
+        out,
+        query_start,
+        context_len,
+        window,
+        spec.n_heads,
+        n_chunks,
+        K=spec.d_head,
+        KW=_head_width(spec),
+        HB=tiles.MERGE_HEADS,
+        num_warps=4,
+    )
+    return out
+
+
+def _attention_constants(spec: AttentionSpec, cache: PagedTensors, softcap: float) -> dict[str, int | bool]:
+    return {
+        "GROUP": spec.n_heads // spec.n_kv_heads,
+        "K": spec.d_head,
+        "KW": _head_width(spec),
+        "KV8": cache.is_int8,
+        "SOFTCAP": softcap > 0,
+    }
+
+
+def _head_width(spec: AttentionSpec) -> int:
+    """The power of two that holds a head, and is wide enough for a matrix product."""
+    return max(16, 1 << (spec.d_head - 1).bit_length())
+
+
+def _empty_q8(x: torch.Tensor, width: int) -> tuple[Q8Rows, int]:
+    """Room for rows of `width` numbers, and the columns with padding."""
+    n_columns = triton.cdiv(width, PAIR) * PAIR
+    blocks = (n_columns // 32, len(x))
+    quants = torch.empty((len(x), n_columns), dtype=torch.int8, device=x.device)
+    scales, scaled = (torch.empty(blocks, dtype=torch.float32, device=x.device) for _ in range(2))
+    return Q8Rows(quants, scales, scaled, torch.empty(blocks, dtype=torch.int32, device=x.device)), n_columns
+
+
+def _has_ptx(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda" and torch.version.hip is None

@@ -1,0 +1,319 @@
+"""Triton kernels for products with quantized matrices: weights as `pack.py` lays them out, int8 activations.
+
+One order of operations serves GEMV and GEMM, so that a row of activations gives the same bits in any batch:
+products inside a block of 32 are integers, exact on every unit; a block is folded into a float32 sum by one
+multiplication and one or two fused multiply-adds; a row has LANES = 8 sums,
+pair p (two blocks) going to sum p mod 8
+in order; the eight are added one after another, then come bias and residual.
+
+Activations are int8 [T, n_pairs * 64]. For each 32 of them there are a float32 scale `xd`,
+the sum of the 32 times
+that scale `xm` (float32), and a word of two int16 sums of 16 `xs`, all [n_pairs * 2, T],
+so that a tile of tokens
+is one run of memory. Padding columns are zeros.
+"""
+
+import triton
+import triton.language as tl
+
+from kukri.kernels.gpu.bits import dp4a, high_half, iq4_selectors, iq4_values, low_half
+
+LANES = tl.constexpr(8)
+_NIBBLES = tl.constexpr(0x0F0F0F0F)
+
+
+@triton.jit
+def _load_words(base, at, mask, N: tl.constexpr):
+    """N words from base + at, as one wide load: […, N]."""
+    return tl.load(base + tl.expand_dims(at, -1) + tl.arange(0, N), mask=tl.expand_dims(mask, -1), other=0)
+
+
+@triton.jit
+def _pick(words, i: tl.constexpr, N: tl.constexpr):
+    """Word i of […, N]; a selection from registers."""
+    return tl.sum(tl.where(tl.arange(0, N) == i, words, 0), axis=-1)
+
+
+@triton.jit
+def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
+    """The words of `scales` that a pair needs, three or fewer; its shape is that of row, pair and mask."""
+    at = row * n_pairs + pair
+    of_256 = row * (n_pairs // 4) + pair // 4
+    if TYPE == "Q4_1" or TYPE == "Q5_1":
+        words = _load_words(scales, at * 2, mask, 2)
+        a, b = _pick(words, 0, 2), _pick(words, 1, 2)
+        return a, b, a
+    elif TYPE == "Q4_K" or TYPE == "Q5_K":
+        words = _load_words(scales, of_256 * 4, mask, 4)
+        a, b, c, d = _pick(words, 0, 4), _pick(words, 1, 4), _pick(words, 2, 4), _pick(words, 3, 4)
+        # scales and minimums of 4 groups a word, then those of this pair in the low 16 bits
+        first = (pair & 2) == 0
+        s = tl.where(first, b & 0x3F3F3F3F, (d & _NIBBLES) | ((b >> 2) & 0x30303030))
+        t = tl.where(first, c & 0x3F3F3F3F, ((d >> 4) & _NIBBLES) | ((c >> 2) & 0x30303030))
+        shift = (pair & 1) * 16
+        return a, s >> shift, t >> shift
+    elif TYPE == "Q6_K":
+        a = tl.load(scales + of_256 * 5 + (pair & 3), mask=mask, other=0)
+        b = tl.load(scales + of_256 * 5 + 4, mask=mask, other=0)
+        return a, b, a
+    elif TYPE == "IQ4_XS":
+        words = _load_words(scales, of_256 * 2, mask, 2)
+        a, b = _pick(words, 0, 2), _pick(words, 1, 2)
+        return a, b >> ((pair & 3) * 8), a >> (12 + (pair & 3) * 4)
+    else:
+        a = tl.load(scales + at, mask=mask, other=0)
+        return a, a, a
+
+
+@triton.jit
+def _block_scales(a, b, c, TYPE: tl.constexpr, C: tl.constexpr):
+    """For block C of a pair: its scale, its minimum (0 for Q8_0, Q6_K and IQ4), and Q6_K's two multipliers.
+
+    Products of a float16 and a whole number of 6 bits are exact in float32.
+    """
+    if TYPE == "Q4_1" or TYPE == "Q5_1":
+        w = a if C == 0 else b
+        return low_half(w), high_half(w), w, w
+    elif TYPE == "Q4_K" or TYPE == "Q5_K":
+        s, t = ((b >> (8 * C)) & 63).to(tl.float32), ((c >> (8 * C)) & 63).to(tl.float32)
+        return low_half(a) * s, -high_half(a) * t, a, a
+    elif TYPE == "Q6_K":
+        d = b.to(tl.float32, bitcast=True)
+        return d, d, (a << (24 - 16 * C)) >> 24, (a << (16 - 16 * C)) >> 24
+    elif TYPE == "IQ4_XS":
+        s = ((b >> (4 * C)) & 15 | (c >> (2 * C)) & 0x30) - 32
+        d = low_half(a) * s.to(tl.float32)
+        return d, d, a, a
+    else:
+        d = low_half(a) if C == 0 else high_half(a)
+        offset: tl.constexpr = 8.0 if TYPE == "Q4_0" else 16.0
+        return d, d * -offset, a, a
+
+
+@triton.jit
+def _fold(acc, e0, e1, x_scale, x_min, x_sums, d, m, s0, s1, TYPE: tl.constexpr):
+    """acc plus a block; e0 and e1 are the exact sums of its halves, e0 of the whole for types other than
+    Q6_K.
+
+    Each integer that becomes a float is below 2^24, so it is not rounded.
+    """
+    if TYPE == "Q6_K":
+        e0 = s0 * (e0 - 32 * ((x_sums << 16) >> 16)) + s1 * (e1 - 32 * (x_sums >> 16))
+    acc = tl.fma(e0.to(tl.float32) * d, x_scale, acc)
+    if TYPE != "Q6_K" and TYPE != "Q8_0" and TYPE != "IQ4_NL" and TYPE != "IQ4_XS":
+        acc = tl.fma(m, x_min, acc)
+    return acc
+
+
+@triton.jit
+def _finish(y, total, bias, residual, at, column, mask, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """Stores total at y + at, with the bias at `column` and the residual at `at` added."""
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=mask, other=0)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + at, mask=mask, other=0)
+    tl.store(y + at, total, mask=mask)
+
+
+@triton.jit
+def _add_lanes(sums, lane):
+    """sums [BN, LANES] -> [BN], added one after another; zeros around a lane pick it."""
+    total = tl.sum(tl.where((lane == 0)[None, :], sums, 0.0), axis=1)
+    for i in tl.static_range(1, LANES):
+        total += tl.sum(tl.where((lane == i)[None, :], sums, 0.0), axis=1)
+    return total
+
+
+@triton.jit
+def gemv(
+    quants, high, scales, xq, xd, xm, xs, y, bias, residual, n_tokens, n_rows, n_pairs, y_stride,
+    TYPE: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y[t, n] = x[t] · W[n] for M tokens (a power of two) and BN rows a program; `xq` as int32 words.
+
+    A thread has a pair: its weights come by 128-bit loads and stay in registers for all M tokens.
+    """
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    token0 = (tl.program_id(1) * M).to(tl.int64)
+    lane, word = tl.arange(0, LANES), tl.arange(0, 4)
+    row64 = row.to(tl.int64)[:, None]
+    WORDS: tl.constexpr = 16 if TYPE == "Q8_0" else 8
+    if TYPE == "IQ4_NL" or TYPE == "IQ4_XS":
+        t0, t1, t2, t3 = tl.load(high), tl.load(high + 1), tl.load(high + 2), tl.load(high + 3)
+    q_row = quants + row64 * n_pairs * WORDS  # [BN, 1]
+    sums = ()  # float32 [BN, LANES] for each token
+    for _token in tl.static_range(M):
+        sums = sums + (tl.zeros([BN, LANES], tl.float32),)  # noqa: RUF005
+    for first in range(0, n_pairs, LANES):
+        pair = first + lane
+        inside = pair < n_pairs
+        mask = (row < n_rows)[:, None] & inside[None, :]  # [BN, LANES]
+        at = row64 * n_pairs + pair[None, :]
+        pq = (q_row + (pair * WORDS)[None, :])[:, :, None] + word
+        q0 = tl.load(pq, mask=mask[:, :, None], other=0)  # [BN, LANES, 4]
+        q1 = tl.load(pq + 4, mask=mask[:, :, None], other=0)
+        if TYPE == "Q8_0":
+            q2 = tl.load(pq + 8, mask=mask[:, :, None], other=0)
+            q3 = tl.load(pq + 12, mask=mask[:, :, None], other=0)
+        elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS":
+            q0, half0 = iq4_selectors(q0)
+            q1, half1 = iq4_selectors(q1)
+        a, b, c = _scale_words(scales, row64, pair[None, :], n_pairs, mask, TYPE)
+        if TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
+            top = _load_words(high, at * 2, mask, 2)
+        elif TYPE == "Q6_K":
+            top = _load_words(high, at * 4, mask, 4)
+        for C in tl.static_range(2):
+            if TYPE == "Q8_0":
+                w0, w1 = (q0, q1) if C == 0 else (q2, q3)
+            elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS":
+                w0 = iq4_values(q0, half0, t0, t1, t2, t3, C, ASM)
+                w1 = iq4_values(q1, half1, t0, t1, t2, t3, C, ASM)
+            else:
+                w0, w1 = (q0 >> (4 * C)) & _NIBBLES, (q1 >> (4 * C)) & _NIBBLES
+                if TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
+                    h = _pick(top, C, 2)[:, :, None]
+                    w0 |= (h >> word) & 0x10101010
+                    w1 |= (h << (4 - word)) & 0x10101010
+                elif TYPE == "Q6_K":
+                    h0, h1 = _pick(top, 2 * C, 4)[:, :, None], _pick(top, 2 * C + 1, 4)[:, :, None]
+                    w0 |= tl.where(word < 2, h0 >> (2 * word), h0 << (8 - 2 * word)) & 0x30303030
+                    w1 |= tl.where(word < 2, h1 >> (2 * word), h1 << (8 - 2 * word)) & 0x30303030
+            d, m, s0, s1 = _block_scales(a, b, c, TYPE, C)
+            folded = ()
+            for i in tl.static_range(M):
+                x_at = (token0 + i) * n_pairs + pair
+                x_mask = pair < tl.where(token0 + i < n_tokens, n_pairs, 0)
+                px = (xq + x_at * 16 + 8 * C)[:, None] + word
+                x0 = tl.load(px, mask=x_mask[:, None], other=0)[None]  # [1, LANES, 4]
+                x1 = tl.load(px + 4, mask=x_mask[:, None], other=0)[None]
+                at_block = (pair * 2 + C) * n_tokens + token0 + i
+                x_scale = tl.load(xd + at_block, mask=x_mask, other=0)[None]  # [1, LANES]
+                x_min = tl.load(xm + at_block, mask=x_mask, other=0)[None]
+                x_sums = tl.load(xs + at_block, mask=x_mask, other=0)[None]
+                zero = tl.zeros([BN, LANES, 4], tl.int32)
+                if TYPE == "Q6_K":
+                    e0 = tl.sum(dp4a(w0, x0, zero, ASM), axis=2)
+                    e1 = tl.sum(dp4a(w1, x1, zero, ASM), axis=2)
+                else:
+                    e0 = tl.sum(dp4a(w1, x1, dp4a(w0, x0, zero, ASM), ASM), axis=2)  # [BN, LANES]
+                    e1 = e0
+                folded = folded + (_fold(sums[i], e0, e1, x_scale, x_min, x_sums, d, m, s0, s1, TYPE),)  # noqa: RUF005
+            sums = folded
+    for i in tl.static_range(M):
+        mask = row < tl.where(token0 + i < n_tokens, n_rows, 0)
+        total = _add_lanes(sums[i], lane)
+        _finish(y, total, bias, residual, (token0 + i) * y_stride + row, row, mask, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def _block_bytes(quants8, high, row_pair, k, mask, TYPE: tl.constexpr, C: tl.constexpr, ASM: tl.constexpr):
+    """Block C of pairs `row_pair` [BN] as int8 [BN, 32], quants without their offset."""
+    if TYPE == "Q8_0":
+        q = tl.load(quants8 + row_pair[:, None] * 64 + 32 * C + k[None, :], mask=mask[:, None], other=0)
+        return q.to(tl.int8, bitcast=True)
+    elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS":
+        # 4 weights from 16 bits of a word, then the 4 bytes of each
+        p = (quants8 + row_pair[:, None] * 32).to(tl.pointer_type(tl.int32)) + tl.arange(0, 8)[None, :]
+        within, half = iq4_selectors(tl.load(p, mask=mask[:, None], other=0))
+        t0, t1, t2, t3 = tl.load(high), tl.load(high + 1), tl.load(high + 2), tl.load(high + 3)
+        values = iq4_values(within, half, t0, t1, t2, t3, C, ASM)  # [BN, 8]
+        shifts = tl.arange(0, 4) * 8
+        return tl.reshape((values[:, :, None] >> shifts[None, None, :]).to(tl.int8), [values.shape[0], 32])
+    else:
+        q = tl.load(quants8 + row_pair[:, None] * 32 + k[None, :], mask=mask[:, None], other=0)
+        q = (q >> (4 * C)) & 15
+        if TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
+            h = tl.load(high + row_pair * 2 + C, mask=mask, other=0)[:, None]
+            q |= (((h >> (8 * (k % 4) + (k // 4 + 4) % 8)[None, :]) & 1) << 4).to(tl.uint8)
+        elif TYPE == "Q6_K":
+            h0 = tl.load(high + row_pair * 4 + 2 * C, mask=mask, other=0)[:, None]
+            h1 = tl.load(high + row_pair * 4 + 2 * C + 1, mask=mask, other=0)[:, None]
+            h = tl.where((k < 16)[None, :], h0, h1)
+            q |= (((h >> (8 * (k % 4) + (2 * (k // 4) + 4) % 8)[None, :]) & 3) << 4).to(tl.uint8)
+        return q.to(tl.int8)
+
+
+@triton.jit
+def gemm(
+    quants8, high, scales, xq, xd, xm, xs, y, bias, residual, n_tokens, n_rows, n_pairs, y_stride,
+    TYPE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """The same for BM tokens a program, on int8 matrix units; `quants8` is the plane as bytes, `xq` int8."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    token = tl.program_id(1) * BM + tl.arange(0, BM)
+    ok_r, ok_t = row < n_rows, token < n_tokens
+    k = tl.arange(0, 32)
+    row64, token64 = row.to(tl.int64), token.to(tl.int64)
+    total = tl.zeros([BN, BM], tl.float32)
+    for lane in range(LANES):
+        acc = tl.zeros([BN, BM], tl.float32)
+        for pair in range(lane, n_pairs, LANES):
+            row_pair = row64 * n_pairs + pair
+            a, b, c = _scale_words(scales, row64, pair, n_pairs, ok_r, TYPE)
+            for C in tl.static_range(2):
+                w8 = _block_bytes(quants8, high, row_pair, k, ok_r, TYPE, C, ASM)
+                px = xq + ((token64 * n_pairs + pair) * 64 + 32 * C)[None, :] + k[:, None]
+                x8 = tl.load(px, mask=ok_t[None, :], other=0)  # [32, BM]
+                at_block = (pair * 2 + C) * n_tokens + token
+                x_scale = tl.load(xd + at_block, mask=ok_t, other=0)[None, :]
+                x_min = tl.load(xm + at_block, mask=ok_t, other=0)[None, :]
+                x_sums = tl.load(xs + at_block, mask=ok_t, other=0)[None, :]
+                if TYPE == "Q6_K":
+                    e0 = tl.dot(w8, tl.where((k < 16)[:, None], x8, 0).to(tl.int8), out_dtype=tl.int32)
+                    e1 = tl.dot(w8, tl.where((k < 16)[:, None], 0, x8).to(tl.int8), out_dtype=tl.int32)
+                else:
+                    e0 = tl.dot(w8, x8, out_dtype=tl.int32)
+                    e1 = e0
+                d, m, s0, s1 = _block_scales(a, b, c, TYPE, C)
+                acc = _fold(
+                    acc,
+                    e0,
+                    e1,
+                    x_scale,
+                    x_min,
+                    x_sums,
+                    d[:, None],
+                    m[:, None],
+                    s0[:, None],
+                    s1[:, None],
+                    TYPE,
+                )
+        total += acc
+    at = token64[None, :] * y_stride + row[:, None]
+    mask = ok_r[:, None] & ok_t[None, :]
+    _finish(y, total, bias, residual, at, row[:, None] + token[None, :] * 0, mask, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def gemm_float(
+    w, x, y, bias, residual, n_tokens, n_rows, n_columns, y_stride,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """float16 or bfloat16 weights [n_rows, n_columns] and activations of that dtype; float32 sums, BK at a
+    time.
+
+    It serves one token too: a result depends on the columns' order alone,
+    as long as BN and BK stay as they are.
+    UPCAST multiplies in float32, for Triton's interpreter, which cannot multiply bfloat16.
+    """
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    token = tl.program_id(1) * BM + tl.arange(0, BM)
+    ok_r, ok_t = row < n_rows, token < n_tokens
+    k = tl.arange(0, BK)
+    pw = w + row.to(tl.int64)[:, None] * n_columns + k[None, :]
+    px = x + token.to(tl.int64)[None, :] * n_columns + k[:, None]
+    acc = tl.zeros([BN, BM], tl.float32)
+    for first in range(0, n_columns, BK):
+        inside = first + k < n_columns
+        w_tile = tl.load(pw + first, mask=ok_r[:, None] & inside[None, :], other=0)
+        x_tile = tl.load(px + first, mask=inside[:, None] & ok_t[None, :], other=0)
+        if UPCAST:
+            w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
+        acc = tl.dot(w_tile, x_tile, acc)
+    at = token.to(tl.int64)[None, :] * y_stride + row[:, None]
+    mask = ok_r[:, None] & ok_t[None, :]
+    _finish(y, acc, bias, residual, at, row[:, None] + token[None, :] * 0, mask, HAS_BIAS, HAS_RESIDUAL)

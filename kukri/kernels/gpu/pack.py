@@ -1,0 +1,160 @@
+"""Weights for the Triton kernels: a file's blocks as planes of 32-bit words, repacked once when a model is
+loaded.
+
+Blocks of 18, 22, 34 or 210 bytes cannot be read by aligned 128-bit loads, so quants and scales become planes.
+The unit is a pair: two consecutive blocks of 32 weights, c = 0 and 1. An odd last block gets a partner of
+zeros.
+
+`quants`, int32 words [rows, n_pairs, 8 or 16]:
+  low 4 bits of Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K: byte k of a pair has weight k of both blocks, block
+  0 in the low nibble. (That is the file's own order for Q4_K and Q5_K.)
+  IQ4_NL, IQ4_XS: word w has weights 4w … 4w + 3 of block 0 in its low 4 nibbles, of block 1 in its high ones.
+  Q8_0: 16 words, block 0 then block 1.
+`high`, the bits above the low 4: Q5 [rows, n_pairs, 2], a word a block, weight k in bit (k div 4 + 4) mod 8
+  of byte k mod 4; Q6_K [rows, n_pairs, 4], a word for 16 weights, weight k in the 2 bits from
+  (2 (k div 4) + 4) mod 8 of byte k mod 4. So one shift brings bits to where a mask finds them beside the
+  low 4. IQ4: the 16 values, 4 words.
+`scales`: Q4_0, Q5_0, Q8_0, IQ4_NL one word a pair, d of both blocks; Q4_1, Q5_1 two, d and m of each;
+  Q4_K, Q5_K the file's first 16 bytes of each 256 weights, IQ4_XS its first 8; Q6_K five, 16 int8 and d as
+  float32.
+
+Planes have as many bytes as the file, but for Q6_K (212 bytes instead of 210) and padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.errors import UnsupportedError
+from kukri.kernels.types import Weight
+from kukri.quant.blocks import IQ4_VALUES
+
+Words = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
+
+PAIR = 64  # weights of two blocks
+_ROWS_WEIGHTS = 1 << 20  # weights repacked at a time, which bounds temporary memory
+_OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL")
+_OF_256 = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+PACKED_TYPES = (*_OF_32, *_OF_256)
+
+
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """A packed matrix: see the module. `high` is empty for types that need none."""
+
+    type_name: str
+    n_rows: int
+    n_columns: int
+    quants: Words
+    high: Words
+    scales: Words
+
+    @property
+    def n_pairs(self) -> int:
+        """Pairs of blocks in a row, padding included."""
+        return int(self.quants.shape[1])
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all planes."""
+        return self.quants.nbytes + self.high.nbytes + self.scales.nbytes
+
+
+def pack(weight: Weight) -> Planes:
+    """The planes of a quantized matrix. Raises UnsupportedError for types that the kernels do not read."""
+    name, (n_rows, n_columns) = weight.type.name, weight.shape
+    if name not in PACKED_TYPES:
+        raise UnsupportedError(f"no Triton kernel reads {name}: they read {', '.join(PACKED_TYPES)}")
+    pack_blocks = _pack_32 if name in _OF_32 else _pack_256
+    step = max(1, _ROWS_WEIGHTS // n_columns)
+    parts = []
+    for start in range(0, n_rows, step):
+        rows = np.ascontiguousarray(weight.data[start : start + step])
+        parts.append(pack_blocks(name, rows.reshape(len(rows), -1, weight.type.block_bytes)))
+    quants, high, scales = (np.concatenate(planes) for planes in zip(*parts, strict=True))
+    if name.startswith("IQ4"):
+        high = IQ4_VALUES.astype(np.int8).view(np.int32)
+    return Planes(name, n_rows, n_columns, quants, high, scales)
+
+
+def _pack_32(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
+    """Planes of blocks uint8 [rows, n_blocks, bytes] of 32 weights."""
+    if blocks.shape[1] % 2:
+        blocks = np.pad(blocks, ((0, 0), (0, 1), (0, 0)))
+    has_min, has_high = name in ("Q4_1", "Q5_1"), name.startswith("Q5")
+    at = 4 if has_min else 2
+    scales = _words(blocks[:, :, :at].reshape(len(blocks), -1, 2 * at))
+    no_high = np.zeros((*scales.shape[:2], 0), np.int32)
+    if name == "Q8_0":
+        return _words(blocks[:, :, 2:].reshape(len(blocks), -1, PAIR)), no_high, scales
+    high = no_high
+    if has_high:
+        bits = np.unpackbits(blocks[:, :, at : at + 4], axis=-1, bitorder="little")  # [rows, n_blocks, 32]
+        high, at = _words(_spread(bits, 1)), at + 4
+    packed = blocks[:, :, at:]
+    quants = np.concatenate([packed & 15, packed >> 4], axis=-1)
+    join = _join_for_tables if name == "IQ4_NL" else _join
+    return _words(join(quants)), high, scales
+
+
+def _pack_256(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
+    """Planes of blocks uint8 [rows, n_blocks, bytes] of 256 weights."""
+    no_high = np.zeros((len(blocks), blocks.shape[1] * 4, 0), np.int32)
+    if name == "Q4_K":
+        return _words(blocks[..., 16:], 4), no_high, _words(blocks[..., :16])
+    if name == "Q5_K":
+        bits = _fields(blocks[..., 16:48], 1, 32).reshape(len(blocks), -1, 32)
+        return _words(blocks[..., 48:], 4), _words(_spread(bits, 1)), _words(blocks[..., :16])
+    if name == "IQ4_XS":
+        packed = blocks[..., 8:].reshape(len(blocks), -1, 16)
+        quants = np.concatenate([packed & 15, packed >> 4], axis=-1)
+        return _words(_join_for_tables(quants)), no_high, _words(blocks[..., :8])
+    low = _fields(blocks[..., :128], 4, 64).reshape(len(blocks), -1, 32)
+    top = _fields(blocks[..., 128:192], 2, 32).reshape(len(blocks), -1, 32)
+    d = np.ascontiguousarray(blocks[..., 208:210]).view(np.float16).astype(np.float32)
+    scales = np.concatenate([_words(blocks[..., 192:208]), d.view(np.int32)], axis=-1)
+    return _words(_join(low)), _words(_spread(top, 2)), scales
+
+
+def _fields(packed: Bytes, n_bits: int, run: int) -> Bytes:
+    """[…, bytes] -> […, bytes * 8 / n_bits]: fields that share bytes, the lowest of `run` bytes first."""
+    shifts = np.arange(0, 8, n_bits, dtype=np.uint8)
+    fields = packed.reshape(*packed.shape[:-1], -1, 1, run) >> shifts[:, None]
+    return (fields & np.uint8((1 << n_bits) - 1)).reshape(*packed.shape[:-1], -1)
+
+
+def _join(quants: Bytes) -> Bytes:
+    """Low nibbles [rows, n_blocks, 32] -> bytes [rows, n_pairs, 32]: weight k of both blocks in byte k."""
+    pairs = quants.reshape(len(quants), -1, 2, 32)
+    joined: Bytes = np.bitwise_or(pairs[:, :, 0], pairs[:, :, 1] << np.uint8(4), dtype=np.uint8)
+    return joined
+
+
+def _join_for_tables(quants: Bytes) -> Bytes:
+    """Nibbles [rows, n_blocks, 32] -> bytes [rows, n_pairs, 32]: 4 of block 0, then 4 of block 1."""
+    pairs = quants.reshape(len(quants), -1, 2, 8, 2, 2).swapaxes(
+        2, 3
+    )  # [rows, n_pairs, word, block, byte, 2]
+    joined: Bytes = np.bitwise_or(pairs[..., 0], pairs[..., 1] << np.uint8(4), dtype=np.uint8)
+    return joined.reshape(*pairs.shape[:2], 32)
+
+
+def _spread(fields: Bytes, n_bits: int) -> Bytes:
+    """Top bits [rows, n_blocks, 32] of 1 or 2 bits -> bytes [rows, n_pairs, 8 n_bits], as the module says."""
+    per_byte = 8 // n_bits
+    grouped = fields.reshape(
+        *fields.shape[:2], -1, per_byte, 4
+    )  # weight k: word, place in a byte, byte k mod 4
+    shifts = ((np.arange(per_byte, dtype=np.uint8) * n_bits + 4) % 8)[:, None]
+    packed: Bytes = np.bitwise_or.reduce(grouped << shifts, axis=-2)
+    return packed.reshape(len(fields), -1, 8 * n_bits)
+
+
+def _words(data: Bytes, split: int = 1) -> Words:
+    """uint8 […, n] -> int32 […, n / 4]; with `split`, each block becomes that many entries."""
+    words = np.ascontiguousarray(data).view(np.int32)
+    return words.reshape(words.shape[0], words.shape[1] * split, -1)

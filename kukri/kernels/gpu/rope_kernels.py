@@ -1,0 +1,78 @@
+"""Triton kernel for RoPE and the KV cache: rotated queries as float16, keys and values into their pages.
+
+The cache keeps pages token by token: `keys` and `values` [pages, …, KV heads, PAGE tokens, K], float16,
+or int8
+with float16 scales [pages, …, KV heads, PAGE tokens, K / 32]. A token's head is one run of memory,
+so writing and
+reading it takes 128-bit accesses. Strides are in elements of the tensor they belong to.
+"""
+
+import triton
+import triton.language as tl
+
+from kukri.kernels.gpu.bits import round_even
+
+PAGE = tl.constexpr(16)  # tokens of a page
+
+
+@triton.jit
+def _limited(x):
+    """x within float16's range; NaN stays."""
+    return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+
+
+@triton.jit
+def rope_and_store(
+    q, k, v, cos, sin, positions, slots, q_out, keys, values, key_scales, value_scales, q_stride, k_stride,
+    v_stride,
+    page_stride, head_stride, scale_page_stride, scale_head_stride, n_heads, n_kv_heads,
+    K: tl.constexpr, KW: tl.constexpr, ROTARY: tl.constexpr, KV8: tl.constexpr,
+):  # fmt: skip
+    """One head of one token a program: heads 0 … H - 1 are queries, then keys, then values.
+
+    The first ROTARY dimensions rotate, dimension i with i + ROTARY / 2; ROTARY 0 for layers without RoPE.
+    KW is the power of two >= K.
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim = tl.arange(0, KW)
+    ok = dim < K
+    is_q, is_v = head < n_heads, head >= n_heads + n_kv_heads
+    kv_head = tl.where(is_v, head - n_heads - n_kv_heads, head - n_heads)
+    if is_q:
+        source = q + token * q_stride + head * K
+    elif is_v:
+        source = v + token * v_stride + kv_head * K
+    else:
+        source = k + token * k_stride + kv_head * K
+    x = tl.load(source + dim, mask=ok, other=0)
+    if ROTARY > 0:
+        HALF: tl.constexpr = ROTARY // 2
+        rotates = dim < tl.where(is_v, 0, ROTARY)
+        low = dim < HALF
+        other = tl.load(source + tl.where(low, dim + HALF, dim - HALF), mask=rotates, other=0)
+        angle = tl.load(positions + token).to(tl.int64) * HALF + tl.where(low, dim, dim - HALF)
+        c, s = tl.load(cos + angle, mask=rotates, other=1), tl.load(sin + angle, mask=rotates, other=0)
+        x = tl.where(rotates, x * c + tl.where(low, -(other * s), other * s), x)
+    if is_q:
+        tl.store(q_out + (token * n_heads + head) * K + dim, x.to(tl.float16), mask=ok)
+    else:
+        slot = tl.load(slots + token)
+        x = _limited(x)
+        row = (slot // PAGE).to(tl.int64) * page_stride + kv_head * head_stride + (slot % PAGE) * K
+        target = values if is_v else keys
+        if KV8:
+            blocks = tl.reshape(x, [KW // 32, 32])
+            largest = tl.max(tl.abs(blocks), axis=1)
+            has_nan = tl.max((blocks != blocks).to(tl.int32), axis=1) > 0
+            top = tl.full([KW // 32], 127.0, tl.float32)
+            inverse = tl.where(largest > 0, tl.div_rn(top, largest), 0.0)
+            quants = tl.where(has_nan[:, None], 0.0, round_even(blocks * inverse[:, None]))
+            tl.store(target + row + dim, tl.reshape(quants, [KW]).to(tl.int8), mask=ok)
+            scale = tl.where(has_nan, float("nan"), tl.div_rn(largest, top)).to(tl.float16)
+            block = tl.arange(0, KW // 32)
+            scale_row = (slot // PAGE).to(tl.int64) * scale_page_stride + kv_head * scale_head_stride
+            scales = value_scales if is_v else key_scales
+            at = scale_row + (slot % PAGE) * (K // 32) + block
+            tl.store(scales + at, scale, mask=block < K // 32)
+        else:
+            tl.store(target + row + dim, x.to(tl.float16), mask=ok)

@@ -1,0 +1,54 @@
+"""Sizes of the tiles that the Triton kernels are launched with, chosen by reading their machine code.
+
+They follow from the matrix or the layer, and from the number of tokens only where no bit of a result depends
+on it. `python -m benchmarks.gpu_compile` shows what each choice costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LANES = 8  # sums of a row in a product: see linear_kernels.py
+MAX_GEMV_TOKENS = 8
+ROW_COLUMNS = 1024  # columns of a program that quantizes or gates
+FLOAT_COLUMNS = 64  # columns of a step of gemm_float
+MERGE_HEADS = 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of weights (or of queries) and tokens (or keys) of a program."""
+
+    rows: int
+    tokens: int
+    n_warps: int
+    n_stages: int = 3
+
+
+def gemv_tile(type_name: str, n_tokens: int) -> Tile:
+    """A product for at most MAX_GEMV_TOKENS tokens."""
+    if type_name in ("IQ4_NL", "IQ4_XS", "Q5_K"):
+        return Tile(64 if n_tokens == 1 else 16, n_tokens, 8)
+    return Tile(32 if n_tokens <= 2 else 16, n_tokens, 4)
+
+
+def gemm_tile(type_name: str, n_tokens: int) -> Tile:
+    """A product for more."""
+    return Tile(64, 16, 4) if n_tokens <= 32 else Tile(64, 32 if type_name in ("Q4_1", "Q6_K") else 64, 4)
+
+
+def float_tile(n_tokens: int) -> Tile:
+    """A product with float16 or bfloat16 weights; rows stay the same, so that bits do."""
+    return Tile(64, 16, 4) if n_tokens <= 64 else Tile(64, 128, 4)
+
+
+def attention_tile(group: int, d_head: int, is_prefill: bool) -> Tile:
+    """Attention for groups of query heads; keys depend on the head size alone, so that bits do."""
+    rows = max(16, 1 << (group - 1).bit_length())
+    n_keys = 64 if d_head <= 64 else 32
+    return Tile(max(rows, 32), n_keys, 4, 2) if is_prefill else Tile(rows, n_keys, 4, 3)
+
+
+def row_warps(width: int) -> int:
+    """Warps of a program with a whole row."""
+    return max(1, min(8, width // 256))

@@ -1,0 +1,39 @@
+"""Makes the Triton kernels run under Triton's interpreter, on the CPU.
+
+The variable is read when a kernel is decorated and when it is launched, so it is set while the modules are
+imported and during these tests. Other tests of the process, and programs that they start, do not see it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"
+try:
+    import triton  # noqa: F401
+except ImportError as error:
+    if os.environ.get("CI"):
+        raise RuntimeError("CI tests the Triton kernels: pip install -e '.[gpu-test]'") from error
+    HAS_TRITON = False
+else:
+    import kukri.kernels.gpu.launch  # noqa: F401
+
+    HAS_TRITON = True
+finally:
+    del os.environ["TRITON_INTERPRET"]
+
+
+class _WithoutTriton(pytest.Module):
+    def collect(self):
+        pytest.skip("triton is not installed: pip install -e '.[gpu-test]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return None if HAS_TRITON else _WithoutTriton.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")

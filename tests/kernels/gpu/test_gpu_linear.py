@@ -1,0 +1,150 @@
+"""Products with quantized matrices under Triton's interpreter, against dequantized weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from random_blocks import random_rows
+
+from kukri.errors import UnsupportedError
+from kukri.kernels.gpu import launch
+from kukri.kernels.gpu.pack import PACKED_TYPES, pack
+from kukri.kernels.types import Weight
+from kukri.quant.blocks import dequantize
+from kukri.quant.types import QUANT_TYPES
+
+N_ROWS = 37
+
+
+def case(type_name, n_tokens, n_columns=None, seed=0):
+    """(packed matrix, weights float32, activations float32) with columns that are no multiple of lanes."""
+    rng = np.random.default_rng(seed)
+    type = QUANT_TYPES[type_name]
+    n_columns = n_columns or (288 if type.block_size == 32 else 768)
+    data = random_rows(rng, type_name, (N_ROWS, n_columns))
+    matrix = launch.to_device(pack(Weight(data, type, (N_ROWS, n_columns))), "cpu")
+    x = rng.standard_normal((n_tokens, n_columns), dtype=np.float32)
+    return matrix, dequantize(data, type), torch.from_numpy(x)
+
+
+def rounded(rows, n_columns):
+    """float64 [T, columns] that int8 rows stand for."""
+    blocks = rows.quants.numpy().reshape(len(rows.quants), -1, 32) * rows.scales.numpy().T[..., None].astype(
+        np.float64
+    )
+    return blocks.reshape(len(blocks), -1)[:, :n_columns]
+
+
+def poisoned(*shape):
+    return torch.full(shape, float("nan"))
+
+
+def product(matrix, rows, **added):
+    y = poisoned(len(rows.quants), matrix.n_rows)
+    launch.linear(rows, matrix, y, **added)
+    return y
+
+
+def some(rows, part):
+    planes = (rows.scales, rows.scaled_sums, rows.sums)
+    return launch.Q8Rows(rows.quants[part], *(plane[:, part].contiguous() for plane in planes))
+
+
+def bits(x):
+    return x.numpy().view(np.int32)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 11])
+@pytest.mark.parametrize("type_name", PACKED_TYPES)
+def test_product(type_name, n_tokens):
+    """Catches a misplaced quant, high bit, scale or minimum, and rows or tokens beyond the last tile."""
+    matrix, w, x = case(type_name, n_tokens)
+    rows = launch.quantize(x)
+    got, want = product(matrix, rows).numpy(), rounded(rows, x.shape[1]) @ w.T.astype(np.float64)
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("type_name", PACKED_TYPES)
+def test_batch_does_not_matter(type_name):
+    """Catches an order of sums that depends on the batch: one token, eight, and a matrix product agree."""
+    matrix, _, x = case(type_name, 9)
+    rows = launch.quantize(x)
+    many = product(matrix, rows)  # int8 matrix product
+    eight = product(matrix, some(rows, slice(0, 8)))
+    one = product(matrix, some(rows, slice(7, 8)))
+    assert (bits(many)[:8] == bits(eight)).all()
+    assert (bits(eight)[7:] == bits(one)).all()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 9])
+def test_bias_and_residual(n_tokens):
+    """Catches a bias by row of the batch, and a residual that is read after it was overwritten."""
+    matrix, _, x = case("Q4_0", n_tokens)
+    rows = launch.quantize(x)
+    bias, wide = torch.randn(N_ROWS), torch.randn(n_tokens, 2 * N_ROWS)
+    residual = wide[:, N_ROWS:].clone()
+    y = wide[:, N_ROWS:]  # columns of a wider tensor, which are their own residual
+    launch.linear(rows, matrix, y, bias, y)
+    torch.testing.assert_close(y, product(matrix, rows) + bias + residual, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("n_tokens", [2, 9])
+@pytest.mark.parametrize("n_columns", [32, 96, 544])
+def test_odd_numbers_of_blocks(n_tokens, n_columns):
+    """Catches padding that is not zero: a pair has a second block, eight sums have pairs beyond the row."""
+    matrix, w, x = case("Q5_1", n_tokens, n_columns)
+    rows = launch.quantize(x)
+    want = rounded(rows, n_columns) @ w.T.astype(np.float64)
+    assert np.abs(product(matrix, rows).numpy() - want).max() <= 1e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("type_name", PACKED_TYPES)
+def test_extreme_quants(type_name):
+    """Catches integers that overflow or are rounded when they become floats: all bits of a block set."""
+    type = QUANT_TYPES[type_name]
+    _, w, _ = case(type_name, 1, 256)
+    data = np.full((4, type.row_bytes(256)), 255, np.uint8)
+    for value, row in zip((255, 127, 128, 0), data, strict=True):
+        row[:] = value
+    blocks = data.reshape(4, -1, type.block_bytes)
+    from random_blocks import HALVES
+
+    for at in HALVES[type_name]:
+        blocks[:, :, at : at + 2] = np.float16([1.0]).view(np.uint8)
+    w = dequantize(data, type).astype(np.float64)
+    matrix = launch.to_device(pack(Weight(data, type, (4, 256))), "cpu")
+    rows = launch.quantize(torch.from_numpy(np.repeat(np.float32([[127.0], [-127.0]]), 256, axis=1)))
+    got, want = product(matrix, rows).numpy(), rounded(rows, 256) @ w.T
+    # sums of 8 blocks are beyond 2^24, where float32 has no room for every whole number
+    np.testing.assert_allclose(got, want, rtol=3e-7)
+
+
+def test_packing_keeps_the_size():
+    """Catches planes that take more memory than the file's bytes."""
+    for name in PACKED_TYPES:
+        type = QUANT_TYPES[name]
+        planes = pack(Weight(random_rows(np.random.default_rng(1), name, (8, 512)), type, (8, 512)))
+        table = 16 if name.startswith("IQ4") else 0
+        assert planes.n_bytes <= 8 * type.row_bytes(512) * (1.01 if name == "Q6_K" else 1) + table
+
+
+def test_other_types_are_refused():
+    """Catches a type that would be read as another."""
+    type = QUANT_TYPES["Q2_K"]
+    weight = Weight(random_rows(np.random.default_rng(1), "Q2_K", (2, 256)), type, (2, 256))
+    with pytest.raises(UnsupportedError, match="Q2_K"):
+        pack(weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n_columns", [40, 200])
+def test_float_weights(dtype, n_columns):
+    """Catches lost columns beyond the last step of 64, and rows that depend on the number of tokens."""
+    w, x = torch.randn(N_ROWS, n_columns).to(dtype), torch.randn(70, n_columns).to(dtype)
+    y, one = poisoned(70, N_ROWS), poisoned(1, N_ROWS)
+    launch.linear_float(x, w, y)
+    launch.linear_float(x[3:4], w, one)
+    torch.testing.assert_close(y, x.float() @ w.float().T, rtol=1e-5, atol=2e-5)
+    assert one.isfinite().all()

@@ -1,0 +1,157 @@
+"""Kernels on rows under Triton's interpreter: norms, SwiGLU, quantization, RoPE with the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kukri.kernels.gpu import launch
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.reference import ReferenceOps
+from kukri.kernels.types import AttentionSpec, KVLayer, Vector
+
+OPS = ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
+
+
+def quantized(x):
+    """The definition: (int8, float32 scales, sums of 16) of float32 [T, width], padded to pairs of blocks."""
+    x = np.pad(x, ((0, 0), (0, -x.shape[1] % 64)))
+    blocks = x.reshape(len(x), -1, 32)
+    largest = np.abs(blocks).max(-1)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+    q = np.rint(blocks * inverse[..., None]).astype(np.int8)
+    return q.reshape(len(x), -1), largest / np.float32(127), q.reshape(len(x), -1, 16).sum(-1, dtype=np.int32)
+
+
+def halves(rows):
+    return rows.sums.numpy().T.copy().view(np.int16).astype(np.int32)
+
+
+def check_q8(rows, want):
+    quants, scales, sums = quantized(want)
+    np.testing.assert_allclose(rows.scales.numpy().T, scales, rtol=1e-5)
+    assert rows.quants.shape == quants.shape
+    assert np.abs(rows.quants.numpy().astype(int) - quants).max() <= 1  # a tie where the last bits differ
+    own = rows.quants.numpy().astype(np.int32).reshape(len(quants), -1, 16).sum(-1)
+    assert (halves(rows) == own).all()
+    assert np.abs(own - sums).max() <= 2
+
+
+@pytest.mark.parametrize("width", [32, 96, 576, 1100])
+def test_quantize(width):
+    """Catches ties rounded up, a scale of a neighbour's block, sums with the wrong sign and stale padding."""
+    x = np.random.default_rng(width).standard_normal((3, width), dtype=np.float32) * 100
+    x[1, :32] = 0
+    x[0, :8] = [127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 3.5]
+    wide = torch.full((3, width + 5), float("nan"))
+    wide[:, :width] = torch.from_numpy(x)
+    rows = launch.quantize(wide[:, :width])
+    quants, scales, sums = quantized(x)
+    assert (rows.quants.numpy() == quants).all()
+    assert (scales == rows.scales.numpy().T).all()
+    assert (halves(rows) == sums).all()
+
+
+def test_nan_travels():
+    """Catches a maximum that forgets NaN: its block would become finite, and the error would vanish."""
+    x = torch.ones(1, 128)
+    x[0, 40] = float("nan")
+    assert launch.quantize(x).scales.T.isnan().tolist() == [[False, True, False, False]]
+
+
+@pytest.mark.parametrize("width", [48, 96, 576])
+def test_rms_norm(width):
+    """Catches a mean over padding, and a row's stride taken for its width."""
+    rng = np.random.default_rng(width)
+    wide = rng.standard_normal((3, width + 7), dtype=np.float32) * 1e-2
+    weight = rng.standard_normal(width, dtype=np.float32)
+    want = OPS.rms_norm(wide[:, :width], Vector(weight), 1e-4)
+    x = torch.from_numpy(wide)[:, :width]
+    np.testing.assert_allclose(launch.rms_norm(x, torch.from_numpy(weight), 1e-4).numpy(), want, rtol=2e-6)
+    check_q8(launch.rms_norm_q8(x, torch.from_numpy(weight), 1e-4), want)
+
+
+def test_rms_norm_of_heads():
+    """Catches a norm over all heads at once."""
+    rng = np.random.default_rng(3)
+    x, weight = rng.standard_normal((2, 5 * 48), dtype=np.float32), rng.standard_normal(48, dtype=np.float32)
+    got = launch.rms_norm(torch.from_numpy(x).reshape(-1, 48), torch.from_numpy(weight), 1e-5)
+    np.testing.assert_allclose(got.numpy().reshape(2, -1), OPS.head_norm(x, Vector(weight), 1e-5), rtol=2e-6)
+
+
+@pytest.mark.parametrize("width", [96, 1100])
+def test_silu_mul(width):
+    """Catches lost columns, gate and up exchanged, and an overflow in either tail."""
+    gate_up = np.random.default_rng(width).standard_normal((3, 2 * width), dtype=np.float32) * 30
+    gate_up[0, :2] = [-200, 200]
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    want = OPS.silu_mul(gate, up)
+    parts = torch.from_numpy(gate_up).split(width, 1)
+    np.testing.assert_allclose(launch.silu_mul(*parts).numpy(), want, rtol=1e-5, atol=1e-12)
+    check_q8(launch.silu_mul_q8(*parts), want)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize(("d_head", "rotary"), [(64, 64), (96, 24), (32, 0)])
+def test_rope_and_store(kind, d_head, rotary):
+    """Catches a rotation of the wrong pair or of values, a token in another's slot, and unlimited numbers."""
+    rng = np.random.default_rng(d_head)
+    spec = AttentionSpec(0, 4, 2, d_head, 1.0)
+    positions, slots = np.int32([5, 0, 17]), np.int32([33, 2, 79])
+    q, k, v = (rng.standard_normal((3, n * d_head), dtype=np.float32) for n in (4, 2, 2))
+    k[1, 0], v[1, 1] = 1e9, -np.inf  # the pair of k[1, 0] is at position 0, where nothing rotates
+    angles = rng.uniform(0, 7, (20, rotary // 2)).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    cos[0], sin[0] = 1, 0
+    cache = empty_cache(kind, 6, 2, d_head)
+    table = (torch.from_numpy(cos), torch.from_numpy(sin)) if rotary else None
+    arrays = (torch.from_numpy(a) for a in (q, k, v))
+    got = launch.rope_and_store(
+        *arrays, table, torch.from_numpy(positions), torch.from_numpy(slots), cache, spec
+    )
+    want_q, want_k = (
+        rotated(q, cos[positions], sin[positions], d_head),
+        rotated(k, cos[positions], sin[positions], d_head),
+    )
+    np.testing.assert_allclose(got.numpy().reshape(3, -1), want_q, rtol=1e-3, atol=1e-3)
+    keys, values = floats(cache)
+    for t, slot in enumerate(slots):
+        for stored, want in ((keys, want_k), (values, v)):
+            want = np.clip(want[t].reshape(2, d_head), -65504, 65504)
+            largest = np.abs(want.reshape(2, -1, 32)).max(-1).repeat(32, axis=-1)
+            bound = np.abs(want) * 1e-3 + 1e-6 if kind == "f16" else largest * (0.51 / 127 + 1e-3) + 1e-6
+            assert (np.abs(stored[slot // 16, :, slot % 16] - want) <= bound).all()
+    untouched = np.ones((6, 16), bool)
+    untouched[slots // 16, slots % 16] = False
+    assert np.isnan(keys.swapaxes(1, 2)[untouched]).all()
+
+
+def rotated(x, cos, sin, d_head):
+    half = cos.shape[1]
+    heads = x.reshape(len(x), -1, d_head).copy()
+    a, b = heads[..., :half].copy(), heads[..., half : 2 * half].copy()
+    heads[..., :half] = a * cos[:, None] - b * sin[:, None]
+    heads[..., half : 2 * half] = b * cos[:, None] + a * sin[:, None]
+    return heads.reshape(x.shape)
+
+
+def empty_cache(kind, n_pages, n_kv_heads, d_head):
+    """A cache whose numbers, or scales, are NaN."""
+    shape = (n_pages, n_kv_heads, 16, d_head)
+    if kind == "f16":
+        keys, values = torch.full(shape, float("nan")).half(), torch.full(shape, float("nan")).half()
+        return launch.PagedTensors(keys, values, keys, values)
+    scales = torch.full((*shape[:3], d_head // 32), float("nan")).half()
+    return launch.PagedTensors(
+        torch.zeros(shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.int8), scales, scales.clone()
+    )
+
+
+def floats(cache):
+    """Keys and values as float32 NumPy arrays."""
+    pairs = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
+    if not cache.is_int8:
+        return tuple(x.float().numpy() for x, _ in pairs)
+    return tuple((x.float() * scales.float().repeat_interleave(32, dim=-1)).numpy() for x, scales in pairs)
