@@ -150,10 +150,10 @@ def test_everybody_may_ask_is_said(smollm2_path):
         assert "KV cache 90 MiB: 4,096 tokens, 4 requests" in said
         assert "serving smol, SmolLM2-135M-Instruct.Q4_1 on" in said
         assert "a page to chat on at http://0.0.0.0:" in said
-        body = {"model": "smol", "prompt": [5] * 4096, "max_tokens": 1}
+        body = {"model": "smol", "prompt": [5] * 4097, "max_tokens": 1}
         refused = httpx.post(f"{server.url}/v1/completions", json=body)
         assert refused.status_code == 400
-        assert "4096" in refused.json()["error"]["message"]
+        assert "the context holds 4096" in refused.json()["error"]["message"]
     with process(str(smollm2_path), *options, "--no-page", KUKRI_API_KEY="k1,k2") as server:
         assert "warning" not in "".join(server.said)
         assert "page" not in "".join(server.said)
