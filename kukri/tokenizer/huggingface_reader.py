@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import tokenizers
@@ -15,6 +16,7 @@ from kukri.tokenizer.tokenizer import Tokenizer
 from kukri.tokenizer.vocabulary import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocabulary
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FLAGS = ("single_word", "lstrip", "rstrip")
 
 
@@ -55,6 +57,9 @@ class Parts:
             raise UnsupportedError(
                 f"{files.path}: the tokenizer's model is {brief(self.model.get('type'))}; kukri reads BPE"
             )
+        self._unknown = self.model.get("unk_token")
+        if self._unknown is not None and not isinstance(self._unknown, str):
+            raise self._error(f"key 'unk_token' must be text, not {brief(self._unknown)}")
         self.id_of = self._ids()
         self.added = self._added_tokens()
         self.id_of |= {token: entry["id"] for token, entry in self.added.items()}
@@ -74,13 +79,13 @@ class Parts:
 
     def text_ids(self) -> dict[str, int]:
         """Token -> id of those that plain text can become."""
-        hidden = set(self.special_texts) - {self.model.get("unk_token")}
+        hidden = set(self.special_texts) - {self._unknown}
         return {token: i for token, i in self.id_of.items() if token not in hidden}
 
     def merges(self) -> list[tuple[str, str]]:
         """The merges that lead from tokens of plain text to such, best first."""
         ids = self.text_ids()
-        return [pair for pair in map(self._merge, self.model.get("merges") or []) if _fits(pair, ids)]
+        return [pair for pair in map(self._merge, self._list(self.model, "merges")) if _fits(pair, ids)]
 
     def build(self) -> tokenizers.Tokenizer:
         """The tokenizer of plain text."""
@@ -119,7 +124,12 @@ class Parts:
         As in transformers 5, it overrules `add_bos_token` in tokenizer_config.json.
         """
         bos, eos = self.vocabulary.bos_id, self.vocabulary.eos_id
-        around = text.encode("a", add_special_tokens=True)
+        try:
+            around = text.encode("a", add_special_tokens=True)
+        except BaseException as error:  # a panic of `tokenizers` is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise self._error(f"has a post-processor that cannot run: {brief(str(error))}") from None
         inside = [i for i, special in enumerate(around.special_tokens_mask) if not special]
         first, last = (inside[0], inside[-1] + 1) if inside else (len(around.ids), len(around.ids))
         before, after = around.ids[:first], around.ids[last:]
@@ -145,6 +155,12 @@ class Parts:
             raise self._error(f"key {key!r} must be an object")
         return value
 
+    def _list(self, part: dict[str, Any], key: str) -> list[Any]:
+        value = part.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self._error(f"key {key!r} must be a list, not {brief(value)}")
+        return value or []
+
     def _ids(self) -> dict[str, int]:
         ids = self.model.get("vocab")
         if not isinstance(ids, dict) or not ids:
@@ -154,12 +170,14 @@ class Parts:
         return dict(ids)
 
     def _check_id(self, token: str, i: Any) -> None:
+        if not token.isascii() and _SURROGATE.search(token):
+            raise self._error(f"token {brief(token)} holds lone surrogates, which no text does")
         if type(i) is not int or not 0 <= i < self.files.n_vocab:
             raise self._error(f"token {brief(token)} has id {brief(i)}; the model has {self.files.n_vocab}")
 
     def _added_tokens(self) -> dict[str, dict[str, Any]]:
         added: dict[str, dict[str, Any]] = {}
-        for entry in self.files.tokenizer.get("added_tokens") or []:
+        for entry in self._list(self.files.tokenizer, "added_tokens"):
             if (
                 not isinstance(entry, dict)
                 or not isinstance(entry.get("content"), str)
@@ -230,7 +248,8 @@ def _flat(part: Any, inside: str) -> list[dict[str, Any]]:
         return []
     if part.get("type") != "Sequence":
         return [part]
-    return [step for step in part.get(inside) or [] if isinstance(step, dict)]
+    steps = part.get(inside)
+    return [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
 
 
 def _drops_space(decoder: dict[str, Any]) -> bool:

@@ -41,11 +41,6 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process id of who started it
 
-    def start(self) -> None:
-        """Starts the process, unless it runs; returns before it is ready."""
-        with self._lock:
-            self._running()
-
     def render(self, variables: Mapping[str, Any]) -> str:
         """The template's text. Raises TemplateFailure, and TypeError for variables that JSON cannot hold."""
         request = json.dumps(variables, default=_plain).encode()

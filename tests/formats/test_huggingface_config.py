@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import transformers as tr
 
 from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.huggingface.config import hf_model_config
+from kukri.formats.huggingface.config import hf_model_config, unknown_config_keys
 from kukri.models import ARCHITECTURES
 
 PATH = Path("dir/config.json")
@@ -47,6 +48,45 @@ def test_transformers_own_files_are_read(kind, full):
     assert ours.rope.rotary_dim == int(heads * config.rope_parameters.get("partial_rotary_factor", 1))
     assert ours.rope.scaling is None
     assert ours.name == "dir"
+
+
+# of PreTrainedConfig: how a class is saved, run and labelled
+GENERAL = set(tr.PretrainedConfig().to_dict())
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_key_of_transformers_classes_counts_or_is_ignored_by_name(kind):
+    """Catches a key that a class computes with, and that is left out as unknown."""
+    fields = {field.name for field in dataclasses.fields(CLASSES[kind]) if field.init}
+    keys = {key for key in fields - GENERAL if not key.startswith("_")} - {"model_type"}
+    assert len(keys) > 12
+    stated = {**TINY, "model_type": kind, **dict.fromkeys(keys - TINY.keys())}
+    assert unknown_config_keys(stated, PATH) == []
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_partial_rotary_factor_is_read_where_transformers_reads_it(kind):
+    """Catches half a head rotated in a model that rotates all of it, and the other way round."""
+    config = CLASSES[kind](**TINY, pad_token_id=0, partial_rotary_factor=0.5)
+    model = tr.AutoModel.from_config(config)
+    rotated = 2 * len(model.rotary_emb.inv_freq)
+    ours = hf_model_config({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
+    assert ours.rope.rotary_dim == rotated
+    assert (rotated < ours.d_head) == (kind in ("phi", "phi3"))
+    listed = unknown_config_keys({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
+    assert listed == ([] if rotated < ours.d_head else ["partial_rotary_factor"])
+
+
+def test_unknown_keys_are_left_out_and_listed_or_refused():
+    """Catches a model refused for a note, and one that runs without its multiplier."""
+    assert read(mascot="a llama", max_seq_len=4) == read()
+    assert unknown_config_keys({**MINIMAL, "mascot": 1}, PATH) == ["mascot"]
+    assert read(logits_scaling=1.0, num_local_experts=0, final_logit_softcapping=None) == read()
+    for key, value in (("logits_scaling", 8.0), ("num_local_experts", 8), ("residual_multiplier", 0.2)):
+        with pytest.raises(UnsupportedError, match=f"'{key}' is unknown and may change"):
+            read(**{key: value})
+    with pytest.raises(UnsupportedError, match=r"'partial_rotary_factor' is 0\.5 beside a scaling"):
+        read(partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.0})
 
 
 @pytest.mark.parametrize("interval", [2, 4, 5])
