@@ -3,7 +3,7 @@
     from kukri import LLM
 
     llm = LLM()
-    print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0).text)
+    print(llm.chat([{"role": "user", "content": "Name three primary colors."}]).text)
 
 Names load when they are used: `import kukri` alone costs nothing.
 """

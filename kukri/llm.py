@@ -26,7 +26,7 @@ from kukri.errors import HookError, KukriError, RequestError, UnsupportedError
 from kukri.kernels.types import FloatArray, Hook
 from kukri.loading import ModelOptions, Progress, open_model
 from kukri.models import Forward, tap_names
-from kukri.sampling import SampledToken, SamplingParams, resolve_texts
+from kukri.sampling import SampledToken, SamplingParams, resolve_texts, with_overrides
 from kukri.tasks import Label, Span, TokenLabel
 from kukri.tokenizer import ChatTemplate, Tokenizer
 
@@ -129,7 +129,10 @@ class LLM:
     Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
     see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
 
-    Attributes: options, path, config (of the file), engine_config, tokenizer, model, engine.
+    Calls without `params` sample by `default_params`: as the model's files advise (generation_config.json,
+    general.sampling.* of GGUF), else by kukri's own defaults. Keyword arguments are set on top of these.
+
+    Attributes: options, path, config (of the file), engine_config, tokenizer, model, engine, default_params.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class LLM:
         loaded = open_model(self.options, progress)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config
         self.tokenizer, self.model = loaded.tokenizer, loaded.model
+        self.default_params = loaded.default_params
         self._backend = loaded.backend
         self._engine: Engine | None = loaded.engine  # None once closed
         self._is_open = True
@@ -190,11 +194,12 @@ class LLM:
     ) -> Result | list[Result]:
         """The Result that continues a prompt, text or token ids; for a list of prompts, a list of Results.
 
-        `overrides` are fields of SamplingParams, set on top of `params`. A text gets the tokens that the
-        model wants around a text; control tokens spelled out in it stay text. Raises RequestError on anything
-        wrong with a prompt or the parameters, before a token is computed.
+        `overrides` are fields of SamplingParams, set on top of `params` or, without these, of the model's
+        `default_params`. A text gets the tokens that the model wants around a text; control tokens spelled
+        out in it stay text. Raises RequestError on anything wrong with a prompt or the parameters, before a
+        token is computed.
         """
-        checked = resolve_texts(_params(params, overrides), self.tokenizer)
+        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
         many = _is_many(prompt)
         results = self._run([self._call(self._encode(p), checked) for p in (prompt if many else [prompt])])
         return results if many else results[0]
@@ -206,7 +211,7 @@ class LLM:
 
         Control tokens come from the template alone: in the contents they stay text.
         """
-        checked = resolve_texts(_params(params, overrides), self.tokenizer)
+        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
         return self._run([self._call(self._encode_chat(messages), checked)])[0]
 
     def stream(
@@ -217,7 +222,7 @@ class LLM:
         The request is checked at once and starts with the first chunk; closing the iterator ends it. Raises
         RequestError for a `best_of` above `n`, as the best answers are known at the end.
         """
-        checked = resolve_texts(_params(params, overrides), self.tokenizer)
+        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
         if checked.n_generated_answers > checked.n:
             raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
         if _is_chat(prompt):
@@ -390,6 +395,18 @@ class LLM:
             raise UnsupportedError(
                 f"{self.path} has {head} and generates no text: use {_USES[kind]} or model.forward()"
             )
+
+    def _params(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+        """The caller's parameters, or the model's defaults, with the overrides set on top."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+        names = [f.name for f in fields(SamplingParams)]
+        for name in overrides:
+            if name not in names:
+                raise RequestError(f"there is no parameter {name!r}{_close_matches(name, names)}", param=name)
+        if params is None:
+            return with_overrides(self.default_params, overrides)
+        return replace(params, **overrides) if overrides else params
 
     def _encode(self, prompt: Any) -> Any:
         """The token ids of a text; anything else is for the engine to check."""
@@ -682,17 +699,6 @@ def _ending_of(request: Request) -> KukriError:
 def load(model: str | os.PathLike[str] | None = None, **options: Any) -> LLM:
     """Opens an LLM: the same as `LLM(model, **options)`."""
     return LLM(model, **options)
-
-
-def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
-    params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
-    names = [f.name for f in fields(SamplingParams)]
-    for name in overrides:
-        if name not in names:
-            raise RequestError(f"there is no parameter {name!r}{_close_matches(name, names)}", param=name)
-    return replace(params, **overrides) if overrides else params
 
 
 def _is_many(prompt: Any) -> bool:

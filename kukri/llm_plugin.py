@@ -34,11 +34,11 @@ class Kukri(llm.Model):
     supports_schema = True
 
     class Options(llm.Options):
-        """As in `kukri run`, which also has the defaults."""
+        """As in `kukri run`; the model has the defaults of what is left out."""
 
         model: str | None = Field(default=None, description="A known name, org/repo[:type] or a path")
         max_tokens: int = Field(default=512, description="Tokens of an answer at most")
-        temperature: float = Field(default=0.0, description="0 takes the likeliest token")
+        temperature: float | None = Field(default=None, description="0 takes the likeliest token")
         top_k: int | None = Field(default=None, description="Choose among the k most likely tokens")
         top_p: float | None = Field(default=None, description="Choose among tokens of this probability")
         min_p: float | None = Field(default=None, description="Leave out tokens less likely than this share")

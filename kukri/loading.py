@@ -21,6 +21,7 @@ from kukri.kernels.types import Backend
 from kukri.machine import available_bytes
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
+from kukri.sampling import SamplingParams, default_params
 from kukri.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("kukri.loading")
@@ -70,6 +71,7 @@ class LoadedModel:
     model: Model
     backend: Backend
     engine: Engine
+    default_params: SamplingParams  # as the files advise
 
 
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
@@ -78,7 +80,7 @@ _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are b
 def open_model(options: ModelOptions, progress: Progress | None = None) -> LoadedModel:
     """Loads a model and makes its engine. Raises KukriError on options or files that do not work.
 
-    The size of the KV cache is logged; a context smaller than the model's, for want of memory, is a warning.
+    The size of the KV cache is logged; a context cut for want of free memory is a warning.
     """
     engine_config = EngineConfig(
         backend=options.backend,
@@ -92,6 +94,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
     )
     path = hub.resolve(options.model)
     with open_checkpoint(path, options.quantize) as checkpoint:
+        defaults = default_params(checkpoint.sampling or hub.known_sampling(path))
         config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
         tokenizer = load_tokenizer(checkpoint.tokenizer)
         if options.chat_template is not None:
@@ -110,7 +113,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         _report_packing(backend, models, progress)
     engine_config = _sized(engine_config, models, backend)
     engine = Engine(model, backend, engine_config, eos_ids=tokenizer.eos_ids, draft_model=draft_model)
-    return LoadedModel(path, config, engine_config, tokenizer, model, backend, engine)
+    return LoadedModel(path, config, engine_config, tokenizer, model, backend, engine, defaults)
 
 
 def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> EngineConfig:
@@ -133,7 +136,7 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
         *(size.n_bytes / 2**30, n_pages * backend.page_tokens, config.max_requests, size.max_context),
     )
     if size.note:
-        logger.warning("%s", size.note)
+        logger.log(logging.WARNING if config.kv_bytes is None else logging.INFO, "%s", size.note)
     return replace(config, max_context=size.max_context, kv_bytes=n_pages * page_bytes[0])
 
 

@@ -22,6 +22,7 @@ from kukri.cli import app
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 QUESTION = "What is the capital of France?"
+GREEDY = ("-t", "0", "--frequency-penalty", "0")  # the likeliest tokens, as they are
 
 
 def call(*arguments: str):
@@ -99,7 +100,7 @@ def test_run_reads_a_pipe(smollm2_path):
 
 def test_run_json_is_one_object(smollm2_path):
     """Catches text, progress or a warning mixed into what a program parses."""
-    done = run("run", QUESTION, "-m", str(smollm2_path), "-n", "4", "--json")
+    done = run("run", QUESTION, "-m", str(smollm2_path), "-t", "0", "-n", "4", "--json")
     answer = json.loads(done.stdout)
     assert answer["text"] == "The capital of France"
     assert answer["finish_reason"] == "length"
@@ -109,7 +110,16 @@ def test_run_json_is_one_object(smollm2_path):
 
 def test_run_tells_what_guesses_were_worth(smollm2_path):
     """Catches --speculation ignored, or a mistyped kind that is found after the model is loaded."""
-    command = ("run", "Say a a a a a a a a a a a a a a.", "-m", str(smollm2_path), "-n", "40", "--ignore-eos")
+    command = (
+        "run",
+        "Say a a a a a a a a a a a a a a.",
+        "-m",
+        str(smollm2_path),
+        "-n",
+        "40",
+        "--ignore-eos",
+        *GREEDY,
+    )
     answers = {kind: run(*command, "--json", "--speculation", kind).stdout for kind in ("ngram", "off")}
     ngram, off = json.loads(answers["ngram"]), json.loads(answers["off"])
     assert ngram["token_ids"] == off["token_ids"]
@@ -125,8 +135,9 @@ def test_run_tells_what_guesses_were_worth(smollm2_path):
 
 def test_run_raw_continues_the_text(smollm2_path):
     """Catches --raw that still wraps the prompt into a chat."""
-    raw = json.loads(run("run", "1, 2, 3, 4,", "--raw", "-m", str(smollm2_path), "-n", "4", "--json").stdout)
-    chat = json.loads(run("run", "1, 2, 3, 4,", "-m", str(smollm2_path), "-n", "4", "--json").stdout)
+    command = ("run", "1, 2, 3, 4,", "-m", str(smollm2_path), "-n", "4", "--json", *GREEDY)
+    raw = json.loads(run(*command, "--raw").stdout)
+    chat = json.loads(run(*command).stdout)
     assert raw["n_prompt_tokens"] < chat["n_prompt_tokens"]
     assert "5" in raw["text"]
 
@@ -142,7 +153,7 @@ def test_run_system_message_reaches_the_model(smollm2_path):
 
 def test_run_stats_go_to_stderr(smollm2_path):
     """Catches counts that end up in a redirected answer."""
-    done = run("run", QUESTION, "-m", str(smollm2_path), "-n", "4", "--stats")
+    done = run("run", QUESTION, "-m", str(smollm2_path), "-t", "0", "-n", "4", "--stats")
     assert done.stdout == b"The capital of France\n"
     assert "answer 4 tokens" in done.stderr.decode()
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 SYSTEM = "You are a helpful AI assistant and a poet."
 QUESTION = "What is the capital of France?"
+RUN = (sys.executable, "-m", "kukri", "run")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,7 @@ def test_llm_finds_the_model(tmp_path, smollm2_path):
     (found,) = entry_points(group="llm", name="kukri")
     assert found.value == "kukri.llm_plugin"
     command = [str(Path(sys.executable).with_name("llm")), "-m", "kukri", "-o", "model", str(smollm2_path)]
+    command += ["-o", "temperature", "0"]
     environment = os.environ | {"LLM_USER_PATH": str(tmp_path)}
     done = subprocess.run([*command, QUESTION], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout.strip() == "The capital of France is Paris."
@@ -46,12 +48,12 @@ def test_llm_finds_the_model(tmp_path, smollm2_path):
 
 
 def test_an_answer_is_that_of_kukri_run(ask, model, smollm2_path):
-    """Catches another system message, temperature or template than those of `kukri run`."""
-    response = ask(QUESTION)
+    """Catches another system message, defaults or template than those of `kukri run`."""
+    response = ask(QUESTION, seed=3)
     pieces = list(response)
     assert len(pieces) > 3
     done = subprocess.run(
-        [sys.executable, "-m", "kukri", "run", QUESTION, "-n", "30", "--json", "-m", str(smollm2_path)],
+        [*RUN, QUESTION, "-n", "30", "--seed", "3", "--json", "-m", str(smollm2_path)],
         capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     expected = json.loads(done.stdout)
@@ -63,7 +65,7 @@ def test_an_answer_is_that_of_kukri_run(ask, model, smollm2_path):
 def test_a_conversation_is_remembered(model, smollm2_path):
     """Catches turns that are lost or that come twice, and options that do not reach the sampler."""
     conversation = model.conversation()
-    options = {"model": str(smollm2_path), "max_tokens": 20}
+    options = {"model": str(smollm2_path), "max_tokens": 20, "temperature": 0}
     conversation.prompt(QUESTION, system=SYSTEM, **options).text()
     second = conversation.prompt("And of Italy?", **options)
     assert second.text()
@@ -75,7 +77,8 @@ def test_a_conversation_is_remembered(model, smollm2_path):
         {"role": "user", "content": "And of Italy?"},
     ]
     assert second.text() == engine.chat(messages, temperature=0, max_tokens=20).text
-    drawn = [model.prompt("Hi", temperature=1.5, seed=s, **options).text() for s in (1, 1, 2)]
+    options["temperature"] = 1.5
+    drawn = [model.prompt("Hi", seed=s, **options).text() for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 

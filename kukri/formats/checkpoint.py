@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from kukri.formats.huggingface.config import check_biases, unknown_config_keys
 from kukri.formats.huggingface.directory import TokenizerFiles, directory_config, tokenizer_files
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
+from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
 from kukri.models.weights import WeightSource
 
 _log = logging.getLogger("kukri.formats")
@@ -32,6 +33,7 @@ class Checkpoint:
     config: ModelConfig
     tokenizer: GGUFFile | TokenizerFiles
     weights: Callable[[ModelConfig], WeightSource]
+    sampling: Mapping[str, Any]  # fields of SamplingParams that the files advise, unchecked
 
 
 @contextmanager
@@ -50,18 +52,21 @@ def open_checkpoint(path: Path, quantize: str | None = None) -> Iterator[Checkpo
         raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
     with GGUFFile(path) as gguf:
         _report_unknown(path, unknown_keys(gguf))
-        yield Checkpoint(path, model_config(gguf), gguf, lambda config: GGUFWeights(gguf, config))
+        advice = gguf_advice(gguf.metadata)
+        yield Checkpoint(path, model_config(gguf), gguf, lambda config: GGUFWeights(gguf, config), advice)
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
     stated = read_json(directory / "config.json")
     config = directory_config(directory, stated)
+    generation = directory / "generation_config.json"
     _report_unknown(directory, unknown_config_keys(stated, directory / "config.json"))
     return Checkpoint(
         directory,
         config,
         tokenizer_files(directory, stated, config.n_vocab),
         lambda used: _weights(directory, stated, used, quantize),
+        huggingface_advice(read_json(generation) if generation.is_file() else {}),
     )
 
 

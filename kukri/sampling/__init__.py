@@ -27,6 +27,7 @@ as vLLM reports them. A token depends on the request's seed, history and logits 
 step.
 """
 
+from kukri.sampling.defaults import default_params, with_overrides
 from kukri.sampling.grammar import CompiledGrammar, Grammar
 from kukri.sampling.params import SamplingParams, ThoughtLimit
 from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError, sample_rows, token_logprobs
@@ -34,5 +35,5 @@ from kukri.sampling.text_params import resolve_texts
 
 __all__ = [
     "CompiledGrammar", "Grammar", "RequestSampler", "SampledToken", "SamplingError", "SamplingParams",
-    "ThoughtLimit", "resolve_texts", "sample_rows", "token_logprobs",
+    "ThoughtLimit", "default_params", "resolve_texts", "sample_rows", "token_logprobs", "with_overrides",
 ]  # fmt: skip

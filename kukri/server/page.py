@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_urlsafe
 from typing import Annotated, Any, ClassVar
@@ -21,7 +21,6 @@ from starlette.staticfiles import StaticFiles
 
 from kukri import __version__
 from kukri.errors import KukriError
-from kukri.sampling import SamplingParams
 from kukri.server.bridge import Call
 from kukri.server.chat_request import ChatRequest
 from kukri.server.reply import Reply
@@ -42,7 +41,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Control:
-    """An input for a field of SamplingParams; `step` None takes any number, `value` is its first value."""
+    """An input for a field of SamplingParams; `step` None takes any number. Empty: the model's."""
 
     name: str
     label: str
@@ -50,18 +49,19 @@ class Control:
     low: int
     high: int | None
     step: int | None = None
-    value: float | None = None
 
 
-_CONTROLS = (  # they begin as `kukri chat` does
-    Control("temperature", "Temperature", "0 takes the likeliest token, always", 0, 2, value=0.2),
-    Control("top_p", "Top p", "probability that is kept", 0, 1, value=0.9),
+_CONTROLS = (
+    Control("temperature", "Temperature", "0 takes the likeliest token, always", 0, 2),
+    Control("top_p", "Top p", "probability that is kept", 0, 1),
     Control("top_k", "Top k", "tokens that are kept; 0 keeps all", 0, None, 1),
     Control("min_p", "Min p", "least share of the likeliest token's probability", 0, 1),
+    Control("repetition_penalty", "Repetition penalty", "above 1: words seen before are less likely", 0, 100),
+    Control("frequency_penalty", "Frequency penalty", "above 0: words come back less, each time", -2, 2),
+    Control("presence_penalty", "Presence penalty", "above 0: new words are more likely", -2, 2),
     Control("max_tokens", "Max tokens", "empty: as many as the context holds", 1, None, 1),
     Control("seed", "Seed", "empty: another answer each time", 0, _MAX_SEED, 1),
 )
-_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams)} | {"max_tokens": None}
 
 
 class PageBody(Sampling):
@@ -69,6 +69,8 @@ class PageBody(Sampling):
 
     refused: ClassVar[Refused] = {"stream": ((True,), "the page's answers are streams")}
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     max_tokens: MaxTokens | None = None
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
 
@@ -96,7 +98,7 @@ def add_page(app: FastAPI, service: Service) -> None:
             model=service.settings.model_names[0],
             max_context=service.llm.engine.max_context,
             controls=_CONTROLS,
-            defaults=_DEFAULTS,
+            defaults=vars(service.llm.default_params) | {"max_tokens": None, "seed": None},
         )
 
     @app.post("/ui/answers", include_in_schema=False)

@@ -14,7 +14,7 @@ from kukri.answer import Answer
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
 from kukri.llm import LLM
-from kukri.sampling import Grammar, SamplingParams, resolve_texts
+from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
 from kukri.server.bridge import Bridge, Call
 from kukri.server.chat_request import ChatRequest
 from kukri.server.choice import Choice
@@ -91,8 +91,8 @@ class Service:
         return Chat(call, [Choice(answer, inside=is_inside, toolbox=toolbox) for answer in call.answers])
 
     def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """The SamplingParams of the fields that a client set."""
-        return SamplingParams(**sampling)
+        """The fields that a client set, on top of the model's defaults."""
+        return with_overrides(self.llm.default_params, sampling)
 
     async def submit(
         self,

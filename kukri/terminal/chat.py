@@ -17,7 +17,7 @@ from typing import Any
 
 from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.llm import LLM, Result
-from kukri.sampling import SamplingParams
+from kukri.sampling import SamplingParams, with_overrides
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
 from kukri.terminal.progress import loading_bar
@@ -27,7 +27,7 @@ PROMPT, CONTINUED = "> ", ". "
 BLOCK = '"""'
 HISTORY_LINES = 1000
 Message = dict[str, str]
-DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.2, "top_p": 0.9}
+MAX_TOKENS = 1024
 ROLES = ("system", "user", "assistant")
 
 
@@ -40,14 +40,15 @@ def talk(
 ) -> None:
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit.
 
-    `sampling` are fields of SamplingParams on top of DEFAULTS, `loading` are options of LLM.
+    `sampling` are fields of SamplingParams on top of the model's defaults, `loading` are options of LLM.
     """
-    params = SamplingParams(**{**DEFAULTS, **sampling})
+    given = {"max_tokens": MAX_TOKENS, **sampling}
+    SamplingParams(**given)
     allow_any_text()
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm, _line_editing():
-        chat = Chat(llm, params, opening(llm, system))
+        chat = Chat(llm, with_overrides(llm.default_params, given), opening(llm, system))
         if sys.stdin.isatty():
             print(llm.path.stem)
             print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")

@@ -11,12 +11,12 @@ from typing import Any
 
 from kukri.errors import RequestError
 from kukri.llm import LLM, Result
-from kukri.sampling import SamplingParams
+from kukri.sampling import SamplingParams, with_overrides
 from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
 from kukri.terminal.progress import loading_bar
 
-DEFAULTS: dict[str, Any] = {"max_tokens": 512, "temperature": 0.0}
+MAX_TOKENS = 512
 
 
 def answer_prompt(
@@ -32,16 +32,18 @@ def answer_prompt(
 ) -> None:
     """Prints the answer to `prompt` and piped text, streamed or as one JSON object.
 
-    `sampling` are fields of SamplingParams on top of DEFAULTS, `loading` are options of LLM. Errors of the
-    request are raised before the model is loaded.
+    `sampling` are fields of SamplingParams over the model's defaults, `loading` are options of LLM. Errors
+    of the request are raised before the model is loaded.
     """
-    params = SamplingParams(**{**DEFAULTS, **sampling})
+    given = {"max_tokens": MAX_TOKENS, **sampling}
+    SamplingParams(**given)
     text = _full_prompt(prompt)
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm:
+        params = with_overrides(llm.default_params, given)
         request: Any = text if raw else [*opening(llm, system), {"role": "user", "content": text}]
         if as_json:
             result = llm.generate(request, params) if raw else llm.chat(request, params)

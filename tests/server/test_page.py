@@ -166,7 +166,10 @@ def test_settings_reach_the_model(visit, site, offline):
     visit.page.click("#open-settings")
     visit.page.click("#defaults")
     assert visit.page.input_value("#max_tokens") == ""
-    assert visit.page.input_value("#temperature") == "0.2"
+    assert visit.page.input_value("#temperature") == "", "the model's own"
+    default = offline.default_params
+    assert visit.page.get_attribute("#temperature", "placeholder") == str(default.temperature)
+    assert visit.page.get_attribute("#frequency_penalty", "placeholder") == str(default.frequency_penalty)
 
 
 def test_an_answer_streams_and_escape_stops_it(visit, site, forced):

@@ -93,6 +93,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(smollm2_path):
             "max_tokens": 600,
             "ignore_eos": True,
             "stream": True,
+            "speculation": "off",  # a chunk a token
         }
         with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
