@@ -462,6 +462,20 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal):
     assert terminal.exit_code() == 0
 
 
+def test_typed_ahead_keys_stay_out_of_the_answer(terminal):
+    """Catches keys echoed into an answer, lost, or a terminal left without echo."""
+    terminal.type("Count from one to twenty in words.\n")
+    terminal.wait_for(r"twenty in words\.\n(.|\n){10}")
+    terminal.type("/stats\n")
+    answer = terminal.wait_for(r"\n> ")
+    assert "/stats" not in answer
+    assert "context" in terminal.wait_for(r"context \d+ of 8192 tokens\n> ")
+    terminal.type("/he\t")
+    terminal.wait_for(r"/help")
+    terminal.type("\n")
+    assert "/save FILE" in terminal.wait_for(r"\n> ")
+
+
 def test_chat_works_through_a_pipe(smollm2_path):
     """Catches prompts, banners or a readline error in scripted use."""
     done = run("chat", "-m", str(smollm2_path), "-t", "0", stdin=f"{QUESTION}\n/exit\nnever\n".encode())

@@ -1,6 +1,6 @@
 """`kukri chat`: a conversation in a terminal.
 
-Ctrl-C stops the answer and keeps what has been said; Ctrl-D leaves. Lines that start with / are commands.
+Ctrl-C stops the answer and keeps the conversation; Ctrl-D leaves. Lines that start with / are commands.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def talk(
 
 
 class Chat:
-    """A conversation and what may be done with it. `messages` holds the system message, if any, first."""
+    """A conversation and its commands. `messages` holds the system message, if any, first."""
 
     def __init__(self, llm: LLM, params: SamplingParams, messages: Sequence[Message] = ()) -> None:
         self.llm, self.params = llm, params
@@ -67,7 +67,7 @@ class Chat:
         self.own_file: Path | None = None  # saved or loaded before, so that /save may overwrite it
 
     def take(self, text: str) -> bool:
-        """Acts on what the person typed. False to leave."""
+        """Runs a command or answers a message. Returns False to leave."""
         if not text.strip():
             return True
         if text.startswith("//"):
@@ -85,7 +85,7 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": text}]
         pieces: list[str] = []
         result = None
-        with _interrupts() as interrupted:
+        with _no_echo(), _interrupts() as interrupted:
             stream = self.llm.stream(messages, self.params)
             for chunk in stream:
                 pieces.append(chunk.text)
@@ -188,7 +188,7 @@ class Chat:
         print(f"(saved {len(self.messages)} messages to {path})")
 
     def load(self, name: str) -> None:
-        """Goes on with a saved conversation."""
+        """Continues a saved conversation."""
         path = _path(name, "/load")
         self.messages = _read_messages(path)
         self.own_file = path
@@ -206,9 +206,9 @@ class Chat:
 COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "/help": (Chat.show_help, "", "this list"),
     "/system": (Chat.show_or_set_system, "[TEXT]", "show the system message, or set it"),
-    "/reset": (Chat.reset, "", "forget the conversation, the system message aside"),
+    "/reset": (Chat.reset, "", "forget the conversation, except the system message"),
     "/save": (Chat.save, "FILE", "write the conversation to a JSON file"),
-    "/load": (Chat.load, "FILE", "go on with a saved conversation"),
+    "/load": (Chat.load, "FILE", "continue a saved conversation"),
     "/stats": (Chat.show_stats, "", "counts and speeds of the last answer"),
 }
 
@@ -236,9 +236,9 @@ def _read_messages(path: Path) -> list[Message]:
 
 
 def read_message() -> str | None:
-    """What the person types next; several lines between triple quotes or after a backslash. None at the end.
+    """Reads the next message; several lines between triple quotes or after a backslash. None at the end.
 
-    Ctrl-C drops what has been typed so far.
+    Ctrl-C drops the text typed so far.
     """
     while True:
         try:
@@ -276,7 +276,7 @@ def _read_line(prompt: str) -> str:
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Within the block Ctrl-C does nothing but make the given function true, so a step is never torn.
+    """Within the block Ctrl-C only makes the given function true, so a step is never torn.
 
     A second Ctrl-C interrupts as usual, should a step take too long.
     """
@@ -296,8 +296,32 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
+def _no_echo() -> Iterator[None]:
+    """Within the block a terminal does not show what is typed ahead, which the next prompt reads."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def complete(text: str, state: int) -> str | None:
+    """The `state`-th command that starts with `text`, for readline; None if there is no such command."""
+    names = [name for name in (*COMMANDS, "/exit") if text.startswith("/") and name.startswith(text)]
+    return names[state] if state < len(names) else None
+
+
+@contextmanager
 def _line_editing() -> Iterator[None]:
-    """Within the block a terminal's input can be edited and recalled, from one chat to the next."""
+    """Within the block a terminal's input has editing, history across chats, and Tab for commands."""
     if not sys.stdin.isatty():
         yield
         return
@@ -312,6 +336,10 @@ def _line_editing() -> Iterator[None]:
     with suppress(OSError):
         readline.read_history_file(history)
     readline.set_history_length(HISTORY_LINES)
+    readline.set_completer(complete)
+    readline.set_completer_delims(" \t\n")
+    is_libedit = "libedit" in (readline.__doc__ or "")
+    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
     try:
         yield
     finally:

@@ -69,6 +69,15 @@ def test_the_whole_conversation_is_sent(capsys):
     assert capsys.readouterr().out == "Hello.\n\n" * 2
 
 
+def test_tab_completes_commands():
+    """Catches a command that Tab does not know, and text completed to a command."""
+    found = [chat_module.complete("/s", i) for i in range(4)]
+    assert found == ["/system", "/save", "/stats", None]
+    assert chat_module.complete("/ex", 0) == "/exit"
+    assert chat_module.complete("", 0) is None
+    assert chat_module.complete("s", 0) is None
+
+
 def test_ctrl_c_keeps_what_was_said(capsys):
     """Catches a stopped answer that is lost to the model, and a request that goes on in the engine."""
     chat = make_chat("one ", "two ", "three")
