@@ -41,7 +41,7 @@ app = typer.Typer(
     cls=ErrorReportingGroup,
     help="Run small language models on your own machine, in Python alone.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,  # help and usage errors without rich: 60 ms less
     pretty_exceptions_enable=False,
 )

@@ -86,11 +86,25 @@ def size_bytes(text: str, name: str = "a size") -> int:
 # --- the model: an argument or -m, in every command
 
 
+def _model_names(incomplete: str) -> list[str]:
+    """Known and cached models for the shell's completion."""
+    from kukri.formats.hub import MODELS
+    from kukri.formats.model_cache import cached_models
+    from kukri.formats.repos import SHORT_NAMES
+
+    names = dict.fromkeys([*(model.name for model in cached_models()), *MODELS, *SHORT_NAMES])
+    return [name for name in names if name.startswith(incomplete)]
+
+
 MODEL_HELP = (
     "Name (see kukri list), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors directory."
 )
-ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
-NeededModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=_model_names)
+]
+NeededModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=_model_names)
+]
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", metavar="MODEL", help="The model, instead of the argument.")
 ]

@@ -125,3 +125,14 @@ def test_every_command_takes_the_model_both_ways():
         text = runner.invoke(app, [name, "--help"]).stdout
         assert "-m, --model" in text, name
         assert "[MODEL" in text or "[A]" in text, name
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("ru", "run"), ("inspect smollm3", "smollm3-3b"), ("run --min", "--min-p")]
+)
+def test_the_shell_completes_commands_models_and_options(words, found):
+    """Catches a completion script that the program does not answer."""
+    line = f"kukri {words}"
+    environment = {"_KUKRI_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    done = CliRunner().invoke(app, [], prog_name="kukri", env=environment)
+    assert found in done.output.split()
