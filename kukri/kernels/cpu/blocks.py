@@ -28,6 +28,7 @@ from kukri.kernels.cpu.simd import (
     load_u16x16,
     look_up,
     low_nibbles,
+    multiply_bytes,
     signed_byte_to_f32,
     splat,
     word_bits,
@@ -35,6 +36,7 @@ from kukri.kernels.cpu.simd import (
 )
 from kukri.kernels.cpu.tiles import (
     fetch_ahead,
+    has_few_tokens,
     has_signed_bias,
     panel_block_bytes,
     tile_dot4_short,
@@ -43,6 +45,7 @@ from kukri.kernels.cpu.tiles import (
     tile_fold,
     tile_offset_add,
     tile_offset_start,
+    tile_scale_sum,
     tile_short_end,
     tile_short_start,
     tile_take_min,
@@ -284,7 +287,8 @@ def _q5_k(out, w, x):
     return out
 
 
-# Q6_K, Q3_K and Q2_K have a scale for each 16 inputs: two integer sums a group
+# Q6_K, Q3_K and Q2_K have a scale for each 16 inputs: two integer sums a group, or one where scaled weights
+# fit a byte, as Q2_K's do
 
 
 @device
@@ -368,6 +372,18 @@ def _q2_k_half_group(acc, low, shift, x):
 
 
 @device
+def _q2_k_scaled_half_group(acc, low, shift, scale, x):
+    """acc += 16 weights of 2 bits times their rows' scales of 4 bits: whole numbers up to 45."""
+    for run in range(2):
+        short = tile_short_start(acc)
+        for j in range(2 * run, 2 * run + 2):
+            two = byte_bits(load_u8x64(low + 64 * j), shift, 3, 0)
+            short = tile_dot4_short(short, multiply_bytes(two, scale), x + j * _GROUP, 4)
+        acc = tile_short_end(acc, short)
+    return acc
+
+
+@device
 def _q2_k(out, w, x):
     # words 0 to 3: scales (low nibbles) and mins (high), 4 to 19: 2 bits each, then d and dmin
     d = load_f16x16(w + 1280)
@@ -377,13 +393,18 @@ def _q2_k(out, w, x):
             _ahead_3(out, w + 192 * (4 * half + g))
             low = w + 256 + 512 * half
             both = load_i32x16(w + 128 * half + 64 * (g >> 1))
-            scales = word_bits(both, 0, 0x0F0F0F0F, 0)
             mins = word_bits(both, 4, 0x0F0F0F0F, 0)
             k = 2 * (g & 1)
-            first = _q2_k_half_group(tile_zeros_like(out), low, 2 * g, x)
-            last = _q2_k_half_group(tile_zeros_like(out), low + 256, 2 * g, x + 4 * _GROUP)
-            out = tile_fold(out, first, d * byte_to_f32(scales, k, 0), x + Q8_SCALES)
-            out = tile_fold(out, last, d * byte_to_f32(scales, k + 1, 0), x + Q8_SCALES)
+            scale = word_bits(both, 8 * k, 15, 0)
+            last_scale = word_bits(both, 8 * k + 8, 15, 0)
+            acc = tile_zeros_like(out)
+            if has_few_tokens(out):  # the same whole numbers, whether weights or their sums are scaled
+                last = _q2_k_half_group(acc, low + 256, 2 * g, x + 4 * _GROUP)
+                acc = tile_scale_sum(_q2_k_half_group(acc, low, 2 * g, x), scale, last, last_scale)
+            else:
+                acc = _q2_k_scaled_half_group(acc, low, 2 * g, scale, x)
+                acc = _q2_k_scaled_half_group(acc, low + 256, 2 * g, last_scale, x + 4 * _GROUP)
+            out = tile_fold(out, acc, d, x + Q8_SCALES)
             out = tile_take_min(out, dmin * byte_to_f32(mins, k, 0), x + Q8_NEGATIVE_SUMS, x + Q8_SCALES)
             out = tile_take_min(out, dmin * byte_to_f32(mins, k + 1, 0), x + _LAST_SUMS, x + Q8_SCALES)
             x += panel_block_bytes(out)

@@ -413,6 +413,15 @@ def either(builder: Any, a: Any, b: Any) -> Any:
     return builder.or_(a, b)
 
 
+@operation(U8x64, U8x64, I32x16)
+def multiply_bytes(builder: Any, a: Any, factors: Any) -> Any:
+    """Each byte times its word's factor, if no product exceeds 255."""
+    shorts = ir.VectorType(_I16, 32)
+    both = builder.or_(factors, builder.shl(factors, constant(I32x16.llvm, 16)))
+    product = builder.mul(builder.bitcast(a, shorts), builder.bitcast(both, shorts))
+    return builder.bitcast(product, U8x64.llvm)
+
+
 @operation(I32x16, I32x16, types.int64, types.int64, types.int64)
 def word_bits(builder: Any, a: Any, right: Any, mask: Any, left: Any) -> Any:
     """((a >> right) & mask) << left in each 4-byte word."""

@@ -366,6 +366,23 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, address:
     return _each(builder, kind.n, F32x16.llvm, step)
 
 
+@_tile_operation(lambda tile: types.boolean)
+def has_few_tokens(builder: Any, kind: Tile, tile: Any) -> Any:
+    """Whether what is done once for all tokens of the tile is most of the work."""
+    return _I1(kind.n <= 2)
+
+
+@_tile_operation(_same, I32x16, None, I32x16)
+def tile_scale_sum(builder: Any, kind: Tile, a: Any, a_scale: Any, b: Any, b_scale: Any) -> Any:
+    """a[i] * a_scale + b[i] * b_scale, whole numbers."""
+
+    def step(i: int) -> Any:
+        first = builder.mul(builder.extract_value(a, i), a_scale)
+        return builder.add(first, builder.mul(builder.extract_value(b, i), b_scale))
+
+    return _each(builder, kind.n, I32x16.llvm, step)
+
+
 @_tile_operation(_same, F32x16, types.int64, types.int64)
 def tile_take_min(builder: Any, kind: Tile, out: Any, low: Any, sums: Any, scales: Any) -> Any:
     """out[i] += low * (float32 at scales + 4i) * float(int32 at sums + 4i): the mins of half a block."""
