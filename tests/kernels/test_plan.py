@@ -21,6 +21,7 @@ from kukri.kernels.cpu.passes import (
     quantize_in_producer,
 )
 from kukri.kernels.cpu.place import lifetimes, place
+from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.cpu.record import Recorder
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.rope_rows import RopeRows
@@ -33,7 +34,6 @@ from kukri.kernels.types import (
     Weight,
 )
 from kukri.models import load_model
-from kukri.quant.blocks import quantize
 from kukri.quant.types import QUANT_TYPES
 
 EARLIER = json.loads(Path(__file__).with_name("recorded_plans.json").read_text())
