@@ -65,7 +65,7 @@ def say(llm: LLM, text: str | Sequence[int]) -> None:
 
     def run(chunks: list[StepChunk]) -> HostLogits:
         nonlocal n_said
-        _, start, _, n_rows, _ = chunks[0]
+        start, n_rows = chunks[0].start, chunks[0].n_logits
         if start == 0:
             n_said = 0
         logits = np.zeros((n_rows, N_VOCAB), np.float32)

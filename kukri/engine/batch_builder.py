@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -11,13 +12,24 @@ from kukri.kernels.types import ForwardBatch, IntArray, StepInputs
 
 
 class CachedSequence(Protocol):
-    """A token sequence, and its row of the page table."""
+    """A token sequence and its row of the page table."""
 
     tokens: IntArray
     page_row: IntArray
 
 
-Chunk = tuple[CachedSequence, int, int, int, int]  # sequence, start, n_tokens, n_logits, n_drafts
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `start` to `start + n_tokens - 1` of a sequence; the last `n_logits` of them want logits.
+
+    The last `n_drafts` are draft tokens, which lie in its `tokens` beyond its own.
+    """
+
+    sequence: CachedSequence
+    start: int
+    n_tokens: int
+    n_logits: int
+    n_drafts: int = 0
 
 
 class BatchBuilder:
@@ -28,11 +40,12 @@ class BatchBuilder:
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
-        """The batch of one step: tokens and logit rows in the order of chunks, the rows of drafts last."""
+        """The batch of one step: tokens and rows of logits in the order of chunks, the drafts' rows last."""
         inputs, page_tokens = self._inputs, self._page_tokens
         t = n_rows = 0
         draft_rows: list[int] = []
-        for s, (sequence, start, n_tokens, n_logits, n_drafts) in enumerate(chunks):
+        for s, chunk in enumerate(chunks):
+            sequence, start, n_tokens = chunk.sequence, chunk.start, chunk.n_tokens
             stop = start + n_tokens
             if n_tokens == 1:  # a decode step: scalars cost less than slices
                 inputs.token_ids[t] = sequence.tokens[start]
@@ -48,11 +61,11 @@ class BatchBuilder:
             inputs.query_start[s + 1] = t
             inputs.context_len[s] = stop
             inputs.page_table[s] = sequence.page_row
-            for row in range(t - n_logits, t - n_drafts):
+            for row in range(t - chunk.n_logits, t - chunk.n_drafts):
                 inputs.logit_rows[n_rows] = row
                 n_rows += 1
-            if n_drafts:
-                draft_rows += range(t - n_drafts, t)
+            if chunk.n_drafts:
+                draft_rows += range(t - chunk.n_drafts, t)
         if draft_rows:
             inputs.logit_rows[n_rows : n_rows + len(draft_rows)] = draft_rows
             n_rows += len(draft_rows)

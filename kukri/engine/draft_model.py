@@ -164,4 +164,4 @@ class DraftModel:
 
 def _chunk(drafts: ModelDrafts, start: int, stop: int) -> Chunk:
     """Tokens `start` to `stop` - 1 of a sequence; its last token and its drafts want logits."""
-    return drafts, start, stop - start, int(stop >= drafts.n_tokens), 0
+    return Chunk(drafts, start, stop - start, int(stop >= drafts.n_tokens))

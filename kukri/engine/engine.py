@@ -171,7 +171,7 @@ class Engine:
         )
 
     def add_request(self, request: Request) -> None:
-        """Queues a request. Raises CapacityError where it could never get all its pages."""
+        """Queues a request. Raises CapacityError if it could never get all its pages."""
         self.scheduler.add(request)
 
     def step(self) -> list[StepOutput]:
@@ -231,7 +231,7 @@ class Engine:
         return self.scheduler.postprocess(step.chunks, results, perf_counter())
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a request between steps, as where its text met a stop string; one that ended stays so."""
+        """Ends a request between steps, for example at a stop string; one that ended stays so."""
         if request.state is not RequestState.FINISHED:
             self._end(request, reason, stop_reason)
 
@@ -245,7 +245,7 @@ class Engine:
         self._forget_prefixes()
 
     def remove_hooks(self, hooks: Mapping[str, Hook]) -> None:
-        """Takes back what `add_hooks` did with the same argument."""
+        """Undoes `add_hooks` with the same argument."""
         self.runner.hooks.remove(hooks)
         self._forget_prefixes()
 
@@ -308,7 +308,7 @@ class Engine:
                 self._clear_pages(chunk.request)
 
     def _clear_drafts(self, chunk: ScheduledChunk, n_kept: int) -> None:
-        """Zeroes what guesses that did not come true have stored, which is NaN where their logits were."""
+        """Zeroes the keys and values of rejected drafts, which are NaN if their logits were."""
         page, place = divmod(chunk.start + n_kept, self.pool.page_tokens)
         if place:
             self.runner.cache.clear_from(int(chunk.request.page_row[page]), place)
@@ -316,7 +316,7 @@ class Engine:
         self.runner.cache.clear_pages(chunk.request.pages[page:])
 
     def _drafts(self, params: SamplingParams) -> Drafts | None:
-        """Where a request's guesses come from. Raises RequestError where it has no such place here."""
+        """The source of a request's drafts. Raises RequestError if there is none of that kind here."""
         kind = params.speculation or ("ngram" if params.prediction else self.config.speculation)
         if kind == "off":
             return None
@@ -412,7 +412,7 @@ class Engine:
 
 
 def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:
-    """Whether the last token chosen was guessed, and the row after it is about the token to come."""
+    """True if the last token chosen was drafted, so that the row after it is about the token to come."""
     request, token, n = chunk.request, tokens[-1], len(tokens)
     if n > chunk.n_drafts or isinstance(token, KukriError) or token.id in request.stop_ids:
         return False

@@ -32,10 +32,10 @@ class EngineStatus:
     n_pages_cached: int  # that hold a known prefix, held or not
     n_preemptions: int
     n_prefix_hit: int  # prompt tokens found in the cache
-    n_computed: int  # tokens computed, guesses that did not come true left out
-    n_drafted: int  # guesses at tokens computed
-    n_accepted: int  # of those, that came true
-    n_generated: int  # tokens given out
+    n_computed: int  # tokens computed, rejected drafts left out
+    n_drafted: int  # draft tokens computed
+    n_accepted: int  # of those, accepted
+    n_generated: int  # tokens generated
     n_steps: int
     busy_s: float  # wall time of all steps
 
@@ -67,7 +67,7 @@ class EngineLoop:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests, all or none.
 
-        Raises CapacityError where too many wait already, where one could never fit, or while draining.
+        Raises CapacityError if too many wait already, if one could never fit, or while draining.
         """
         for request in requests:
             self.engine.scheduler.check_fits(request)
@@ -79,7 +79,7 @@ class EngineLoop:
             self._wake.notify()
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a request before the next step, as where its text met a stop string. Nothing is delivered."""
+        """Ends a request before the next step, for example at a stop string. Nothing is delivered."""
         with self._wake:
             self._live.pop(request.id, None)
             self._commands.append(lambda: self.engine.finish(request, reason, stop_reason))
@@ -90,7 +90,7 @@ class EngineLoop:
         self.finish(request, "abort")
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for those there are; False where some were left at the end."""
+        """Refuses new requests and waits for those there are; False if some were left at the end."""
         with self._wake:
             self._is_draining = True
             return self._wake.wait_for(lambda: not self._live, timeout_s)

@@ -147,7 +147,7 @@ class PagePool:
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages disagree"
 
     def _evict(self) -> int:
-        """The page unused for longest, forgotten."""
+        """Evicts the least recently used idle page."""
         page, _ = self._idle.popitem(last=False)
         del self._page_of[self._key_of.pop(page)], self._identity[page]
         return page

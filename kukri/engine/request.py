@@ -19,7 +19,7 @@ ProgramKind = Literal["logits", "hidden"]
 
 
 class RequestState(Enum):
-    """Where a request is."""
+    """The stages of a request."""
 
     NEW = "new"
     WAITING = "waiting"  # in the queue, holds no pages
@@ -29,7 +29,7 @@ class RequestState(Enum):
 
 @dataclass(frozen=True)
 class Timings:
-    """How long a request took, in seconds of wall time, and its rates; 0 where there was nothing to time."""
+    """How long a request took, in seconds of wall time, and its rates; 0 if there was nothing to time."""
 
     n_prompt_tokens: int
     n_generated: int
@@ -37,8 +37,8 @@ class Timings:
     prompt_s: float  # from there to the first token
     first_token_s: float  # from arrival to the first token: the sum of the two
     decode_s: float  # from the first token to the last
-    n_drafted: int = 0  # guesses at tokens computed
-    n_accepted: int = 0  # of those, that came true
+    n_drafted: int = 0  # draft tokens computed
+    n_accepted: int = 0  # of those, accepted
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -62,7 +62,7 @@ class Request:
     __slots__ = (
         "arrived_s", "client", "cumulative_logprob", "drafts", "error", "finish_reason",
         "first_row", "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
-        "max_drafts", "max_tokens", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
+        "max_drafts", "max_length", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "next_row", "output",
         "page_row", "params", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
         "started_s", "state", "stop_ids", "stop_reason", "tokens",
@@ -88,31 +88,31 @@ class Request:
     ) -> None:
         self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
         self.priority, self.client = priority, client
-        self.drafts, self.max_drafts = drafts, max_drafts  # where guesses come from, and how many in a step
+        self.drafts, self.max_drafts = drafts, max_drafts  # the source of drafts, and how many in a step
         self.leader = leader  # the first of several answers to one prompt, whose pages it may share
         self.n_prompt = self.n_tokens = len(prompt_ids)
         self.output = output
         if output == "tokens":
             n_new = max_context if params.max_tokens is None else params.max_tokens
-            # the most tokens it may come to; a prompt that fills the context still gets one
-            self.max_tokens = max(min(self.n_prompt + n_new, max_context), self.n_prompt + 1)
+            # prompt and answer; a prompt that fills the context still gets one token
+            self.max_length = max(min(self.n_prompt + n_new, max_context), self.n_prompt + 1)
             first_row = self.n_prompt - 1 if params.prompt_logprobs is None else 0
         else:
-            self.max_tokens = self.n_prompt
+            self.max_length = self.n_prompt
         self.first_row = self.next_row = first_row  # the next token whose row of output is wanted
         self.rows: FloatArray | None = None  # see the class; "pooled" is a sum until its end
-        self.tokens = np.empty(self.max_tokens, np.int32)  # prompt, generated, and in a step guesses
+        self.tokens = np.empty(self.max_length, np.int32)  # prompt, generated, and in a step drafts
         self.tokens[: self.n_prompt] = prompt_ids
         self.n_cached = 0  # tokens whose keys and values are in the cache
         self.page_row = np.zeros(max_pages, np.int32)  # its row of the page table
         self.n_pages = 0
         self.n_cached_pages = 0  # of those, the first that may be found by their tokens
-        self.is_cacheable = True  # False where hooks may have changed what its pages hold
+        self.is_cacheable = True  # False if hooks may have changed what its pages hold
         self.is_in_flight = False  # True from the launch of a step to its collection
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
-        self.n_drafted = 0  # guesses computed
-        self.n_accepted = 0  # of those, that came true
+        self.n_drafted = 0  # drafts computed
+        self.n_accepted = 0  # of those, accepted
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[SampledToken] = []  # of the prompt's second token on, where asked for
         self.sampled: list[SampledToken] = []
@@ -132,7 +132,7 @@ class Request:
     @property
     def max_cached(self) -> int:
         """The most tokens it may have in the cache: the last one generated is never read."""
-        return self.max_tokens - (self.output == "tokens")
+        return self.max_length - (self.output == "tokens")
 
     @property
     def program(self) -> ProgramKind:
@@ -151,7 +151,7 @@ class Request:
         return ids
 
     def cut(self, n_generated: int) -> None:
-        """Forgets the tokens after the first `n_generated`: a step gave them, beyond where the text ends."""
+        """Forgets the tokens after the first `n_generated`: a step gave them beyond the end of the text."""
         self.n_tokens = self.n_prompt + n_generated
         del self.sampled[n_generated:]
         self.cumulative_logprob = sum(token.logprob or 0.0 for token in self.sampled)

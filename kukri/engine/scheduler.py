@@ -1,40 +1,40 @@
-"""Which tokens of which requests the next step computes.
+"""The scheduler: chooses the tokens of each request that the next step computes, and books their pages.
 
 Every running request gets its next token, or the next chunk of its prompt, within a budget of tokens a step;
-what is left admits waiting requests (queue.py says who is first). A prompt that runs beside decodes has a
-budget of its own, so that long prompts do not make the others' tokens late. Where pages run out, the request
-last in turn gives its own back and computes them again later: that changes no token, as no result depends on
+what is left admits waiting requests (waiting.py orders them). A prompt that runs beside decodes has a
+budget of its own, so that long prompts do not delay the others' tokens. If pages run out, the request last in
+order is preempted: it frees its pages and is recomputed later. That changes no token, as no result depends on
 chunks. A request begins after the longest prefix whose pages are cached, which changes none either.
 
-Where room is left, requests that generate have guesses computed beside their newest token (drafts.py). Nobody
-gives way for a guess, and one that does not come true is forgotten: its place in the cache is written anew.
+If room is left, decoding requests have draft tokens computed beside their newest one (drafts.py). No request
+is preempted for a draft, and a rejected one is forgotten: its slot in the cache is overwritten.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.pages import ROOT, PagePool
-from kukri.engine.queue import WaitingQueue
 from kukri.engine.request import ProgramKind, Request, RequestState
+from kukri.engine.waiting import WaitingQueue
 from kukri.errors import CapacityError, KukriError
 from kukri.sampling import SampledToken
 
 
-class ScheduledChunk(NamedTuple):
-    """Tokens `start` to `start + n_tokens - 1` of a request; the last `n_logits` of them want logits.
+@dataclass(frozen=True)
+class ScheduledChunk(Chunk):
+    """A chunk of a request."""
 
-    The last `n_drafts` are draft tokens, which lie in the request's `tokens` beyond its own.
-    """
+    sequence: Request
 
-    request: Request
-    start: int
-    n_tokens: int
-    n_logits: int
-    n_drafts: int = 0
+    @property
+    def request(self) -> Request:
+        """The request whose tokens they are."""
+        return self.sequence
 
     @property
     def gives_token(self) -> bool:
@@ -56,9 +56,9 @@ class ScheduledStep:
 
 
 class StepOutput(NamedTuple):
-    """What a step did for a request: a token, or None where it ended without one.
+    """A step's result for a request: a token, or None if it ended without one.
 
-    A step has one for each token where guesses came true; the last of a request says how it goes on.
+    A step has one for each accepted draft and one more; the last of a request says how it goes on.
     `finish_reason` is None while the request goes on: it may be "stop", "length", "abort" or "error"
     (`request.stop_reason` and `request.error` then say more).
     """
@@ -96,18 +96,18 @@ class Scheduler:
         self.ending: list[Request] = []  # finished while in flight: their step may still write their pages
         self.n_preemptions = 0
         self.n_prefix_hit = 0  # tokens that were found and not computed
-        self.n_computed = 0  # tokens that were, guesses that did not come true left out
-        self.n_drafted = 0  # guesses computed
-        self.n_accepted = 0  # of those, that came true
+        self.n_computed = 0  # tokens that were, rejected drafts left out
+        self.n_drafted = 0  # drafts computed
+        self.n_accepted = 0  # drafts accepted
 
     def add(self, request: Request) -> None:
-        """Queues a new request. Raises CapacityError where it could outgrow the whole pool."""
+        """Queues a new request. Raises CapacityError if it could outgrow the whole pool."""
         self.check_fits(request)
         request.state = RequestState.WAITING
         self.waiting.arrive(request)
 
     def check_fits(self, request: Request) -> None:
-        """Raises CapacityError where a request could outgrow the whole pool."""
+        """Raises CapacityError if a request could outgrow the whole pool."""
         n_pages = self.pool.pages_for(request.max_cached)
         if n_pages > self.pool.n_pages:
             raise CapacityError(
@@ -163,7 +163,7 @@ class Scheduler:
                 continue
             request.drafts.follow(request.tokens, request.n_tokens)
             # the last token that it may come to needs no draft: it follows from the row before
-            n = min(room, request.max_drafts, request.max_tokens - request.n_tokens - 1)
+            n = min(room, request.max_drafts, request.max_length - request.n_tokens - 1)
             n = budget.take(request.drafts.chances(n), request.drafts.price)
             if n:
                 planned.append((i, request.drafts, n))
@@ -178,7 +178,7 @@ class Scheduler:
         stop = request.n_tokens + n
         request.tokens[request.n_tokens : stop] = drafts[:n]
         self._grow(request, self.pool.pages_for(stop) - request.n_pages)
-        return chunk._replace(n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
+        return replace(chunk, n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
 
     def postprocess(
         self,
@@ -243,7 +243,7 @@ class Scheduler:
         for request in self.running:
             assert request.state is RequestState.RUNNING, f"request {request.id} runs and is {request.state}"
             assert request not in self.waiting, f"request {request.id} runs and waits"
-            assert request.n_cached <= request.n_tokens <= request.max_tokens, (
+            assert request.n_cached <= request.n_tokens <= request.max_length, (
                 f"request {request.id} ran over"
             )
             assert request.is_in_flight or request.n_pages == self.pool.pages_for(request.n_cached), (
@@ -276,7 +276,7 @@ class Scheduler:
         budget.spend(request, n_tokens, n_logits)
 
     def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
-        """Books guesses, and gives back the pages of those that did not come true."""
+        """Counts drafts, and frees the pages of rejected ones."""
         request = chunk.request
         for counts in (self, request):
             counts.n_drafted += chunk.n_drafts
@@ -287,14 +287,14 @@ class Scheduler:
         request.n_pages = n_pages
 
     def _count(self, chunk: ScheduledChunk, n_kept: int) -> None:
-        """Books the tokens of a chunk whose keys and values are in the cache now, to stay."""
+        """Counts the tokens of a chunk whose keys and values stay in the cache."""
         chunk.request.n_cached = chunk.start + n_kept
         chunk.request.next_row = max(chunk.request.next_row, chunk.request.n_cached)
         self.n_computed += n_kept
         self.waiting.count_served(chunk.request, n_kept)
 
     def _take(self, request: Request, token: SampledToken | KukriError, now_s: float) -> StepOutput:
-        """Books a request's token, or the error that ends it."""
+        """Appends a request's token, or ends it by an error."""
         if isinstance(token, KukriError):
             request.error = token
             self.finish(request, "error")
@@ -333,7 +333,7 @@ class Scheduler:
             request.n_pages = n_pages
 
     def _room(self, request: Request) -> list[int] | None:
-        """The cached pages a waiting request can begin with; None where the rest of it finds no room."""
+        """The cached pages a waiting request can begin with; None if the rest of it finds no room."""
         if len(self.running) >= self.max_requests:
             return None
         known = self._known_pages(request)
@@ -415,12 +415,12 @@ class Scheduler:
         if token.id in request.stop_ids:
             named = token.id in request.params.stop_token_ids
             self.finish(request, "stop", token.id if named else None)
-        elif request.n_tokens >= request.max_tokens:
+        elif request.n_tokens >= request.max_length:
             self.finish(request, "length")
 
 
 class _Budget:
-    """What is left of a step: tokens, tokens of prompts, and rows of logits."""
+    """Remaining budgets of a step: tokens, prefill tokens, and rows of logits."""
 
     def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
@@ -443,7 +443,7 @@ class _Budget:
         return n_tokens, max(n_tokens - n_without, 0)
 
     def spend(self, request: Request, n_tokens: int, n_logits: int) -> None:
-        """Takes off what a request got."""
+        """Subtracts a request's share."""
         self.n_tokens -= n_tokens
         if not _generates(request):
             self.n_prompt_tokens -= n_tokens
@@ -451,7 +451,7 @@ class _Budget:
 
 
 def _generates(request: Request) -> bool:
-    """Whether just its newest token is left to compute."""
+    """True if the request is decoding: only its newest token is left to compute."""
     return request.n_cached == request.n_tokens - 1 and request.n_generated > 0
 
 

@@ -1,4 +1,4 @@
-"""Who is next: requests that wait for their turn.
+"""The waiting queue: requests that wait to run, and the order in which they are admitted.
 
 Lower `priority` numbers go first. Among equals a preempted request goes before those that never ran, and then
 the client that got the fewest tokens so far (virtual token counters: Sheng et al. 2024, "Fairness in Serving
@@ -15,7 +15,7 @@ from kukri.engine.request import Request
 
 
 class WaitingQueue:
-    """The waiting requests, and how many tokens each client with a live request was given."""
+    """The waiting requests, and a virtual token counter for each client with a live request."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Request] = {}  # by id
@@ -34,7 +34,7 @@ class WaitingQueue:
     def arrive(self, request: Request) -> None:
         """Queues a request that is new."""
         if not self._n_live[request.client]:
-            # no credit for the time away: else who comes seldom could flood
+            # no credit for the time away: else a client that comes seldom could flood
             self._n_served[request.client] = min(self._n_served.values(), default=0)
         self._n_live[request.client] += 1
         self.put(request)
@@ -55,7 +55,7 @@ class WaitingQueue:
             del self._n_live[request.client], self._n_served[request.client]
 
     def count_served(self, request: Request, n_tokens: int) -> None:
-        """Books tokens computed for a request's client."""
+        """Adds tokens computed to the counter of a request's client."""
         self._n_served[request.client] += n_tokens
 
     def first(self, may_run: Callable[[Request], bool]) -> Request | None:
