@@ -74,6 +74,7 @@ class LoadedModel:
     default_params: SamplingParams  # as the files advise
 
 
+_MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
 
 
@@ -82,6 +83,12 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
 
     The size of the KV cache is logged; a context cut for want of free memory is a warning.
     """
+    n_cores = os.cpu_count() or 1
+    if options.n_threads is not None and options.n_threads > max(n_cores, _MAX_SPARE_THREADS):
+        raise ConfigError(
+            f"n_threads {options.n_threads} is far more than the {n_cores} cores here: leave n_threads "
+            "(--threads) out to use those that this process may use"
+        )
     engine_config = EngineConfig(
         backend=options.backend,
         max_context=options.max_context,

@@ -527,6 +527,13 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         LLM(write_tiny(tmp_path / "tiny.gguf"), backend="gpu")  # type: ignore[arg-type]
 
 
+def test_absurd_thread_counts_are_refused(tiny_path: Path) -> None:
+    """A thousand threads that spin on two cores."""
+    for n_threads in (1000, 10**9):
+        with pytest.raises(ConfigError, match=rf"n_threads {n_threads} is far more than the \d+ cores"):
+            LLM(tiny_path, n_threads=n_threads)
+
+
 def test_a_closed_llm_says_so(tiny_path: Path) -> None:
     """A stream that goes on after its model is gone, or an AttributeError on None."""
     llm = kukri.load(tiny_path, backend="reference")
