@@ -8,7 +8,7 @@ of four dimensions run as a program of their own; ordinary steps know nothing of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +18,34 @@ from kukri.errors import RequestError
 from kukri.kernels.taps import Hooks
 from kukri.kernels.types import (
     Backend,
+    CacheLayout,
     CompiledProgram,
     FloatArray,
     ForwardBatch,
     Hook,
     IntArray,
+    Ops,
     Program,
     StepLimits,
+    Tensor,
 )
-
-if TYPE_CHECKING:
-    from kukri.models import Model
 
 _STEP_TOKENS = 128  # of a step without a mask: room is made for as many rows of logits
 _MASK_TOKENS = 64  # a program with a mask is compiled for a multiple of so many tokens
 _BoolArray = npt.NDArray[np.bool_]
+
+
+class ForwardModel(Protocol):
+    """The side of a model that `Forward` sees."""
+
+    config: ModelConfig
+
+    def __call__(self, ops: Ops, batch: Any) -> Tensor:
+        """Runs one step -> logits [N, V]."""
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """The cache entry of each layer."""
 
 
 class _Key(NamedTuple):
@@ -47,7 +60,7 @@ class KVCache:
     Attributes: batch_size; max_tokens of a row; n_tokens of a row so far, pads included.
     """
 
-    def __init__(self, model: Model, backend: Backend, batch_size: int, max_tokens: int) -> None:
+    def __init__(self, model: ForwardModel, backend: Backend, batch_size: int, max_tokens: int) -> None:
         config = model.config
         if not 1 <= max_tokens <= config.max_context:
             raise _error(
@@ -83,7 +96,7 @@ class KVCache:
 class Forward:
     """A model on a backend. Holds the cache of calls that bring none."""
 
-    def __init__(self, model: Model, backend: Backend) -> None:
+    def __init__(self, model: ForwardModel, backend: Backend) -> None:
         self.model, self.backend = model, backend
         self._scratch: KVCache | None = None
         self.hooks = Hooks()

@@ -1,5 +1,4 @@
-"""Kernels for GPUs: Triton's, and (`torch_ops`) every op in plain PyTorch for devices that Triton does not
-know.
+"""Triton kernels for GPUs. No backend calls them yet.
 
 Importing this package is cheap; its modules but `pack` and `tiles` import torch, `launch` and `*_kernels`
 Triton.
