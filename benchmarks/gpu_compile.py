@@ -73,7 +73,7 @@ class Case:
 
 @dataclass
 class Row:
-    """What a kernel costs on a target."""
+    """A kernel's cost on a target."""
 
     case: str
     target: str
@@ -369,7 +369,7 @@ def failures(row: Row) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line a kernel and target; 1 where a limit is broken."""
+    """Prints a line a kernel and target; 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kernels", nargs="*", help="parts of names; all without")
     parser.add_argument("--targets", default=",".join(TARGETS))

@@ -95,7 +95,7 @@ class Experiment:
         return given
 
     def say(self, text: str) -> None:
-        """Prints a line of progress to stderr, unless --json asks for the report alone."""
+        """Prints a line of progress to stderr, unless --json limits the output to the report."""
         if not self._is_silent:
             print(text, file=sys.stderr, flush=True)
 

@@ -196,7 +196,7 @@ def _words(space: str) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Writes the file that the command line asks for."""
+    """Writes the file that the command line describes."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.make_model", description="Write a GGUF file of random weights."
     )

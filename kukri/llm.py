@@ -116,7 +116,7 @@ class LLM:
     `model` is a known name, the path of a .gguf file or of a directory with safetensors, or None for the
     default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0", "Q4_K" …, packs a
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
-    for the model's own limit, or less where memory is short, which is logged as a warning; `n_threads` None
+    for the model's own limit, or less if memory is short, which is logged as a warning; `n_threads` None
     takes the cores this process may use; a prompt is read in steps of `max_step_tokens`. Up to `max_requests`
     requests, None for 16, run side by side, in a KV cache of `kv_bytes`; None takes what as many contexts
     need, as far as memory is free. Its numbers are float16 or q8_0. `rope_scaling`, "linear", "dynamic"
@@ -195,7 +195,7 @@ class LLM:
         """The Result that continues a prompt, text or token ids; for a list of prompts, a list of Results.
 
         `overrides` are fields of SamplingParams, set on top of `params` or, without these, of the model's
-        `default_params`. A text gets the tokens that the model wants around a text; control tokens spelled
+        `default_params`. A text gets the model's tokens around it (BOS, EOS); control tokens spelled
         out in it stay text. Raises RequestError on anything wrong with a prompt or the parameters, before a
         token is computed.
         """
@@ -321,7 +321,7 @@ class LLM:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The model's chat template; using it raises RequestError where the file has none."""
+        """The model's chat template; using it raises RequestError if the file has none."""
         tokenizer = self.tokenizer
         return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 
@@ -425,7 +425,7 @@ class LLM:
         return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
 
     def _call(self, prompt_ids: Any, params: SamplingParams, *, streams: bool = False) -> _Call:
-        """A call for one prompt, checked, its texts resolved already; not started."""
+        """A call for one prompt, checked, texts in its parameters tokenized already; not started."""
         engine = self.engine
         requests = engine.make_requests(prompt_ids, params)
         engine.scheduler.check_fits(requests[0])
@@ -466,7 +466,7 @@ class LLM:
         return batch.rows_or_error()
 
     def _outputs(self, token_ids: list[int]) -> FloatArray:
-        """What the model's head gives for each token: float32 [T, width]."""
+        """The outputs of the model's head for each token: float32 [T, width]."""
         (rows,) = self._compute([self._open_engine().make_output_request(token_ids, "logits")])
         return rows
 
@@ -481,7 +481,7 @@ class LLM:
         self._turns.submit(lambda: self._add(calls))
 
     def _drop(self, calls: list[_Call]) -> None:
-        """Ends, before the next step, what is left of calls nobody waits for."""
+        """Aborts, before the next step, the requests of calls whose caller has gone."""
         left = [call for call in calls if call.result is None]
         if left:
             self._turns.submit(lambda: self._end(left))
@@ -622,7 +622,7 @@ class _Call:
         return self.result
 
     def advance(self, answer: Answer) -> None:
-        """Takes what a step added to an answer: the next chunk of a stream, at the end its output."""
+        """Handles a step's addition to an answer: the next chunk of a stream, at the end its output."""
         if answer.finish_reason in ("abort", "error"):
             self.error = self.error or _ending_of(answer.request)
             return
@@ -702,7 +702,7 @@ def load(model: str | os.PathLike[str] | None = None, **options: Any) -> LLM:
 
 
 def _is_many(prompt: Any) -> bool:
-    """Whether it is a list of prompts: the first entry of one prompt is a token id."""
+    """True if it is a list of prompts: the first entry of one prompt is a token id."""
     return _first_is(prompt, (str, Sequence))
 
 

@@ -77,7 +77,7 @@ def _machine_bytes_left(root: Path) -> int:
 
 
 def _group_bytes_left(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    """What one control group leaves; nothing if it has no limit."""
+    """The bytes that one control group has left, in a list; an empty one if it has no limit."""
     limit, usage = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
     if not limit.isdecimal() or not usage.isdecimal():  # "max"
         return []

@@ -21,7 +21,7 @@ from kukri.models import Model
 from kukri.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "last", "cls"]
-Outputs = Callable[[list[int]], FloatArray]  # token ids -> what the model's head gives [T, width]
+Outputs = Callable[[list[int]], FloatArray]  # token ids -> the outputs of the model's head [T, width]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Label:
-    """A label of a text, and its score: a probability, or for a regression the number itself."""
+    """A label of a sequence, and its score: a probability, or for a regression the number itself."""
 
     label: str
     score: float
@@ -44,7 +44,7 @@ class Label:
 
 @dataclass(frozen=True)
 class TokenLabel:
-    """The most probable label of a token, `text[start:stop]` of what was classified."""
+    """The most probable label of a token, `text[start:stop]` of the classified text."""
 
     text: str
     label: str
@@ -128,10 +128,10 @@ def classify_tokens(model: Model, outputs: Outputs, tokenizer: Tokenizer, text: 
 def embedding_requests(
     engine: Engine, texts: Sequence[Sequence[int]], pooling: Pooling, client: str = ""
 ) -> list[Request]:
-    """The requests whose `rows` are the texts' vectors [D] when they have ended; checked, not queued.
+    """The requests whose `rows` are the sequences' vectors [D] when they have ended; checked, not queued.
 
-    Raises RequestError for a text without tokens and for ids outside the vocabulary, ContextLengthError for a
-    text that is too long.
+    Raises RequestError for a sequence without tokens and for ids outside the vocabulary, ContextLengthError
+    for one that is too long.
     """
     n_vocab = engine.model.config.n_vocab
     for ids in texts:
@@ -183,7 +183,7 @@ def _words(kind: str) -> str:
 
 
 def _check_length(model: Model, ids: Sequence[int]) -> None:
-    """Raises RequestError for a text without tokens, ContextLengthError for one that is too long."""
+    """Raises RequestError for a sequence without tokens, ContextLengthError for one that is too long."""
     if not ids:
         raise RequestError("a text is empty, and the model adds no token of its own", param="texts")
     if len(ids) > model.config.max_context:

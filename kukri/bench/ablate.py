@@ -1,4 +1,4 @@
-"""What each technique of the engine buys on this machine: the figures of `kukri bench ablate`.
+"""Gain of each technique of the engine on this machine: the figures of `kukri bench ablate`.
 
 Each technique is measured in pairs, with and without it in turns, so that what else the machine does meets
 both alike; medians are shown, and the median of the ratios of each round. Where the engine has no switch,
@@ -33,7 +33,7 @@ class Technique:
 
     @property
     def how(self) -> str:
-        """How it is measured, for people."""
+        """Description of the measurement: the docstring of `measure`, in one line."""
         return " ".join((inspect.getdoc(self.measure) or "").split())
 
 
@@ -69,7 +69,7 @@ TECHNIQUES: dict[str, Technique] = {
 
 @dataclass(frozen=True)
 class AblationReport:
-    """What `kukri bench ablate` found: rows by the name of their technique."""
+    """The results of `kukri bench ablate`: rows by the name of their technique."""
 
     machine: MachineCard
     model: ModelCard
@@ -82,7 +82,7 @@ class AblationReport:
 def chosen(names: Sequence[str], n_threads: int) -> list[Technique]:
     """Techniques by name, in the order of TECHNIQUES; none named means all that `n_threads` allow.
 
-    Raises ConfigError on an unknown name, and for threads where there is one.
+    Raises ConfigError on an unknown name, and for "threads" if there is just one.
     """
     for name in names:
         if name not in TECHNIQUES:
@@ -94,7 +94,7 @@ def chosen(names: Sequence[str], n_threads: int) -> list[Technique]:
 
 
 def n_rounds(techniques: Sequence[Technique], repetitions: int, sizes: Sizes) -> int:
-    """How many rounds `ablate` goes through, those that warm up among them."""
+    """Number of rounds of `ablate`, warm-up rounds included."""
     return sum(technique.n_loops(sizes) for technique in techniques) * (repetitions + 1)
 
 

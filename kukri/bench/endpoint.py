@@ -27,7 +27,7 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls") 
 
 
 class _Failure(Exception):
-    """Why an answer is none: a kind to be counted, and what was said."""
+    """A failed answer: the kind of error, which is counted, and its message."""
 
     def __init__(self, kind: str, detail: str) -> None:
         self.kind, self.detail = kind, detail
@@ -36,10 +36,10 @@ class _Failure(Exception):
 
 @dataclass
 class Answer:
-    """One request and what came of it. Durations in seconds; counts are the server's `usage`.
+    """One request and its result. Durations in seconds; counts are the server's `usage`.
 
     Attributes: sent_s (of the clock perf_counter), ttft_s (to the first chunk with text, or to the last one
-    where none has any), e2e_s (to the last chunk), gaps_s (between chunks with text), error (a kind), detail.
+    if none has any), e2e_s (to the last chunk), gaps_s (between chunks with text), error (a kind), detail.
     """
 
     sent_s: float = 0.0
@@ -56,7 +56,7 @@ class Answer:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the answer; its chunks with text, where the server gave no usage."""
+        """Tokens of the answer; its chunks with text, if the server gave no usage."""
         return self.n_generated if self.n_generated is not None else len(self.gaps_s) + 1
 
     @property
@@ -136,7 +136,7 @@ class Endpoint:
         await self._session.close()
 
     async def first_model(self) -> str:
-        """The first of the models that are served. Raises KukriError where none is."""
+        """The first of the models that are served. Raises KukriError if there is none."""
         import aiohttp
 
         try:
@@ -153,7 +153,7 @@ class Endpoint:
             raise KukriError(f"{self.url}/models lists no model: name one with --model") from None
 
     async def ask(self, body: bytes) -> Answer:
-        """Sends a request, JSON that asks for a stream, and reads the answer; `error` has what went wrong."""
+        """Sends a request, JSON with `stream` set, and reads the answer; a failure is in its `error`."""
         import aiohttp
 
         answer = Answer(sent_s=perf_counter())
@@ -216,7 +216,7 @@ async def _start_of(response: aiohttp.ClientResponse, n_bytes: int) -> bytes:
 
 
 async def _said(response: aiohttp.ClientResponse) -> str:
-    """What the body of an error says."""
+    """The message in the body of an error."""
     body = await _start_of(response, _MAX_ERROR_BYTES)
     try:
         return _message(json.loads(body))

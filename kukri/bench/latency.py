@@ -26,7 +26,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """What one load came to. Tokens are the server's count; rates are over the load's `seconds`."""
+    """The results of one load. Tokens are the server's count; rates are over the load's `seconds`."""
 
     load: float  # requests a second that were to arrive, or requests at a time
     seconds: float
@@ -43,7 +43,7 @@ class LoadPoint:
     n_generated_tokens: int
     has_usage: bool  # else prompts were not counted, and chunks were for tokens
     max_in_flight: int
-    ttft_ms: Spread | None  # None where no answer has one
+    ttft_ms: Spread | None  # None if no answer has one
     tpot_ms: Spread | None
     itl_ms: Spread | None
     e2e_ms: Spread | None
@@ -76,7 +76,7 @@ def read_objective(text: str) -> dict[str, float]:
 
 
 def is_good(answer: Answer, objective: Mapping[str, float]) -> bool:
-    """Whether an answer came within all limits; what it has none of passes."""
+    """True if an answer came within all limits; a time that it lacks passes."""
     seconds = {"ttft": answer.ttft_s, "tpot": answer.tpot_s, "e2e": answer.e2e_s}
     return all(1e3 * (seconds[name] or 0.0) <= limit for name, limit in objective.items())
 

@@ -30,7 +30,7 @@ _MAX_FITTINGS = 4  # requests that find how many words a prompt needs
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is asked of whom, and how often. Raises ConfigError for what makes no sense.
+    """The endpoint, the requests and the loads to measure. Raises ConfigError for invalid values.
 
     `loads` are requests a second (open loop) or requests at a time (closed), each of which ends after
     `n_requests` or after `duration_s`, whichever comes first.
@@ -78,14 +78,14 @@ class LoadOptions:
 
     @property
     def n_ticks(self) -> int:
-        """How much progress there is to tell: requests, or seconds where these are not known."""
+        """Units of progress in all: requests, or seconds if their number is not known."""
         each = ceil(self.duration_s or 0) if self.n_requests is None else self.n_requests
         return each * len(self.loads)
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `kukri bench serve` found; it holds no key."""
+    """The results of `kukri bench serve`; it holds no API key."""
 
     url: str
     model: str
@@ -100,7 +100,7 @@ class LoadReport:
 
 
 def measure_load(options: LoadOptions, on_progress: Progress) -> LoadReport:
-    """Loads the endpoint. Raises KukriError where it cannot be asked; answers that fail are counted."""
+    """Loads the endpoint. Raises KukriError if it cannot be reached; answers that fail are counted."""
     return asyncio.run(_measure(options, on_progress))
 
 
@@ -239,7 +239,7 @@ class _Client:
 
     @asynccontextmanager
     async def _ticking(self, name: str) -> AsyncIterator[None]:
-        """Tells of each second where the number of requests is not known."""
+        """Reports each second if the number of requests is not known."""
 
         async def tick() -> None:
             for _ in range(ceil(self.options.duration_s or 0)):
@@ -257,7 +257,7 @@ class _Client:
         return self._encoded(next(self._prompts))
 
     def _encoded(self, prompt: dict[str, Any], **limits: int) -> bytes:
-        """A request in JSON; what `extra_body` says counts most."""
+        """A request in JSON; fields of `extra_body` override all others."""
         options = self.options
         fields: dict[str, Any] = {
             "model": self.model,

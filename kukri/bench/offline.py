@@ -1,4 +1,4 @@
-"""How fast one request runs: the numbers of `kukri bench`.
+"""Speed of one request: the numbers of `kukri bench`.
 
 As in llama-bench, pp512 reads a prompt of 512 random ids and tg128 generates 128 tokens from an empty cache;
 mean and deviation over 5 after a warm-up. Unlike there, scheduling, sampling and text are timed too.
@@ -108,13 +108,13 @@ class Kukri:
         return 1.0 - spent_s / total_s
 
     def versions(self) -> dict[str, str]:
-        """What runs."""
+        """The versions of the software that runs."""
         from kukri import __version__
 
         return {"kukri": __version__}
 
     def close(self) -> None:
-        """Lets go of the model."""
+        """Releases the model."""
         self.llm.close()
 
     def _generate_s(self, n_prompt: int, n_new: int) -> float:
@@ -135,7 +135,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What `kukri bench` found. Rates in tokens per second; shares from 0 to 1."""
+    """The results of `kukri bench`. Rates in tokens per second; shares from 0 to 1."""
 
     machine: MachineCard
     model: ModelCard
@@ -145,7 +145,7 @@ class BenchReport:
     rope_factor: float | None
     n_prompt: int
     n_generate: int
-    load_s: float  # compiling kernels included, where they were not in the cache
+    load_s: float  # compiling kernels included, if they were not in the cache
     prefill_tokens_per_s: Measured
     decode_tokens_per_s: Measured
     first_token_ms: Measured  # of a prompt of FIRST_TOKEN_PROMPT tokens

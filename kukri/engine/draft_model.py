@@ -103,7 +103,7 @@ class DraftModel:
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
         """Makes this many drafts for each request, or none if its pages or context leave no room.
 
-        They are written behind the request's tokens, where it has room for them. Other kinds of drafts are
+        They are written behind the request's tokens, if it has room for them. Other kinds of drafts are
         skipped.
         """
         own = [(drafts, n) for drafts, n in wanted if isinstance(drafts, ModelDrafts)]

@@ -24,7 +24,7 @@ _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2^64 over the golden ratio
 _PRIOR = (0.2, 0.4, 0.4, 0.6, 0.8, 0.9)
 _PRIOR_WEIGHT = 4.0  # drafts that the prior counts for
 _DECAY = 0.98  # of a draft's weight with each later one of its kind
-_PANEL_TOKENS = 8  # matrix kernels compute so many tokens at a time: the rest of a panel costs little
+_PANEL_TOKENS = 8  # tokens that matrix kernels compute at a time: the rest of a panel costs little
 _MIN_CHANCE, _MIN_CHANCE_EACH = 0.2, 0.05  # of a draft in such a row, and more for each decoding request
 _SURE = 0.95  # the least chance of a draft that begins or extends another panel
 

@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or a step is in flight."""
+        """True if a request waits or runs, or a step is in flight."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._in_flight)
 
     def make_request(self, prompt_ids: npt.ArrayLike, params: SamplingParams | None = None) -> Request:

@@ -96,7 +96,7 @@ class EngineLoop:
             return self._wake.wait_for(lambda: not self._live, timeout_s)
 
     def stop(self) -> None:
-        """Aborts what is left, delivering that, and ends the thread."""
+        """Aborts the remaining requests, delivers that, and ends the thread."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -105,7 +105,7 @@ class EngineLoop:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the thread lives and its step, if it is in one, has not been going on for long."""
+        """True if the thread lives and its step, if it is in one, has not been going on for long."""
         since = self._busy_since
         return self._thread.is_alive() and (since is None or monotonic() - since < _STALL_S)
 
@@ -176,7 +176,7 @@ class EngineLoop:
         self._busy_since = monotonic()
         try:
             outputs = self.engine.step()
-        except Exception as error:  # it failed the requests of the step, which are told below
+        except Exception as error:  # it failed the requests of the step, delivered below
             level = logging.WARNING if isinstance(error, KukriError) else logging.ERROR
             logger.log(level, "a step failed: %s", error, exc_info=not isinstance(error, KukriError))
             self._deliver_ended()

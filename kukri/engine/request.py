@@ -29,7 +29,7 @@ class RequestState(Enum):
 
 @dataclass(frozen=True)
 class Timings:
-    """How long a request took, in seconds of wall time, and its rates; 0 if there was nothing to time."""
+    """Durations of a request, in seconds of wall time, and its rates; 0 if there was nothing to time."""
 
     n_prompt_tokens: int
     n_generated: int
@@ -42,19 +42,19 @@ class Timings:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Prompt tokens read a second."""
+        """Prefilled prompt tokens per second."""
         return self.n_prompt_tokens / self.prompt_s if self.prompt_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens generated a second, the first left out: it belongs to the prompt."""
+        """Tokens generated per second, the first left out: it belongs to the prompt."""
         return (self.n_generated - 1) / self.decode_s if self.decode_s else 0.0
 
 
 class Request:
-    """A prompt, how to go on from it, and what came of it. Tokens and pages belong to the scheduler.
+    """A prompt, its sampling parameters, and its result so far. Tokens and pages belong to the scheduler.
 
-    With another `output` than "tokens" it generates nothing and ends when `rows` has what was asked for, of
+    With another `output` than "tokens" it generates nothing and ends when `rows` has that output, of
     the prompt's tokens from `first_row` on: "logits" (or the outputs of a head for a task) and "hidden", the
     last norm's outputs, are float32 [tokens, width]; "pooled" is the mean of the latter, float32 [D].
     """
@@ -114,7 +114,7 @@ class Request:
         self.n_drafted = 0  # drafts computed
         self.n_accepted = 0  # of those, accepted
         self.cumulative_logprob = 0.0
-        self.prompt_logprobs: list[SampledToken] = []  # of the prompt's second token on, where asked for
+        self.prompt_logprobs: list[SampledToken] = []  # of the prompt's second token on, if requested
         self.sampled: list[SampledToken] = []
         self.state = RequestState.NEW
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"

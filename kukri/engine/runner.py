@@ -59,7 +59,7 @@ class Runner:
 
 
 class Compiled(NamedTuple):
-    """A program, and what fills its inputs."""
+    """A program, and the arrays of its inputs."""
 
     program: CompiledProgram
     builder: BatchBuilder

@@ -1,4 +1,4 @@
-"""The scheduler: chooses the tokens of each request that the next step computes, and books their pages.
+"""The scheduler: chooses the tokens of each request that the next step computes, and allocates their pages.
 
 Every running request gets its next token, or the next chunk of its prompt, within a budget of tokens a step;
 what is left admits waiting requests (waiting.py orders them). A prompt that runs beside decodes has a
@@ -38,7 +38,7 @@ class ScheduledChunk(Chunk):
 
     @property
     def gives_token(self) -> bool:
-        """Whether the request's next token follows from a row of logits: the last before the drafts'."""
+        """True if the request's next token follows from a row of logits: the last before the drafts'."""
         return (
             self.request.output == "tokens"
             and self.n_logits > 0
@@ -140,7 +140,7 @@ class Scheduler:
             if self.running[i].program == program and not self.running[i].is_in_flight:
                 self._schedule(self.running[i], budget, step)
             i += 1
-        if self.n_preemptions == n_preemptions:  # who just lost its pages must not take them back at once
+        if self.n_preemptions == n_preemptions:  # a request just preempted must not be admitted at once
             while self.waiting and budget.n_tokens and budget.n_prompt_tokens:
                 request = self.waiting.first(lambda r: r.program == program and _may_run(r))
                 if request is None or not self._admit(request):

@@ -1,1 +1,1 @@
-"""What a model is worth, and what a change of its weights costs."""
+"""Quality of a model, and the loss from a change of its weights."""

@@ -1,4 +1,4 @@
-"""What one model's weights cost against another's: the same text through both, window by window.
+"""Quality loss of one model's weights against another's: the same text through both, window by window.
 
 Both are in memory at once and their logits are compared as they come, so nothing is written anywhere.
 """
@@ -124,7 +124,7 @@ class _Residuals:
                 stack.enter_context(llm.hooks(dict.fromkeys(self._names, _keeper(seen))))
 
     def add(self) -> None:
-        """Takes in what both models showed in a step."""
+        """Adds both models' outputs of a step."""
         if not self._is_comparable:
             return
         of_a, of_b = self._seen
@@ -134,7 +134,7 @@ class _Residuals:
         self._n_tokens += len(of_a[self._names[0]])
 
     def errors(self) -> tuple[float, ...] | None:
-        """For each block; None where the models cannot be compared so."""
+        """For each block; None if the models cannot be compared so."""
         if not self._is_comparable:
             return None
         return tuple(np.sqrt(self._squares / self._n_tokens).tolist())

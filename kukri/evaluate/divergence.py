@@ -41,7 +41,7 @@ def divergence(a: FloatArray, b: FloatArray, targets: npt.ArrayLike) -> Divergen
         log_q -= log_p
         kl[rows] = -np.einsum("tv,tv->t", np.exp(log_p, out=log_p), log_q)
     same_top = a.argmax(axis=1) == b.argmax(axis=1)
-    # rounding may leave -1e-17 where both agree
+    # rounding may leave -1e-17 if both agree
     return Divergence(np.maximum(kl, 0), nll_a, nll_b, np.exp(-nll_b) - np.exp(-nll_a), same_top)
 
 

@@ -24,10 +24,10 @@ def importance_matrix(
     dataset: str,
     on_tokens: Callable[[int], None] = lambda n: None,
 ) -> ImportanceMatrix:
-    """The ImportanceMatrix of the matrices in the model's layers over `ids`, read in chunks of so many.
+    """The ImportanceMatrix of the matrices in the model's layers over `ids`, computed in chunks.
 
-    The head and the embedding are left out, as llama.cpp leaves them. `on_tokens` hears of each few that were
-    read. Raises ConfigError for no tokens, UnsupportedError for a model that predicts none.
+    The head and the embedding are left out, as llama.cpp leaves them. `on_tokens` is called with the number
+    of tokens of each step. Raises ConfigError for no tokens, UnsupportedError for a model that predicts none.
     """
     check_language_model(llm)
     if not ids:

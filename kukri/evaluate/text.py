@@ -31,7 +31,7 @@ def prose() -> str:
 
 
 def read_text(path: Path | None) -> str:
-    """A file's text, or `prose()` for None. Raises ConfigError where it cannot be read as UTF-8."""
+    """A file's text, or `prose()` for None. Raises ConfigError if it cannot be read as UTF-8."""
     if path is None:
         return prose()
     try:
@@ -63,12 +63,12 @@ def windows(ids: Sequence[int], bos: Sequence[int], size: int, stride: int) -> l
 
 
 def text_windows(tokenizer: Tokenizer, text: str, size: int, stride: int) -> list[Window]:
-    """The `windows` of a text, behind BOS where the model wants it."""
+    """The `windows` of a text, behind BOS if the model wants it."""
     return windows(tokenizer.encode(text), bos_ids(tokenizer), size, stride)
 
 
 def bos_ids(tokenizer: Tokenizer) -> list[int]:
-    """What stands before a text: BOS, or nothing where the model wants none."""
+    """The ids before a text: BOS, or none if the model uses none."""
     return [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
 
 
@@ -86,6 +86,6 @@ def steps(n_tokens: int) -> Iterator[slice]:
 
 
 def step_logits(llm: LLM, cache: KVCache, ids: Sequence[int]) -> FloatArray:
-    """Logits float32 [T, V] of the next tokens of what is in the cache."""
+    """Logits float32 [T, V] of the tokens that follow those in the cache."""
     logits: FloatArray = llm.model.forward(list(ids), cache=cache)[0]
     return logits

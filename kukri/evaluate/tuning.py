@@ -123,7 +123,7 @@ def _fitting(types: Sequence[QuantType], weight: Weight) -> list[QuantType]:
 
 
 def _nearest(options: Sequence[QuantType], bits: float) -> QuantType:
-    """The largest type of at most so many bits, or the smallest there is."""
+    """The largest type within a number of bits, or the smallest there is."""
     return [*options[:1], *(type for type in options if type.bits_per_weight <= bits)][-1]
 
 
@@ -148,7 +148,7 @@ def allocate(choices: Mapping[str, Sequence[Choice]], n_bytes: int) -> dict[str,
     """A Choice for each name, of `n_bytes` in all at most, with a small sum of losses.
 
     From the smallest choices on, the step that saves most for its bytes is taken as long as one fits; only
-    steps along the lower convex hull of a name's choices are looked at. Raises ConfigError where even the
+    steps along the lower convex hull of a name's choices are looked at. Raises ConfigError if even the
     smallest choices take more.
     """
     hulls = {name: _hull(options) for name, options in choices.items()}

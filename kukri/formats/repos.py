@@ -1,7 +1,7 @@
 """Repositories on the Hugging Face hub: their names, which of their files make a model, and fetching those.
 
 `huggingface_hub` does the fetching, so its cache and its settings (HF_ENDPOINT, HF_TOKEN, HF_HOME,
-HF_HUB_OFFLINE) hold. It is imported when a repository is asked for, and not before.
+HF_HUB_OFFLINE) hold. It is imported when a repository is needed, and not before.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def choose(name: RepoName, files: Iterable[str]) -> list[str]:
 
 
 def _complete(name: RepoName, files: list[str]) -> list[str]:
-    """The files of a model, all of them there. Raises UnsupportedError where parts of a split one are not."""
+    """The files of a model, all of them there. Raises UnsupportedError if parts of a split one are not."""
     split = part_of(files[0])
     if split is not None:
         stem, _, count = split
@@ -139,7 +139,7 @@ def _fits(file: str, choice: str) -> bool:
 
 
 def _choices(name: RepoName, files: list[str]) -> str:
-    """What may stand after the colon: the weight type where it tells the files apart, else the file."""
+    """The possible names after the colon: the weight type if it tells the files apart, else the file."""
     kinds = [_kind(file) for file in files]
     shown = [
         kind if kind and kinds.count(kind) == 1 else file.rpartition("/")[2]
@@ -155,7 +155,7 @@ def _kind(file: str) -> str | None:
 
 
 def _list_files(name: RepoName) -> tuple[list[str], str]:
-    """Every file of the repository, and the commit; from the cache where the hub cannot be reached."""
+    """Every file of the repository, and the commit; from the cache if the hub cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -215,7 +215,7 @@ def _remember(name: RepoName, commit: str) -> None:
 
 
 def _explained(name: RepoName, error: Exception) -> DownloadError:
-    """The one line that says what to do."""
+    """The error as one line that says what to do."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,

@@ -6,7 +6,7 @@ needs these two and the logits, and copies each once.
 The arithmetic is defined so that backends agree to the bit however they order their sums:
 
 - A token's *depth* is t = (logit - peak) * (scale * log2(e)), in float32: its odds are 2^t. The peak is the
-  largest logit in play, and the scale what temperatures have made of 1.
+  largest logit in play, and the scale 1 after all temperatures so far.
 - Its *weight* is 2^t in units of 1 / WEIGHT_ONE, rounded to a whole number, by float32 arithmetic without
   fused operations. Sums of weights are whole numbers below 2^53: exact in float64 in
   any order. So a token some 10^10 times less likely than the likeliest is never drawn.
@@ -32,7 +32,7 @@ POWER_TERMS = (
     1.326472614891827e-3, 9.671512991189957e-3, 5.550733581185341e-2, 2.4022242426872253e-1,
     6.931470036506653e-1,
 )  # fmt: skip
-MAX_VOCAB = 2**20  # weights of so many tokens add up exactly
+MAX_VOCAB = 2**20  # the weights of this many tokens add up exactly
 MIN_SCALE, MAX_SCALE = 1e-30, 1e6
 MIROSTAT_TOKENS = 100  # that mirostat 1 estimates Zipf's exponent from
 
@@ -112,7 +112,7 @@ class SamplingRecords:
 
     @property
     def pool(self) -> npt.NDArray[np.int32]:
-        """All tables, int32 words. No table can be added once it was asked for."""
+        """All tables, int32 words. No table can be added after the first read of it."""
         if self._pool is None:
             self._pool = np.concatenate(self._parts) if self._parts else _NO_TABLES
         return self._pool

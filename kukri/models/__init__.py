@@ -46,7 +46,7 @@ class Model(Protocol):
         """The cache entry of each layer."""
 
     def hidden(self, ops: Ops, batch: Any) -> Tensor:
-        """Runs one step -> what the head reads [N, D]."""
+        """Runs one step -> the inputs of the head [N, D]."""
 
     def forward(
         self, token_ids: Any, attention_mask: Any = None, positions: Any = None, cache: KVCache | None = None

@@ -29,7 +29,7 @@ class Architecture:
     interleaved_rope: bool = (
         False  # rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together
     )
-    nope_interval: int = 0  # each n-th layer is NoPE where a file does not list them; 0: none is
+    nope_interval: int = 0  # each n-th layer is NoPE if a file does not list them; 0: none is
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # where they differ from Llama's
 
     # config.json
@@ -46,10 +46,10 @@ class Architecture:
     scaling_names: Mapping[str, str] = field(default_factory=dict)  # older names of RoPE scalings
 
     def __post_init__(self) -> None:
-        """Takes the name for GGUF's where that is not given."""
+        """Takes the name for GGUF's if that is not given."""
         if not self.gguf:
             object.__setattr__(self, "gguf", self.name)
 
     def bias_rule(self, module: str) -> str | bool:
-        """Whether a matrix of a layer has a bias: always, never, or the key of config.json that says so."""
+        """Bias of a layer's matrix: True, False, or the key of config.json that says so."""
         return self.biases.get(module, self.biases.get(module.partition(".")[0], False))

@@ -31,7 +31,7 @@ from kukri.kernels.types import (
 )
 
 _STEP_TOKENS = 128  # of a step without a mask: room is made for as many rows of logits
-_MASK_TOKENS = 64  # a program with a mask is compiled for a multiple of so many tokens
+_MASK_TOKENS = 64  # a program with a mask is compiled for a multiple of this many tokens
 _BoolArray = npt.NDArray[np.bool_]
 
 
@@ -55,9 +55,9 @@ class _Key(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of a batch of texts between calls of `forward`; `Model.new_cache` makes it.
+    """Keys and values of a batch of sequences between calls of `forward`; `Model.new_cache` makes it.
 
-    Attributes: batch_size; max_tokens of a row; n_tokens of a row so far, pads included.
+    Attributes: batch_size; max_tokens of a row; n_tokens of a row so far, padding included.
     """
 
     def __init__(self, model: ForwardModel, backend: Backend, batch_size: int, max_tokens: int) -> None:
@@ -123,7 +123,7 @@ class Forward:
         *,
         program: Program | None = None,
     ) -> FloatArray:
-        """What `program`, None for the model, gives for each token: float32 [B, T, width]; pads get zeros."""
+        """The outputs of `program` (None: the model): float32 [B, T, width], with zeros for padding."""
         config = self.model.config
         ids = _token_ids(token_ids, config.n_vocab)
         cache = self._empty_scratch(ids.shape) if cache is None else self._checked(cache, ids.shape)
@@ -315,7 +315,7 @@ def _token_ids(token_ids: Any, n_vocab: int) -> IntArray:
 
 
 def _positions(positions: Any, shape: tuple[int, int], n_past: int, max_context: int) -> IntArray:
-    """What RoPE rotates each token by, int32 [B, T]: columns of the cache where the caller does not say."""
+    """RoPE positions of the tokens, int32 [B, T]; the columns of the cache if the caller gives none."""
     if positions is None:
         counted = np.arange(n_past, n_past + shape[1], dtype=np.int32)
         return np.broadcast_to(counted, shape)
@@ -330,7 +330,7 @@ def _positions(positions: Any, shape: tuple[int, int], n_past: int, max_context:
 
 
 def _additive(mask: npt.NDArray[Any], shape: tuple[int, int, int, int]) -> FloatArray:
-    """A mask of 4 dimensions as what is added to scores: float32 [B or 1, H or 1, T, T_total]."""
+    """A 4-dimensional mask as the values added to scores: float32 [B or 1, H or 1, T, T_total]."""
     n_rows, n_heads, n_new, n_total = shape
     if (
         mask.shape[2:] != (n_new, n_total)

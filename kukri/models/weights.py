@@ -1,4 +1,4 @@
-"""`WeightSource`: where models pull their weights from, by canonical name, with shapes checked."""
+"""`WeightSource`: gives models their weights, by canonical name, with shapes checked."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _CHUNK_WEIGHTS = 1 << 18  # weights converted at a time: temporaries stay in the
 
 
 class BlockFormat:
-    """How one weight type stores a block. Subclasses convert contiguous arrays of blocks."""
+    """The block format of one weight type. Subclasses convert contiguous arrays of blocks."""
 
     def __init__(self, name: str) -> None:
         self.type: QuantType = QUANT_TYPES[name]

@@ -95,7 +95,7 @@ def _head_type(main: QuantType, n_columns: int) -> QuantType:
 
 
 def _places(shapes: Shapes) -> dict[str, tuple[str, int, int]]:
-    """What a tensor is, its place among its kind and their number, for the kinds whose type may differ."""
+    """(kind, place among its kind, their number) of each tensor of a kind whose type may differ."""
     found: dict[str, list[tuple[int, str]]] = {}
     for name in shapes:
         if match := _LAYER.fullmatch(name):

@@ -11,7 +11,7 @@ Hugging Face's, they are found:
 
 Of several patterns that match, the last counts. A pattern that matches nothing is an error. Beside `base` a
 recipe may state `activations: per-token`, which files keep for their Q4_0 matrices (`kukri.quant.per_token`),
-and `about`, a line for people. `kukri quantize --list-recipes` shows those in the directory recipes/.
+and `about`, a line of description. `kukri quantize --list-recipes` shows those in the directory recipes/.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FACTS = ("base", "activations", "about")  # keys that are no patterns
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of the tensors that a pattern is found in. `type` None keeps them as they are."""
+    """A rule for the tensors in whose names a pattern is found. `type` None keeps them as they are."""
 
     pattern: re.Pattern[str]
     type: QuantType | None
@@ -78,7 +78,7 @@ def shipped_recipes() -> list[str]:
 
 
 def recipe_named(name: str) -> Recipe:
-    """The recipe in a .json, .yaml or .yml file, a shipped one, or a mix; ConfigError for what is none."""
+    """The recipe in a .json, .yaml or .yml file, a shipped one, or a mix. Raises ConfigError for others."""
     path = Path(name)
     if path.suffix not in (".json", ".yaml", ".yml"):
         if name.lower() not in shipped_recipes():

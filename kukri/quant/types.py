@@ -62,7 +62,7 @@ _TABLE = (
 QUANT_TYPES: dict[str, QuantType] = {t.name: t for t in _TABLE}
 QUANT_TYPES_BY_ID: dict[int, QuantType] = {t.ggml_id: t for t in _TABLE}
 
-# what stands in for a type of 256 weights where rows are no multiple of 256 (llama.cpp, src/llama-quant.cpp)
+# what stands in for a type of 256 weights if rows are no multiple of 256 (llama.cpp, src/llama-quant.cpp)
 _STAND_INS = {
     "Q2_K": "Q4_0",
     "Q3_K": "Q4_0",

@@ -1,4 +1,4 @@
-"""How the next token is chosen: `SamplingParams` says how, a `RequestSampler` does it for one request.
+"""Sampling of the next token: `SamplingParams` are its parameters, `RequestSampler` samples for one request.
 
 A row of logits goes through these, those left out that would change nothing:
 
@@ -23,8 +23,8 @@ A row of logits goes through these, those left out that would change nothing:
 So with the default order top_p and min_p look at the model's own distribution, before the temperature
 flattens or sharpens it, and top_p at that of the tokens top_k left. Temperature 0 takes the largest logit
 after the penalties; of equals, the lowest id. Log-probabilities are those of the raw logits, before step 1,
-as vLLM reports them. A token depends on the request's seed, history and logits alone, whoever shares the
-step.
+as vLLM reports them. A token depends on the request's seed, history and logits alone, whichever requests
+share the step.
 """
 
 from kukri.sampling.defaults import default_params, with_overrides

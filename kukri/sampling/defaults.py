@@ -1,4 +1,4 @@
-"""Sampling where a request says nothing: a checkpoint's own advice, or kukri's defaults."""
+"""Default sampling parameters: a checkpoint's own advice, or kukri's defaults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an answer has to be: JSON of a schema, a regular expression, one of some texts, a grammar.
+"""Constrained decoding: JSON of a schema, a regular expression, one of several strings, a grammar.
 
-A `Grammar` is the wish, `compiled` fits it to a model's tokens, and a `Matcher` goes along with one answer
-and says at each token which may come next. The automata are those of llguidance, the package of the extra
+A `Grammar` is the constraint, `compiled` fits it to a model's tokens, and a `Matcher` follows one answer
+and has the mask of the tokens allowed next. The automata are those of llguidance, the package of the extra
 `grammar`; it is imported when the first grammar is compiled.
 """
 
@@ -31,11 +31,11 @@ Thoughts = Literal["none", "possible", "open"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an answer has to be: use `json`, `regex`, `choice` or `text` to make one.
+    """A constraint on the text of an answer: use `json`, `regex`, `choice` or `text` to make one.
 
-    `thoughts` may come before it, up to </think>: "open" where the prompt has begun them, "possible" where
-    the model may, with <think>. `param` is the field that errors name. Errors in the source show when it is
-    compiled for a model.
+    Reasoning may come before it, up to </think>, by `thoughts`: "open" if the prompt has begun it,
+    "possible" if the model may, with <think>. `param` is the field that errors name. Errors in the source
+    show when it is compiled for a model.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Grammar:
     param: str = field(default="grammar", compare=False)
 
     def __post_init__(self) -> None:
-        """Raises RequestError where the source is too long."""
+        """Raises RequestError if the source is too long."""
         if len(self.source) > MAX_CHARS:
             raise self.error(f"it is longer than {MAX_CHARS:,} characters")
 
@@ -52,7 +52,7 @@ class Grammar:
     def json(cls, schema: Mapping[str, Any] | None = None, *, param: str = "grammar") -> Grammar:
         """JSON that a schema accepts, with its properties in the schema's order; by default any object.
 
-        Raises RequestError where the schema is no JSON object.
+        Raises RequestError if the schema is no JSON object.
         """
         wanted = {"type": "object"} if schema is None else schema
         if not isinstance(wanted, Mapping):
@@ -70,7 +70,7 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str], *, param: str = "grammar") -> Grammar:
-        """One of some texts."""
+        """One of several strings."""
         if not texts or isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
             raise RequestError(
                 "a choice must be among texts that are not empty", param=param, code="invalid_value"
@@ -111,21 +111,21 @@ class Matcher:
         self._address, self._n_bytes = self.allowed.__array_interface__["data"][0], self.allowed.nbytes
 
     def update(self) -> str:
-        """Sets `allowed`: end-of-text alone where nothing may follow. Gives what went wrong, or ""."""
+        """Sets `allowed`: end-of-text alone if nothing may follow. Returns an error message, or ""."""
         self._automaton.unsafe_compute_mask_ptr(self._address, self._n_bytes)
         return " ".join(self._automaton.get_error().split()) if self._automaton.is_error() else ""
 
     def accepts(self, token_id: int) -> bool:
-        """Whether a token may come next."""
+        """True if the token is allowed next."""
         return bool(self._automaton.validate_tokens([token_id]))
 
     def take(self, token_id: int) -> None:
-        """Goes on by a token; one that was not allowed is an error at the next `update`."""
+        """Advances by a token; one that was not allowed is an error at the next `update`."""
         self._automaton.consume_token(token_id)
 
 
 class GrammarTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods of a tokenizer that grammars need."""
 
     n_vocab: int
     eos_ids: frozenset[int]
@@ -141,8 +141,8 @@ class GrammarTokenizer(Protocol):
 def compiled(grammar: Grammar, tokenizer: GrammarTokenizer) -> CompiledGrammar:
     """The grammar over a tokenizer's tokens. Safe to call from any thread.
 
-    Raises RequestError, naming the grammar's `param`, where the source is wrong or asks for what cannot be
-    enforced, and UnsupportedError where llguidance is not installed.
+    Raises RequestError, naming the grammar's `param`, if the source is wrong or needs what cannot be
+    enforced, and UnsupportedError if llguidance is not installed.
     """
     llguidance = _llguidance()
     tokens = _tokens_of(tokenizer, grammar)
@@ -231,7 +231,7 @@ def _make_tokens(tokenizer: GrammarTokenizer) -> Any:
     encode = WeakMethod(tokenizer.encode)  # what is kept for a tokenizer must not keep the tokenizer
 
     class Vocabulary:
-        """The tokenizer as llguidance asks for it."""
+        """The tokenizer in the form that llguidance needs."""
 
         eos_token_id, bos_token_id = eos_ids[0], None
         tokens = tuple(tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab))

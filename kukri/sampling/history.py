@@ -18,7 +18,7 @@ _LOG_OF_LARGEST_FLOAT = 88.7228391  # as llama.cpp clamps DRY's powers
 
 
 class Tokens:
-    """The token ids of a prompt and what was generated."""
+    """The token ids of a prompt and of its answer so far."""
 
     def __init__(self, prompt_ids: npt.ArrayLike) -> None:
         prompt = np.asarray(prompt_ids, np.int32)
@@ -40,7 +40,7 @@ class Tokens:
         self.n += 1
 
     def end_with(self, phrase: Phrase, n: int) -> bool:
-        """Whether the first `n` tokens end with a phrase."""
+        """True if the first `n` tokens end with a phrase."""
         return len(phrase) <= n and self._ids[n - len(phrase) : n].tolist() == list(phrase)
 
 
@@ -160,7 +160,7 @@ class DryRepetitions:
         self._extend(n)
 
     def table(self) -> tuple[npt.NDArray[np.float64], IntArray]:
-        """What the logits of tokens lose, float64 [n], and the tokens, int32 [n]."""
+        """DRY's penalties on logits, float64 [n], and their tokens, int32 [n]."""
         ids, lengths = self._continuations()
         order = np.argsort(lengths, kind="stable")
         longest = dict(zip(ids[order].tolist(), lengths[order].tolist(), strict=True))  # the last one stays
@@ -170,7 +170,7 @@ class DryRepetitions:
         return losses, np.array(list(longest), np.int32)
 
     def _continuations(self) -> tuple[IntArray, IntArray]:
-        """The tokens that came after what the last tokens repeat, and the lengths of these repetitions."""
+        """The tokens that followed earlier copies of the last tokens, and the lengths of these copies."""
         n, reach = self._tokens.n, self._params.dry_penalty_last_n
         first = max(n - reach, 0) if reach >= 0 else 0
         lengths = self._lengths[first + 1 : n]
@@ -190,7 +190,7 @@ class DryRepetitions:
         self._lengths[1:n] = (self._lengths[: n - 1] + 1) * (ids[: n - 1] == ids[n - 1])
 
     def _breaks_at(self, n: int) -> bool:
-        """Whether the first `n` tokens end with a sequence breaker."""
+        """True if the first `n` tokens end with a sequence breaker."""
         if n and int(self._tokens.ids[n - 1]) in self._single_breakers:
             return True
         return any(self._tokens.end_with(phrase, n) for phrase in self._long_breakers)

@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler, checked."""
+"""The sampling parameters of a request, checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_BIAS = 100.0
 MAX_CHOICES = 128  # answers to one prompt
 MAX_PHRASES = 1000  # of bad_words, and of dry_sequence_breakers of several tokens
 MAX_PHRASE_TOKENS = 64
-MAX_DRAFT_TOKENS = 64  # guesses of a request in a step
+MAX_DRAFT_TOKENS = 64  # of a request in a step
 SPECULATIONS = ("off", "ngram", "draft")
 
 # The stages of sampling, in their default order: that of llama.cpp's chain.
@@ -31,9 +31,9 @@ LogitsProcessor = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class ThoughtLimit:
-    """How long a model may think: after `n_tokens` of thoughts, the token that closes them comes.
+    """A budget of reasoning tokens: after `n_tokens` of them, the token that ends the reasoning is forced.
 
-    They begin with the token `open_id`, or with the answer where the prompt has opened them.
+    Reasoning begins with the token `open_id`, or with the answer if the prompt has opened it.
     """
 
     n_tokens: int
@@ -49,7 +49,7 @@ class ThoughtLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when they end; `kukri.sampling` has the order.
+    """Sampling parameters and stop conditions of one request; `kukri.sampling` has the order.
 
     Checked when made: RequestError names the field and what it may be. The defaults draw from the model's
     own distribution. `stop` takes a string, or a sequence of strings and token ids: ids are moved to
@@ -75,7 +75,7 @@ class SamplingParams:
     repeat_last_n: int = -1  # tokens that these three look back on; -1: all
     dry_multiplier: float = 0.0  # penalty for going on with a repetition; 0: off
     dry_base: float = 1.75  # it grows by this factor with each token repeated
-    dry_allowed_length: int = 2  # a repetition of so many tokens is the first to be penalized
+    dry_allowed_length: int = 2  # a repetition of this many tokens is the first to be penalized
     dry_penalty_last_n: int = -1  # tokens it looks back on; -1: all
     # texts or token ids that end a repetition; a text stands for all tokens that contain it
     dry_sequence_breakers: Sequence[str | Sequence[int]] = ("\n", ":", '"', "*")
@@ -83,9 +83,9 @@ class SamplingParams:
     # token id -> what its logit gains; not hashed, so that params are hashable
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     bad_words: Sequence[str | Sequence[int]] = ()  # texts, or sequences of token ids, that may not come
-    logits_processors: Sequence[LogitsProcessor] = ()  # functions that edit the logits, before all else
-    grammar: Grammar | CompiledGrammar | None = None  # what the text has to be
-    thoughts: ThoughtLimit | None = None  # None: as long as the model thinks
+    logits_processors: Sequence[LogitsProcessor] = ()  # functions that edit the logits first
+    grammar: Grammar | CompiledGrammar | None = None  # a grammar that the text must match
+    thoughts: ThoughtLimit | None = None  # the reasoning budget; None: no limit
     seed: int | None = None  # None: other tokens each time
     max_tokens: int | None = 256  # generated at most; None: until the context is full
     min_tokens: int = 0  # generated before an end-of-text or stop id may come
@@ -95,10 +95,10 @@ class SamplingParams:
     # most likely tokens reported beside the chosen one; None: no log-probabilities
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each token of the prompt
-    # where guesses at tokens to come are from, which save time and change nothing: "off", "ngram", which
-    # looks them up in the text so far and in `prediction`, or "draft", a model; None: as the engine has it
+    # the source of draft tokens, which save time and change no answer: "off", "ngram", which looks them up
+    # in the text so far and in `prediction`, or "draft", a model; None: the engine's default
     speculation: str | None = None
-    max_draft_tokens: int | None = None  # guesses in a step at most; None: as the engine has it
+    max_draft_tokens: int | None = None  # draft tokens in a step at most; None: the engine's default
     prediction: str | Sequence[int] = ()  # a text or token ids that the answer may resemble
     n: int = 1  # answers
     best_of: int | None = None  # answers generated, of which the n most likely are given; None: n
@@ -157,7 +157,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the largest logit always wins."""
+        """True if the largest logit always wins."""
         return self.temperature == 0.0
 
     @property
@@ -191,7 +191,7 @@ class SamplingParams:
         }
 
     def _check_stages(self) -> None:
-        """Raises RequestError where a parameter that is set would have no effect."""
+        """Raises RequestError if a parameter that is set would have no effect."""
         for stage, is_on in self._stages_on().items():
             if is_on and stage not in self.samplers and not (stage == "temperature" and self.is_greedy):
                 raise _wrong("samplers", f"a list that names {stage}, which is set", list(self.samplers))
@@ -240,7 +240,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether value is a finite real number that fits a float (a bool is not a number)."""
+    """True if value is a finite real number that fits a float (a bool is not a number)."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:

@@ -44,7 +44,7 @@ class SamplingError(KukriError):
 
 
 class SampledToken(NamedTuple):
-    """One chosen token. Log-probabilities (natural) are of the raw logits, None unless asked for."""
+    """One chosen token. Log-probabilities (natural) are of the raw logits, None unless requested."""
 
     id: int
     logprob: float | None = None
@@ -69,7 +69,7 @@ class RequestSampler:
     ) -> None:
         """`forbidden_until_min`: end-of-text ids, kept back with the stop ids until `min_tokens`.
 
-        Raises RequestError where a parameter names a token outside the vocabulary, or holds texts that are to
+        Raises RequestError if a parameter names a token outside the vocabulary, or holds texts that are to
         be token ids (see `resolve_texts`).
         """
         self.params, self.n_vocab, self.n_generated = params, n_vocab, 0
@@ -113,8 +113,8 @@ class RequestSampler:
     def __call__(self, logits: FloatArray, allow_end: bool = True) -> SampledToken:
         """The next token for `logits`, float32 [V], which are not written; counts it as generated.
 
-        End-of-text and stop ids are not chosen before `min_tokens`, nor where `allow_end` is False.
-        Raises SamplingError where the logits hold NaN or +inf, no token is allowed, or a processor fails.
+        End-of-text and stop ids are not chosen before `min_tokens`, nor if `allow_end` is False.
+        Raises SamplingError if the logits hold NaN or +inf, no token is allowed, or a processor fails.
         """
         result = sample_rows([self], logits[None], self._sampling, allow_end=allow_end)[0]
         if isinstance(result, KukriError):
@@ -176,7 +176,7 @@ class RequestSampler:
         return row
 
     def finish(self, records: SamplingRecords, i: int, row: FloatArray, token_id: int) -> SampledToken:
-        """The token that record i chose, with what is to be reported; counts it as generated."""
+        """The token that record i chose, with its log-probabilities; counts it as generated."""
         self.n_generated += 1
         if self._seen is not None:
             self._seen.add(token_id)

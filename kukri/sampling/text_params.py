@@ -1,4 +1,4 @@
-"""Texts in sampling parameters, made token ids where a tokenizer is at hand."""
+"""Texts in sampling parameters, made token ids if a tokenizer is at hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> Sampli
     compiled.
 
     A bad word is banned as it is tokenized at the start of a text and after a space. A breaker stands for
-    all tokens that contain it; where none does, for the tokens that it is encoded as. Raises RequestError on
+    all tokens that contain it; if none does, for the tokens that it is encoded as. Raises RequestError on
     a grammar that cannot be served.
     """
     changes: dict[str, Any] = {}

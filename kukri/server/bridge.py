@@ -39,7 +39,7 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether every answer has ended."""
+        """True if every answer has ended."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
     @property
@@ -97,7 +97,7 @@ class Call:
         self.wake()
 
     def close(self) -> None:
-        """Aborts what has not ended."""
+        """Aborts all unfinished requests."""
         self._bridge.drop(self)
 
 
@@ -117,7 +117,7 @@ class Bridge:
         self.engine, self._metrics = engine, metrics
         self.loop = EngineLoop(engine, self._deliver, max_waiting=max_waiting)
         self._waiting: dict[int, _Waiting] = {}  # answers that have not ended, by request id
-        self._computing: dict[int, Callable[[Request, str], None]] = {}  # told when a request for rows ends
+        self._computing: dict[int, Callable[[Request, str], None]] = {}  # called when a request for rows ends
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self.is_draining = False
 

@@ -67,7 +67,7 @@ class ChatWriter(ChunkWriter):
         self._has_role = [False] * len(self._choices)
 
     def advance(self) -> bytes:
-        """Takes what came; its chunks, if it is a stream."""
+        """Handles an update; returns its chunks if the answer is a stream."""
         events = ""
         for i, choice in enumerate(self._choices):
             if self._is_ended[i]:

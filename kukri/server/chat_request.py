@@ -54,12 +54,12 @@ class ChatRequest:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the model may call something: functions, or SmolLM3's Python tools."""
+        """True if the model may call something: functions, or SmolLM3's Python tools."""
         return self.tool_choice != "none" and bool(self.functions or self.calls_python)
 
     @property
     def calls_python(self) -> bool:
-        """Whether calls may be written as Python code."""
+        """True if calls may be written as Python code."""
         return bool(self.template_variables.get("python_tools"))
 
     @property

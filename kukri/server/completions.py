@@ -75,7 +75,7 @@ class CompletionWriter(ChunkWriter):
         self._n_ids_sent = [0] * n  # token ids
 
     def advance(self) -> bytes:
-        """Takes what came; its chunks, if it is a stream."""
+        """Handles an update; returns its chunks if the answer is a stream."""
         events = ""
         for i, answer in enumerate(self._call.answers):
             if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):

@@ -22,7 +22,7 @@ _MESSAGE_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-# fields that other servers call so, and what they are here
+# other servers' names of fields, and their names here
 _NAMES_HERE = {
     "grammar": "structured_outputs.grammar", "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar", "guided_json": "structured_outputs.json",
@@ -108,7 +108,7 @@ async def on_kukri_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Handler of what the router raises: no such path, a wrong method, a body too large or too slow."""
+    """Handler of the router's errors: no such path, a wrong method, a body too large or too slow."""
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:

@@ -1,4 +1,4 @@
-"""The server's log on stderr: a dated line for each event, for people or as JSON."""
+"""The server's log on stderr: a dated line for each event, as text or JSON."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class _Draft:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been gathered."""
+        """True if nothing has been gathered."""
         return not (self.texts or self.reasoning or self.calls)
 
     def add(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> None:
@@ -124,7 +124,7 @@ class _Draft:
             self.texts += [block.text] if block.text else []
 
     def join(self, other: _Draft) -> None:
-        """Takes in what another has."""
+        """Adds the parts of another."""
         self.texts += other.texts
         self.reasoning += other.reasoning
         self.calls += other.calls

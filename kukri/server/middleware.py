@@ -49,7 +49,7 @@ class KeyRing:
         ]
 
     def __bool__(self) -> bool:
-        """Whether there are keys at all."""
+        """True if there are keys at all."""
         return bool(self._digests)
 
     def find(self, authorization: str | None, x_api_key: str | None = None) -> int | None:
@@ -168,7 +168,7 @@ class Middleware:
         return address
 
     def _is_allowed(self, host: str) -> bool:
-        """Whether a Host header names this server: it does not after DNS rebinding."""
+        """True if a Host header names this server: it does not after DNS rebinding."""
         allowed = self._settings.allowed_hosts
         name = _PORT.sub("", host.strip().lower()).strip("[]")
         return not allowed or name in allowed

@@ -137,7 +137,7 @@ class Files(StaticFiles):
 
 
 class UnopenedAnswers:
-    """Answers under way whose stream has not been opened, by names that cannot be guessed.
+    """Answers under way whose stream has not been opened, by unguessable names.
 
     A browser's EventSource sends no API key: a client that knows the name has sent the key with the question.
     """

@@ -72,7 +72,7 @@ class ChatPrompts:
         return await asyncio.to_thread(self.template.render, **readable, **options, **given)
 
     def ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt has begun the model's reasoning for it."""
+        """True if the prompt has begun the model's reasoning for it."""
         return self._end_of(prompt_ids).endswith(OPEN)
 
     def with_reasoning(self, grammar: Grammar, prompt_ids: Sequence[int], request: ChatRequest) -> Grammar:

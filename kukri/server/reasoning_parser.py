@@ -24,7 +24,7 @@ class ReasoningParser:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the text so far ends within the reasoning."""
+        """True if the text so far ends within the reasoning."""
         return self._state == "inside"
 
     def push(self, text: str) -> tuple[str, str]:

@@ -102,7 +102,7 @@ def _messages(body: ResponseBody) -> list[dict[str, Any]]:
 
 
 def _is_later(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Whether a piece of the assistant's belongs to another turn than the last one."""
+    """True if a piece of the assistant's belongs to another turn than the last one."""
     if "reasoning_content" in message:
         return True
     return "content" in message and "content" in last

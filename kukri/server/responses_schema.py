@@ -226,5 +226,5 @@ class ResponseBody(Sampling):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are requested."""
+        """True if log-probabilities are requested."""
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())

@@ -21,7 +21,7 @@ Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that cha
 TEXT_ONLY = "the model reads and writes text alone"
 NO_CALLS = "this server calls no tools itself"
 NO_STORE = "nothing is stored on this server"
-# fields of vLLM and llama.cpp, with the values that ask for what is so anyway
+# fields of vLLM and llama.cpp, with the values that change nothing here
 _ELSEWHERE: Refused = {
     "cache_prompt": ((True,), "prompts are always cached"),
     "id_slot": ((-1,), "there are no slots"),

@@ -29,7 +29,7 @@ class ServerSettings:
     headers_s: float = 10.0  # until a request's headers have to be there
     read_s: float = 30.0  # until a request's body has to be there
     keep_alive_s: float = 15.0  # of silence before a stream gets a comment
-    drain_s: float = 60.0  # for running answers once the server was told to end
+    drain_s: float = 60.0  # for running answers after the signal to stop
     has_page: bool = True  # at /, to chat in a browser
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the commands do: read from a terminal or pipe, show on one. `kukri.cli` says how to ask for it."""
+"""The commands: read from a terminal or pipe, show on one. `kukri.cli` has their options."""
 
 # After the one that SmolLM2's template puts in, plain questions may be near ties that rounding decides:
 # see docs/log.md

@@ -1,4 +1,4 @@
-"""`kukri bench ablate`: the table of what each technique buys, its chart, and the page in docs/."""
+"""`kukri bench ablate`: the table of each technique's gain, its chart, and the page in docs/."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def show_ablation(
     as_json: bool,
     sizes: Sizes | None = None,
 ) -> None:
-    """Measures, prints a table, and writes what is asked for; the last line is the AblationReport as JSON.
+    """Measures, prints a table, and writes the requested files; the last line is the AblationReport as JSON.
 
     `as_json` leaves that line alone. `page` is a Markdown file, and its chart lies beside it. Raises
     ConfigError on counts below 1 and on files that cannot be, before anything is measured.

@@ -24,7 +24,7 @@ _FIELDS = {"custom_id", "method", "url", "body"}
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of the input: a request, or what is wrong with it."""
+    """A line of the input: a request, or its error."""
 
     id: str  # of the result
     custom_id: str | None
@@ -39,7 +39,7 @@ class BatchLine:
 
 
 def read_batch(path: Path, model: str) -> list[BatchLine]:
-    """The lines of an input file; empty ones are left out. Raises ConfigError where it cannot be read."""
+    """The lines of an input file; empty ones are left out. Raises ConfigError if it cannot be read."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -66,7 +66,7 @@ def _new_id(model: str, raw: bytes, ids: set[str]) -> str:
 
 
 def _of_model(model: str) -> str:
-    """How the ids of a model's results begin."""
+    """The prefix of the ids of a model's results."""
     return f"batch_req_{sha256(model.encode()).hexdigest()[:8]}_"
 
 
@@ -88,7 +88,7 @@ def _line(raw: bytes, number: int, result_id: str, custom_ids: set[str]) -> Batc
 
 
 def _problem(given: Mapping[str, Any], is_known: bool) -> tuple[str, str] | None:
-    """(code, message) of what is wrong with a line that has a custom_id."""
+    """(code, message) of the error in a line that has a custom_id."""
     unknown = sorted(set(given) - _FIELDS)
     if is_known:
         return "duplicate_custom_id", "the custom_id is that of an earlier line"
@@ -106,7 +106,7 @@ def _problem(given: Mapping[str, Any], is_known: bool) -> tuple[str, str] | None
 
 
 class _Place(NamedTuple):
-    """Where a result is written."""
+    """The location of a result: a file and a range of bytes."""
 
     path: Path
     start: int
@@ -114,7 +114,7 @@ class _Place(NamedTuple):
 
 
 def files_of(target: Path) -> tuple[Path, Path, Path]:
-    """The output, the results so far, and what is renamed to the output."""
+    """The paths of the output, of the results so far, and of the file that is renamed to the output."""
     return target, target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.new")
 
 
@@ -122,7 +122,7 @@ class Results:
     """The results of a batch, in files. Opening it finds those of earlier runs; `close` it.
 
     Attributes: n_failed, of the results there are: errors, and statuses of 400 and above. Of earlier results,
-    errors and statuses of 500 and above do not count as done. Raises ConfigError where a file cannot
+    errors and statuses of 500 and above do not count as done. Raises ConfigError if a file cannot
     be read or written, or holds results of something else.
     """
 
@@ -179,7 +179,7 @@ class Results:
             self._file.close()
 
     def _find(self, path: Path) -> None:
-        """Takes in the results of a file. Raises ConfigError where they are another batch's."""
+        """Adds the results of a file. Raises ConfigError if they are another batch's."""
         ids, custom_ids = {line.id for line in self._lines}, {line.custom_id for line in self._lines}
         start = 0
         with open(path, "rb") as file:
@@ -199,7 +199,7 @@ class Results:
                     )
 
     def _is_outdated(self, result: Mapping[str, Any], custom_ids: set[str | None]) -> bool:
-        """Whether a result is this batch's and model's, of a line that has been changed since."""
+        """True if a result is this batch's and model's, of a line that has been changed since."""
         return result["id"].startswith(_of_model(self._model)) and result.get("custom_id") in custom_ids
 
     def _note(self, result: Mapping[str, Any], place: _Place) -> None:
@@ -225,7 +225,7 @@ class Results:
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """The result on a line; None where there is none."""
+    """The result on a line; None if there is none."""
     try:
         result = json.loads(raw)
     except (ValueError, RecursionError):

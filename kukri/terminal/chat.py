@@ -297,7 +297,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """Within the block a terminal does not show what is typed ahead, which the next prompt reads."""
+    """Within the block a terminal does not echo typed-ahead input, which the next prompt reads."""
     if not sys.stdin.isatty():
         yield
         return
@@ -346,4 +346,4 @@ def _line_editing() -> Iterator[None]:
         with suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(history)
-            os.chmod(history, 0o600)  # what people type is their own
+            os.chmod(history, 0o600)  # prompts are private

@@ -43,7 +43,7 @@ def convert_model(
     as_json: bool,
     imatrix: Path | None = None,
 ) -> None:
-    """Writes a model as a GGUF file, or prints what would be written.
+    """Writes a model as a GGUF file, or prints the plan for it.
 
     `recipe` is a mix or the path of a recipe; None keeps the types of a GGUF file, and of a directory the one
     that most of its weights are in. `imatrix` names a file of importances.

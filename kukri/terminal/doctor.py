@@ -65,7 +65,7 @@ def machine_report() -> dict[str, Any]:
 
 
 def _contents(directory: Path) -> dict[str, int]:
-    """How many files a directory holds, and their bytes."""
+    """The number of files in a directory, and their bytes."""
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     return {"n_files": len(sizes), "n_bytes": sum(sizes)}
 

@@ -19,7 +19,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class ErrorReportingGroup(TyperGroup):
-    """A command group that turns what its commands raise into a line on stderr and an exit code."""
+    """A command group that turns its commands' exceptions into a line on stderr and an exit code."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Runs the command line, and flushes stdout while an error of that can still be reported."""

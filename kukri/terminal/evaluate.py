@@ -116,7 +116,7 @@ def show_perplexity(model: str | None, reading: Reading, *, as_json: bool) -> No
 
 
 def show_comparison(a: str | None, b: str, reading: Reading, plot: Path | None, *, as_json: bool) -> None:
-    """Compares model B with model A and prints what it found; `plot` names a PNG to write."""
+    """Compares model B with model A and prints the result; `plot` names a PNG to write."""
     if plot is not None:
         require_plots(plot)
     with reading.open(a) as llm_a, reading.open(b) as llm_b:
@@ -159,7 +159,7 @@ def show_types(
     *,
     as_json: bool,
 ) -> None:
-    """Quantizes a model to each type in turn and prints what size and loss come out; `plot` names a PNG."""
+    """Quantizes a model to each type in turn and prints the sizes and losses; `plot` names a PNG."""
     for name in types:
         recipe_named(name)
     if plot is not None:

@@ -1,4 +1,4 @@
-"""`kukri inspect`: what is in a model's files. Reads their headers alone, so it takes files of any size."""
+"""`kukri inspect`: the contents of a model's files. Reads headers alone, so it takes files of any size."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def show_model(
 
 
 def _names_of(headers: Headers) -> tuple[dict[str, str], KukriError | None]:
-    """Hugging Face's name of each tensor, where there is one, and why the model cannot run."""
+    """Hugging Face's name of each tensor, if there is one, and why the model cannot run."""
     config, in_gguf = headers.config, headers.form != "safetensors"
     architecture = config.architecture if config else "llama"
     names = {
@@ -73,7 +73,7 @@ def _names_of(headers: Headers) -> tuple[dict[str, str], KukriError | None]:
     if config is None or headers.problem is not None:
         return names, headers.problem
     problem: KukriError | None = None
-    try:  # where a tensor is missing, or of another shape, show what there is
+    try:  # if a tensor is missing, or of another shape, show what there is
         if in_gguf:
             with GGUFFile(headers.path) as gguf:
                 load_model(GGUFNames(gguf, config, names), config)

@@ -147,7 +147,7 @@ def _sort(module: Module) -> None:
 
 
 def class_names(architecture: str, stated: Sequence[str]) -> tuple[str, str]:
-    """Class of the whole and prefix of its parts' classes, by config.json's `architectures` or a guess."""
+    """Class of the whole and prefix of its parts' classes, by config.json's `architectures` or the family."""
     if stated and (match := re.fullmatch(r"(\w+?)(?:For\w+|Model)", stated[0])):
         return stated[0], match[1]
     prefix = {"smollm3": "SmolLM3"}.get(architecture, architecture.capitalize())

@@ -40,7 +40,7 @@ def describe_timings(timings: Timings) -> str:
 
 
 def timings_as_dict(timings: Timings) -> dict[str, Any]:
-    """The timings for JSON; seconds, tokens per second, and guesses at tokens."""
+    """The timings for JSON; seconds, tokens per second, and draft tokens."""
     return {
         "queue_s": timings.queue_s,
         "prompt_s": timings.prompt_s,
@@ -54,7 +54,7 @@ def timings_as_dict(timings: Timings) -> dict[str, Any]:
 
 
 def n_bytes_text(n_bytes: int) -> str:
-    """A size for people, in powers of ten: 98.4 MB."""
+    """A human-readable size, in powers of ten: 98.4 MB."""
     size = float(n_bytes)
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:

@@ -1,4 +1,4 @@
-"""Charts as PNG files, with matplotlib where it is installed."""
+"""Charts as PNG files, with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chart:
-    """Points, joined by a line in the order of x, with a label each where `labels` has them."""
+    """Points, joined by a line in the order of x, with a label each if `labels` has them."""
 
     x_name: str
     y_name: str
@@ -23,7 +23,7 @@ class Chart:
     labels: Sequence[str] = ()
     log: bool = False  # the y axis
     from_zero: bool = False
-    name: str = ""  # of the points, where there are `others`
+    name: str = ""  # of the points, if there are `others`
     others: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     limit: float | None = None  # a dashed line across
 
@@ -44,7 +44,7 @@ class Bars:
 
 
 def require_plots(path: Path) -> None:
-    """Raises UnsupportedError without matplotlib, ConfigError where `path` cannot become a PNG."""
+    """Raises UnsupportedError without matplotlib, ConfigError if `path` cannot become a PNG."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -56,7 +56,7 @@ def require_plots(path: Path) -> None:
 
 
 def save_chart(path: Path, *charts: Chart) -> None:
-    """Writes charts, two a row. Raises ConfigError where the file cannot be written."""
+    """Writes charts, two a row. Raises ConfigError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     n_columns = min(len(charts), 2)
@@ -87,7 +87,7 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 def save_bars(path: Path, bars: Bars) -> None:
-    """Writes a chart of bars. Raises ConfigError where the file cannot be written."""
+    """Writes a chart of bars. Raises ConfigError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     n_bars = len(bars.labels)

@@ -1,4 +1,4 @@
-"""How far something is that takes a while."""
+"""Progress bars for slow work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _byte_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on a terminal, nothing elsewhere; what is told to it is under way."""
+    """A progress bar on a terminal, nothing elsewhere; each call names the work that begins."""
     if not sys.stderr.isatty():
         yield lambda amount, text: None
         return

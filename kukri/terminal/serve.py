@@ -124,7 +124,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def _warm_up(llm: Any) -> None:
-    """Does what requests would have to wait for: compiles, and reads what is still in the file alone.
+    """Does work that requests would wait for: compiles, and reads weights that are not yet in memory.
 
     The embedding is read row by row, a token's at a time: one that has not been seen would wait for a disk
     in the middle of every stream, and memory would grow for as long as new tokens come up.

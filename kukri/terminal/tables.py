@@ -1,4 +1,4 @@
-"""Facts and tables as plain lines, never cut to a width: people read them and so do programs.
+"""Facts and tables as plain lines, never cut to a width, for readers and programs alike.
 
 What they show may come from a hostile file, so control characters in it are spelled out.
 """

@@ -69,7 +69,7 @@ class ChatTemplate:
         """The token ids of `render`, where control tokens come from the template alone.
 
         Their texts inside messages, tools and `kwargs` stay text, so that a user cannot end a turn or begin
-        one of the system's. BOS is added where the model wants it and the template does not write it.
+        one of the system's. BOS is added if the model wants it and the template does not write it.
         Errors as for `render`, and ContextLengthError if a long prompt has certainly more than `max_tokens`.
         """
         specials = [text for i in tokenizer.special_ids if (text := tokenizer.token_text(i))]

@@ -84,7 +84,7 @@ def _cut(pre_tokenizer: Any, probe: str, normalizer: Any) -> list[str]:
 
 
 def _scores(vocabulary: Vocabulary, merges: list[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """SentencePiece's scores in effect: what is merged first scores highest."""
+    """SentencePiece's scores in effect: the first merge scores highest."""
     scores = np.zeros(len(vocabulary.tokens), np.float32)
     for rank in range(len(merges) - 1, -1, -1):
         scores[vocabulary.id_of[merges[rank].replace(" ", "")]] = -rank

@@ -104,7 +104,7 @@ class Parts:
             raise self._error(f"is no tokenizer: {' '.join(str(error).split())[:200]}") from None
 
     def build_later(self, text: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
-        """The tokenizer of text after a special token, where that is another: no space is put before it."""
+        """The tokenizer of text after a special token, if that is another: no space is put before it."""
         words = self.files.tokenizer.get("pre_tokenizer")
         first = [p for p in _flat(words, "pretokenizers") if p.get("prepend_scheme") == "first"]
         if not first:
@@ -119,7 +119,7 @@ class Parts:
         return later
 
     def adds(self, text: tokenizers.Tokenizer) -> tuple[bool, bool]:
-        """Whether the post-processor puts BOS and EOS around a text.
+        """True if the post-processor puts BOS and EOS around a text.
 
         As in transformers 5, it overrules `add_bos_token` in tokenizer_config.json.
         """
@@ -199,7 +199,7 @@ class Parts:
         return text
 
     def _tokens(self) -> list[str]:
-        """Texts by id, "" where there is none."""
+        """Texts by id, "" if there is none."""
         tokens = [""] * self.files.n_vocab
         for token, i in self.id_of.items():
             if tokens[i]:

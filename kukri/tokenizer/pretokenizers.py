@@ -1,4 +1,4 @@
-"""How byte-level BPE models cut text into words, by the name in `tokenizer.ggml.pre`.
+"""Pre-tokenizers of byte-level BPE models, which cut text into words, by the name in `tokenizer.ggml.pre`.
 
 The names are llama.cpp's, and so is what each stands for: src/llama-vocab.cpp at commit 00ad355e. Where
 llama.cpp spells a model's pattern differently because its regex engine lacks classes or case folding, this is
@@ -20,7 +20,7 @@ EACH_DIGIT = "each digit alone"  # not a pattern: the `Digits` step knows newer 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text becomes words: each pattern cuts what the one before left; what it does not match stays."""
+    """Cuts text into words: each pattern splits the pieces of the one before; the rest stays."""
 
     patterns: tuple[str, ...]
     nfc: bool = False  # text is brought to Unicode NFC first

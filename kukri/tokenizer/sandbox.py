@@ -95,7 +95,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(self._bounded(map(str, parts)))
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]  # a builtin in the base class
-        """What macros and {% set %} blocks gather their output with."""
+        """Joins the output of macros and {% set %} blocks."""
         return self.join_text(parts)
 
     def _bounded(self, parts: Iterable[str]) -> Iterator[str]:
@@ -132,7 +132,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The safe stand-in for a string's `format`; raises SecurityError when it asks for huge widths."""
+        """The safe stand-in for a string's `format`; raises SecurityError on huge widths."""
         wrapper = super().wrap_str_format(value)
         if wrapper is not None:
             _check_widths(value.__self__)

@@ -39,7 +39,7 @@ class TemplateProcess:
     def __init__(self, source: str) -> None:
         self._source, self._lock = source, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # the process id of who started it
+        self._owner = 0  # process id of the starting process
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The template's text. Raises TemplateFailure, and TypeError for variables that JSON cannot hold."""

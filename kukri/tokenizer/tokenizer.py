@@ -23,7 +23,7 @@ _SHARED = 1 << 12  # characters from which on encoding takes long enough to let 
 TEXT_MARK = "\ufdd0"  # not a character: put inside the text of a special token, it keeps it text
 _MAX_SPLIT_WORK = (
     1 << 30
-)  # characters; real vocabularies need some 10 million, a hostile one could ask for years
+)  # characters; real vocabularies need some 10 million, a hostile one could take years
 
 
 class Tokenizer:
@@ -125,7 +125,7 @@ class Tokenizer:
     def encode_spans(
         self, text: str, before: str | None = None
     ) -> tuple[list[int], list[tuple[int, int] | None]]:
-        """The ids of a text, behind those of `before` where given, with what the model wants around them.
+        """The ids of a text, behind those of `before` if given, with what the model wants around them.
 
         Beside each token its characters in `text`, (start, stop), or None for other tokens. Control tokens
         written in either stay text. Raises RequestError unless both are str.

@@ -1,4 +1,4 @@
-"""What a GGUF file says about its tokens: texts, types, special ids and the bytes each token stands for."""
+"""The vocabulary of a GGUF file: texts, types, special ids and the bytes each token stands for."""
 
 from __future__ import annotations
 

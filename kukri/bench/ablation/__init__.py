@@ -1,1 +1,1 @@
-"""What each technique of the engine buys: one function per technique, which gives rows of a table."""
+"""Measurements of the engine's techniques: one function per technique, which yields rows of a table."""

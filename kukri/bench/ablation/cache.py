@@ -1,4 +1,4 @@
-"""What the KV cache buys, prefixes that are kept, and key heads that several query heads share."""
+"""Gains of the KV cache, of cached prefixes, and of key heads that several query heads share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What techniques are measured with: the model, the sizes, an engine, and rounds in turns."""
+"""The setting of a measurement: the model, the sizes, an engine, and rounds in turns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Range = tuple[int, int]  # the least and the most, both meant
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed, in tokens and requests; the defaults are what `kukri bench ablate` measures."""
+    """Sizes of the workloads, in tokens and requests; the defaults are those of `kukri bench ablate`."""
 
     context: int = 2048  # of the engine; what a contiguous cache sets aside for a request
     generations: tuple[tuple[int, int], ...] = ((128, 128), (512, 32))  # (prompt, generated) by the KV cache
-    n_prompt: int = 512  # of a prompt whose reading is timed
-    n_generate: int = 128  # generated where writing is timed
+    n_prompt: int = 512  # of a prompt whose prefill is timed
+    n_generate: int = 128  # generated when decode is timed
     n_requests: int = 24  # of the mix of lengths
     n_streams: int = 16  # of them at a time
     mix_prompt: Range = (32, 1024)
@@ -43,7 +43,7 @@ class Row:
     """One measurement: medians without and with a technique, and how many times better it makes things.
 
     `gain` is the median of `gains`, each of one round; of bytes and seconds fewer are better. `expected` is
-    the range of gains that is said of the technique, None where nothing is.
+    the range of gains reported for the technique, None if nothing is.
     """
 
     measure: str
@@ -69,7 +69,7 @@ def row(
 
 
 class Trial:
-    """A model file, and what it is measured with; `on_round` hears of each round before it begins.
+    """A model file, and the setting it is measured in; `on_round` is called before each round.
 
     Attributes: card, config, path, n_threads, repetitions, sizes. Close it to end its threads.
     """
@@ -103,7 +103,7 @@ class Trial:
         return self._kukri.llm.engine
 
     def close(self) -> None:
-        """Ends the engine, where there is one."""
+        """Ends the engine, if there is one."""
         if "_kukri" in self.__dict__:
             self._kukri.close()
 

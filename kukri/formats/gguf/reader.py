@@ -74,7 +74,7 @@ _OTHER_MAGIC = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies: `offset` in bytes from the file's start; `shape` is (out, in) or (n,)."""
+    """The location of a tensor: `offset` in bytes from the file's start; `shape` is (out, in) or (n,)."""
 
     name: str
     type: QuantType
@@ -107,7 +107,7 @@ class GGUFFile:
             self._part_of |= dict.fromkeys(part.tensors, part)
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor; the first where none does."""
+        """The file that holds a tensor; the first if none does."""
         return self._part_of[name].path if name in self._part_of else self.path
 
     def data(self, name: str) -> ByteArray:
@@ -401,7 +401,7 @@ def _check_magic(cursor: _Cursor) -> None:
 
 
 def _count(cursor: _Cursor, what: str, limit: int, least_bytes: int) -> int:
-    """A number of entries, refused when so many cannot be in the rest of the file."""
+    """A number of entries, refused if the rest of the file is too short for them."""
     start = cursor.position
     n = cursor.u64(f"the number of {what}")
     if n > min(limit, (cursor.size - cursor.position) // least_bytes):

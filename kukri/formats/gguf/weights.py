@@ -80,7 +80,7 @@ class GGUFWeights:
         return tensor
 
     def _row_order(self, name: str, n_rows: int) -> npt.NDArray[Any] | None:
-        """The rows of a q or k projection in half-split order, None where the file's order is right."""
+        """The rows of a q or k projection in half-split order, None if the file's order is right."""
         if not self._architecture.interleaved_rope:
             return None
         if (
@@ -107,7 +107,7 @@ def _check_biases(gguf: GGUFFile, architecture: Architecture) -> None:
 
 
 def half_split_order(n_rows: int, d_head: int, rotary_dim: int) -> npt.NDArray[np.int64]:
-    """Where each row of a half-split q or k comes from in an interleaved one: int64 [n_rows].
+    """For each row of a half-split q or k, its row in an interleaved one: int64 [n_rows].
 
     Of a head's rotary rows, interleaved files hold the pair (2i, 2i + 1) where transformers
     has (i, i + rotary_dim / 2); the others stay. Undoes `permute` of llama.cpp's convert_hf_to_gguf.py.

@@ -35,7 +35,7 @@ def write_gguf(
 ) -> None:
     """Writes a GGUF file, version 3; it appears under `path` complete or not at all.
 
-    Metadata values: str, bool, int (u32 where it fits, else i32, u64 or i64), float (f32), NumPy scalars
+    Metadata values: str, bool, int (u32 if it fits, else i32, u64 or i64), float (f32), NumPy scalars
     of the type wanted, lists of these, 1-D arrays. Tensor data is uint8 [rows, row_bytes] or the type's
     own NumPy dtype; functions that make it are called one at a time. Raises FormatError for what
     GGUF cannot hold.
@@ -98,7 +98,7 @@ def _encode_value(key: str, value: Any) -> list[bytes]:
 
 
 def _as_numbers(key: str, value: Any) -> npt.NDArray[Any]:
-    """Python numbers as the type that other readers expect: 32 bits where they fit."""
+    """Python numbers as the type that other readers expect: 32 bits if they fit."""
     try:
         numbers = np.asarray(value)
     except (ValueError, OverflowError):

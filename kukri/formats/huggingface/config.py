@@ -56,9 +56,9 @@ IGNORED_KEYS = frozenset(
         # tokens: generation_config.json and the tokenizer's files say more; eos_token_id is read with them
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
         *("tokenizer_class", "prefix", "unk_token_id"),
-        # read where a head has labels, and defaults for tasks
+        # read if a head has labels, and defaults for tasks
         *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
-        *("classifier_dropout", "token_classification_bias"),  # a bias is taken where there is one
+        *("classifier_dropout", "token_classification_bias"),  # a bias is taken if there is one
     ]
 )
 
@@ -243,7 +243,7 @@ _MAX_LABELS = 1 << 20
 
 
 def _head(keys: Keys) -> HeadConfig:
-    """The head of the class that wrote the checkpoint; a language model's where that is not known."""
+    """The head of the class that wrote the checkpoint; a language model's if that is not known."""
     classes = keys.value("architectures")
     if not isinstance(classes, list) or not classes or not isinstance(classes[0], str):
         return HeadConfig()
@@ -259,7 +259,7 @@ def _head(keys: Keys) -> HeadConfig:
 
 
 def _labels(keys: Keys) -> tuple[str, ...]:
-    """`id2label` in the order of its ids; LABEL_0, LABEL_1 … where it is absent."""
+    """`id2label` in the order of its ids; LABEL_0, LABEL_1 … if it is absent."""
     stated = keys.value("id2label")
     if stated is None:
         n_labels = 2 if keys.value("num_labels") is None else keys.whole("num_labels", most=_MAX_LABELS)
@@ -372,8 +372,8 @@ def _rotary_dim(
 ) -> int:
     """Dimensions of a head that rotate.
 
-    In transformers (5.23) partial_rotary_factor counts for some classes alone. Others leave it out where RoPE
-    is not scaled, and cannot run with it where it is.
+    In transformers (5.23) partial_rotary_factor counts for some classes alone. Others leave it out if RoPE
+    is not scaled, and cannot run with it if it is.
     """
     share = parameters.positive("partial_rotary_factor")
     if not architecture.partial_rotary and scaling is not None and share != 1:

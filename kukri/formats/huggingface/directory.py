@@ -16,7 +16,7 @@ from kukri.formats.json_files import read_json
 class TokenizerFiles:
     """Text settings of a directory: the contents of its JSON files, and its chat template's source.
 
-    `eos_ids` end a generation by generation_config.json, or config.json where that is silent; `n_vocab` is
+    `eos_ids` end a generation by generation_config.json, or config.json if that is silent; `n_vocab` is
     the number of rows of the embedding, which may be more than there are tokens.
     """
 
@@ -34,7 +34,7 @@ def directory_config(directory: Path, stated: dict[str, Any]) -> ModelConfig:
 
 
 def _name_of(directory: Path) -> str:
-    """A name for people: the repository's for a directory in the hub's cache, else the directory's."""
+    """A readable name: the repository's for a directory in the hub's cache, else the directory's."""
     resolved = directory.resolve()
     if resolved.parent.name == "snapshots":
         return resolved.parent.parent.name.rpartition("--")[2]

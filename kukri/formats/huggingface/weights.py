@@ -33,7 +33,7 @@ class SafetensorsWeights:
     """The `WeightSource` of a directory's safetensors files. Matrices are views of the mapped files.
 
     `quantize_to` packs every matrix to that type instead, a copy in memory, or to the type that stands in for
-    it where rows are no whole blocks of 256; rows of no whole blocks at all and vectors stay as they are.
+    it if rows are no whole blocks of 256; rows of no whole blocks at all and vectors stay as they are.
     Raises FormatError for what is broken or absent, and ConfigError for a type that weights cannot be packed
     to.
     """
@@ -116,7 +116,7 @@ def follows_from_config(name: str, tied: bool) -> bool:
 
 
 def model_prefix(names: Collection[str]) -> str:
-    """What stands before the names of the model below a head, in a checkpoint of these tensors."""
+    """The name prefix of the model below a head, in a checkpoint with tensors of these names."""
     found = (prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in names)
     return next(found, _PREFIXES[0])
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from kukri.kernels.cpu.features import cpu_target
 
-# The executor's shared state: int64, in cache lines of their own where threads write at once
+# The executor's shared state: int64, in cache lines of their own if several threads write them
 DONE = 0  # finished tiles of the current op
 OPS = 64  # address of the plan's ops, OP_BYTES each
 N_OPS = 72
 N_ACTIVE = 80  # threads that may take tiles in this step
 STOP = 88  # not 0: workers return
-N_SHARES = 104  # threads that the current op's tiles were cut for: who slept may remember another N_ACTIVE
+N_SHARES = 104  # threads that the current op's tiles were cut for: a sleeper may remember another N_ACTIVE
 N_STALLS = 96  # times a thread waited for long in the middle of a plan: the system took a core away
 WORDS = 128  # a ticket word per thread, see threads.py
 MAX_THREADS = 128

@@ -87,13 +87,13 @@ def _bf16(out, w, x):
 
 @device
 def _offset_start(out, x, shift):
-    """-(sum of the block's inputs) << shift: what weights q - 2^shift begin with."""
+    """-(sum of the block's inputs) << shift: the initial sums for weights q - 2^shift."""
     return tile_offset_add(tile_offset_start(out, x + Q8_NEGATIVE_SUMS, shift), x + _LAST_SUMS, shift)
 
 
 @device
 def _signed_start(out, x):
-    """What sums of `tile_dot4_signed` over a block begin with."""
+    """Initial sums of `tile_dot4_signed` over a block."""
     return _offset_start(out, x, 7) if has_signed_bias(out) else tile_zeros_like(out)
 
 
@@ -287,7 +287,7 @@ def _q5_k(out, w, x):
     return out
 
 
-# Q6_K, Q3_K and Q2_K have a scale for each 16 inputs: two integer sums a group, or one where scaled weights
+# Q6_K, Q3_K and Q2_K have a scale for each 16 inputs: two integer sums a group, or one if scaled weights
 # fit a byte, as Q2_K's do
 
 

@@ -59,7 +59,7 @@ f32 = device(sampling_record.f32)
 
 @device
 def is_whole(c):
-    """Whether every token of the row is in play."""
+    """True if every token of the row is in play."""
     return load_i64(c + CONTEXT.n_candidates) < 0
 
 
@@ -86,7 +86,7 @@ def peak_of(c):
 
 @device
 def scale_of(c):
-    """What temperatures have made of 1."""
+    """The scale of the logits: 1 after all temperatures so far."""
     return load_f64(c + CONTEXT.scale)
 
 
@@ -232,7 +232,7 @@ def _key(bits):
 
 @device
 def _cut(values, weights, m, target, histogram):
-    """(the key where the largest values come to weigh `target`, the weight above it); weights 0: 1 each."""
+    """(the key down to which values weigh `target`, the weight above it); weights 0: 1 each."""
     prefix = 0
     above = 0.0
     for level in range(4):

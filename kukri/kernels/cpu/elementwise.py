@@ -191,7 +191,7 @@ def panel_q16(row, x, x_stride, n, panels):
 
 @device
 def _row_range(x, n):
-    """(the least, the largest) of n values and 0; nan where a value is infinite or nan."""
+    """(the least, the largest) of n values and 0; nan if a value is infinite or nan."""
     low = splat(0.0)
     high = splat(0.0)
     spoiled = splat(0.0)

@@ -7,7 +7,7 @@ Q4_0 to Q8_0 and Q8_K round exactly as GGML's reference does, but for Q4_0 to Q5
 others search for scales: each group of 16 or 32 weights tries a row of scales and takes the one whose
 least-squares fit loses least, then the block's own scale (and minimum) is fitted again to the quants that
 came out. The squared error is minimized, that of large weights and of important columns counting more, as in
-GGML. Sums may be reordered (`_SEARCH`) where no bits are promised, or nothing here would use vectors.
+GGML. Sums may be reordered (`_SEARCH`) if no bits are promised, or nothing here would use vectors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _rounded(value):
 
 @njit(**_EXACT)
 def _inverse(scale):
-    """1 / scale, and 0 where the scale is 0 or so small that its inverse overflows (undefined in GGML)."""
+    """1 / scale, and 0 if the scale is 0 or so small that its inverse overflows (undefined in GGML)."""
     inverse = _ONE / scale
     return _ZERO if np.isinf(inverse) else inverse
 
@@ -229,7 +229,7 @@ def _q8_k(rows, importance, into):
 
 @njit(**_SEARCH)
 def _weigh(x, importance, first, group, w):
-    """How much each weight's error counts: w [n], by its size and its column's importance."""
+    """The weight of each error: w [n], from the value's size and its column's importance."""
     total = _ZERO
     for i in range(len(x)):
         total += x[i] * x[i]
@@ -465,7 +465,7 @@ def _fit_symmetric(x, w, half):
 
 @njit(**_SEARCH)
 def _place(value, bounds):
-    """How many bounds lie below the value."""
+    """The number of bounds below the value."""
     place = _ZERO
     for k in range(15):
         place += _ONE if value > bounds[k] else _ZERO

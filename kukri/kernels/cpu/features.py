@@ -27,7 +27,7 @@ _BY_NAME: tuple[tuple[Lowering, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """What kernels are compiled for. `features` is LLVM's list, with + and - signs."""
+    """The CPU that kernels are compiled for. `features` is LLVM's list, with + and - signs."""
 
     name: str
     features: str
@@ -36,12 +36,12 @@ class CpuTarget:
 
     @property
     def has_int8_dot(self) -> bool:
-        """Whether one instruction multiplies int8, adds four products up and adds them to an int32."""
+        """True if one instruction multiplies int8, adds four products up and adds them to an int32."""
         return self.lowering in ("avx512vnni", "avxvnni")
 
     @property
     def has_wide_registers(self) -> bool:
-        """Whether 32 registers hold sums of 16 lanes, as with AVX-512; others have 16 of 8 or fewer."""
+        """True if 32 registers hold sums of 16 lanes, as with AVX-512; others have 16 of 8 or fewer."""
         return self.lowering == "avx512vnni"
 
 

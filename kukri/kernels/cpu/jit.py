@@ -21,7 +21,7 @@ from kukri.kernels.cpu.kernel_cache import read_cached
 class LoadedKernel:
     """A kernel in memory: `address` is called with (record address, tile); records list `parameters`.
 
-    The code stays mapped as long as its `library` lives: whoever keeps the address keeps the kernel.
+    The code stays mapped as long as its `library` lives: a holder of the address keeps the kernel.
     """
 
     name: str

@@ -46,7 +46,7 @@ def float_bits(x: float) -> int:
 
 
 def cache_root() -> Path:
-    """Where compiled kernels live: $KUKRI_CACHE_DIR/jit or the user's cache directory."""
+    """The directory of compiled kernels: $KUKRI_CACHE_DIR/jit or the user's cache directory."""
     return Path(os.environ.get("KUKRI_CACHE_DIR") or user_cache_dir("kukri")) / "jit"
 
 

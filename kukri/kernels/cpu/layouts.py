@@ -60,7 +60,7 @@ PER_TOKEN_TYPE = "Q4_0"  # the weight type that q8t panels are for
 
 @dataclass(frozen=True)
 class TileLayout:
-    """How one weight type is packed. A block in the file is a run of 4-byte words and a run of float16s."""
+    """The packing of one weight type. A block in the file is a run of 4-byte words and a run of float16s."""
 
     block_size: int  # inputs of a block
     block_bytes: int  # of one row, in the file
@@ -73,7 +73,7 @@ class TileLayout:
 
     @property
     def tile_block_bytes(self) -> int:
-        """Bytes of one block of a weight tile: what the file has for these 16 rows."""
+        """Bytes of one block of a weight tile: the file's bytes of these 16 rows."""
         return ROWS * (4 * self.n_words + 2 * self.n_halves)
 
 
@@ -97,7 +97,7 @@ LAYOUTS: dict[str, TileLayout] = {
 
 
 def inputs_bytes(kind: PanelKind, n_inputs: int) -> int:
-    """Bytes of the blocks of so many inputs in a panel, of one term."""
+    """Bytes of the blocks of `n_inputs` inputs in a panel, of one term."""
     if kind == "f32":
         return n_inputs * F32_INPUT_BYTES
     return n_inputs // Q8_BLOCK * (Q16_BLOCK_BYTES if kind == "q16" else Q8_BLOCK_BYTES)

@@ -205,7 +205,7 @@ class HeadNorm(Op):
 
 @dataclass(eq=False)
 class Quantize(Op):
-    """The rows of x as panels: what a matrix product reads."""
+    """The rows of x as panels, the input of a matrix product."""
 
     x: Value
     kind: PanelKind

@@ -29,11 +29,11 @@ from kukri.kernels.cpu.memory import address_of, aligned_zeros
 
 _FIRST_PAUSE_S = 0.02  # with a thread fewer after a stall
 _LONGEST_PAUSE_S = 0.64
-_CALM_S = 0.1  # without a stall for so long, the next one is news
+_CALM_S = 0.1  # after this time without a stall, the next one counts as the first
 
 
 class _Workers:
-    """What the pool and its threads share. Threads hold no reference to the pool, so that it can go."""
+    """State shared by the pool and its threads. Threads hold no reference to the pool, so that it can go."""
 
     def __init__(self, kernels: KernelLibrary) -> None:
         self.kernels = kernels  # keeps the code that threads run in memory
@@ -45,7 +45,7 @@ class _Workers:
         self.threads: list[threading.Thread] = []
 
     def start(self, n_workers: int) -> None:
-        """Starts threads 1 to n_workers; thread 0 is whoever calls the pool."""
+        """Starts threads 1 to n_workers; thread 0 is the pool's caller."""
         for index in range(1, n_workers + 1):
             worker = threading.Thread(target=self._serve, args=(index,), daemon=True, name=f"kukri-{index}")
             worker.start()

@@ -37,12 +37,12 @@ def requantize(
     *,
     tensor: str | None = None,
 ) -> ByteArray:
-    """Rows of blocks of one type as rows of another: uint8 [rows, row_bytes], a view where nothing changes.
+    """Rows of blocks of one type as rows of another: uint8 [rows, row_bytes], a view if nothing changes.
 
     Runs on all cores, and holds few of the weights as floats at a time. `importance`, float32 [columns],
     says how much an error in each column counts, to all types but Q8_0. Raises
     UnsupportedError for types without a quantizer, ShapeError when a row is no whole number of blocks, and
-    FormatError, which names `tensor`, for weights that are NaN or infinite where blocks cannot hold them.
+    FormatError, which names `tensor`, for weights that are NaN or infinite if blocks cannot hold them.
     """
     if source == target:
         return data

@@ -459,7 +459,7 @@ def _store_status(c):
 
 @device
 def _is_read_only(record, n):
-    """Whether the row can be looked at in place: nothing edits it, and it is whole vectors."""
+    """True if the row can be looked at in place: nothing edits it, and it is whole vectors."""
     n_edits = load_i64(record + _AT.n_bias) + load_i64(record + _AT.n_forbidden) + (n & 15)
     n_edits += load_i64(record + _AT.n_allowed)
     for i in range(MAX_STAGES):

@@ -31,7 +31,7 @@ class ContextOffsets(NamedTuple):
     depths: int = 64
     weights: int = 72
     peak: int = 80  # float64: the largest logit in play
-    scale: int = 88  # float64: what temperatures have made of 1
+    scale: int = 88  # float64: 1 after all temperatures so far
     is_edited: int = 96  # 1: `peak` and `maxima` may be wrong
 
 

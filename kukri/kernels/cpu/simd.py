@@ -44,7 +44,7 @@ class Vec(types.Type):  # type: ignore[misc]
 
 @register_model(Vec)
 class RegisterModel(models.PrimitiveModel):  # type: ignore[misc]
-    """Values that Numba keeps in registers, as what their type calls `llvm`."""
+    """Values that Numba keeps in registers, as the `llvm` type of their Numba type."""
 
     def __init__(self, dmm: Any, fe_type: Any) -> None:
         super().__init__(dmm, fe_type, fe_type.llvm)
@@ -194,13 +194,13 @@ def _select_max(builder: Any, a: Any, b: Any, relation: str) -> Any:
 
 @operation(F32x16, F32x16, F32x16)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
-    """The larger of each pair; b where either is nan."""
+    """The larger of each pair; b if either is nan."""
     return _select_max(builder, a, b, ">")
 
 
 @operation(F32x16, F32x16, F32x16)
 def minimum(builder: Any, a: Any, b: Any) -> Any:
-    """The smaller of each pair; b where either is nan."""
+    """The smaller of each pair; b if either is nan."""
     return _select_max(builder, a, b, "<")
 
 
@@ -231,14 +231,14 @@ def power_of_two(builder: Any, n: Any) -> Any:
 
 @operation(F32x16, F32x16, types.float32, F32x16)
 def zero_below(builder: Any, a: Any, bound: Any, value: Any) -> Any:
-    """`value`, but 0 where a < bound."""
+    """`value`, but 0 if a < bound."""
     below = builder.fcmp_ordered("<", a, broadcast(builder, bound))
     return builder.select(below, constant(F32x16.llvm, 0.0), value)
 
 
 @operation(F32x16, F32x16)
 def to_f16_range(builder: Any, a: Any) -> Any:
-    """a limited to what float16 holds; nan stays nan."""
+    """a clamped to the float16 range; nan stays nan."""
     limit, negative = constant(F32x16.llvm, 65504.0), constant(F32x16.llvm, -65504.0)
     low = builder.select(builder.fcmp_ordered(">", a, limit), limit, a)
     return builder.select(builder.fcmp_ordered("<", low, negative), negative, low)

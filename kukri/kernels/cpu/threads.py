@@ -1,12 +1,12 @@
 """The executor: threads that run a plan's ops together, each taking tiles from its own range first.
 
 All threads run the same loop inside one call that holds no GIL. An op's tiles are cut into one range per
-thread, so that each streams its own stretch of weights; who is done early takes from the others' ranges.
+thread, so that each streams its own stretch of weights; one that is done early steals tiles from the others.
 A range is a *ticket word*, and taking a tile is one atomic decrement of it:
 
     word = op << 32 | BIAS + tiles left        (BIAS keeps failed claims from borrowing into the op)
 
-Whoever finishes an op's last tile opens the next op. A thread that the system put to sleep holds up the
+The thread that finishes an op's last tile opens the next op. One that the system put to sleep holds up the
 others only if it took a tile with it: nothing waits for threads, only for tiles.
 
 Between steps word 0 names the op IDLE. Workers keep looking for a while and then return, to be parked by
@@ -113,7 +113,7 @@ def take_tile(state, thread, n_threads):
 
 @device
 def upcoming_weights(state, thread, n_threads):
-    """Where this thread will begin to read in the next op that streams weights, or 0."""
+    """Address of the weights that this thread reads first in the next op that streams weights, or 0."""
     op = (atomic_load(state + WORDS) >> 32) + 1
     ops = load_i64(state + OPS)
     stop = min(op + _OPS_AHEAD, load_i64(state + N_OPS))

@@ -87,7 +87,7 @@ def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
 # to 6 bits and signed bytes. The second computes (w + 128) * s on instruction sets that have only unsigned
 # times signed; `has_signed_bias` tells kernels to begin with what takes the bias away.
 #
-# The first form sums *runs* of a few dots. On AVX2, where a dot is a multiplication into sums of two products
+# The first form sums *runs* of a few dots. On AVX2, whose dot is a multiplication into sums of two products
 # in int16 and another to widen those, a run is added up in int16 and widened once, at its end. A dot adds at
 # most 2 * 128 * max(u) to an int16, whose largest is 32,767. Runs may therefore have
 #   8 dots of 4 bits  (8 * 256 * 15 = 30,720)      2 dots of 6 bits  (2 * 256 * 63 = 32,256)
@@ -192,7 +192,7 @@ _AHEAD_BYTES = 4096
 
 
 def fetch_ahead(n_lines: int) -> Any:
-    """An operation: asks for `n_lines` cache lines some way after an address, if `tile` is of few tokens."""
+    """An operation: prefetches `n_lines` cache lines some way after an address, if `tile` has few tokens."""
 
     @_tile_operation(lambda tile: types.void, types.int64)
     def fetch_lines_ahead(builder: Any, kind: Tile, tile: Any, address: Any) -> None:
@@ -265,7 +265,7 @@ def tile_offset_add(builder: Any, kind: Tile, acc: Any, address: Any, shift: Any
 
 @_tile_operation(lambda tile: types.boolean)
 def has_signed_bias(builder: Any, kind: Tile, tile: Any) -> Any:
-    """Whether `tile_dot4_signed` computes (w + 128) * s."""
+    """True if `tile_dot4_signed` computes (w + 128) * s."""
     return _I1(cpu_target().has_int8_dot and not kind.is_q16)
 
 
@@ -305,13 +305,13 @@ def _tile_dot(dot4: Callable[..., Any], is_signed: bool) -> Callable[..., Any]:
 
 
 def _sums_int16(kind: Tile) -> bool:
-    """Whether runs are added up in int16."""
+    """True if runs are added up in int16."""
     return cpu_target().lowering == "avx2" and not kind.is_q16
 
 
 @_tile_operation(_same)
 def tile_short_start(builder: Any, kind: Tile, acc: Any) -> Any:
-    """What a run of `tile_dot4_short` begins with, to be added to `acc` by `tile_short_end`."""
+    """Initial sums of a run of `tile_dot4_short`, to be added to `acc` by `tile_short_end`."""
     return ir.Constant(kind.llvm, None) if _sums_int16(kind) else acc
 
 
@@ -368,7 +368,7 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, address:
 
 @_tile_operation(lambda tile: types.boolean)
 def has_few_tokens(builder: Any, kind: Tile, tile: Any) -> Any:
-    """Whether what is done once for all tokens of the tile is most of the work."""
+    """True if the work done once for all tokens of the tile outweighs the work for each token."""
     return _I1(kind.n <= 2)
 
 

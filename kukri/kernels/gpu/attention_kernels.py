@@ -82,7 +82,7 @@ def _attend(
 
 @triton.jit
 def _merge(top, total, acc, top2, total2, acc2):
-    """What came before, and the next chunk."""
+    """Merges the next chunk's (top, total, acc) into those of the chunks before it."""
     new = tl.maximum(top, top2)
     a, b = tl.exp2(top - new), tl.exp2(top2 - new)
     total = tl.fma(total, a, total2 * b)

@@ -66,7 +66,7 @@ def _prmt(a, b, selector):
 
 @triton.jit
 def iq4_selectors(word):
-    """Of 8 nibbles that number IQ4 values: where each lies in its half of the table, and in which half."""
+    """Of 8 nibbles that number IQ4 values: each one's index in its half of the table, and which half."""
     return word & 0x77777777, ((word >> 1) & 0x44444444) | 0x32103210
 
 

@@ -59,7 +59,7 @@ class PagedTensors:
 
     @property
     def is_int8(self) -> bool:
-        """Whether numbers are int8."""
+        """True if numbers are int8."""
         return self.keys.dtype == torch.int8
 
     @property

@@ -1,6 +1,6 @@
 """Sizes of the tiles that the Triton kernels are launched with, chosen by reading their machine code.
 
-They follow from the matrix or the layer, and from the number of tokens only where no bit of a result depends
+They follow from the matrix or the layer, and from the number of tokens only if no bit of a result depends
 on it. `python -m benchmarks.gpu_compile` shows what each choice costs.
 """
 
