@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kukri.engine import Timings
     from kukri.llm import LLM, Chunk, Output, Result, load
     from kukri.loading import ModelOptions
-    from kukri.sampling import Grammar, SampledToken, SamplingParams
+    from kukri.sampling import Grammar, SampledToken, SamplingOptions, SamplingParams
     from kukri.tasks import Label, Span, TokenLabel
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "Output",
     "Result",
     "SampledToken",
+    "SamplingOptions",
     "SamplingParams",
     "Span",
     "Timings",
@@ -52,6 +53,7 @@ _HOMES = {
     "Result": "kukri.llm",
     "Grammar": "kukri.sampling",
     "SampledToken": "kukri.sampling",
+    "SamplingOptions": "kukri.sampling",
     "SamplingParams": "kukri.sampling",
     "Timings": "kukri.engine",
     "load": "kukri.llm",

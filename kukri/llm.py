@@ -1,4 +1,4 @@
-"""The offline face: text in, text out, from any number of threads.
+"""Offline generation: text in, text out, from any number of threads.
 
 Token ids become text in `kukri.answer` and nowhere below; models are opened in `kukri.loading`.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from kukri.errors import HookError, KukriError, RequestError, UnsupportedError
 from kukri.kernels.types import FloatArray, Hook
 from kukri.loading import ModelOptions, Progress, open_model
 from kukri.models import Forward, tap_names
-from kukri.sampling import SampledToken, SamplingParams, resolve_texts, with_overrides
+from kukri.sampling import SampledToken, SamplingOptions, SamplingParams, resolve_texts, with_overrides
 from kukri.tasks import Label, Span, TokenLabel
 from kukri.tokenizer import ChatTemplate, Tokenizer
 
@@ -63,6 +63,9 @@ class Output:
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        return f"Output({self.index}, {_summary(self)})"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -88,8 +91,12 @@ class Result:
 
     def __repr__(self) -> str:
         others = f", {len(self.outputs)} outputs" if len(self.outputs) > 1 else ""
-        n_tokens = len(self.token_ids)
-        return f"Result({self.text!r}, {n_tokens} tokens, finish_reason={self.finish_reason!r}{others})"
+        return f"Result({_summary(self)}{others})"
+
+
+def _summary(answer: Output | Result) -> str:
+    """The text, number of tokens and finish reason, for a repr."""
+    return f"{answer.text!r}, {len(answer.token_ids)} tokens, finish_reason={answer.finish_reason!r}"
 
 
 @dataclass(frozen=True)
@@ -182,15 +189,20 @@ class LLM:
         self._batches: list[_OutputBatch] = []  # for the holder of the turn
 
     @overload
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Result: ...
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Unpack[SamplingOptions]
+    ) -> Result: ...
 
     @overload
     def generate(
-        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **overrides: Any
+        self,
+        prompt: list[str] | list[list[int]],
+        params: SamplingParams | None = None,
+        **overrides: Unpack[SamplingOptions],
     ) -> list[Result]: ...
 
     def generate(
-        self, prompt: Any, params: SamplingParams | None = None, **overrides: Any
+        self, prompt: Any, params: SamplingParams | None = None, **overrides: Unpack[SamplingOptions]
     ) -> Result | list[Result]:
         """The Result that continues a prompt, text or token ids; for a list of prompts, a list of Results.
 
@@ -205,7 +217,10 @@ class LLM:
         return results if many else results[0]
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **overrides: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **overrides: Unpack[SamplingOptions],
     ) -> Result:
         """The model's answer to a conversation: messages of `role` and `content`, by its own chat template.
 
@@ -215,7 +230,10 @@ class LLM:
         return self._run([self._call(self._encode_chat(messages), checked)])[0]
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, **overrides: Any
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        **overrides: Unpack[SamplingOptions],
     ) -> Iterator[Chunk]:
         """The Chunks of the answer to a prompt or to messages, as they come.
 

@@ -83,8 +83,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 def test_the_public_names() -> None:
     """A name that is promised and missing, or comes by accident."""
     promised = (
-        "LLM Chunk Grammar Label ModelOptions Output Result SampledToken SamplingParams Span Timings "
-        "TokenLabel __version__ errors load"
+        "LLM Chunk Grammar Label ModelOptions Output Result SampledToken SamplingOptions SamplingParams Span "
+        "Timings TokenLabel __version__ errors load"
     )
     assert kukri.__all__ == promised.split()
     for name in kukri.__all__:
@@ -200,6 +200,7 @@ def test_results_read_well(llm: LLM) -> None:
     result = llm.generate("Hello there", GREEDY)
     assert str(result) == result.text == str(result.outputs[0])
     assert repr(result) == f"Result({result.text!r}, 12 tokens, finish_reason='length')"
+    assert repr(result.outputs[0]) == f"Output(0, {result.text!r}, 12 tokens, finish_reason='length')"
     assert "tiny.gguf" in repr(llm)
     assert "".join(map(str, llm.stream("Hello there", GREEDY))) == result.text
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from kukri.errors import RequestError
 from kukri.sampling.grammar import CompiledGrammar, Grammar
@@ -47,61 +47,148 @@ class ThoughtLimit:
             raise _wrong("thoughts", "a limit of tokens, at least 0", self.n_tokens)
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments, for type checkers and editors."""
+
+    temperature: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str | Sequence[int]]
+    samplers: Sequence[str]
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str | Sequence[int]]
+    logits_processors: Sequence[LogitsProcessor]
+    grammar: Grammar | CompiledGrammar | None
+    thoughts: ThoughtLimit | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | Sequence[str | int] | None
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    speculation: str | None
+    max_draft_tokens: int | None
+    prediction: str | Sequence[int]
+    n: int
+    best_of: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters and stop conditions of one request; `kukri.sampling` has the order.
 
-    Checked when made: RequestError names the field and what it may be. The defaults draw from the model's
-    own distribution. `stop` takes a string, or a sequence of strings and token ids: ids are moved to
-    `stop_token_ids`, and both become tuples without repeats.
+    Checked when made: RequestError names the field and its allowed values. The defaults draw from the model's
+    own distribution.
+
+    Attributes:
+        temperature: Divides the logits: below 1 sharper, above 1 flatter; 0 is greedy.
+        dynatemp_range: The temperature moves this far down and up with the entropy; 0 is off.
+        dynatemp_exponent: Exponent of the entropy's share of its largest value.
+        top_k: Keeps this many of the most likely tokens; 0 keeps all.
+        top_p: Keeps the most likely tokens up to this total probability; 1 keeps all.
+        min_p: Keeps tokens of at least this share of the most likely token's probability; 0 is off.
+        typical_p: Keeps tokens about as surprising as expected, up to this total probability; 1 keeps all.
+        top_n_sigma: Keeps logits within this many standard deviations of the largest; 0 or less is off.
+        xtc_probability: Probability that the most likely choices are removed; 0 is off.
+        xtc_threshold: The probability that makes a token one of these choices; above 0.5 is off.
+        mirostat: Version of mirostat, 1 or 2, used instead of the filters above; 0 is off.
+        mirostat_tau: Target surprise of mirostat, in bits.
+        mirostat_eta: Learning rate of mirostat.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen so far; 1 is off.
+        presence_penalty: Subtracted from the logits of tokens generated so far.
+        frequency_penalty: Subtracted from the logits once for each time a token was generated.
+        repeat_last_n: The last tokens that these three penalties look at; -1 for all, 0 for none.
+        dry_multiplier: Penalty for continuing a repeated sequence; 0 is off.
+        dry_base: Factor by which the DRY penalty grows with each repeated token.
+        dry_allowed_length: Shortest repetition, in tokens, that DRY penalizes.
+        dry_penalty_last_n: The last tokens that DRY looks at; -1 for all, 0 for none.
+        dry_sequence_breakers: Texts or token ids that end a repetition; a text stands for all tokens that
+            contain it.
+        samplers: The stages of sampling in order; those left out are off.
+        logit_bias: Added to logits, by token id; not part of the hash.
+        bad_words: Texts, or sequences of token ids, that must not be generated.
+        logits_processors: Functions (token ids int32 [n], logits float32 [V]) that edit a row of logits or
+            return another, before everything else.
+        grammar: A grammar that the text must match, such as `Grammar.json(schema)`.
+        thoughts: The reasoning budget; None for no limit.
+        seed: Seed of the random numbers; None for other tokens each time.
+        max_tokens: Most tokens to generate; None until the context is full.
+        min_tokens: Tokens to generate before an end-of-text token, stop id or stop string may end the answer.
+        stop: A string, or a sequence of strings and token ids, before which the text ends. Becomes a tuple of
+            the strings without repeats; the ids move to `stop_token_ids`.
+        stop_token_ids: Token ids that end the answer; becomes a tuple without repeats.
+        ignore_eos: Continues after an end-of-text token.
+        logprobs: Number of most likely tokens reported beside the chosen one; None for no log-probabilities.
+        prompt_logprobs: The same for each token of the prompt.
+        speculation: Source of draft tokens, which save time and change no answer: "off", "ngram" (the text so
+            far and `prediction`) or "draft" (a draft model); None as the engine is set.
+        max_draft_tokens: Most draft tokens in a step; None as the engine is set.
+        prediction: A text or token ids that the answer may resemble, for n-gram drafts.
+        n: Number of answers.
+        best_of: Number of answers generated, of which the `n` most likely are returned; None for `n`.
     """
 
-    temperature: float = 1.0  # 0 is greedy
-    dynatemp_range: float = 0.0  # the temperature goes this far down and up with the entropy; 0: off
-    dynatemp_exponent: float = 1.0  # of the entropy's share of its largest value
-    top_k: int = 0  # tokens kept; 0: all
-    top_p: float = 1.0  # probability kept; 1: all
-    min_p: float = 0.0  # least probability, as a share of the most likely token's; 0: off
-    typical_p: float = 1.0  # probability kept, of tokens about as surprising as expected; 1: all
-    top_n_sigma: float = 0.0  # standard deviations kept below the largest logit; 0 or less: off
-    xtc_probability: float = 0.0  # how often the most likely choices are left out; 0: never
-    xtc_threshold: float = 0.1  # the probability that makes a token one of them; above 0.5: off
-    mirostat: int = 0  # 1 or 2: its version, in the place of the filters above
-    mirostat_tau: float = 5.0  # the surprise it aims at, in bits
-    mirostat_eta: float = 0.1  # how fast it corrects itself
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens seen so far
-    presence_penalty: float = 0.0  # taken from the logits of generated tokens
-    frequency_penalty: float = 0.0  # taken from them once for each time they were generated
-    repeat_last_n: int = -1  # tokens that these three look back on; -1: all
-    dry_multiplier: float = 0.0  # penalty for going on with a repetition; 0: off
-    dry_base: float = 1.75  # it grows by this factor with each token repeated
-    dry_allowed_length: int = 2  # a repetition of this many tokens is the first to be penalized
-    dry_penalty_last_n: int = -1  # tokens it looks back on; -1: all
-    # texts or token ids that end a repetition; a text stands for all tokens that contain it
+    temperature: float = 1.0
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = -1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
     dry_sequence_breakers: Sequence[str | Sequence[int]] = ("\n", ":", '"', "*")
-    samplers: Sequence[str] = SAMPLERS  # the order of the stages; those left out are off
-    # token id -> what its logit gains; not hashed, so that params are hashable
+    samplers: Sequence[str] = SAMPLERS
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    bad_words: Sequence[str | Sequence[int]] = ()  # texts, or sequences of token ids, that may not come
-    logits_processors: Sequence[LogitsProcessor] = ()  # functions that edit the logits first
-    grammar: Grammar | CompiledGrammar | None = None  # a grammar that the text must match
-    thoughts: ThoughtLimit | None = None  # the reasoning budget; None: no limit
-    seed: int | None = None  # None: other tokens each time
-    max_tokens: int | None = 256  # generated at most; None: until the context is full
-    min_tokens: int = 0  # generated before an end-of-text or stop id may come
-    stop: str | Sequence[str | int] | None = ()  # generation ends before this text
-    stop_token_ids: Sequence[int] = ()  # generation ends at these ids
-    ignore_eos: bool = False  # goes on after an end-of-text token
-    # most likely tokens reported beside the chosen one; None: no log-probabilities
+    bad_words: Sequence[str | Sequence[int]] = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
+    grammar: Grammar | CompiledGrammar | None = None
+    thoughts: ThoughtLimit | None = None
+    seed: int | None = None
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    stop: str | Sequence[str | int] | None = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for each token of the prompt
-    # the source of draft tokens, which save time and change no answer: "off", "ngram", which looks them up
-    # in the text so far and in `prediction`, or "draft", a model; None: the engine's default
+    prompt_logprobs: int | None = None
     speculation: str | None = None
-    max_draft_tokens: int | None = None  # draft tokens in a step at most; None: the engine's default
-    prediction: str | Sequence[int] = ()  # a text or token ids that the answer may resemble
-    n: int = 1  # answers
-    best_of: int | None = None  # answers generated, of which the n most likely are given; None: n
+    max_draft_tokens: int | None = None
+    prediction: str | Sequence[int] = ()
+    n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         """Raises RequestError, whose `param` is the field, on a value of the wrong type or range."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import re
+import typing
 
 import numpy as np
 import pytest
 
 from kukri.errors import RequestError
-from kukri.sampling import SamplingParams
+from kukri.sampling import SamplingOptions, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
@@ -176,3 +179,18 @@ def test_defaults_draw_from_the_model() -> None:
     assert params.logit_bias is None
     assert params.seed is None
     assert params.max_tokens == 256
+
+
+def test_the_options_are_the_fields():
+    """Keyword arguments that editors know by other names or types than SamplingParams takes."""
+    fields = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert list(SamplingOptions.__annotations__) == fields
+    assert typing.get_type_hints(SamplingOptions) == typing.get_type_hints(SamplingParams)
+    assert not SamplingOptions.__required_keys__
+
+
+def test_help_describes_every_field():
+    """A field without a description, or a description of a field that is gone."""
+    _, attributes = inspect.getdoc(SamplingParams).split("Attributes:\n")
+    described = re.findall(r"^    (\w+): \S", attributes, re.MULTILINE)
+    assert described == [field.name for field in dataclasses.fields(SamplingParams)]
