@@ -111,7 +111,7 @@ class Experiment:
 
 
 def silent(text: str) -> None:
-    """Progress that nobody reads."""
+    """Progress without a reader."""
 
 
 def run(main: Callable[[], None]) -> None:

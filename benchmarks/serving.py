@@ -1,7 +1,7 @@
 """Serving many requests from one engine: `python -m benchmarks.serving`.
 
 - **batch**: streams of 128 tokens in and 64 out, all of them generating, against one stream and against
-  llama.cpp decoding as many streams a step; in turns, each engine in a process of its own.
+  llama.cpp decoding the same number of streams a step; in turns, each engine in a process of its own.
 - **lateness**: the times between tokens of all streams but one, while prompts of 1,000 tokens keep arriving.
 - **prefix**: the first token of a second request whose prompt begins with the same 1,000 tokens.
 - **http**: one stream of 256 tokens from `kukri serve`, client included, against `LLM.generate`, in turns.

@@ -44,7 +44,7 @@ def memory_bytes() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process can still take: what the machine has left, or its control groups (v1 and v2).
+    """Memory available to this process: the least left by the machine or its control groups (v1 and v2).
 
     File caches count as free, since the system drops them. `root` is where /proc and /sys are.
     """

@@ -21,7 +21,7 @@ from kukri.formats.headers import read_headers
 
 @dataclass(frozen=True)
 class Technique:
-    """A technique, and what there is without it.
+    """A technique, and the baseline without it.
 
     `measure` gives its rows and says how in its docstring; `n_loops`: how often it goes through all rounds.
     """
@@ -107,7 +107,7 @@ def ablate(
     sizes: Sizes,
     on_round: Callable[[str], None],
 ) -> AblationReport:
-    """Measures techniques on a .gguf model; `on_round` hears of each round before it begins.
+    """Measures techniques on a .gguf model; `on_round` is called before each round.
 
     Raises ConfigError on a directory, and on a model whose context is shorter than `sizes.context`.
     """

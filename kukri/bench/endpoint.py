@@ -174,7 +174,7 @@ class Endpoint:
         return answer
 
     def refusal(self, kind: str, detail: str) -> str:
-        """A line that says why nothing can be measured here, and what to do."""
+        """An error of one line: why nothing can be measured here, and the remedy."""
         ways = {
             "no connection": "start a server (kukri serve) or give its --url",
             "timeout": "look at the server, or give it longer with --timeout",

@@ -1,4 +1,4 @@
-"""A server under a measured load: what `kukri bench serve` does. This process is the client and nothing else.
+"""A server under a measured load, for `kukri bench serve`. This process is the client and nothing else.
 
 Open loop: requests arrive as a Poisson process of a rate, whether or not others are answered. Closed loop: a
 number of clients, each of which asks again when it has its answer. One load is measured after the other.

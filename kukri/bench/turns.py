@@ -17,7 +17,7 @@ def in_turns(
     """Returns the results of `measures` in their order, one tuple per round.
 
     A first round warms up and is dropped. Each round starts with another measure, so that none profits
-    from its place. `on_round` is told about each round before it begins.
+    from its place. `on_round` is called before each round begins.
     """
     rounds: list[tuple[T, ...]] = []
     n = len(measures)

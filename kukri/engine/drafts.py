@@ -93,7 +93,7 @@ class Drafts(Protocol):
         """The next `n` draft tokens, or fewer."""
 
     def release(self) -> None:
-        """Frees what a draft model keeps for the request, which was preempted or has ended."""
+        """Frees the draft model's state of the request, which was preempted or has ended."""
 
 
 class LookupDrafts:

@@ -175,7 +175,7 @@ class Engine:
         self.scheduler.add(request)
 
     def step(self) -> list[StepOutput]:
-        """Runs one step: `launch` and `collect`. Raises what they raise."""
+        """Runs one step: `launch` and `collect`, and raises their errors."""
         step = self.launch()
         return [] if step is None else self.collect(step)
 
@@ -236,7 +236,7 @@ class Engine:
             self._end(request, reason, stop_reason)
 
     def abort(self, request: Request) -> None:
-        """Ends a request nobody waits for; its pages are free at once."""
+        """Aborts a request; its pages are free at once."""
         self.finish(request, "abort")
 
     def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
@@ -387,7 +387,7 @@ class Engine:
         for request in self.scheduler.running:
             request.n_cached_pages, request.is_cacheable = 0, False
         self.scheduler.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
-        # a hook sees each token of a text once, and none that is not in it
+        # a hook sees each token of a sequence once, and none that is not in it
         self.scheduler.takes_drafts = not self.runner.hooks
 
     def _checked_prompt(self, prompt_ids: npt.ArrayLike) -> IntArray:

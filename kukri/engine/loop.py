@@ -86,7 +86,7 @@ class EngineLoop:
             self._wake.notify()
 
     def abort(self, request: Request) -> None:
-        """Ends a request nobody waits for, before the next step; its pages are free then."""
+        """Aborts a request before the next step; its pages are free then."""
         self.finish(request, "abort")
 
     def drain(self, timeout_s: float) -> bool:

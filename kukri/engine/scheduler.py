@@ -267,7 +267,7 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def _schedule(self, request: Request, budget: _Budget, step: ScheduledStep) -> None:
-        """Adds the request's next tokens to the step, as many as the budget has."""
+        """Adds the request's next tokens to the step, within the budget."""
         start = request.n_cached
         n_tokens, n_logits = budget.take(request)
         if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens, step.copies):

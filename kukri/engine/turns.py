@@ -131,7 +131,7 @@ class EngineTurns:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Gives the turn to the first waiter; frees it, with no command left behind, if nobody waits."""
+        """Gives the turn to the first waiter; frees it, with no command left behind, if none waits."""
         with self._mutex:
             if self._waiters:
                 waiter = self._waiters.popleft()

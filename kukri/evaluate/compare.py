@@ -48,7 +48,7 @@ class Comparison:
 def compare(
     a: LLM, b: LLM, windows: Sequence[Window], on_tokens: Callable[[int], None] = lambda n: None
 ) -> Comparison:
-    """The Comparison of B with A. `on_tokens` hears of each few that were read.
+    """The Comparison of B with A. `on_tokens` is called with each step's number of tokens.
 
     Raises ConfigError for models with different tokens, UnsupportedError for one that predicts none.
     """

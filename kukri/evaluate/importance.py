@@ -1,4 +1,4 @@
-"""Importance matrices of a model over a text, by hooks on what its matrices read."""
+"""Importance matrices of a model over a text, by hooks on the inputs of its matrices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def importance_matrix(
 
 @contextmanager
 def _sums_of_squares(llm: LLM, names: set[str]) -> Iterator[dict[str, DoubleArray]]:
-    """Filled, while the block runs, with the sum over all tokens of the squares of what each hook sees."""
+    """Filled, while the block runs, with each hook's sum, over all tokens, of the squares of its values."""
     sums: dict[str, DoubleArray] = {}
 
     def add(name: str, x: FloatArray) -> None:

@@ -26,7 +26,7 @@ class Perplexity:
 def perplexity(
     llm: LLM, windows: Sequence[Window], on_tokens: Callable[[int], None] = lambda n: None
 ) -> Perplexity:
-    """The Perplexity over the tokens that the windows score. `on_tokens` hears of each few that were read.
+    """The Perplexity over the tokens that the windows score. `on_tokens` gets each step's number.
 
     Raises UnsupportedError for a model that predicts no tokens.
     """

@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A type for each tensor by GGUF name, the bytes of all weights, and what was measured.
+    """A type for each tensor by GGUF name, the bytes of all weights, and the measurements.
 
     `measured` holds the KL of each tensor quantized alone to the type in `measured_types`.
     """
@@ -301,5 +301,5 @@ class _Changeable:
         return self._source.has(name)
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that nobody took."""
+        """Raises UnusedTensorError listing the tensors that no layer took."""
         self._source.done()

@@ -162,7 +162,7 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, store
 
 
 def _place(step: Step) -> tuple[int, str]:
-    """Layers in order, after what is outside them."""
+    """Layers in order, after the tensors outside them."""
     first, _, rest = step.name.partition(".")
     return (int(rest.partition(".")[0]) if first == "blk" else -1, step.name)
 

@@ -92,7 +92,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, progress: Progress |
 
     `model` is a path, a known name (None: the default one), or a repository of the Hugging Face hub as
     `kukri.formats.repos` reads it. Raises FormatError for a path without a file, UnsupportedError for a name
-    that nobody knows (the text lists the known), DownloadError when fetching fails.
+    that is not known (the text lists the known), DownloadError when fetching fails.
     """
     if model is None or (isinstance(model, str) and (model in MODELS or model in SHORT_NAMES)):
         return pull(model, progress=progress)

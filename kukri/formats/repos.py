@@ -59,7 +59,7 @@ class RepoName:
 
 
 def parse_name(text: str) -> RepoName | None:
-    """The repository that a text names: a short name, `org/repo`, `org/repo:Q4_K_M`, `hf:…`; or None."""
+    """The repository that a string names: a short name, `org/repo`, `org/repo:Q4_K_M`, `hf:…`; or None."""
     match = _NAME.fullmatch(SHORT_NAMES.get(text, text))
     if match is None:
         return None
@@ -70,9 +70,9 @@ def parse_name(text: str) -> RepoName | None:
 
 
 def fetch(name: RepoName) -> Path:
-    """The .gguf file, or the directory with safetensors, of a repository; what is not cached is downloaded.
+    """The .gguf file, or the directory with safetensors, of a repository, downloaded if not cached.
 
-    The hub is asked what the repository holds; when it cannot be reached, what the cache holds is used.
+    The hub lists the repository's files; if it cannot be reached, those in the cache are used.
     Raises UnsupportedError when the files leave no choice or several, DownloadError when they cannot be had.
     """
     files, commit = _list_files(name)

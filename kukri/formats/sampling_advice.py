@@ -32,7 +32,7 @@ def huggingface_advice(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gguf_advice(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The advice of a GGUF file's metadata. Its float32 are rounded to what their author wrote: 0.95."""
+    """The advice of a GGUF file's metadata. Its float32 are rounded to short decimals: 0.95."""
     advice = {}
     for key, name in _GGUF.items():
         value = metadata.get(f"general.sampling.{key}")

@@ -222,7 +222,7 @@ class ReferenceOps:
         return matrix
 
     def _store(self, k: FloatArray, v: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> None:
-        """Writes k and v [T, G*K] to the cache, clamped to what its dtype can hold."""
+        """Writes k and v [T, G*K] to the cache, clamped to the range of its dtype."""
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         page, offset = np.divmod(batch.slots, PAGE_TOKENS)
         limit = np.finfo(np.float32 if self.cache.kv_type == "f32" else np.float16).max

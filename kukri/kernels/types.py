@@ -161,7 +161,7 @@ class Cache(Protocol):
         """Bytes reserved."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies what a page holds."""
+        """Copies a page's contents."""
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages before others get them: they may hold NaN."""
@@ -301,7 +301,7 @@ class StepInputs:
         return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows)
 
     def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
-        """The step of what the arrays hold: views of them, valid until they are filled again."""
+        """The arrays' contents as a step: views of them, valid until they are filled again."""
         last, sizes = self._batch, (n_tokens, n_sequences, n_logit_rows)
         if last is not None and (len(last.token_ids), len(last.context_len), len(last.logit_rows)) == sizes:
             return last

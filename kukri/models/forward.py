@@ -30,7 +30,7 @@ from kukri.kernels.types import (
     Tensor,
 )
 
-_STEP_TOKENS = 128  # of a step without a mask: room is made for as many rows of logits
+_STEP_TOKENS = 128  # of a step without a mask: room is made for this many rows of logits
 _MASK_TOKENS = 64  # a program with a mask is compiled for a multiple of this many tokens
 _BoolArray = npt.NDArray[np.bool_]
 
@@ -77,11 +77,11 @@ class KVCache:
         except MemoryError:
             raise _error(f"no memory for {batch_size} x {max_tokens} cached tokens", "max_tokens") from None
         self.page_table = np.arange(batch_size * n_pages, dtype=np.int32).reshape(batch_size, n_pages)
-        self.is_stored: _BoolArray = np.zeros((batch_size, max_tokens), np.bool_)  # False: a pad
+        self.is_stored: _BoolArray = np.zeros((batch_size, max_tokens), np.bool_)  # False: padding
         self.programs: dict[_Key, tuple[StepLimits, CompiledProgram]] = {}
 
     def crop(self, n_tokens: int) -> None:
-        """Forgets all but the first `n_tokens` of each row, pads counted."""
+        """Forgets all but the first `n_tokens` of each row, padding included."""
         if not 0 <= n_tokens <= self.n_tokens:
             raise _error(
                 f"the cache holds {self.n_tokens} tokens and cannot be cut to {n_tokens}", "n_tokens"
@@ -242,7 +242,7 @@ class _Call:
         self.cache.n_tokens = self.n_total
 
     def _mask_of(self, row: int, mask: FloatArray) -> FloatArray:
-        """The mask of one row over what the cache holds of it: [1 or H, T, context]."""
+        """The mask of one row over its cached tokens: [1 or H, T, context]."""
         is_stored = np.concatenate([self.cache.stored()[row], self.is_token[row]])
         return np.ascontiguousarray(mask[row if len(mask) > 1 else 0][:, :, is_stored])
 
@@ -271,7 +271,7 @@ class _Call:
         return seen[:, self.n_past :]
 
     def _refuse_holes(self) -> None:
-        """A window counts columns, pads too; only between tokens would that differ from counting tokens."""
+        """Refuses padding between tokens: a window counts columns, which then differ from tokens."""
         seen = np.concatenate([self.cache.stored(), self.is_token], axis=1)
         n_starts = np.diff(seen.astype(np.int8), axis=1, prepend=0) == 1
         if (n_starts.sum(axis=1) > 1).any():

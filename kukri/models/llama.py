@@ -96,12 +96,12 @@ class Llama:
     def forward(
         self, token_ids: Any, attention_mask: Any = None, positions: Any = None, cache: KVCache | None = None
     ) -> FloatArray:
-        """Logits float32 [B, T, V] of each token, as transformers' model gives them; pads get zeros.
+        """Logits float32 [B, T, V] of each token, as transformers' model gives them; zeros for padding.
 
-        `token_ids` [B, T] or [T]. `attention_mask` [B, T_total] of 1 for tokens and 0 for pads, on either
+        `token_ids` [B, T] or [T]. `attention_mask` [B, T_total] of 1 for tokens and 0 for padding, on either
         side, or [B or 1, H or 1, T, T_total], boolean or to be added to scores, in place of causality and
         windows; T_total counts cached tokens too. `positions` [B, T] or [T] is what RoPE rotates by: columns,
-        counted from the cached tokens on, pads too, if it is not given. With a `cache` (`new_cache`) the
+        counted from the cached tokens on, with padding, if it is not given. With a `cache` (`new_cache`) the
         tokens go there, and the next call continues after them. A head for a task gives its outputs instead.
 
         Arrays, lists and CPU tensors of PyTorch are taken. Raises RequestError on anything that does not fit.
@@ -109,7 +109,7 @@ class Llama:
         return self.bound(token_ids, attention_mask, positions, cache)
 
     def new_cache(self, batch_size: int = 1, max_tokens: int | None = None) -> KVCache:
-        """An empty cache for `forward`; `max_tokens` of a row, pads included, None for the whole context."""
+        """An empty cache for `forward`; `max_tokens` a row, padding included, None for the whole context."""
         return self.bound.new_cache(batch_size, max_tokens)
 
     def bind(self, backend: Backend | None) -> None:

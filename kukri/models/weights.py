@@ -20,4 +20,4 @@ class WeightSource(Protocol):
         """True if the checkpoint has the tensor; does not take it."""
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that nobody took."""
+        """Raises UnusedTensorError listing the tensors that no layer took."""

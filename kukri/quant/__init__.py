@@ -1,1 +1,1 @@
-"""Weight types: what they are (`types`) and how blocks are read and written (`blocks`)."""
+"""Weight types: their properties (`types`), and reading and writing of their blocks (`blocks`)."""

@@ -1,4 +1,4 @@
-"""The ASGI application: the routes and what answers them."""
+"""The ASGI application: the routes and their handlers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
-    """The ASGI application that serves a model; `app.state.service` is what its routes work with.
+    """The ASGI application that serves a model; `app.state.service` is the state of its routes.
 
     The engine's thread runs from the application's start to its shutdown.
     """

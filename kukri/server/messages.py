@@ -114,7 +114,7 @@ class _Draft:
         return not (self.texts or self.reasoning or self.calls)
 
     def add(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> None:
-        """Takes in a block."""
+        """Adds a block."""
         if isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             self.calls.append({"id": block.id, "type": "function", "function": function})

@@ -213,7 +213,7 @@ class _CallScan:
         self._is_capturing = False
 
     def read(self, text: str) -> int:
-        """Takes in a piece of text; gives how much of it belongs to the object."""
+        """Consumes a piece of text; returns how much of it belongs to the object."""
         for i, c in enumerate(text):
             if self._is_capturing:
                 self.arguments += c

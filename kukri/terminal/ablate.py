@@ -67,7 +67,7 @@ def show_ablation(
 
 
 def page_text(report: AblationReport, chart: str) -> str:
-    """The page: what was measured on what, the chart by its file name, the table, how each is measured."""
+    """The page: model and machine, the chart by its file name, the table, each measurement's description."""
     table = [[name, row.measure, *_cells(row)] for name, row in _rows(report)]
     how = [
         f"**{name}**, not {TECHNIQUES[name].without}: {TECHNIQUES[name].how}" for name in report.techniques

@@ -174,7 +174,7 @@ class Results:
             raise ConfigError(f"{self.target} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
-        """Closes the file; what was added stays."""
+        """Closes the file; the results added stay."""
         with suppress(OSError):  # it tries again to write what `add` could not
             self._file.close()
 

@@ -26,7 +26,7 @@ _CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", 
 
 @dataclass
 class Module:
-    """One module. `kind` is its class; `facts` are what its print has in parentheses."""
+    """One module. `kind` is its class; `facts` are printed in parentheses."""
 
     kind: str
     facts: str = ""

@@ -55,7 +55,7 @@ def answer_prompt(
 
 
 def is_model_file(argument: str | None) -> bool:
-    """True if an argument is a GGUF file's path, which nobody means as a prompt."""
+    """True if an argument is a GGUF file's path, which is never meant as a prompt."""
     return argument is not None and argument.endswith(".gguf") and Path(argument).is_file()
 
 

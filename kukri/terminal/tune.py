@@ -1,4 +1,4 @@
-"""`kukri tune-recipe`: a type for each tensor, by what it costs."""
+"""`kukri tune-recipe`: a type for each tensor, by its loss."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def _checked_content(content: Any, param: str) -> str:
 
 
 def _checked_calls(calls: Any, param: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which is what templates print."""
+    """Tool calls with their arguments as objects, the form that templates print."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError("tool_calls must be a list of objects", param=param)
     checked = []

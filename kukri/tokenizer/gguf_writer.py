@@ -25,7 +25,7 @@ _PROBES = (
 
 
 def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
-    """The keys `tokenizer.*`. Raises UnsupportedError for what GGUF cannot say."""
+    """The keys `tokenizer.*`. Raises UnsupportedError for settings that GGUF has no key for."""
     parts = Parts(files)
     text = parts.build()
     vocabulary = parts.vocabulary

@@ -56,7 +56,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, holding back what may be the beginning of one.
+    """Lets text through up to the first stop string, holding back a possible beginning of one.
 
     The stop string that is complete first wins; of those that end at the same character, the longest. So the
     outcome does not depend on how the text is chopped. Raises RequestError for an empty stop string.

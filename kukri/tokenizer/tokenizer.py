@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to token ids and back, built on Hugging Face `tokenizers` from what a model file says."""
+"""`Tokenizer`: text to token ids and back, built on Hugging Face `tokenizers` from a model's files."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Tokenizer:
     def encode_spans(
         self, text: str, before: str | None = None
     ) -> tuple[list[int], list[tuple[int, int] | None]]:
-        """The ids of a text, behind those of `before` if given, with what the model wants around them.
+        """The ids of a text, behind those of `before` if given, with BOS and EOS as the model wants them.
 
         Beside each token its characters in `text`, (start, stop), or None for other tokens. Control tokens
         written in either stay text. Raises RequestError unless both are str.

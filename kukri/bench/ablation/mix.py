@@ -61,7 +61,7 @@ def paged_cache(trial: Trial) -> Iterator[Row]:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[HeldMemory]:
-    """Notes what is held during each step within the `with` block."""
+    """Records the pages held during each step within the `with` block."""
     held, forward = HeldMemory(), engine.runner.run
 
     def look(chunks: Sequence[Chunk]) -> Logits:

@@ -128,7 +128,7 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
 
 
 def model_metadata(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a configuration. Raises UnsupportedError for what no key can say."""
+    """The keys of a configuration. Raises UnsupportedError for settings without a key."""
     architecture = ARCHITECTURES[config.architecture]
     nope = [i for i, layer in enumerate(config.layers) if not layer.use_rope]
     keys: dict[str, Any] = {

@@ -185,7 +185,7 @@ class Metadata(Mapping[str, Value]):
 
     Arrays are checked when the file is opened and decoded at *each* access: a vocabulary costs nothing until
     it is wanted and is not kept, so take it once. Text that is not UTF-8 and booleans other than 0 and 1
-    raise FormatError when their key is accessed, and not before: nobody may ever read it.
+    raise FormatError when their key is accessed, and not before: it may never be read.
     """
 
     def __init__(self, cursor: _Cursor, n_keys: int) -> None:

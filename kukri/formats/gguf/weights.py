@@ -52,7 +52,7 @@ class GGUFWeights:
         return gguf_name(name, self._architecture.name) in self._gguf.tensors
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that nobody took."""
+        """Raises UnusedTensorError listing the tensors that no layer took."""
         unused = [name for name in self._gguf.tensors if name not in self._taken]
         if unused:
             listed = ", ".join(map(brief, unused[:_MAX_LISTED]))

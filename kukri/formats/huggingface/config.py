@@ -111,7 +111,7 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
 def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     """The contents of config.json; `names` are the checkpoint's tensors, Hugging Face's names.
 
-    Raises UnsupportedError for what no key can say.
+    Raises UnsupportedError for settings without a key.
     """
     if config.head.kind != "language_model":
         raise UnsupportedError(

@@ -71,7 +71,7 @@ class SafetensorsWeights:
         return self._files.keys()
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that nobody took and that mean something."""
+        """Raises UnusedTensorError listing the tensors that no layer took and that mean something."""
         unused = [
             name
             for name in self._files

@@ -23,7 +23,7 @@ from kukri.quant.types import QUANT_TYPES
 
 
 class NamedWeights:
-    """A `WeightSource` that passes on what another holds, and notes what a model takes from it.
+    """A `WeightSource` that passes on another's tensors, and records those that a model takes.
 
     Attributes: matrices and vectors, the shape of each by name.
     """
@@ -48,7 +48,7 @@ class NamedWeights:
         return self._source.has(name)
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that nobody took."""
+        """Raises UnusedTensorError listing the tensors that no layer took."""
         self._source.done()
 
 

@@ -221,7 +221,7 @@ class BatchMemory:
 
 
 def _show(plan: Plan, segment: Segment, batch: ForwardBatch, on_tap: Hook | None) -> None:
-    """Shows a tapped value to the listener and keeps what it returns; then adds the residual."""
+    """Shows a tapped value to the listener and keeps the value it returns; then adds the residual."""
     n_rows = batch.n_tokens if segment.value.rows == "T" else batch.n_logit_rows
     view = plan.view(segment.value, n_rows)
     returned = None if on_tap is None else on_tap(segment.name, view)

@@ -199,7 +199,7 @@ def _make_scores(reader: _Reader, rows: int, d_head: int, n_pages: int, fetches:
 
     @device
     def page_scores(q, keys, values, pages, scores):
-        """Rows that wait for memory fetch what is read next: a page's values, and the next page's keys."""
+        """Memory-bound rows prefetch the next reads: a page's values, and the next page's keys."""
         at = addresses(keys, pages)
         s = zeros()
         for b in range(n_blocks):

@@ -74,7 +74,7 @@ def help_compiling() -> None:
 
 
 def _start_helpers(missing: Sequence[str]) -> None:
-    """Starts processes that compile into the cache beside this one, which does what they cannot."""
+    """Starts processes that compile into the cache beside this one, which compiles the rest."""
     _helpers[:] = [helper for helper in _helpers if helper.poll() is None]
     soon = [name for name in _SOON if name not in missing and read_cached(name) is None]
     n_more = min(len(missing) + len(soon) - 1, usable_cores(), _MOST_HELPERS) - len(_helpers)

@@ -159,7 +159,7 @@ def panel_q8(row, x, x_stride, n, panels):
 
 
 def panel_q8x2(row, x, x_stride, n, panels):
-    """Quantizes rows of n float32 to q8x2 panels: all blocks, then what their int8 left over."""
+    """Quantizes rows of n float32 to q8x2 panels: all blocks, then blocks of their rounding errors."""
     term_bytes = n // Q8_BLOCK * Q8_BLOCK_BYTES
     target = panels + (row >> 3) * (2 * term_bytes)
     for i in range(0, 4 * n, 4 * Q8_BLOCK):

@@ -1,4 +1,4 @@
-"""Machine code of kernels, loaded from the cache without Numba; `compiling.py` fills what is missing.
+"""Machine code of kernels, loaded from the cache without Numba; `compiling.py` compiles missing ones.
 
 A kernel is `def name(tile, a, b, …)` over int64 values: buffer addresses, sizes, and floats as bits.
 The executor calls it with the address of a record that holds a, b, … and a tile number; for tile -1 it

@@ -386,7 +386,7 @@ class Tap(Op):
 
 
 def group_tokens(spec: AttentionSpec) -> int:
-    """New tokens of a sequence that attend together: what a work entry has of them."""
+    """New tokens of a sequence that attend together: the fields of a work entry."""
     return query_tokens(spec.group)
 
 

@@ -20,7 +20,7 @@ from kukri.kernels.cpu.ops import (
 
 
 def run_passes(ops: Sequence[Op], result: Value) -> list[Op]:
-    """All passes, in their order. `result` is what is read after the last op."""
+    """All passes, in their order. `result` is the value read after the last op."""
     fused = quantize_in_producer(fuse_rope_store(ops))
     return add_attention_work(drop_unread(fused, result))
 

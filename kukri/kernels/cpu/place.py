@@ -24,7 +24,7 @@ _LINE = 64  # bytes that a buffer's address and size are multiples of
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Ops up to a tap, what the tap shows, and what is then added to it."""
+    """Ops up to a tap, the tapped value, and the residual added to it."""
 
     stop: int  # one past the last op
     name: str

@@ -1,4 +1,4 @@
-"""Triton kernels that work on rows: RMSNorm, SwiGLU, and int8 quantization of what a matrix reads next.
+"""Triton kernels that work on rows: RMSNorm, SwiGLU, and int8 quantization of matrix inputs.
 
 A program has one row (or a part of one), so that no result depends on other rows. Quantized rows are as
 `linear_kernels.py` reads them: int8 [T, n_pairs * 64], zeros beyond the width, with a float32 scale, the
