@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kukri import errors
+    from kukri.async_llm import AsyncLLM
     from kukri.engine import Timings
     from kukri.llm import LLM, Chunk, Output, Result, load
     from kukri.loading import ModelOptions
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Chunk",
     "Grammar",
     "Label",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "kukri.llm",
+    "AsyncLLM": "kukri.async_llm",
     "Label": "kukri.tasks",
     "Span": "kukri.tasks",
     "TokenLabel": "kukri.tasks",

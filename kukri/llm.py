@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -211,10 +211,8 @@ class LLM:
         out in it stay text. Raises RequestError on anything wrong with a prompt or the parameters, before a
         token is computed.
         """
-        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
-        many = _is_many(prompt)
-        results = self._run([self._call(self._encode(p), checked) for p in (prompt if many else [prompt])])
-        return results if many else results[0]
+        results = self._run(self._prompt_calls(prompt, params, overrides))
+        return results if _is_many(prompt) else results[0]
 
     def chat(
         self,
@@ -226,8 +224,7 @@ class LLM:
 
         Control tokens come from the template alone: in the contents they stay text.
         """
-        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
-        return self._run([self._call(self._encode_chat(messages), checked)])[0]
+        return self._run([self._chat_call(messages, params, overrides)])[0]
 
     def stream(
         self,
@@ -240,14 +237,7 @@ class LLM:
         The request is checked at once and starts with the first chunk; closing the iterator ends it. Raises
         RequestError for a `best_of` above `n`, as the best answers are known at the end.
         """
-        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
-        if checked.n_generated_answers > checked.n:
-            raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
-        if _is_chat(prompt):
-            ids: Any = self._encode_chat(cast("Sequence[Message]", prompt))
-        else:
-            ids = self._encode(prompt)
-        return self._chunks(self._call(ids, checked, streams=True))
+        return self._chunks(self._stream_call(prompt, params, overrides))
 
     def logits(self, token_ids: Sequence[int]) -> FloatArray:
         """Logits float32 [T, V]: row t is about the token after `token_ids[: t + 1]`."""
@@ -358,7 +348,7 @@ class LLM:
         with self._turns.alone():
             self._is_open = False
             for _, call in self._running.values():
-                call.error = call.error or self._closed_error()
+                call.fail(self._closed_error())
             self._end([call for _, call in self._running.values()])
             for batch in self._batches:
                 batch.error = batch.error or self._closed_error()
@@ -442,6 +432,35 @@ class LLM:
             )
         return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
 
+    def _prompt_calls(
+        self, prompt: Any, params: SamplingParams | None, overrides: Mapping[str, Any]
+    ) -> list[_Call]:
+        """A call for a prompt, or for each of a list of them."""
+        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
+        prompts = prompt if _is_many(prompt) else [prompt]
+        return [self._call(self._encode(one), checked) for one in prompts]
+
+    def _chat_call(
+        self, messages: Sequence[Message], params: SamplingParams | None, overrides: Mapping[str, Any]
+    ) -> _Call:
+        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
+        return self._call(self._encode_chat(messages), checked)
+
+    def _stream_call(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None,
+        overrides: Mapping[str, Any],
+    ) -> _Call:
+        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
+        if checked.n_generated_answers > checked.n:
+            raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
+        if _is_chat(prompt):
+            ids: Any = self._encode_chat(cast("Sequence[Message]", prompt))
+        else:
+            ids = self._encode(prompt)
+        return self._call(ids, checked, streams=True)
+
     def _call(self, prompt_ids: Any, params: SamplingParams, *, streams: bool = False) -> _Call:
         """A call for one prompt, checked, texts in its parameters tokenized already; not started."""
         engine = self.engine
@@ -509,7 +528,7 @@ class LLM:
     def _add(self, calls: list[_Call]) -> None:
         for call in calls:
             if self._engine is None:
-                call.error = self._closed_error()
+                call.fail(self._closed_error())
                 continue
             for answer in call.answers:
                 self._engine.add_request(answer.request)
@@ -577,7 +596,7 @@ class LLM:
         ]
         for answer, call in ended:
             del self._running[answer.request.id]
-            call.error = (error if isinstance(error, Exception) else None) or _ending_of(answer.request)
+            call.fail((error if isinstance(error, Exception) else None) or _ending_of(answer.request))
         done = [batch for batch in self._batches if batch.is_done]
         for batch in done:
             self._batches.remove(batch)
@@ -622,6 +641,7 @@ class _Call:
         self.chunks: deque[Chunk] = deque()  # of a stream, not read yet
         self.result: Result | None = None
         self.error: Exception | None = None
+        self.on_change: Callable[[], None] = _ignore  # called after a change; quick, and must not raise
         self._params, self._streams = params, streams
         self._texts = [""] * len(requests)
         self._n_tokens_taken = [0] * len(requests)
@@ -642,7 +662,7 @@ class _Call:
     def advance(self, answer: Answer) -> None:
         """Handles a step's addition to an answer: the next chunk of a stream, at the end its output."""
         if answer.finish_reason in ("abort", "error"):
-            self.error = self.error or _ending_of(answer.request)
+            self.fail(_ending_of(answer.request))
             return
         is_ended = answer.finish_reason is not None
         if not self._streams and not is_ended:
@@ -657,6 +677,12 @@ class _Call:
         if self._streams and (text or is_ended):
             self.chunks.append(self._chunk(answer, text, result))
         self.result = result  # last: a reader takes it for the end
+        self.on_change()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the call with an error, unless one has ended it already."""
+        self.error = self.error or error
+        self.on_change()
 
     def _chunk(self, answer: Answer, text: str, result: Result | None) -> Chunk:
         request, i = answer.request, answer.index
@@ -701,6 +727,10 @@ class _Call:
             else [SampledToken(prompt_ids[0]), *request.prompt_logprobs],
             outputs=tuple(replace(output, index=i) for i, output in enumerate(outputs[:n])),
         )
+
+
+def _ignore() -> None:
+    pass
 
 
 def _open(options: ModelOptions) -> LLM:

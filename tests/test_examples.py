@@ -17,6 +17,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 EXPECTED = {
     "quickstart.py": "Paris",
     "stream.py": "tokens, ",
+    "async_streams.py": "3 answers, ",
     "chat.py": "> And at sunset?",
     "logprobs.py": "perplexity ",
     "forward.py": " Paris",

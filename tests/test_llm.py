@@ -83,8 +83,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 def test_the_public_names() -> None:
     """A name that is promised and missing, or comes by accident."""
     promised = (
-        "LLM Chunk Grammar Label ModelOptions Output Result SampledToken SamplingOptions SamplingParams Span "
-        "Timings TokenLabel __version__ errors load"
+        "LLM AsyncLLM Chunk Grammar Label ModelOptions Output Result SampledToken SamplingOptions "
+        "SamplingParams Span Timings TokenLabel __version__ errors load"
     )
     assert kukri.__all__ == promised.split()
     for name in kukri.__all__:

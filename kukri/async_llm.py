@@ -1,0 +1,210 @@
+"""Asynchronous generation: any number of streams and answers at a time on one engine.
+
+While calls are under way one thread steps the engine for all of them. After a step it wakes the event loop of
+each call that has something new; the event loop itself never waits for the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Unpack, overload
+
+from kukri.errors import KukriError
+from kukri.llm import LLM, Chunk, Message, Prompt, Result, _Call, _is_many
+from kukri.sampling import SamplingOptions, SamplingParams
+
+
+class AsyncLLM:
+    """An `LLM` for asyncio: `async for chunk in llm.stream(...)`, `await llm.generate(...)`.
+
+    `model` and `options` are those of `LLM`, which is opened here and closed by `aclose`; opening blocks, and
+    may be done in `asyncio.to_thread`. Or `model` is an `LLM`, which may be used beside this and is left open
+    by `aclose`. Concurrent calls, of one event loop or of several, share the engine's batches and give the
+    tokens that `LLM` gives. Prompts are tokenized in the event loop's executor. A slow reader delays nobody.
+
+    Cancelling a task that waits here, or closing a stream, ends its requests: their pages are free by the
+    next step.
+
+    Attributes: llm, for everything else (its methods block).
+    """
+
+    def __init__(self, model: LLM | str | os.PathLike[str] | None = None, **options: Any) -> None:
+        if isinstance(model, LLM) and options:
+            raise KukriError(f"the LLM is open already: it takes no {', '.join(options)}")
+        self._owns_llm = not isinstance(model, LLM)
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self._is_open = True
+        # for the holder of the turn (`kukri.engine.turns`), but that any thread may look at `_live`
+        self._live: set[_Call] = set()
+        self._is_stepping = False  # a thread runs `_step_all`
+
+    @overload
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Unpack[SamplingOptions]
+    ) -> Result: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        params: SamplingParams | None = None,
+        **overrides: Unpack[SamplingOptions],
+    ) -> list[Result]: ...
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams | None = None, **overrides: Unpack[SamplingOptions]
+    ) -> Result | list[Result]:
+        """The Result that continues a prompt, or a list of Results, as `LLM.generate`; raises the same."""
+        self._check_open()
+        calls = await asyncio.to_thread(self.llm._prompt_calls, prompt, params, overrides)
+        results = await self._run(calls)
+        return results if _is_many(prompt) else results[0]
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **overrides: Unpack[SamplingOptions],
+    ) -> Result:
+        """The model's answer to a conversation, as `LLM.chat`; raises the same."""
+        self._check_open()
+        call = await asyncio.to_thread(self.llm._chat_call, messages, params, overrides)
+        (result,) = await self._run([call])
+        return result
+
+    async def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        **overrides: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[Chunk, None]:
+        """The Chunks of the answer to a prompt or to messages, as `LLM.stream`.
+
+        The request is checked and starts with the first chunk. Raises the same as `LLM.stream`.
+        """
+        self._check_open()
+        call = await asyncio.to_thread(self.llm._stream_call, prompt, params, overrides)
+        changed = _wake_on_change([call])
+        try:
+            self._start([call])
+            chunk: Chunk | None = None
+            while chunk is None or chunk.result is None:
+                while not call.chunks and not call.is_done:
+                    await changed.wait()
+                    changed.clear()
+                if not call.chunks:
+                    call.result_or_error()  # raises: a result comes with a chunk
+                yield (chunk := call.chunks.popleft())
+        finally:
+            self._drop([call])
+
+    async def aclose(self) -> None:
+        """Ends all calls under way, with an error, and closes the LLM if it was opened here."""
+        self._is_open = False
+        self.llm._turns.submit(self._end_live)
+        if self._owns_llm:
+            await asyncio.to_thread(self.llm.close)
+
+    def __repr__(self) -> str:
+        state = "" if self._is_open else ", closed"
+        return f"AsyncLLM({self.llm!r}{state})"
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise _closed_error()
+
+    async def _run(self, calls: list[_Call]) -> list[Result]:
+        changed = _wake_on_change(calls)
+        try:
+            self._start(calls)
+            for call in calls:
+                while not call.is_done:
+                    await changed.wait()
+                    changed.clear()
+            return [call.result_or_error() for call in calls]
+        finally:
+            self._drop(calls)
+
+    def _start(self, calls: list[_Call]) -> None:
+        """Queues the calls' requests before the next step."""
+        self.llm._turns.submit(lambda: self._add(calls))
+
+    def _drop(self, calls: list[_Call]) -> None:
+        """Aborts, before the next step, the requests of calls that have not ended."""
+        self.llm._turns.submit(lambda: self._end(calls))
+
+    # The methods below belong to the thread that holds the turn.
+
+    def _add(self, calls: list[_Call]) -> None:
+        if not self._is_open:
+            for call in calls:
+                call.fail(_closed_error())
+            return
+        self.llm._add(calls)
+        self._live.update(calls)
+        if not self._is_stepping and not self._is_idle():
+            self._is_stepping = True
+            try:
+                threading.Thread(target=self._step_all, name="kukri-async", daemon=True).start()
+            except RuntimeError as error:  # the process may have no more threads
+                self._is_stepping = False
+                self._end_live(KukriError(f"no thread to run the engine: {error}"))
+
+    def _end(self, calls: list[_Call]) -> None:
+        self._live.difference_update(calls)
+        self.llm._end(calls)
+
+    def _end_live(self, error: Exception | None = None) -> None:
+        calls = [call for call in self._live if not call.is_done]
+        for call in calls:
+            call.fail(error or _closed_error())
+        self._end(calls)
+
+    # The methods below belong to the thread that steps.
+
+    def _step_all(self) -> None:
+        """Steps the engine, or sleeps while another thread does, until no call is left."""
+        is_left = True
+        while is_left:
+            error: Exception | None = None
+            try:
+                self.llm._turns.wait(self._is_idle)
+            except BaseException as raised:  # by a step, and no request's own error
+                error = raised if isinstance(raised, Exception) else KukriError(f"a step ended by {raised!r}")
+            with self.llm._turns.alone():
+                if error is not None:
+                    self._end_live(error)
+                is_left = self._is_stepping = not self._is_idle()
+
+    def _is_idle(self) -> bool:
+        return all(call.is_done for call in tuple(self._live))
+
+
+def _wake_on_change(calls: Sequence[_Call]) -> asyncio.Event:
+    """An event of the running event loop that is set after every change of the calls."""
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the event loop has been closed
+            loop.call_soon_threadsafe(changed.set)
+
+    for call in calls:
+        call.on_change = wake
+    return changed
+
+
+def _closed_error() -> KukriError:
+    return KukriError("this AsyncLLM is closed: open another")
