@@ -195,7 +195,7 @@ class Worker(Child):
 
 @contextmanager
 def served(path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Runs `kukri serve` on any free port within the `with` block; gives the process and its URL.
+    """Runs `kukri serve` on any free port within the `with` block; yields the process and its URL.
 
     Raises KukriError, with the server's messages, if it does not start.
     """

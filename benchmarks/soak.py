@@ -229,7 +229,7 @@ class Load:
             yield response.status_code, _chunks(response)
 
     async def _took(self, status: int, retry_after: str | None) -> None:
-        """Counts an answer; one that says to come later is a pause, any other than 200 a failure."""
+        """Counts an answer; 503 with Retry-After is a pause, any other status than 200 a failure."""
         self._count(status)
         if status == 503 and retry_after is not None:
             await asyncio.sleep(random.random() * int(retry_after))

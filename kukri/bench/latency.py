@@ -91,7 +91,7 @@ def load_point(
     late_s: Sequence[float],
     client_cpu_s: float,
 ) -> LoadPoint:
-    """The figures of a load's answers, those that failed among them."""
+    """The figures of a load's answers, failed ones included."""
     good = [answer for answer in answers if answer.error is None]
     n_prompt, n_generated = sum(a.n_prompt or 0 for a in good), sum(a.n_tokens for a in good)
     late = spread(late_s)

@@ -246,7 +246,7 @@ def _repeated(measure: Callable[[], float], n: int, say: Callable[[str], None], 
 
 @contextmanager
 def _spinner(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Shows a line while something runs; gives a function that changes it."""
+    """Shows a status line within the `with` block; yields a function that changes it."""
     if console.quiet:
         yield lambda text: None
         return

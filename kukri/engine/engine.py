@@ -345,7 +345,7 @@ class Engine:
                 request.prompt_logprobs.append(token)
 
     def _keep_rows(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
-        """Copies a chunk's rows to its request. NaN is a result too, which no other request is to read."""
+        """Copies a chunk's rows to its request. NaN is a result too, which no other request may read."""
         request, stop = chunk.request, chunk.start + chunk.n_tokens
         if len(rows):
             n_wanted, last = request.n_prompt - request.first_row, stop - request.first_row
@@ -412,7 +412,7 @@ class Engine:
 
 
 def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:
-    """True if the last token chosen was drafted, so that the row after it is about the token to come."""
+    """True if the last token chosen was drafted, so that the row after it predicts the next token."""
     request, token, n = chunk.request, tokens[-1], len(tokens)
     if n > chunk.n_drafts or isinstance(token, KukriError) or token.id in request.stop_ids:
         return False

@@ -110,7 +110,7 @@ class EngineLoop:
         return self._thread.is_alive() and (since is None or monotonic() - since < _STALL_S)
 
     def status(self) -> EngineStatus:
-        """Counts, read without waiting for the step under way."""
+        """Counts, read without waiting for the running step."""
         engine = self.engine
         scheduler, pool = engine.scheduler, engine.pool
         n_running = len(scheduler.running)
@@ -156,7 +156,7 @@ class EngineLoop:
             raise
 
     def _next_commands(self) -> bool:
-        """Runs the commands there are, once there is something to do; False when it is time to stop."""
+        """Waits for work and runs the queued commands; False if the loop is to stop."""
         with self._wake:
             is_idle = not self.engine.has_work
             if is_idle and not self._wake.wait_for(self._has_news, _IDLE_S):
@@ -199,7 +199,7 @@ class EngineLoop:
             self._deliver([StepOutput(request, None, request.finish_reason) for request in ended])
 
     def _fail_all(self) -> None:
-        """Tells every request that the engine is gone, and refuses more."""
+        """Fails every request with the engine's error, and refuses new ones."""
         with self._wake:
             self._is_stopping = True
             left = list(self._live.values())

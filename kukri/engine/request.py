@@ -131,7 +131,7 @@ class Request:
 
     @property
     def max_cached(self) -> int:
-        """The most tokens it may have in the cache: the last one generated is never read."""
+        """The most tokens it may have in the cache: the last one generated is never an input."""
         return self.max_length - (self.output == "tokens")
 
     @property

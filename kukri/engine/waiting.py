@@ -40,7 +40,7 @@ class WaitingQueue:
         self.put(request)
 
     def put(self, request: Request) -> None:
-        """Queues a request, one that was preempted included."""
+        """Queues a request, new or preempted."""
         self._waiting[request.id] = request
 
     def remove(self, request: Request) -> None:

@@ -19,7 +19,7 @@ WINDOW_TOKENS, STRIDE_TOKENS = 512, 256
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids that a model reads at once, and how many of them, the last ones, it is scored on."""
+    """The token ids of one window, and the number of its last tokens that are scored."""
 
     ids: tuple[int, ...]
     n_scored: int

@@ -45,7 +45,7 @@ _TURNED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias)")
 
 @dataclass(frozen=True)
 class Step:
-    """One tensor's way into the file. `read` gives its rows in the source's type, uint8 [rows, row_bytes]."""
+    """The conversion of one tensor. `read` gives its rows in the source's type, uint8 [rows, row_bytes]."""
 
     name: str  # GGUF's
     shape: tuple[int, ...]

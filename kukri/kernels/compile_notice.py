@@ -12,7 +12,7 @@ _TEXT = "kukri: compiling kernels for this CPU, once"
 
 
 class CompileNotice:
-    """Tells on stderr that `n_kernels` are being compiled, if that takes more than a second.
+    """Prints to stderr that `n_kernels` are being compiled, if that takes more than a second.
 
     A terminal shows a line of progress, erased at the end; elsewhere a process writes one line in its life.
     Use it in a `with` block and call `advance` after each kernel.

@@ -295,7 +295,7 @@ def temperature(candidates: Candidates, record: Record) -> None:
 
 
 def mirostat_1(candidates: Candidates, record: Record) -> None:
-    """Keeps as many tokens as a Zipf law of the row's exponent gives a surprise of mu (Basu et al. 2021)."""
+    """Keeps the `mirostat_k` most likely tokens, for a surprise of mu by a Zipf law (Basu et al. 2021)."""
     depths = -np.sort(-candidates.depths().astype(np.float64))[:MIROSTAT_TOKENS]
     depths = depths[depths > -np.inf]
     n = float(np.count_nonzero(candidates.logits > -np.inf))

@@ -21,7 +21,7 @@ class PhiAttention(Attention):
 
 
 class PhiBlock:
-    """One layer: attention and MLP read the same normed stream, and both are added to it."""
+    """One layer: attention and MLP read the same normed stream, and both add to the residual."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name = f"model.layers.{layer}"

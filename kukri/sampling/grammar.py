@@ -180,7 +180,7 @@ def _llguidance() -> Any:
 
 
 def _source(grammar: Grammar, llguidance: Any) -> str:
-    """The grammar as llguidance takes it."""
+    """The grammar in llguidance's form."""
     body = _body(grammar, llguidance)
     if grammar.thoughts == "none":
         return json.dumps({"grammars": [body]})

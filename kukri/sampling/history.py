@@ -104,7 +104,7 @@ class SeenTokens:
         self._recent = deque((-1 - prompt).tolist()) if self._limit >= 0 else None
 
     def add(self, token_id: int) -> None:
-        """Counts a generated token, and forgets the one that is now too far back."""
+        """Counts a generated token, and drops the one that left the window."""
         place = self._place.setdefault(token_id, len(self._place))
         if place == len(self._ids):
             room = np.zeros(place, np.int32)

@@ -127,7 +127,7 @@ class Bridge:
         self.loop.start()
 
     def drain(self, timeout_s: float) -> None:
-        """Takes no new requests, and ends those that still run after the timeout with an error.
+        """Refuses new requests, and ends those that still run after the timeout with an error.
 
         Safe to call from a signal handler.
         """

@@ -118,7 +118,7 @@ def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:
 
 
 class _Silence(Response):
-    """To a client that is gone."""
+    """The response to a client that has disconnected."""
 
     async def __call__(self, *_: Any) -> None:
         """Sends nothing."""

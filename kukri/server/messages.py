@@ -188,7 +188,7 @@ class MessageWriter:
         self._is_begun = False
 
     def advance(self) -> bytes:
-        """Takes the new output; returns its events if it is a stream."""
+        """Handles new output; returns its events if it is a stream."""
         reasoning, pieces = self._choice.pieces()
         events = "" if self._is_begun else self._begin()
         if reasoning:

@@ -71,7 +71,7 @@ class RateLimiter:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # left, and when that was
 
     def take(self, client: str, now_s: float | None = None) -> float:
-        """Takes one; gives 0, or the seconds until there will be one."""
+        """Takes one token; returns 0, or the seconds until there will be one."""
         now_s = time.monotonic() if now_s is None else now_s
         left, then_s = self._buckets.pop(client, (float(self.per_minute), now_s))
         left = min(left + (now_s - then_s) * self.per_minute / 60, float(self.per_minute))
@@ -124,7 +124,7 @@ class Middleware:
             self._note(scope, request_id, status, perf_counter() - started_s)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        """The response to a request that may not pass; notes the client."""
+        """The response to a refused request, else None; stores the client in the scope."""
         client = self._address(scope, headers)
         scope["kukri.client"] = client
         if not self._is_allowed(headers.get("host", "")):

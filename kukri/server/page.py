@@ -103,7 +103,7 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @app.post("/ui/answers", include_in_schema=False)
     async def ask(body: PageBody, request: Request) -> Response:
-        """Begins an answer and gives the fragment that opens its stream."""
+        """Starts an answer and returns the fragment that opens its stream."""
         service.check_model(body.model)
         asked = ChatRequest(
             messages=[message.as_dict() for message in body.messages],
@@ -147,7 +147,7 @@ class UnopenedAnswers:
         self._answers: dict[str, tuple[Call, Reply, asyncio.TimerHandle]] = {}
 
     def add(self, call: Call, reply: Reply) -> str:
-        """Keeps an answer for OPEN_S and gives its name; then it is ended."""
+        """Keeps an answer for OPEN_S and returns its name; then it is ended."""
         name = token_urlsafe(32)
         timer = asyncio.get_running_loop().call_later(OPEN_S, self._end, name)
         self._answers[name] = call, reply, timer

@@ -157,7 +157,7 @@ class Reply(Response):
         self._call.leave()
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends a comment after a silence, so that nothing on the way takes the connection for dead."""
+        """Sends a keep-alive comment after a silence, so that no proxy drops the connection."""
         while True:
             self._was_active = False
             await asyncio.sleep(self._service.settings.keep_alive_s)

@@ -162,7 +162,7 @@ class ResponseWriter:
         self._delta_prefix = ""
 
     def advance(self) -> bytes:
-        """Takes the new output; returns its events if it is a stream."""
+        """Handles new output; returns its events if it is a stream."""
         reasoning, pieces = self._choice.pieces()
         tokens, self._choice.tokens = self._choice.tokens, []
         events = "" if self._n_events else self._begin()

@@ -104,7 +104,7 @@ class Service:
         priority: int | None,
         marks: Sequence[str] = (),
     ) -> Call:
-        """Queues the requests of all prompts and gives the call that waits for them.
+        """Queues the requests of all prompts and returns the call that waits for them.
 
         Special tokens among `marks` stay in the text. Raises CapacityError, and RequestError whose `param` is
         `prompt`, `max_tokens` or a field of SamplingParams.

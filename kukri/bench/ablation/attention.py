@@ -108,7 +108,7 @@ class Matrix:
         self._threads.shutdown()
 
     def _softmax(self, start: int) -> None:
-        """Turns rows of scores into exponentials of what they see, zeros behind it; notes their sums."""
+        """Turns visible scores of rows into exponentials, masked ones into zeros; stores their sums."""
         stop = min(start + _SOFTMAX_ROWS, len(self._scores))
         self._scores[start:stop, stop:] = 0
         seen = self._scores[start:stop, :stop]

@@ -62,7 +62,7 @@ def _loaded(trial: Trial, path: Path, n_threads: int | None = None) -> Kukri:
 
 
 def _speeds(trial: Trial, kukri: Kukri) -> tuple[float, float]:
-    """Tokens per second of writing and of reading."""
+    """Tokens per second of decode and of prefill."""
     n_generate, n_prompt = trial.sizes.n_generate, trial.sizes.n_prompt
     return n_generate / kukri.decode_s(n_generate), n_prompt / kukri.prefill_s(n_prompt)
 

@@ -126,7 +126,7 @@ class GGUFFile:
         return dequantize(stored, self.tensors[name].type).reshape(self.tensors[name].shape)
 
     def close(self) -> None:
-        """Lets go of the mapping, which the system releases once the last view of it is gone."""
+        """Drops the mapping, which the system releases once the last view of it is gone."""
         for part in self._parts:
             part.bytes = None
             part.metadata.close()

@@ -256,7 +256,7 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> 
 
     @device
     def softmax(scores, base, first, last, part, row):
-        """Turns a row of scores into exponentials; notes their maximum and sum."""
+        """Turns a row of scores into exponentials; stores their maximum and sum."""
         s = scores + row * row_scores
         s0 = mask_outside(load_f32x16(s), base, first, last)
         s1 = mask_outside(load_f32x16(s + 64), base + 16, first, last)

@@ -193,7 +193,7 @@ def prefetch_line(builder: Any, address: Any) -> None:
 
 @operation(types.void, types.int64)
 def prefetch(builder: Any, address: Any) -> None:
-    """Asks for a cache line that will be read soon."""
+    """Prefetches a cache line."""
     prefetch_line(builder, address)
 
 
