@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-from kukri import LLM, Result, SamplingOptions, SamplingParams
+from kukri import LLM, AsyncLLM, Result, SamplingOptions, SamplingParams
 
 def use(llm: LLM, options: SamplingOptions) -> None:
     one: Result = llm.generate("a", temperature=0.5, stop="b")
@@ -19,6 +19,13 @@ def use(llm: LLM, options: SamplingOptions) -> None:
     llm.chat([{"role": "user", "content": "a"}], temprature=0.5)  # wrong
     llm.stream("a", temprature=0.5)  # wrong
     llm.stream("a", top_k="many")  # wrong
+
+async def use_async(llm: AsyncLLM) -> None:
+    one: Result = await llm.generate("a", temperature=0.5)
+    many: list[Result] = await llm.generate(["a", "b"])
+    texts: list[str] = [chunk.text async for chunk in llm.stream("a", max_tokens=3)]
+    await llm.chat([], temprature=0.5)  # wrong
+    llm.stream("a", temprature=0.5)  # wrong
 """
 
 
@@ -37,4 +44,4 @@ def test_wrong_parameters_are_errors_of_types(tmp_path: Path) -> None:
     found = {int(n) for n in re.findall(r"program\.py:(\d+): error", done.stdout)}
     wrong = {n for n, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
     assert found == wrong, done.stdout
-    assert done.stdout.count('"temprature"') == 3
+    assert done.stdout.count('"temprature"') == 5
