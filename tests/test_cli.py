@@ -108,7 +108,7 @@ def test_run_json_is_one_object(smollm2_path):
     assert answer["timings"]["decode_tokens_per_s"] > 0
 
 
-def test_run_tells_what_guesses_were_worth(smollm2_path):
+def test_run_tells_what_drafts_were_worth(smollm2_path):
     """Catches --speculation ignored, or a mistyped kind that is found after the model is loaded."""
     command = (
         "run",
@@ -128,7 +128,7 @@ def test_run_tells_what_guesses_were_worth(smollm2_path):
     drafted = json.loads(run(*command, "--json", "--draft-model", str(smollm2_path)).stdout)
     assert drafted["token_ids"] == off["token_ids"]
     told = run(*command, "--stats")
-    assert re.search(rb"\d+ of \d+ guesses came true\n$", told.stderr)
+    assert re.search(rb"\d+ of \d+ drafts accepted\n$", told.stderr)
     wrong = call("run", "Hi", "-m", "/nowhere.gguf", "--speculation", "magic")
     assert_one_line_error(wrong, "speculation must be one of off, ngram, draft")
 

@@ -31,11 +31,11 @@ def allow_any_text() -> None:
 
 def describe_timings(timings: Timings) -> str:
     """Counts and speeds on one line."""
-    guesses = f" · {timings.n_accepted} of {timings.n_drafted} guesses came true" if timings.n_drafted else ""
+    drafts = f" · {timings.n_accepted} of {timings.n_drafted} drafts accepted" if timings.n_drafted else ""
     return (
         f"prompt {timings.n_prompt_tokens} tokens, {timings.prompt_tokens_per_s:,.0f} tokens/s · "
         f"answer {timings.n_generated} tokens, {timings.decode_tokens_per_s:,.1f} tokens/s · "
-        f"first token after {timings.first_token_s * 1000:.0f} ms{guesses}"
+        f"first token after {timings.first_token_s * 1000:.0f} ms{drafts}"
     )
 
 
