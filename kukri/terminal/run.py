@@ -65,13 +65,9 @@ def opening(llm: LLM, system: str) -> list[dict[str, str]]:
     DEFAULT_SYSTEM is left out if the model's template takes no system message; without one, a template may
     add its own.
     """
-    messages = [{"role": "system", "content": system}] if system else []
-    if system == DEFAULT_SYSTEM:
-        try:
-            llm.chat_template.render([*messages, {"role": "user", "content": "?"}])
-        except RequestError:
-            return []
-    return messages
+    if not system or (system == DEFAULT_SYSTEM and not llm.chat_template.takes_system_message()):
+        return []
+    return [{"role": "system", "content": system}]
 
 
 def _stream(llm: LLM, request: Any, params: SamplingParams) -> Result:

@@ -56,6 +56,15 @@ class ChatTemplate:
             return self._render_open(checked, _checked_tools(tools), kwargs)
         return self._render(checked, add_generation_prompt, _checked_tools(tools), kwargs)
 
+    def takes_system_message(self) -> bool:
+        """True if the template renders a system message by itself, without merging it."""
+        messages = [{"role": role, "content": "?"} for role in ("system", "user")]
+        try:
+            self._process.render(self._variables(messages, True, None, {}))
+        except (TemplateFailure, RequestError):
+            return False
+        return True
+
     def encode(
         self,
         tokenizer: Tokenizer,
@@ -116,17 +125,25 @@ class ChatTemplate:
     ) -> str:
         if tools is not None and "xml_tools" in (self.source or ""):
             kwargs = {"xml_tools": tools, **kwargs}  # SmolLM3's name for them
-        return self._run(
-            {
-                "documents": None,
-                "bos_token": self.bos_token,
-                "eos_token": self.eos_token,
-                **kwargs,
-                "messages": messages,
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        return self._run(self._variables(messages, add_generation_prompt, tools, kwargs))
+
+    def _variables(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The variables of a rendering. `kwargs` cannot replace the conversation."""
+        return {
+            "documents": None,
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            **kwargs,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
 
     def _run(self, variables: Mapping[str, Any]) -> str:
         try:
