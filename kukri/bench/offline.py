@@ -120,7 +120,7 @@ class Kukri:
     def _generate_s(self, n_prompt: int, n_new: int) -> float:
         ids = self._random.integers(0, self.llm.config.n_vocab, n_prompt).tolist()
         started = time.perf_counter()
-        self.llm.generate(ids, temperature=0, max_tokens=n_new, ignore_eos=True)
+        self.llm.generate(ids, SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True))
         return time.perf_counter() - started
 
 
