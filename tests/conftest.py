@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,13 @@ from hypothesis import settings
 # A busy machine is no fault of an example's; on CI the rest is Hypothesis's own profile for it.
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
+
+# Triton's own functions are interpreted or compiled for good when it is imported, which torch does somewhere:
+# here they are interpreted, for tests/kernels/gpu.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):
+        import triton  # noqa: F401
 
 # Shells start what runs in the background with Ctrl-C ignored, which the tests' own processes would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

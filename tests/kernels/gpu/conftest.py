@@ -1,7 +1,8 @@
 """Makes the Triton kernels run under Triton's interpreter, on the CPU.
 
 The variable is read when a kernel is decorated and when it is launched, so it is set while the modules are
-imported and during these tests. Other tests of the process, and programs that they start, do not see it.
+imported (Triton itself in tests/conftest.py, before torch can) and during these tests. Other tests of the
+process, and programs that they start, do not see it.
 """
 
 from __future__ import annotations
