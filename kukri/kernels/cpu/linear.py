@@ -10,7 +10,7 @@ The arithmetic of a weight type is its block function, in blocks.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kukri.kernels.cpu.blocks import BLOCK_FUNCTIONS
 from kukri.kernels.cpu.features import cpu_target
@@ -41,12 +41,33 @@ _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
 _ROW_TILES_PER_CLAIM = 2
 
 
-def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
-    """The kernel of a weight type, for panels of a kind."""
-    layout, block = LAYOUTS[weight_type], BLOCK_FUNCTIONS[weight_type]
+class Steps(NamedTuple):
+    """Bytes that a product steps by: a block of a weight tile and of a panel, and what follows the last."""
+
+    weights: int
+    weights_tail: int
+    inputs: int
+    inputs_tail: int
+    n_terms: int  # a panel has its blocks so many times
+
+
+def steps(weight_type: str, kind: PanelKind) -> Steps:
+    """The steps of a weight type and panels of a kind."""
+    layout, per_token = LAYOUTS[weight_type], kind == "q8t"
+    return Steps(
+        layout.tile_block_bytes,
+        ROW_SUM_BYTES if per_token else 0,
+        inputs_bytes(kind, layout.block_size),
+        Q8T_TAIL_BYTES if per_token else 0,
+        2 if kind == "q8x2" else 1,
+    )
+
+
+def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
+    """A function that multiplies one weight tile, 16 rows, with the first `count` tokens of one panel."""
+    block = BLOCK_FUNCTIONS[weight_type]
     two_terms, per_token = kind == "q8x2", kind == "q8t"
-    w_tail, x_tail = (ROW_SUM_BYTES, Q8T_TAIL_BYTES) if per_token else (0, 0)
-    w_step, x_step = layout.tile_block_bytes, inputs_bytes(kind, layout.block_size)
+    w_step, _, x_step, _, _ = steps(weight_type, kind)
     tile_zeros = tile_zeros_q16 if kind == "q16" else tile_zeros_f32
 
     def make_row_tile(n: int) -> Callable[..., Any]:
@@ -89,6 +110,25 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
 
     row_tile_8 = make_row_tile(8) if cpu_target().has_wide_registers else make_two_row_tiles(4)
 
+    @device
+    def panel_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
+        if count == 1:
+            row_tile_1(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count)
+        elif count == 2:
+            row_tile_2(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count)
+        elif count <= 4:
+            row_tile_4(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count)
+        else:
+            row_tile_8(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count)
+
+    return panel_tile
+
+
+def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
+    """The kernel of a weight type, for panels of a kind."""
+    w_step, w_tail, x_step, x_tail, n_terms = steps(weight_type, kind)
+    panel_tile = make_panel_tile(weight_type, kind)
+
     def linear(tile, rows, w, x, n_row_tiles, n_blocks, y, y_stride, bias, residual, residual_stride):
         """`rows` is the address of the number of tokens; strides are bytes; 0 for no bias or residual."""
         n_tokens = load_i64(rows)
@@ -104,7 +144,7 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
         first_row = (tile % n_row_claims) * per_claim
         first_panel = (tile // n_row_claims) * _PANELS_PER_CLAIM
         stop_row = min(first_row + per_claim, n_row_tiles)
-        panel_step = n_blocks * x_step * (2 if two_terms else 1) + x_tail
+        panel_step = n_blocks * x_step * n_terms + x_tail
         for panel in range(first_panel, min(first_panel + _PANELS_PER_CLAIM, n_panels)):
             token = panel * TOKENS
             count = min(n_tokens - token, TOKENS)
@@ -114,14 +154,7 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
                 yp = y + token * y_stride + row * (4 * ROWS)
                 bp = bias + row * (4 * ROWS) if bias != 0 else 0
                 rp = residual + token * residual_stride + row * (4 * ROWS) if residual != 0 else 0
-                if count == 1:
-                    row_tile_1(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
-                elif count == 2:
-                    row_tile_2(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
-                elif count <= 4:
-                    row_tile_4(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
-                else:
-                    row_tile_8(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
+                panel_tile(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
         return 0
 
     return KernelSource(linear_kernel(weight_type, kind), linear)
