@@ -21,7 +21,7 @@ from kukri.bench.turns import in_turns
 from kukri.errors import KukriError
 
 if TYPE_CHECKING:
-    from kukri.llm import Result
+    from kukri.results import Result
 
 _CONTEXT = 1024
 _N_PROSE = 160  # tokens of an answer at most
@@ -166,7 +166,7 @@ class _Trial:
         """Seconds of the answers, and the answers."""
         from kukri.sampling import SamplingParams
 
-        llm, answers = self.llm, []
+        llm, calls = self.llm, []
         for i, task in enumerate(tasks):
             params = SamplingParams(
                 temperature=temperature,
@@ -176,10 +176,12 @@ class _Trial:
                 speculation=kind,
             )
             message = {"role": "user", "content": task.text}
-            ids = llm._encode_chat([message]) if task.is_chat else llm._encode(task.text)
-            answers.append(llm._call(ids, params))
+            if task.is_chat:
+                calls.append(llm.calls.for_chat([message], params, {}))
+            else:
+                calls.extend(llm.calls.for_prompts(task.text, params, {}))
         started = time.perf_counter()
-        results = llm._run(answers)
+        results = llm.calls.run(calls)
         spent_s = time.perf_counter() - started
         return results[0].timings.decode_s if len(tasks) == 1 else spent_s, results
 

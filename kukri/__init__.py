@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from kukri import errors
     from kukri.async_llm import AsyncLLM
     from kukri.engine import Timings
-    from kukri.llm import LLM, Chunk, Output, Result, load
+    from kukri.llm import LLM, load
     from kukri.loading import ModelOptions
+    from kukri.results import Chunk, Output, Result
     from kukri.sampling import Grammar, SampledToken, SamplingOptions, SamplingParams
     from kukri.tasks import Label, Span, TokenLabel
 
@@ -50,10 +51,10 @@ _HOMES = {
     "Label": "kukri.tasks",
     "Span": "kukri.tasks",
     "TokenLabel": "kukri.tasks",
-    "Chunk": "kukri.llm",
+    "Chunk": "kukri.results",
     "ModelOptions": "kukri.loading",
-    "Output": "kukri.llm",
-    "Result": "kukri.llm",
+    "Output": "kukri.results",
+    "Result": "kukri.results",
     "Grammar": "kukri.sampling",
     "SampledToken": "kukri.sampling",
     "SamplingOptions": "kukri.sampling",

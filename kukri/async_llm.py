@@ -14,8 +14,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Unpack, overload
 
+from kukri.calls import Call, Message, Prompt, is_many
 from kukri.errors import KukriError
-from kukri.llm import LLM, Chunk, Message, Prompt, Result, _Call, _is_many
+from kukri.llm import LLM
+from kukri.results import Chunk, Result
 from kukri.sampling import SamplingOptions, SamplingParams
 
 
@@ -40,7 +42,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._is_open = True
         # for the holder of the turn (`kukri.engine.turns`), but that any thread may look at `_live`
-        self._live: set[_Call] = set()
+        self._live: set[Call] = set()
         self._is_stepping = False  # a thread runs `_step_all`
 
     @overload
@@ -61,9 +63,9 @@ class AsyncLLM:
     ) -> Result | list[Result]:
         """The Result that continues a prompt, or a list of Results, as `LLM.generate`; raises the same."""
         self._check_open()
-        calls = await asyncio.to_thread(self.llm._prompt_calls, prompt, params, overrides)
+        calls = await asyncio.to_thread(self.llm.calls.for_prompts, prompt, params, overrides)
         results = await self._run(calls)
-        return results if _is_many(prompt) else results[0]
+        return results if is_many(prompt) else results[0]
 
     async def chat(
         self,
@@ -73,7 +75,7 @@ class AsyncLLM:
     ) -> Result:
         """The model's answer to a conversation, as `LLM.chat`; raises the same."""
         self._check_open()
-        call = await asyncio.to_thread(self.llm._chat_call, messages, params, overrides)
+        call = await asyncio.to_thread(self.llm.calls.for_chat, messages, params, overrides)
         (result,) = await self._run([call])
         return result
 
@@ -88,7 +90,7 @@ class AsyncLLM:
         The request is checked and starts with the first chunk. Raises the same as `LLM.stream`.
         """
         self._check_open()
-        call = await asyncio.to_thread(self.llm._stream_call, prompt, params, overrides)
+        call = await asyncio.to_thread(self.llm.calls.for_stream, prompt, params, overrides)
         changed = _wake_on_change([call])
         try:
             self._start([call])
@@ -106,7 +108,7 @@ class AsyncLLM:
     async def aclose(self) -> None:
         """Ends all calls under way, with an error, and closes the LLM if it was opened here."""
         self._is_open = False
-        self.llm._turns.submit(self._end_live)
+        self.llm.calls.submit(self._end_live)
         if self._owns_llm:
             await asyncio.to_thread(self.llm.close)
 
@@ -126,7 +128,7 @@ class AsyncLLM:
         if not self._is_open:
             raise _closed_error()
 
-    async def _run(self, calls: list[_Call]) -> list[Result]:
+    async def _run(self, calls: list[Call]) -> list[Result]:
         changed = _wake_on_change(calls)
         try:
             self._start(calls)
@@ -138,22 +140,22 @@ class AsyncLLM:
         finally:
             self._drop(calls)
 
-    def _start(self, calls: list[_Call]) -> None:
+    def _start(self, calls: list[Call]) -> None:
         """Queues the calls' requests before the next step."""
-        self.llm._turns.submit(lambda: self._add(calls))
+        self.llm.calls.submit(lambda: self._add(calls))
 
-    def _drop(self, calls: list[_Call]) -> None:
+    def _drop(self, calls: list[Call]) -> None:
         """Aborts, before the next step, the requests of calls that have not ended."""
-        self.llm._turns.submit(lambda: self._end(calls))
+        self.llm.calls.submit(lambda: self._end(calls))
 
     # The methods below belong to the thread that holds the turn.
 
-    def _add(self, calls: list[_Call]) -> None:
+    def _add(self, calls: list[Call]) -> None:
         if not self._is_open:
             for call in calls:
                 call.fail(_closed_error())
             return
-        self.llm._add(calls)
+        self.llm.calls.add(calls)
         self._live.update(calls)
         if not self._is_stepping and not self._is_idle():
             self._is_stepping = True
@@ -163,9 +165,9 @@ class AsyncLLM:
                 self._is_stepping = False
                 self._end_live(KukriError(f"no thread to run the engine: {error}"))
 
-    def _end(self, calls: list[_Call]) -> None:
+    def _end(self, calls: list[Call]) -> None:
         self._live.difference_update(calls)
-        self.llm._end(calls)
+        self.llm.calls.end(calls)
 
     def _end_live(self, error: Exception | None = None) -> None:
         calls = [call for call in self._live if not call.is_done]
@@ -181,10 +183,10 @@ class AsyncLLM:
         while is_left:
             error: Exception | None = None
             try:
-                self.llm._turns.wait(self._is_idle)
+                self.llm.calls.wait(self._is_idle)
             except BaseException as raised:  # by a step, and no request's own error
                 error = raised if isinstance(raised, Exception) else KukriError(f"a step ended by {raised!r}")
-            with self.llm._turns.alone():
+            with self.llm.calls.alone():
                 if error is not None:
                     self._end_live(error)
                 is_left = self._is_stepping = not self._is_idle()
@@ -193,7 +195,7 @@ class AsyncLLM:
         return all(call.is_done for call in tuple(self._live))
 
 
-def _wake_on_change(calls: Sequence[_Call]) -> asyncio.Event:
+def _wake_on_change(calls: Sequence[Call]) -> asyncio.Event:
     """An event of the running event loop that is set after every change of the calls."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 

@@ -45,11 +45,11 @@ def run(main: Any) -> Any:
 
 
 def assert_idle(llm: LLM) -> None:
-    with llm._turns.alone():
+    with llm.calls.alone():
         assert not llm.engine.has_work
         llm.engine.check_integrity()
         assert llm.engine.pool.n_free == llm.engine.pool.n_pages
-        assert not llm._running
+        assert not llm.calls._running
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -145,8 +145,8 @@ def test_cancelled_and_closed_calls_free_their_pages(slow: LLM) -> None:
                 cancelled.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await cancelled
-            with slow._turns.alone():  # before the next step
-                assert len(slow._running) <= 1
+            with slow.calls.alone():  # before the next step
+                assert len(slow.calls._running) <= 1
                 assert len(slow.engine.scheduler.running) <= 1
             async for _ in wrapped.stream("left", GREEDY, max_tokens=None):
                 break  # closed by the collector of garbage

@@ -48,7 +48,7 @@ def llm(request: pytest.FixtureRequest, tiny_path: Path) -> Iterator[LLM]:
 def fresh(tiny_path: Path) -> Iterator[LLM]:
     with LLM(tiny_path, backend="reference", speculation="off") as made:  # `say` gives a token a step
         yield made
-        if made._engine is not None:
+        if made.calls.is_open:
             assert_idle(made)
 
 

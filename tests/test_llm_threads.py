@@ -62,7 +62,7 @@ def assert_idle(llm: LLM) -> None:
     assert not llm.engine.has_work
     llm.engine.check_integrity()
     assert llm.engine.pool.n_free == llm.engine.pool.n_pages
-    assert not llm._running
+    assert not llm.calls._running
 
 
 @pytest.mark.parametrize("n_threads", [2, 3, 8])
@@ -176,7 +176,7 @@ def test_one_who_waits_takes_no_processor_time(slow: LLM) -> None:
         slow.generate("b", GREEDY, max_tokens=100)
         return time.perf_counter() - started, time.thread_time() - spent
 
-    while not slow._running:
+    while not slow.calls._running:
         time.sleep(0.001)
     wall_s, cpu_s = in_thread(wait).result(TIMEOUT_S)
     leader.result(TIMEOUT_S)
@@ -216,7 +216,7 @@ def test_a_hook_that_calls_its_llm_is_told(slow: LLM) -> None:
 def test_closing_ends_everybody_s_wait(slow: LLM) -> None:
     """A thread that waits for a model that is gone."""
     futures = [in_thread(slow.generate, [i + 1], GREEDY, max_tokens=None) for i in range(3)]
-    while len(slow._running) < 3:
+    while len(slow.calls._running) < 3:
         time.sleep(0.001)
     slow.close()
     for future in futures:

@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any
 
 from kukri.errors import ContextLengthError, KukriError, RequestError
-from kukri.llm import LLM, Result
+from kukri.llm import LLM
+from kukri.results import Result
 from kukri.sampling import SamplingParams, with_overrides
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text

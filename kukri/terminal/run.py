@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kukri.errors import RequestError
-from kukri.llm import LLM, Result
+from kukri.llm import LLM
+from kukri.results import Result
 from kukri.sampling import SamplingParams, with_overrides
 from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text

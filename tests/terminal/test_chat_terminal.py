@@ -11,7 +11,7 @@ import pytest
 
 from kukri.engine import Timings
 from kukri.errors import ContextLengthError, RequestError
-from kukri.llm import Chunk, Result
+from kukri.results import Chunk, Result
 from kukri.sampling import SamplingParams
 from kukri.terminal import chat as chat_module
 from kukri.terminal.chat import Chat, read_message
