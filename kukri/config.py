@@ -220,7 +220,8 @@ Speculation = Literal["off", "ngram", "draft"]
 class EngineConfig:
     """Options of the engine. Defaults are what `kukri run` uses."""
 
-    backend: Literal["cpu", "reference"] = "cpu"
+    backend: str = "cpu"  # by its name: cpu, reference or torch
+    device: str | None = None  # of the torch backend: cpu, cuda:0, mps …
     max_context: int | None = None  # tokens of the longest request; None: the model's own limit
     max_requests: int = 1  # requests that hold pages at a time
     max_step_tokens: int = 512  # prompt chunk and step size

@@ -20,7 +20,7 @@ from kukri.config import Speculation
 from kukri.engine import Engine
 from kukri.errors import HookError, KukriError, RequestError
 from kukri.kernels.types import FloatArray, Hook
-from kukri.loading import ModelOptions, Progress, open_model
+from kukri.loading import BackendName, ModelOptions, Progress, open_model
 from kukri.models import Forward, tap_names
 from kukri.results import Chunk, Result
 from kukri.sampling import SamplingOptions, SamplingParams
@@ -35,14 +35,16 @@ class LLM:
     default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0", "Q4_K" …, packs a
     directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
     for the model's own limit, or less if memory is short, which is logged as a warning; `n_threads` None
-    takes the cores this process may use; a prompt is read in steps of `max_step_tokens`. Up to `max_requests`
-    requests, None for 16, run side by side, in a KV cache of `kv_bytes`; None takes what as many contexts
-    need, as far as memory is free. Its numbers are float16 or q8_0. `rope_scaling`, "linear", "dynamic"
-    or "yarn", stretches the model's context `rope_factor` times. `speculation` computes drafts beside a
-    token, which change none, unless a request says otherwise: "ngram" looks them up in the text, "draft"
-    runs `draft_model`, a small model of the same tokens; "off" does without. `chat_template` is the
-    source of a Jinja template to use instead of the file's. `progress(done, total)`, in bytes of weights, is
-    called while these are loaded.
+    takes the cores this process may use. `device` is "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto" for the
+    first GPU if there is one; all but the CPU need PyTorch (`pip install "kukri[gpu]"`). `backend` follows
+    from it, but "torch" runs on PyTorch on the CPU too, and "reference" in NumPy, for checks. A prompt is
+    read in steps of `max_step_tokens`. Up to `max_requests` requests, None for 16, run side by side, in a KV
+    cache of `kv_bytes`; None takes what as many contexts need, as far as memory is free. Its numbers are
+    float16 or q8_0. `rope_scaling`, "linear", "dynamic" or "yarn", stretches the model's context
+    `rope_factor` times. `speculation` computes drafts beside a token, which change none, unless a request
+    says otherwise: "ngram" looks them up in the text, "draft" runs `draft_model`, a small model of the same
+    tokens; "off" does without. `chat_template` is the source of a Jinja template to use instead of the
+    file's. `progress(done, total)`, in bytes of weights, is called while these are loaded.
 
     Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
     see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
@@ -60,7 +62,8 @@ class LLM:
         *,
         max_context: int | None = None,
         n_threads: int | None = None,
-        backend: Literal["cpu", "reference"] = "cpu",
+        backend: BackendName | None = None,
+        device: str | None = None,
         max_step_tokens: int = 512,
         max_requests: int | None = None,
         kv_bytes: int | None = None,
@@ -78,6 +81,7 @@ class LLM:
             max_context=max_context,
             n_threads=n_threads,
             backend=backend,
+            device=device,
             max_step_tokens=max_step_tokens,
             max_requests=max_requests,
             kv_bytes=kv_bytes,
@@ -255,7 +259,8 @@ class LLM:
 
     def __repr__(self) -> str:
         state = "" if self.calls.is_open else ", closed"
-        return f"LLM({str(self.path)!r}, {self.config.architecture}, {self.engine_config.backend}{state})"
+        where = self.engine_config.device or self.engine_config.backend
+        return f"LLM({str(self.path)!r}, {self.config.architecture}, {where}{state})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by its options: another process opens the same model."""

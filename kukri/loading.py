@@ -16,9 +16,8 @@ from kukri.engine.kv_size import choose_kv_size
 from kukri.errors import ConfigError, FormatError
 from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
-from kukri.kernels import make_backend
+from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.types import Backend
-from kukri.machine import available_bytes
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
 from kukri.sampling import SamplingParams, default_params
@@ -26,6 +25,7 @@ from kukri.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("kukri.loading")
 
+BackendName = Literal["cpu", "reference", "torch", "gpu"]
 # progress(bytes of weights ready, bytes of all): called now and then while a model is loaded
 Progress = Callable[[int, int], None]
 
@@ -40,7 +40,8 @@ class ModelOptions:
     model: str | None = None
     max_context: int | None = None
     n_threads: int | None = None
-    backend: Literal["cpu", "reference"] = "cpu"
+    backend: BackendName | None = None
+    device: str | None = None
     max_step_tokens: int = 512
     max_requests: int | None = None
     kv_bytes: int | None = None
@@ -89,8 +90,10 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
             f"n_threads {options.n_threads} is far more than the {n_cores} cores here: leave n_threads "
             "(--threads) out to use those that this process may use"
         )
+    backend_name, device = choose_backend(options.backend, options.device)
     engine_config = EngineConfig(
-        backend=options.backend,
+        backend=backend_name,
+        device=device,
         max_context=options.max_context,
         max_requests=_MAX_REQUESTS if options.max_requests is None else options.max_requests,
         max_step_tokens=options.max_step_tokens,
@@ -112,7 +115,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
             )
         used = _within(config, options.max_context)
         model = load_model(checkpoint.weights(used), used)
-    backend = make_backend(options.backend, options.n_threads)
+    backend = make_backend(backend_name, options.n_threads, device)
     model.bind(backend)
     draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
     models = [model] if draft_model is None else [model, draft_model]
@@ -128,6 +131,9 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
     kv_type = cache_type(config, backend)
     page_bytes = [backend.page_bytes(m.cache_layout, kv_type) for m in models]
     weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
+    free_bytes = backend.free_bytes()
+    if config.device is not None:
+        _check_fits(config, weight_bytes, sum(page_bytes), free_bytes)
     size = choose_kv_size(
         page_bytes=sum(page_bytes),
         page_tokens=backend.page_tokens,
@@ -135,7 +141,7 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
         max_context=config.max_context,
         max_requests=config.max_requests,
         kv_bytes=config.kv_bytes,
-        free_bytes=available_bytes() - weight_bytes,  # which are yet to be packed
+        free_bytes=free_bytes - weight_bytes,  # which are yet to be packed
     )
     n_pages = size.n_bytes // sum(page_bytes)
     logger.info(
@@ -145,6 +151,17 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
     if size.note:
         logger.log(logging.WARNING if config.kv_bytes is None else logging.INFO, "%s", size.note)
     return replace(config, max_context=size.max_context, kv_bytes=n_pages * page_bytes[0])
+
+
+def _check_fits(config: EngineConfig, weight_bytes: int, page_bytes: int, free_bytes: int) -> None:
+    """Raises ConfigError if a device cannot hold the weights and a KV cache, of the size chosen or a page."""
+    kv_bytes = config.kv_bytes or page_bytes
+    if weight_bytes + kv_bytes > free_bytes:
+        raise ConfigError(
+            f"{config.device} has {free_bytes / 2**30:.2f} GiB of memory free, and the weights take "
+            f"{weight_bytes / 2**30:.2f} GiB, a KV cache {kv_bytes / 2**30:.2f} GiB or more: choose a "
+            "smaller weight type, a smaller --kv-memory (kv_bytes), or --device cpu (device)"
+        )
 
 
 def _report_packing(backend: Backend, models: list[Model], progress: Progress) -> None:

@@ -524,8 +524,8 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path / "none.gguf")
     with pytest.raises(KukriError, match="directory"):
         LLM(tmp_path)
-    with pytest.raises(KukriError, match="no backend 'gpu'"):
-        LLM(write_tiny(tmp_path / "tiny.gguf"), backend="gpu")  # type: ignore[arg-type]
+    with pytest.raises(KukriError, match="no backend 'tpu'"):
+        LLM(write_tiny(tmp_path / "tiny.gguf"), backend="tpu")  # type: ignore[arg-type]
 
 
 def test_absurd_thread_counts_are_refused(tiny_path: Path) -> None:

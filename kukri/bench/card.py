@@ -32,7 +32,10 @@ _PASSES = 10
 
 @dataclass(frozen=True)
 class MachineCard:
-    """The machine of a benchmark. `read_gb_per_s` (10^9 bytes) is measured over `n_threads` threads."""
+    """The machine of a benchmark. `read_gb_per_s` (10^9 bytes) is measured over `n_threads` threads.
+
+    With a `device`, that is its bandwidth.
+    """
 
     cpu: str
     n_cores: int  # that this process may use
@@ -42,6 +45,7 @@ class MachineCard:
     versions: dict[str, str]
     n_threads: int
     read_gb_per_s: float
+    device: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from kukri.bench.card import (
 )
 from kukri.errors import ConfigError
 from kukri.formats import hub
+from kukri.kernels import choose_backend
 from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.types import ForwardBatch, Hook, Logits
 from kukri.machine import peak_rss_bytes
@@ -140,6 +141,7 @@ class BenchReport:
     machine: MachineCard
     model: ModelCard
     n_threads: int
+    device: str | None  # as the user chose; None: the CPU
     quantize: str | None  # what a directory's matrices were packed to
     rope_scaling: str | None  # as the user asked
     rope_factor: float | None
@@ -159,6 +161,7 @@ def run_bench(
     model: str | None,
     *,
     n_threads: int | None = None,
+    device: str | None = None,
     quantize: str | None = None,
     rope_scaling: str | None = None,
     rope_factor: float | None = None,
@@ -178,6 +181,7 @@ def run_bench(
             raise ConfigError(f"{name} must be at least 1, not {value}")
     if n_threads is not None and n_threads < 1:
         raise ConfigError(f"n_threads must be at least 1, not {n_threads}")
+    _, found = choose_backend(None, device)
     console = Console(quiet=json_only, highlight=False)
     path = hub.resolve(model)
     if quantize is not None and not path.is_dir():
@@ -186,11 +190,32 @@ def run_bench(
     card = model_card(path, quantize)
     with _spinner(console, "measuring memory bandwidth"):
         machine = machine_card(threads)
+    if found is not None:
+        machine = _on_device(machine, str(found))
     _print_cards(console, machine, card)
-    options = {"quantize": quantize, "rope_scaling": rope_scaling, "rope_factor": rope_factor}
+    options = {
+        "device": found,
+        "quantize": quantize,
+        "rope_scaling": rope_scaling,
+        "rope_factor": rope_factor,
+    }
     report = _measure(console, machine, card, options, n_prompt, n_generate, repetitions)
     _print_results(console, report)
     print(json.dumps(asdict(report)))
+
+
+def _on_device(machine: MachineCard, name: str) -> MachineCard:
+    """The machine's card with the bandwidth of a device."""
+    from kukri.kernels.pytorch import devices
+
+    device = devices.find_device(name)
+    versions = {**machine.versions, "torch": devices.version()}
+    return replace(
+        machine,
+        versions=versions,
+        device=devices.device_name(device),
+        read_gb_per_s=devices.read_gb_per_s(device),
+    )
 
 
 def _measure(
@@ -262,6 +287,7 @@ def _print_cards(console: Console, machine: MachineCard, model: ModelCard) -> No
         "machine",
         ("cpu", f"{machine.cpu}, {machine.n_cores} cores usable, {machine.n_threads} threads used"),
         ("features", " ".join(machine.features)),
+        *([("device", machine.device)] if machine.device else []),
         ("memory", f"{machine.memory_bytes / 2**30:.1f} GiB"),
         ("read bandwidth", f"{machine.read_gb_per_s:.1f} GB/s measured"),
         ("system", machine.system),

@@ -1,18 +1,58 @@
 """Backends: `make_backend(name)` gives an object that runs a model's program.
 
-Every op has a definition in `reference` (NumPy, fp32); `cpu` has the fast kernels.
+Every op has a definition in `reference` (NumPy, fp32); `cpu` has the fast kernels, `pytorch` runs on any
+device that PyTorch has, and nothing else imports PyTorch.
 """
 
 from __future__ import annotations
 
-from kukri.errors import UnsupportedError
+import importlib.util
+import platform
+import sys
+from pathlib import Path
+
+from kukri.errors import ConfigError, UnsupportedError
 from kukri.kernels.types import Backend
 
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("cpu", "reference", "torch", "gpu")
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
 
 
-def make_backend(name: str, n_threads: int | None = None) -> Backend:
-    """A backend by name. Raises UnsupportedError listing the known ones."""
+def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | None]:
+    """The name of the backend to make and of its device, by two options that may each be left out.
+
+    Without either it is the CPU backend. A device other than the CPU is the torch backend's; "auto" is the
+    first such device there is, else the CPU. "gpu" is the torch backend on a device that is not the CPU.
+    Raises ConfigError on options that contradict each other, without PyTorch, or without such a device.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise UnsupportedError(f"no backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend in ("cpu", "reference"):
+        if device not in (None, "cpu", "auto"):
+            raise ConfigError(f"the {backend} backend does not run on {device}: leave the backend out")
+        return backend, None
+    if backend is None and (device in (None, "cpu") or (device == "auto" and not _may_have_accelerator())):
+        return "cpu", None
+    if importlib.util.find_spec("torch") is None:
+        wanted = f"device {device}" if device else f"backend {backend}"
+        raise ConfigError(f'{wanted} needs PyTorch: pip install "kukri[gpu]", or leave it out')
+    from kukri.kernels.pytorch import devices
+
+    if device not in (None, "auto"):
+        if backend == "gpu" and device == "cpu":
+            raise ConfigError("backend gpu does not run on the cpu: choose backend torch, or another device")
+        return "torch", str(devices.find_device(str(device)))
+    found = devices.accelerator()
+    if found is not None:
+        return "torch", found
+    if backend == "gpu":
+        raise ConfigError(f"PyTorch {devices.version()} sees no GPU here: choose --device cpu (device)")
+    return ("cpu", None) if backend is None else ("torch", "cpu")
+
+
+def make_backend(name: str, n_threads: int | None = None, device: str | None = None) -> Backend:
+    """A backend by name; `device` is the torch backend's. Raises as `choose_backend` does."""
+    name, device = choose_backend(name, device)
     if name == "reference":
         from kukri.kernels.reference import ReferenceBackend
 
@@ -21,4 +61,15 @@ def make_backend(name: str, n_threads: int | None = None) -> Backend:
         from kukri.kernels.cpu import CpuBackend
 
         return CpuBackend(n_threads=n_threads)
-    raise UnsupportedError(f"no backend {name!r}: choose one of {', '.join(BACKENDS)}")
+    from kukri.kernels.pytorch import TorchBackend
+
+    return TorchBackend(device or "cpu", n_threads)
+
+
+def _may_have_accelerator() -> bool:
+    """False if there is surely none that PyTorch could use: a second of importing it is saved then."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    if sys.platform == "darwin":
+        return platform.machine() == "arm64"
+    return any(Path(driver).exists() for driver in _DRIVERS)

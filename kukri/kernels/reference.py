@@ -34,6 +34,7 @@ from kukri.kernels.types import (
     Weight,
     tap_name,
 )
+from kukri.machine import available_bytes
 from kukri.quant.blocks import dequantize
 
 Array = npt.NDArray[Any]
@@ -45,6 +46,7 @@ class ReferenceBackend:
     name = "reference"
     exact_kv_type: KVType = "f32"
     page_tokens = PAGE_TOKENS
+    is_batch_invariant = True
 
     def __init__(self) -> None:
         self.sampling = ReferenceSampling()
@@ -60,6 +62,10 @@ class ReferenceBackend:
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
         """See Backend.page_bytes."""
         return page_bytes(layout, kv_type)
+
+    def free_bytes(self) -> int:
+        """See Backend.free_bytes."""
+        return available_bytes()
 
     def compile(
         self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()

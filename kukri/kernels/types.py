@@ -386,6 +386,8 @@ class Backend(Protocol):
     name: str
     exact_kv_type: KVType  # the widest numbers that its KV cache can hold
     page_tokens: int  # tokens of a page of its caches
+    # True: a token's result has the same bits whatever else is in its step, and however prompts are cut
+    is_batch_invariant: bool
 
     @property
     def sampling(self) -> SamplingBackend:
@@ -400,6 +402,9 @@ class Backend(Protocol):
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
         """Bytes that a page of such a cache takes. Raises UnsupportedError as `new_cache` does."""
+
+    def free_bytes(self) -> int:
+        """Memory that is left for weights and caches, where the backend keeps them."""
 
     def compile(
         self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()

@@ -156,6 +156,9 @@ class ModelOptions:
     """Options of loading that every command with an engine has."""
 
     n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
+    device: str | None = option(
+        "cpu, cuda, cuda:1, mps, xpu, or auto for a GPU if there is one. [default: cpu]", metavar="NAME"
+    )
     quantize: str | None = option("Pack a safetensors model while loading: Q8_0, Q4_K …", metavar="TYPE")
     rope_scaling: str | None = option("Extend the context: linear, dynamic or yarn.", metavar="KIND")
     rope_factor: float | None = option("Factor of --rope-scaling: 4 for four times the context.", metavar="X")

@@ -41,6 +41,7 @@ from kukri.kernels.types import (
     StepLimits,
     Weight,
 )
+from kukri.machine import available_bytes
 
 
 class CpuBackend:
@@ -49,6 +50,7 @@ class CpuBackend:
     name = "cpu"
     exact_kv_type: KVType = "f16"
     page_tokens = PAGE_TOKENS
+    is_batch_invariant = True
 
     def __init__(self, n_threads: int | None = None) -> None:
         self.kernels = KernelLibrary()
@@ -67,6 +69,10 @@ class CpuBackend:
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
         """See Backend.page_bytes."""
         return page_bytes(layout, kv_type)
+
+    def free_bytes(self) -> int:
+        """See Backend.free_bytes."""
+        return available_bytes()
 
     def compile(
         self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()

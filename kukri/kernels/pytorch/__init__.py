@@ -1,0 +1,124 @@
+"""The torch backend: the op set on PyTorch tensors, on any device that PyTorch has.
+
+Follow a step: `step.py` brings its inputs to the device, the model's code runs eagerly on `ops.py`, with
+matrices as `weights.py` keeps them and keys and values in `cache.py`; logits stay on the device until rows
+are taken. `devices.py` finds devices.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from kukri.kernels.cpu.jit import KernelLibrary
+from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.cpu.sampling_backend import CpuSampling
+from kukri.kernels.host_step import check_sizes
+from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
+from kukri.kernels.pytorch.cache import TensorCache
+from kukri.kernels.pytorch.devices import device_name, find_device, free_bytes, matrix_dtype
+from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps
+from kukri.kernels.pytorch.step import DeviceBatch, DeviceInputs, TensorLogits, check_indices
+from kukri.kernels.types import (
+    Cache,
+    CacheLayout,
+    CompiledProgram,
+    ForwardBatch,
+    Hook,
+    KVType,
+    Program,
+    StepLimits,
+)
+
+
+class TorchBackend:
+    """Runs models with PyTorch. Keeps a model's constants on the device once they were used."""
+
+    name = "torch"
+    page_tokens = PAGE_TOKENS
+    is_batch_invariant = False  # the libraries' matrix products sum in an order that depends on their shape
+
+    def __init__(
+        self, device: str = "cpu", n_threads: int | None = None, unpacked_bytes: int | None = None
+    ) -> None:
+        """`unpacked_bytes`: memory for matrices dequantized once; None: half of it.
+
+        Raises ConfigError if there is no such device.
+        """
+        self.device = find_device(device)
+        if n_threads is not None:
+            torch.set_num_threads(n_threads)  # of this process
+        # checks want no rounding of keys and values; a device has no memory to spare for that
+        self.exact_kv_type: KVType = "f32" if self.device.type == "cpu" else "f16"
+        self._unpacked_bytes = unpacked_bytes
+        self._n_threads = n_threads
+        self._sampling: CpuSampling | None = None
+        self._pool: ThreadPool | None = None
+
+    @cached_property
+    def constants(self) -> DeviceConstants:
+        """The model's constants. First used when a program is compiled, after its cache was allocated."""
+        n_bytes = free_bytes(self.device) // 2 if self._unpacked_bytes is None else self._unpacked_bytes
+        return DeviceConstants(self.device, matrix_dtype(self.device), n_bytes)
+
+    @property
+    def device_name(self) -> str:
+        """The device, for people."""
+        return device_name(self.device)
+
+    def new_cache(
+        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+    ) -> TensorCache:
+        """See Backend.new_cache."""
+        return TensorCache(layout, n_pages, n_states, kv_type, self.device)
+
+    def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
+        """See Backend.page_bytes."""
+        return page_bytes(layout, kv_type)
+
+    def free_bytes(self) -> int:
+        """See Backend.free_bytes."""
+        return free_bytes(self.device)
+
+    def compile(
+        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
+    ) -> CompiledProgram:
+        """See Backend.compile. The program runs eagerly."""
+        assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
+        return TorchProgram(program, TorchOps(self.constants, cache, taps), limits)
+
+    @property
+    def sampling(self) -> CpuSampling:
+        """See Backend.sampling: the kernel of the CPU, on rows brought to the host."""
+        if self._sampling is None:
+            kernels = KernelLibrary()
+            self._pool = ThreadPool(kernels, self._n_threads)
+            self._sampling = CpuSampling(kernels, self._pool)
+        return self._sampling
+
+    def close(self) -> None:
+        """Ends the threads that sample."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class TorchProgram:
+    """A model bound to a cache: see CompiledProgram. A call may return before its step is computed."""
+
+    def __init__(self, program: Program, ops: TorchOps, limits: StepLimits) -> None:
+        self._program, self._ops, self._limits = program, ops, limits
+        self._inputs = DeviceInputs(limits, ops.constants.device)
+        self.inputs = self._inputs.host
+
+    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> TensorLogits:
+        """See CompiledProgram."""
+        check_sizes(batch, self._limits)
+        check_indices(batch, self._ops.cache.n_pages)
+        if batch.inputs is not self.inputs:
+            self.inputs.copy(batch)
+        self._inputs.upload()
+        self._ops.on_tap = on_tap
+        with torch.no_grad():
+            on_device = DeviceBatch(batch, self._inputs, self._ops.constants.device)
+            return TensorLogits(self._program(self._ops, on_device))

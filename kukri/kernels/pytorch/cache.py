@@ -1,0 +1,122 @@
+"""The cache of the torch backend: keys and values by page, recurrent states by slot, in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, page_bytes, state_bytes
+from kukri.kernels.types import CacheLayout, KVLayer, KVType, StateLayer
+
+_NUMBERS = {"f16": torch.float16, "f32": torch.float32, "q8_0": torch.int8}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKV:
+    """One layer's keys and values [P, G, 16, K], token by token: a token's head is one run of memory.
+
+    They are float16, float32, or for q8_0 int8 with float16 scales [P, G, 16, K / 32]. Between the pages of a
+    layer lie those of the others.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, by page."""
+        return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
+
+
+class TensorCache:
+    """See `types.Cache`. Numbers beyond float16 are clamped when stored; NaN stays.
+
+    `kv[layer]` and `states[layer]` have the tensors of KV and state layers. Behind the `n_pages` there is a
+    `spare_page`, which padding writes to and reads.
+    """
+
+    page_tokens = PAGE_TOKENS
+
+    def __init__(
+        self, layout: CacheLayout, n_pages: int, n_states: int, kv_type: KVType, device: torch.device
+    ) -> None:
+        """Raises UnsupportedError if q8_0 cannot hold heads of a layer's size, MemoryError."""
+        self.layout, self.n_pages, self.n_states, self.kv_type = tuple(layout), n_pages, n_states, kv_type
+        self.spare_page = n_pages
+        half = page_bytes(layout, kv_type) // 2
+        self._keys, self._values = (_zeros((n_pages + 1, half), device) for _ in range(2))
+        self.kv: dict[int, LayerKV] = {}
+        self.states: dict[int, dict[str, Tensor]] = {}
+        start = 0
+        for i, layer in enumerate(self.layout):
+            if isinstance(layer, StateLayer):
+                self.states[i] = {
+                    name: torch.zeros((n_states, *shape), device=device) for name, shape in layer.shapes
+                }
+            else:
+                stop = start + page_bytes([layer], kv_type) // 2
+                keys, key_scales = _views(self._keys[:, start:stop], layer, kv_type)
+                values, value_scales = _views(self._values[:, start:stop], layer, kv_type)
+                self.kv[i] = LayerKV(keys, values, key_scales, value_scales)
+                start = stop
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes reserved."""
+        return self._keys.nbytes + self._values.nbytes + self.n_states * state_bytes(self.layout)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page's keys and values, of all layers."""
+        self._keys[target] = self._keys[source]
+        self._values[target] = self._values[source]
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeroes pages, which may hold NaN."""
+        for page in pages:
+            self._keys[page] = 0
+            self._values[page] = 0
+
+    def clear_from(self, page: int, offset: int) -> None:
+        """Zeroes the tokens of a page from `offset` on, which may hold NaN."""
+        for layer in self.kv.values():
+            for tensor in layer.tensors:
+                tensor[page, :, offset:] = 0
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies a slot's state, of all layers."""
+        for arrays in self.states.values():
+            for array in arrays.values():
+                array[target] = array[source]
+
+    def clear_state(self, slot: int) -> None:
+        """Zeroes a slot's state."""
+        for arrays in self.states.values():
+            for array in arrays.values():
+                array[slot] = 0
+
+
+def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """uint8 zeros; on the CPU the system gives memory as it is written."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, np.uint8))
+    try:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from error
+
+
+def _views(memory: Tensor, layer: KVLayer, kv_type: KVType) -> tuple[Tensor, Tensor | None]:
+    """Bytes [P, n] as numbers [P, G, 16, K], and their scales [P, G, 16, K / 32] for q8_0."""
+    n_heads, d_head, dtype = layer.n_kv_heads, layer.d_head, _NUMBERS[kv_type]
+    n_bytes = n_heads * PAGE_TOKENS * d_head * dtype.itemsize
+    numbers = memory[:, :n_bytes].view(dtype).view(-1, n_heads, PAGE_TOKENS, d_head)
+    if kv_type != "q8_0":
+        return numbers, None
+    scales = memory[:, n_bytes:].view(torch.float16)
+    return numbers, scales.view(-1, n_heads, PAGE_TOKENS, d_head // KV_BLOCK)

@@ -1,0 +1,249 @@
+"""The op set in plain PyTorch, on any device: one obvious way each, in float32 but for matrix products.
+
+Attention gathers a sequence's pages and computes scores and softmax in float32; packed matrices are
+dequantized in pieces. On the CPU all of it is float32: the reference's definition, in other sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kukri.errors import ShapeError
+from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
+from kukri.kernels.pytorch.cache import TensorCache
+from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
+from kukri.kernels.pytorch.weights import DeviceMatrix, tensor_of, to_device
+from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.types import AttentionSpec, Hook, RopeFrequencies, Vector, Weight, tap_name
+
+
+class RopeTable:
+    """cos and sin float32 [max_context, rotary_dim / 2] on a device, filled as positions need them."""
+
+    def __init__(self, frequencies: RopeFrequencies, device: torch.device) -> None:
+        self._rows, self._n_filled = RopeRows(frequencies), 0
+        host = torch.from_numpy(self._rows.cos), torch.from_numpy(self._rows.sin)
+        self._host = host
+        self.cos, self.sin = (t if device.type == "cpu" else torch.empty_like(t, device=device) for t in host)
+
+    def ensure(self, n_positions: int) -> None:
+        """Fills the rows of positions 0 to n_positions - 1. Raises ShapeError beyond the RoPE's context."""
+        if n_positions <= self._n_filled:
+            return
+        self._rows.ensure(n_positions)
+        new = slice(self._n_filled, self._rows.n_rows)
+        for target, source in zip((self.cos, self.sin), self._host, strict=True):
+            if target is not source:
+                target[new] = source[new].to(target.device)
+        self._n_filled = self._rows.n_rows
+
+
+class DeviceConstants:
+    """A model's constants on one device, copied when they are first used and shared by all programs.
+
+    Matrices are kept as floats while `unpacked_bytes` last, others packed and dequantized at each use.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, unpacked_bytes: int) -> None:
+        self.device, self.dtype, self._bytes_left = device, dtype, unpacked_bytes
+        self._matrices: dict[Weight, DeviceMatrix] = {}
+        self._vectors: dict[Vector, Tensor] = {}
+        self.rope_tables: dict[RopeFrequencies, RopeTable] = {}
+
+    def matrix(self, weight: Weight) -> DeviceMatrix:
+        """A matrix, as floats or packed."""
+        found = self._matrices.get(weight)
+        if found is None:
+            found = to_device(weight, self.device, self.dtype)
+            n_bytes = prod(weight.shape) * self.dtype.itemsize
+            if n_bytes <= self._bytes_left:
+                self._bytes_left -= n_bytes
+                found = found.unpacked()
+            self._matrices[weight] = found
+        return found
+
+    def vector(self, vector: Vector) -> Tensor:
+        """A vector, float32."""
+        if vector not in self._vectors:
+            self._vectors[vector] = tensor_of(np.ascontiguousarray(vector.data)).to(self.device)
+        return self._vectors[vector]
+
+    def rope_table(self, frequencies: RopeFrequencies) -> RopeTable:
+        """cos and sin by position."""
+        if frequencies not in self.rope_tables:
+            self.rope_tables[frequencies] = RopeTable(frequencies, self.device)
+        return self.rope_tables[frequencies]
+
+
+class TorchOps:
+    """The op set (`kukri.kernels.types.Ops`) on tensors: each op returns a new one, and `split` views."""
+
+    def __init__(
+        self, constants: DeviceConstants, cache: TensorCache, taps: frozenset[str] = frozenset()
+    ) -> None:
+        self.constants, self.cache, self.taps = constants, cache, taps
+        self.on_tap: Hook | None = None  # of the step
+
+    def embed(self, weight: Weight, batch: DeviceBatch) -> Tensor:
+        """Rows of `weight` [V, D] for the token ids -> [T, D]. Raises ShapeError on ids beyond V."""
+        ids = batch.host.token_ids
+        if ids.min() < 0 or ids.max() >= weight.shape[0]:
+            raise ShapeError("bad step: a token id outside the vocabulary")
+        return self.constants.matrix(weight).rows(batch.token_ids).float()
+
+    def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, along each row."""
+        root = torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+        return x / root * self.constants.vector(weight)
+
+    def head_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
+        """rms_norm of each head of x [T, heads*K]."""
+        return self.rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).reshape(x.shape)
+
+    def layer_norm(self, x: Tensor, weight: Vector, bias: Vector, eps: float) -> Tensor:
+        """(x - mean) / sqrt(var + eps) * weight + bias, along each row."""
+        return self.rms_norm(x - x.mean(-1, keepdim=True), weight, eps) + self.constants.vector(bias)
+
+    def linear(
+        self,
+        x: Tensor,
+        weights: Sequence[Weight],
+        bias: Vector | None = None,
+        residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Tensor:
+        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, tap, residual."""
+        narrow = x.to(self.constants.dtype)
+        pieces = [F.linear(narrow, rows) for w in weights for rows in self.constants.matrix(w).chunks()]
+        y = torch.cat(pieces, -1).float()
+        if bias is not None:
+            y = y + self.constants.vector(bias)
+        if tap is not None:
+            y = self.tap(*tap, y)
+        return y if residual is None else y + residual
+
+    def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+        """Column views of x."""
+        return torch.split(x, list(widths), -1)
+
+    def rope(
+        self, q: Tensor, k: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates dimension i of each head with i + rotary_dim / 2 by the position."""
+        table = self.constants.rope_table(rope)
+        table.ensure(batch.max_position + 1)
+        cos, sin = (t[batch.rope_positions][:, None] for t in (table.cos, table.sin))
+        return _rotate(q, cos, sin, spec.d_head), _rotate(k, cos, sin, spec.d_head)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
+        """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
+        self._store(k, v, spec, batch)
+        out = torch.empty((len(q), spec.n_heads * spec.d_head), dtype=torch.float32, device=q.device)
+        for group in batch.attention_groups:
+            out[group.tokens] = self._attend(q[group.tokens], spec, group, batch.mask)
+        return out
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate * sigmoid(gate) * up."""
+        return F.silu(gate) * up
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+        return F.gelu(x, approximate="tanh")
+
+    def logit_rows(self, x: Tensor, batch: DeviceBatch) -> Tensor:
+        """The rows of x that the batch wants logits for -> [N, D]."""
+        return x[batch.logit_rows]
+
+    def tap(self, name: str, layer: int | None, x: Tensor) -> Tensor:
+        """x, after its listener, which sees an array on the host; only then is there a copy."""
+        full_name = tap_name(name, layer)
+        if self.on_tap is None or full_name not in self.taps:
+            return x
+        array = x.cpu().numpy()
+        replacement = self.on_tap(full_name, array)
+        # an array that was edited in place is to be read too
+        return torch.from_numpy(array if replacement is None else replacement).to(x.device)
+
+    def _attend(self, q: Tensor, spec: AttentionSpec, group: AttentionGroup, mask: Tensor | None) -> Tensor:
+        """Attention of q [S, n, H*K] over the sequences' pages -> [S, n, H*K]."""
+        n_sequences, n = group.tokens.shape
+        n_kv_heads, d_head = spec.n_kv_heads, spec.d_head
+        keys, values = self._context(spec.layer, group)  # [S, G, places, K]
+        heads = q.reshape(n_sequences, n, n_kv_heads, -1, d_head).permute(0, 2, 3, 1, 4)  # [S, G, H/G, n, K]
+        scores = heads.reshape(n_sequences, n_kv_heads, -1, d_head) @ keys.transpose(-1, -2)
+        scores = scores.view(n_sequences, n_kv_heads, -1, n, keys.shape[2]) * spec.scale
+        is_visible = group.is_visible(spec.window)[:, None, None]
+        if mask is not None:
+            by_head = (n_kv_heads, -1) if len(mask) > 1 else (1, 1)
+            scores[..., : mask.shape[-1]] += mask.view(*by_head, *mask.shape[1:])
+            is_visible = group.is_key[:, None, None, None]
+        weights = _softmax(scores.masked_fill(~is_visible, -torch.inf))
+        out = weights.reshape(n_sequences, n_kv_heads, -1, keys.shape[2]) @ values
+        return (
+            out.view(n_sequences, n_kv_heads, -1, n, d_head)
+            .permute(0, 3, 1, 2, 4)
+            .reshape(n_sequences, n, -1)
+        )
+
+    def _context(self, layer: int, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+        """The sequences' pages side by side: keys and values float32 [S, G, places, K].
+
+        Values beyond a context are zeros: NaN of another sequence would get through a weight of 0.
+        """
+        kv = self.cache.kv[layer]
+        keys = _side_by_side(kv.keys, kv.key_scales, group.pages)
+        values = _side_by_side(kv.values, kv.value_scales, group.pages)
+        return keys, values.masked_fill(~group.is_key[:, None, :, None], 0)
+
+    def _store(self, k: Tensor, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> None:
+        """Writes k and v [T, G*K] to the cache, clamped to the range of its numbers."""
+        kv = self.cache.kv[spec.layer]
+        page, offset = (batch.slots // PAGE_TOKENS).long(), (batch.slots % PAGE_TOKENS).long()
+        limit = torch.finfo(torch.float32 if self.cache.kv_type == "f32" else torch.float16).max
+        for x, numbers, scales in ((k, kv.keys, kv.key_scales), (v, kv.values, kv.value_scales)):
+            x = x.reshape(len(x), spec.n_kv_heads, spec.d_head).clamp(-limit, limit)
+            if scales is None:
+                numbers[page, :, offset] = x.to(numbers.dtype)
+            else:
+                numbers[page, :, offset], scales[page, :, offset] = _quantize(x)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
+    """x [T, heads*K] with the first rotary_dim dimensions of each head rotated."""
+    half = cos.shape[-1]
+    heads = x.reshape(len(x), -1, d_head)
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    rotated = [first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]]
+    return torch.cat(rotated, -1).reshape(x.shape)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Softmax along the last axis; zeros if every score is -inf."""
+    top = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.masked_fill(total == 0, 1)
+
+
+def _side_by_side(numbers: Tensor, scales: Tensor | None, pages: Tensor) -> Tensor:
+    """Pages [S, p] of numbers [P, G, 16, K] -> float32 [S, G, 16 p, K]."""
+    x = numbers[pages].float()
+    if scales is not None:
+        x = x * scales[pages].float().repeat_interleave(KV_BLOCK, -1)
+    return x.transpose(1, 2).flatten(2, 3)
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 [T, G, K], float16 scales [T, G, K/32]) of x [T, G, K]; NaN stays in the scale."""
+    blocks = x.view(*x.shape[:-1], -1, KV_BLOCK)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    quants = torch.round(blocks * inverse).nan_to_num().to(torch.int8)
+    return quants.flatten(-2), (largest[..., 0] / 127).to(torch.float16)

@@ -1,0 +1,214 @@
+"""A step's inputs on the device, and its logits, which stay there until rows are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kukri.errors import ShapeError
+from kukri.kernels.paged_kv import PAGE_TOKENS
+from kukri.kernels.types import FloatArray, ForwardBatch, StepInputs, StepLimits
+
+_QUERY_TOKENS = 128  # of a prompt that attend at a time, which bounds the memory of their scores
+_NAMES = ("token_ids", "positions", "slots", "query_start", "context_len", "page_table", "logit_rows")
+
+
+class DeviceInputs:
+    """The arrays that steps are written to, and their copies on the device. On the CPU both are one.
+
+    All lie in one block of memory, so that a step is one copy. Attributes: host, and device by name.
+    """
+
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        sizes = StepInputs.zeros(limits)
+        shapes = {name: getattr(sizes, name).shape for name in _NAMES}
+        flat = np.zeros(sum(map(prod, shapes.values())), np.int32)
+        self._source = torch.from_numpy(flat)
+        self._target = self._source if device.type == "cpu" else torch.zeros_like(self._source, device=device)
+        self._staging = _PinnedStaging(len(flat)) if device.type == "cuda" else None
+        arrays: dict[str, Any] = {}
+        self.device: dict[str, Tensor] = {}
+        start = 0
+        for name, shape in shapes.items():
+            stop = start + prod(shape)
+            arrays[name] = flat[start:stop].reshape(shape)
+            self.device[name] = self._target[start:stop].view(shape)
+            start = stop
+        self.host = StepInputs(**arrays)
+
+    def upload(self) -> None:
+        """Copies the host's arrays to the device, behind the work that is under way there."""
+        if self._staging is not None:
+            self._staging.upload(self._source, self._target)
+        elif self._target is not self._source:
+            self._target.copy_(self._source)
+
+
+class _PinnedStaging:
+    """Page-locked memory between host and device: a copy from there does not wait for the steps before it.
+
+    For CUDA and ROCm only, and so not covered by tests on the CPU.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """Copies host memory, which may be written again at once, to the device."""
+        self._turn = 1 - self._turn
+        self._copied[self._turn].synchronize()  # the copy before last has left this buffer
+        self._buffers[self._turn].copy_(source)
+        target.copy_(self._buffers[self._turn], non_blocking=True)
+        self._copied[self._turn].record()
+
+
+class DeviceBatch:
+    """A ForwardBatch, `host`, on the device: int32 tensors under the same names."""
+
+    def __init__(self, batch: ForwardBatch, inputs: DeviceInputs, device: torch.device) -> None:
+        """`batch` lies in `inputs`, which are uploaded, but for its mask and RoPE positions."""
+        self.host, on_device = batch, inputs.device
+        n_tokens, n_sequences = batch.n_tokens, batch.n_sequences
+        self.token_ids = on_device["token_ids"][:n_tokens]
+        self.slots = on_device["slots"][:n_tokens]
+        self.query_start = on_device["query_start"][: n_sequences + 1]
+        self.context_len = on_device["context_len"][:n_sequences]
+        self.page_table = on_device["page_table"][:n_sequences]
+        self.logit_rows = on_device["logit_rows"][: batch.n_logit_rows]
+        rotated_by = batch.positions if batch.rope_positions is None else batch.rope_positions
+        self.max_position = int(rotated_by.max())
+        self.rope_positions = on_device["positions"][:n_tokens]
+        if batch.rope_positions is not None:
+            self.rope_positions = torch.from_numpy(np.ascontiguousarray(rotated_by)).to(device)
+        self.mask = None if batch.mask is None else torch.from_numpy(batch.mask).to(device)
+        self._device = device
+
+    @cached_property
+    def attention_groups(self) -> list[AttentionGroup]:
+        """The step's tokens in groups: all sequences that decode, and each piece of a prompt."""
+        batch = self.host
+        starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
+        groups = []
+        decoding = [s for s in range(batch.n_sequences) if starts[s + 1] - starts[s] == 1]
+        if decoding and self.mask is None:
+            groups.append(
+                self._group(decoding, [starts[s] for s in decoding], 1, [contexts[s] for s in decoding])
+            )
+        for s in range(batch.n_sequences):
+            start, stop = starts[s], starts[s + 1]
+            if self.mask is not None:
+                groups.append(self._group([s], [start], stop - start, [contexts[s]]))
+            elif stop - start > 1:
+                for first in range(start, stop, _QUERY_TOKENS):
+                    last = min(stop, first + _QUERY_TOKENS)
+                    groups.append(self._group([s], [first], last - first, [contexts[s] - (stop - last)]))
+        return groups
+
+    def _group(self, sequences: list[int], starts: list[int], n: int, contexts: list[int]) -> AttentionGroup:
+        n_pages = -(-max(contexts) // PAGE_TOKENS)
+        rows = torch.tensor(sequences, device=self._device)
+        return AttentionGroup(
+            tokens=torch.tensor([list(range(start, start + n)) for start in starts], device=self._device),
+            context_len=torch.tensor(contexts, device=self._device),
+            pages=self.page_table[rows, :n_pages].long(),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionGroup:
+    """n tokens of each of S sequences, the last of their contexts."""
+
+    tokens: Tensor  # [S, n] indices into the step
+    context_len: Tensor  # [S] tokens that the last of the n sees
+    pages: Tensor  # [S, pages]
+    _visible: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def is_key(self) -> Tensor:
+        """Which places of the pages hold keys of the sequence: bool [S, places]."""
+        return self._places < self.context_len[:, None]
+
+    def is_visible(self, window: int | None) -> Tensor:
+        """Which places each token sees, causally and within a window: bool [S, n, places]; kept."""
+        if window not in self._visible:
+            self._visible[window] = self._seen(window)
+        return self._visible[window]
+
+    def _seen(self, window: int | None) -> Tensor:
+        n = self.tokens.shape[1]
+        back = torch.arange(n - 1, -1, -1, device=self.tokens.device)
+        positions = self.context_len[:, None] - 1 - back  # [S, n]
+        seen = self._places <= positions[..., None]
+        return seen if window is None else seen & (self._places > positions[..., None] - window)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        return torch.arange(self.pages.shape[1] * PAGE_TOKENS, device=self.tokens.device)
+
+
+class TensorLogits:
+    """See `types.Logits`: a float32 tensor [N, V]."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._on_host: FloatArray | None = None
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.tensor)
+
+    def take(self, rows: Sequence[int]) -> TensorLogits:
+        """See Logits.take. Rows that follow one another are not copied."""
+        wanted = list(rows)
+        first = wanted[0] if wanted else 0
+        if wanted == list(range(first, first + len(wanted))):
+            return TensorLogits(self.tensor[first : first + len(wanted)])
+        return TensorLogits(self.tensor[torch.tensor(wanted, device=self.tensor.device)])
+
+    def copy(self) -> TensorLogits:
+        """See Logits.copy."""
+        return TensorLogits(self.tensor.clone())
+
+    def numpy(self) -> FloatArray:
+        """See Logits.numpy. Waits for the step, and copies the rows to the host once."""
+        if self._on_host is None:
+            self._on_host = self.tensor.cpu().numpy()
+        return self._on_host
+
+    def has_nan(self, row: int) -> bool:
+        """See Logits.has_nan."""
+        return bool(self.tensor[row].isnan().any())
+
+    def argmax(self) -> list[int]:
+        """See Logits.argmax."""
+        ids: list[int] = self.tensor.argmax(dim=1).tolist()
+        return ids
+
+
+def check_indices(batch: ForwardBatch, n_pages: int) -> None:
+    """Raises ShapeError if an index of the batch leads outside its array; a device would not say so."""
+    starts, contexts, n_tokens = batch.query_start, batch.context_len, batch.n_tokens
+    lengths = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != n_tokens or (lengths < 1).any() or (contexts < lengths).any():
+        raise ShapeError("bad step: sequences that do not cover the step's tokens")
+    places = batch.page_table.shape[1]
+    n_used = -(-contexts // PAGE_TOKENS)
+    if (n_used > places).any():
+        raise ShapeError("bad step: a context longer than the page table")
+    used = batch.page_table[np.arange(places) < n_used[:, None]]
+    for what, indices, size in (
+        ("slot outside the cache", batch.slots, n_pages * PAGE_TOKENS),
+        ("logit row outside the step", batch.logit_rows, n_tokens),
+        ("page outside the cache", used, n_pages),
+    ):
+        if len(indices) and (indices.min() < 0 or indices.max() >= size):
+            raise ShapeError(f"bad step: a {what}")

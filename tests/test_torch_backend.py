@@ -1,0 +1,260 @@
+"""The torch backend under the whole engine, on the CPU: the reference's tokens, hooks, server, errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_gguf import START_ID, tiny_config, write_tiny
+from tiny_llama import random_ids
+from tiny_models import TINY, V, make
+
+from kukri import LLM
+from kukri.config import EngineConfig, RopeConfig
+from kukri.engine import Engine
+from kukri.errors import ConfigError, UnsupportedError
+from kukri.kernels import choose_backend, make_backend
+from kukri.kernels.pytorch import devices
+from kukri.models import Forward, load_model
+from kukri.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=3, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("torch") / "tiny.gguf"
+    return write_tiny(path, tiny_config(256), weight_type="Q8_0")
+
+
+def answers(model: Any, backend: Any, **options: Any) -> list[list[int]]:
+    """Tokens of greedy and sampled requests of several lengths, in small steps, as one crowd."""
+    config = EngineConfig(max_requests=3, max_step_tokens=24, max_context=120, **options)
+    engine = Engine(model, backend, config)
+    prompts = [random_ids(n, V, seed=n) for n in (1, 17, 50, 33)]
+    requests = [engine.make_request(ids, params) for ids in prompts for params in (GREEDY, SAMPLED)]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert all(request.n_generated == 12 for request in requests)
+    return [request.output_ids for request in requests]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tokens_are_those_of_the_reference(name: str) -> None:
+    """An op, a cache or a batch of this backend that fits one architecture alone."""
+    _, config, source = make(name)
+    model = load_model(source, config)
+    assert answers(model, make_backend("torch", 1)) == answers(model, make_backend("reference"))
+
+
+def test_a_q8_0_cache_through_the_engine(tmp_path: Path) -> None:
+    """Scales that a copied page or a preempted request leaves behind."""
+    config = replace(tiny_config(), d_head=32, rope=RopeConfig(10000.0, 32))
+    path = write_tiny(tmp_path / "q8.gguf", config, weight_type="Q8_0")
+    prompts = [[START_ID, *random_ids(n, 200, seed=n)] for n in (3, 40, 21, 40)]
+    page_bytes = 2 * 2 * 2 * 16 * (32 + 2)  # keys and values, of 2 layers and 2 heads
+    want = None
+    for backend in ("reference", "torch"):
+        with LLM(path, backend=backend, kv_type="q8_0", kv_bytes=7 * page_bytes, max_requests=3) as llm:
+            got = [result.token_ids for result in llm.generate(prompts, GREEDY)]
+            assert llm.engine.scheduler.n_preemptions > 0
+        want = want or got
+        assert got == want
+
+
+MATRIX = ("llama", "mistral", "phi", "qwen2")
+# float32 sums in other orders; the CPU backend keeps keys and values in float16
+CLOSE = {"reference": 3e-4, "torch": 3e-4, "cpu": 1e-2}
+_SIZES = (1, 10, 100, pytest.param(1000, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize("n_tokens", _SIZES)
+@pytest.mark.parametrize("backend_name", CLOSE)
+@pytest.mark.parametrize("name", MATRIX)
+def test_forward_with_and_without_a_cache(name: str, backend_name: str, n_tokens: int) -> None:
+    """A mask [t, t] where new tokens also see those before them: it must be [t, t + offset]."""
+    hf, config, source = make(name, context=1100)
+    ids = random_ids(n_tokens, V)
+    with torch.no_grad():
+        want = hf(torch.tensor([ids])).logits.numpy()
+    model, backend = load_model(source, config), make_backend(backend_name, 1)
+    try:
+        forward, atol = Forward(model, backend), CLOSE[backend_name]
+        np.testing.assert_allclose(forward([ids]), want, atol=atol, rtol=0)
+        offset = n_tokens // 3
+        windows = {layer.window for layer in config.layers}
+        cache = forward.new_cache(1, n_tokens)
+        if offset:
+            np.testing.assert_allclose(
+                forward([ids[:offset]], cache=cache), want[:, :offset], atol=atol, rtol=0
+            )
+        mask = None
+        if len(windows) == 1:  # one mask for all layers: it takes the place of their windows
+            mask = causal(n_tokens, windows.pop())[None, None, offset:]
+            assert mask.shape[2:] == (n_tokens - offset, n_tokens)
+        got = forward([ids[offset:]], attention_mask=mask, cache=cache)
+        np.testing.assert_allclose(got, want[:, offset:], atol=atol, rtol=0)
+    finally:
+        close = getattr(backend, "close", None)
+        if close is not None:
+            close()
+
+
+def causal(n: int, window: int | None) -> np.ndarray:
+    """bool [n, n]: what each token sees."""
+    behind = np.arange(n)[:, None] - np.arange(n)
+    return (behind >= 0) & (behind < (window or n))
+
+
+def test_hooks_see_and_edit(tiny_path: Path) -> None:
+    """A tap that shows a copy of another moment, or loses an edit in place or a replacement."""
+    prompt = [START_ID, *random_ids(30, 200)]
+    seen: dict[str, dict[str, list[np.ndarray]]] = {}
+    tokens, plain = {}, {}
+    for backend in ("reference", "torch"):
+        with LLM(tiny_path, backend=backend, max_context=64) as llm:
+            seen[backend] = {name: [] for name in llm.hook_names}
+
+            def listen(name: str, x: np.ndarray, kept: Any = seen[backend]) -> None:
+                kept[name].append(x.copy())
+
+            def scale(name: str, x: np.ndarray) -> None:
+                x *= 1.7
+
+            def swap(name: str, x: np.ndarray) -> np.ndarray:
+                return np.ascontiguousarray(x[:, ::-1])
+
+            plain[backend] = llm.generate(prompt, GREEDY).token_ids
+            edits = {"blocks.0.attn.hook_v": scale, "blocks.1.hook_mlp_out": swap}
+            with llm.hooks(edits), llm.hooks(dict.fromkeys(llm.hook_names, listen)):
+                tokens[backend] = llm.generate(prompt, GREEDY).token_ids
+    assert tokens["torch"] == tokens["reference"] != plain["reference"] == plain["torch"]
+    for name, arrays in seen["reference"].items():
+        assert len(arrays) == len(seen["torch"][name]) > 10
+        for got, want in zip(seen["torch"][name], arrays):
+            assert (got.dtype, got.shape) == (np.float32, want.shape)
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_server_answers_on_it(tiny_path: Path) -> None:
+    """A service that knows the CPU backend alone."""
+    from fastapi.testclient import TestClient
+
+    from kukri.server.app import create_app
+    from kukri.server.settings import ServerSettings
+
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0, "seed": 1}
+    texts = []
+    for backend in ("reference", "torch"):
+        with LLM(tiny_path, backend=backend, max_context=96) as llm:
+            app = create_app(llm, ServerSettings(model_names=("tiny",)))
+            with TestClient(app, base_url="http://127.0.0.1") as client:
+                reply = client.post("/v1/completions", json=body)
+                assert reply.status_code == 200, reply.text
+                texts.append(reply.json()["choices"][0]["text"])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "found"),
+    [
+        (None, None, ("cpu", None)),
+        (None, "cpu", ("cpu", None)),
+        (None, "auto", ("cpu", None)),
+        ("cpu", "auto", ("cpu", None)),
+        ("reference", None, ("reference", None)),
+        ("torch", None, ("torch", "cpu")),
+        ("torch", "cpu", ("torch", "cpu")),
+        ("torch", "auto", ("torch", "cpu")),
+    ],
+)
+def test_backend_and_device(backend: str | None, device: str | None, found: Any, monkeypatch: Any) -> None:
+    """A default that needs PyTorch, or a device that is dropped in silence."""
+    monkeypatch.setattr(devices, "accelerator", lambda: None)
+    assert choose_backend(backend, device) == found
+
+
+@pytest.mark.parametrize("backend", [None, "torch", "gpu"])
+def test_auto_takes_a_gpu_if_there_is_one(backend: str | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr("kukri.kernels._may_have_accelerator", lambda: True)
+    monkeypatch.setattr(devices, "accelerator", lambda: "cuda:0")
+    assert choose_backend(backend, "auto") == ("torch", "cuda:0")
+
+
+@pytest.mark.skipif(devices.accelerator() is not None, reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cuda"}, r"there is no device cuda: PyTorch .* sees cpu; a driver"),
+        ({"device": "cuda:3"}, "there is no device cuda:3"),
+        ({"device": "mps"}, "there is no device mps"),
+        ({"device": "tpu"}, "no device is called 'tpu': choose auto, cpu, cuda"),
+        ({"device": "cuda:x"}, "no device is called 'cuda:x'"),
+        ({"backend": "gpu"}, r"PyTorch .* sees no GPU here: choose --device cpu \(device\)"),
+        ({"backend": "gpu", "device": "cpu"}, "backend gpu does not run on the cpu"),
+        ({"backend": "cpu", "device": "cuda"}, "the cpu backend does not run on cuda: leave the backend out"),
+    ],
+)
+def test_a_device_that_is_not_there(options: dict[str, Any], message: str) -> None:
+    """A traceback of PyTorch's, or a silent fall back to the CPU."""
+    with pytest.raises(ConfigError, match=message):
+        LLM(**options)
+
+
+def test_unknown_backends_are_named() -> None:
+    with pytest.raises(UnsupportedError, match="no backend 'tpu': choose one of cpu, reference, torch, gpu"):
+        choose_backend("tpu", None)
+
+
+def test_without_pytorch(monkeypatch: Any) -> None:
+    """An ImportError, or an auto that wants PyTorch."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else real(name))
+    monkeypatch.setattr("kukri.kernels._DRIVERS", ("/",))
+    assert choose_backend(None, "auto") == ("cpu", None)
+    for options in ({"device": "cuda"}, {"backend": "torch"}, {"backend": "gpu", "device": "auto"}):
+        with pytest.raises(ConfigError, match=r'needs PyTorch: pip install "kukri\[gpu\]"'):
+            LLM(**options)
+
+
+@pytest.mark.parametrize(("free_bytes", "kv_bytes"), [(1000, None), (200_000, 300_000)])
+def test_too_little_memory_is_said_before_weights_are_copied(
+    free_bytes: int, kv_bytes: int | None, tiny_path: Path, monkeypatch: Any
+) -> None:
+    """An allocation that fails amid loading, or a KV cache that nobody counted."""
+    monkeypatch.setattr("kukri.kernels.pytorch.free_bytes", lambda device: free_bytes)
+    monkeypatch.setattr("kukri.kernels.pytorch.ops.to_device", None)
+    with pytest.raises(ConfigError, match=r"cpu has 0\.00 GiB of memory free, and the weights take"):
+        LLM(tiny_path, backend="torch", kv_bytes=kv_bytes)
+
+
+def test_the_cpu_backend_imports_no_pytorch(tiny_path: Path) -> None:
+    """A second of every start, and memory, for a backend that is not used."""
+    script = (
+        "import sys, kukri; kukri.LLM(sys.argv[1], max_context=64).generate('a', max_tokens=2); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tiny_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False"]
+
+
+def test_the_command_line_takes_a_device(tiny_path: Path) -> None:
+    """An option that a command does not pass on."""
+    script = "import sys; from kukri.cli import main; main()"
+    command = ["run", "-m", str(tiny_path), "--raw", "a", "--device", "tpu"]
+    done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no device is called 'tpu'" in done.stderr
