@@ -97,6 +97,10 @@ def run(
     stats: Annotated[bool, typer.Option("--stats", help="Print token counts and speeds to stderr.")] = False,
 ) -> None:
     """Answer a prompt and stream the answer."""
+    from kukri.tokenizer.template_process import start_early
+
+    if not raw:
+        start_early()  # before what else takes time
     from kukri.terminal.run import answer_prompt, is_model_file
 
     if prompt is None and not is_model_file(model):
@@ -123,6 +127,9 @@ def chat(
     loading: LoadOptions,
 ) -> None:
     """Chat in the terminal; /help lists commands."""
+    from kukri.tokenizer.template_process import start_early
+
+    start_early()  # before what else takes time
     from kukri.terminal.chat import talk
 
     talk(

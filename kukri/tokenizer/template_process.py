@@ -64,19 +64,41 @@ class TemplateProcess:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid():
-            # a session of its own: Ctrl-C at a terminal is not for it
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_WORKER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                start_new_session=True,
-            )
-            self._owner = os.getpid()
+            self._process, self._owner = _take_process(), os.getpid()
             weakref.finalize(self, _stop, self._process, self._owner)
             _send(self._process, self._source.encode("utf-8", "surrogatepass"))
         return self._process
+
+
+def start_early() -> None:
+    """Starts the process of the first template now: its 80 ms pass beside the loading of a model.
+
+    For programs that will render one. It ends with the program if none is.
+    """
+    _waiting.append((os.getpid(), _start()))
+
+
+_waiting: list[tuple[int, subprocess.Popen[bytes]]] = []  # with the process that started each
+
+
+def _take_process() -> subprocess.Popen[bytes]:
+    while _waiting:
+        owner, process = _waiting.pop()
+        if owner == os.getpid():
+            return process
+    return _start()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # a session of its own: Ctrl-C at a terminal is not for it
+    return subprocess.Popen(
+        [sys.executable, "-P", str(_WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        start_new_session=True,
+    )
 
 
 def _plain(value: Any) -> Any:

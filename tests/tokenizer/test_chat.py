@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import os
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kukri.errors import FormatError, RequestError
-from kukri.tokenizer import ChatTemplate, Tokenizer
+from kukri.tokenizer import ChatTemplate, Tokenizer, template_process
 
 USER = [{"role": "user", "content": "Hi <b> & 'you' é 日本"}]
 CHATML = (
@@ -333,6 +334,21 @@ def test_memory_is_limited_by_the_system():
     # stopped by the system, or on a slow machine for its time before it has filled the memory
     with pytest.raises((RequestError, FormatError)):
         template.render([{"role": "user", "content": "bomb"}])
+
+
+def test_a_process_that_was_started_early_is_the_first_template_s():
+    """Catches a second process beside it, and one that a fork's children share."""
+    template_process.start_early()
+    ((owner, process),) = template_process._waiting
+    assert owner == os.getpid()
+    first, second = ChatTemplate("one"), ChatTemplate("two")
+    assert first.render(USER) == "one" and second.render(USER) == "two"
+    assert first._process._process is process
+    assert second._process._process is not process
+    template_process._waiting.append((owner + 1, process))
+    third = ChatTemplate("three")
+    assert third.render(USER) == "three"
+    assert third._process._process is not process
 
 
 def test_a_template_that_was_stopped_starts_again():
