@@ -19,6 +19,7 @@ from kukri.engine.request import Output, Request, RequestState
 from kukri.engine.runner import Runner
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
+from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, KVType, Logits, StepLimits
 from kukri.models import Model
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams, sample_rows, token_logprobs
@@ -92,7 +93,7 @@ class Engine:
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
         self._in_flight: deque[InFlight] = deque()  # in the order of their launch
-        self._sampling = backend.sampling
+        self._sampling, self._records = backend.sampling, SamplingRecords()
         self._ids = count(1)
 
     @property
@@ -301,7 +302,7 @@ class Engine:
         """Adds a token to the results of each chunk, by a row of logits of its own; rows are in order."""
         wanted = logits.take([row for _, row, _ in turns]).numpy()
         samplers = [chunk.request.sampler for chunk, _, _ in turns if chunk.request.sampler is not None]
-        tokens = sample_rows(samplers, wanted, self._sampling)
+        tokens = sample_rows(samplers, wanted, self._sampling, self._records)
         for (chunk, _, results), token in zip(turns, tokens, strict=True):
             results.append(chunk.request.error or token)
             if isinstance(results[-1], KukriError):

@@ -25,7 +25,7 @@ from kukri.errors import CapacityError, KukriError
 from kukri.sampling import SampledToken
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class ScheduledChunk(Chunk):
     """A chunk of a request."""
 
@@ -46,7 +46,7 @@ class ScheduledChunk(Chunk):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class ScheduledStep:
     """The chunks of a step, and the pages (from, to) to copy before it runs, in this order."""
 
@@ -124,11 +124,12 @@ class Scheduler:
         if self.waiting:
             self._preempt_for_urgent()
         other: ProgramKind = "hidden" if self._last_program == "logits" else "logits"
-        step = self._schedule_program(other)
-        if not step.chunks:
-            step = self._schedule_program(self._last_program)
-        self._last_program = step.program
-        return step
+        if self.waiting or any(request.program == other for request in self.running):
+            step = self._schedule_program(other)
+            if step.chunks:
+                self._last_program = other
+                return step
+        return self._schedule_program(self._last_program)
 
     def _schedule_program(self, program: ProgramKind) -> ScheduledStep:
         """A step of the requests that a program computes."""

@@ -95,42 +95,54 @@ _COUNTS = {name: f"n_{name}" for name in TABLES}
 class SamplingRecords:
     """The records of a step: `fields`, a structured array [n_rows] of RECORD, and the `pool` of their tables.
 
-    `memory` is the bytes of `fields`. Numbers are set in `fields`, tables by `set_table`.
+    Numbers are set in `fields`, tables by `set_table`. `memory`, the bytes that `fields` begin with, and
+    `pool`, int32 words, stay in place from step to step unless they must grow: an engine keeps one of these.
     """
 
-    def __init__(self, settings: Sequence[npt.NDArray[np.uint8]], rows: Sequence[int]) -> None:
-        """A record for each of `settings`, a RECORD's bytes; `rows` are their rows of the logits.
+    def __init__(self, settings: Sequence[npt.NDArray[np.uint8]] = (), rows: Sequence[int] = ()) -> None:
+        self.memory: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.pool: npt.NDArray[np.int32] = np.zeros(2, np.int32)
+        self._all: npt.NDArray[Any] = self.memory.view(RECORD)
+        self._n_words = 0  # of the pool, in use
+        self.start(settings, rows)
+
+    def start(self, settings: Sequence[npt.NDArray[np.uint8]], rows: Sequence[int]) -> None:
+        """Begins a step: a record for each of `settings`, a RECORD's bytes; `rows` are their rows of logits.
 
         Bytes, because NumPy copies structured arrays field by field, at 20 us a record.
         """
-        self.memory: npt.NDArray[np.uint8] = np.concatenate(settings)
-        self.fields: npt.NDArray[Any] = self.memory.view(RECORD)
-        self.fields["row"] = rows
-        self._parts: list[npt.NDArray[np.int32]] = []
+        n = len(settings)
+        if n > len(self._all):
+            self.memory = np.zeros(max(n, 2 * len(self._all)) * RECORD.itemsize, np.uint8)
+            self._all = self.memory.view(RECORD)
+        self.fields = self._all[:n]
+        if n == 1:  # the usual step: half the time of the lines below
+            self.memory[: RECORD.itemsize] = settings[0]
+            self.fields["row"][0] = rows[0]
+        elif n:
+            np.concatenate(settings, out=self.memory[: n * RECORD.itemsize])
+            self.fields["row"] = rows
         self._n_words = 0
-        self._pool: npt.NDArray[np.int32] | None = None
-
-    @property
-    def pool(self) -> npt.NDArray[np.int32]:
-        """All tables, int32 words. No table can be added after the first read of it."""
-        if self._pool is None:
-            self._pool = np.concatenate(self._parts) if self._parts else _NO_TABLES
-        return self._pool
 
     def set_table(self, i: int, name: str, *arrays: npt.NDArray[Any]) -> None:
         """Adds a table of record i: arrays of one length, of the dtypes in TABLES."""
-        assert self._pool is None, "tables come before the pool"
         self.fields[name][i], self.fields[_COUNTS[name]][i] = self._n_words, len(arrays[0])
         for array, dtype in zip(arrays, TABLES[name], strict=True):
             assert array.dtype == dtype
-            self._parts.append(array.view(np.int32))
-            self._n_words += len(self._parts[-1])
-        if self._n_words % 2:
-            self._parts.append(_PADDING)
-            self._n_words += 1
+            self._add(array.view(np.int32))
+        self._n_words += self._n_words % 2
+
+    def _add(self, words: npt.NDArray[np.int32]) -> None:
+        stop = self._n_words + len(words)
+        if stop >= len(self.pool):
+            grown = np.zeros(2 * stop + 2, np.int32)
+            grown[: self._n_words] = self.pool[: self._n_words]
+            self.pool = grown
+        self.pool[self._n_words : stop] = words
+        self._n_words = stop
 
     def table(self, i: int, name: str) -> list[npt.NDArray[Any]]:
-        """The arrays of a table, views of the pool."""
+        """The arrays of a table: views of the pool, of use until the next step."""
         start, n = int(self.fields[name][i]), int(self.fields[_COUNTS[name]][i])
         arrays = []
         for dtype in TABLES[name]:
@@ -138,10 +150,6 @@ class SamplingRecords:
             arrays.append(self.pool[start:stop].view(dtype))
             start = stop
         return arrays
-
-
-_PADDING = np.zeros(1, np.int32)
-_NO_TABLES = np.zeros(2, np.int32)
 
 
 def log_of(x: float) -> float:

@@ -202,15 +202,18 @@ def sample_rows(
     samplers: Sequence[RequestSampler],
     logits: FloatArray,
     sampling: SamplingBackend,
+    records: SamplingRecords | None = None,
     *,
     allow_end: bool = True,
 ) -> list[SampledToken | KukriError]:
     """The next token of each request by its row of logits, float32 [N, V], or the error that ends it.
 
-    The logits are not written. Raises ShapeError if they are not a row for each.
+    The logits are not written. Whoever calls often keeps `records`. Raises ShapeError if the logits are not a
+    row for each.
     """
     if not samplers:
         return []
+    records = records or SamplingRecords()
     _check_shape(samplers, logits)
     results: list[Any] = [None] * len(samplers)
     plain: list[int] = []
@@ -229,7 +232,7 @@ def sample_rows(
             edited_rows.append(row)
 
     def choose(chosen: list[int], rows: FloatArray, row_numbers: Sequence[int]) -> None:
-        records = SamplingRecords([samplers[i].settings for i in chosen], row_numbers)
+        records.start([samplers[i].settings for i in chosen], row_numbers)
         for place, i in enumerate(chosen):
             samplers[i].prepare(records, place, allow_end)
         sampling.choose(records, rows)

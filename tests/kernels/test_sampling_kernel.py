@@ -77,7 +77,7 @@ def add_record(
 
 def empty_records(n: int) -> SamplingRecords:
     """Records of zeros for the first n rows."""
-    return SamplingRecords([np.zeros(n * RECORD.itemsize, np.uint8)], range(n))
+    return SamplingRecords([np.zeros(RECORD.itemsize, np.uint8)] * n, range(n))
 
 
 def make_records(orders: Any, n_vocab: int, rng: np.random.Generator, **fields: Any) -> SamplingRecords:

@@ -342,7 +342,8 @@ def test_a_process_that_was_started_early_is_the_first_template_s():
     ((owner, process),) = template_process._waiting
     assert owner == os.getpid()
     first, second = ChatTemplate("one"), ChatTemplate("two")
-    assert first.render(USER) == "one" and second.render(USER) == "two"
+    assert first.render(USER) == "one"
+    assert second.render(USER) == "two"
     assert first._process._process is process
     assert second._process._process is not process
     template_process._waiting.append((owner + 1, process))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ class CpuSampling:
         self._kernel, self._pool = kernels["choose_tokens"], pool
         self._counter = aligned_zeros(64).view(np.int64)
         self._scratch = aligned_zeros(0)
+        self._memory: np.ndarray[Any, Any] = self._scratch  # of the last records
+        self._words: np.ndarray[Any, Any] = self._scratch
+        self._addresses = 0, 0
         self._n_vocab = 0
         self._record = pack_record(self._kernel, dict.fromkeys(self._kernel.parameters, 0))
         self._op = np.array([[self._kernel.address, ctypes.addressof(self._record), 0, 0, 0]], np.int64)
@@ -39,9 +43,11 @@ class CpuSampling:
         if n_vocab != self._n_vocab:
             self._make_scratch(n_vocab)
         # in the order of the kernel's parameters; `_make_scratch` has set the others
-        self._record[0] = address_of(records.memory)
+        if records.memory is not self._memory or records.pool is not self._words:
+            self._memory, self._words = records.memory, records.pool
+            self._addresses = address_of(self._memory), address_of(self._words)
+        self._record[0], self._record[2] = self._addresses
         self._record[1] = n_rows
-        self._record[2] = address_of(records.pool)
         self._record[3] = address_of(logits)
         self._record[4] = logits.strides[0]
         self._counter[0] = 0
