@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kukri.errors import CapacityError, ShapeError
+from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.types import FloatArray, ForwardBatch, StepLimits
 
 
@@ -69,4 +69,13 @@ def _check_mask(batch: ForwardBatch, limits: StepLimits) -> None:
     if shape != wanted or batch.n_sequences > 1:
         raise ShapeError(
             f"a step of {batch.n_sequences} sequences with a mask {shape}; the plan takes {wanted}"
+        )
+
+
+def check_routes(weights: FloatArray, n_used: int) -> None:
+    """Raises HookError if a listener gave a row of weights [T, E] more experts than `n_used`."""
+    most = int((weights != 0).sum(axis=1).max(initial=0))
+    if most > n_used:
+        raise HookError(
+            f"a hook left {most} experts of a token with a weight, and it uses {n_used}: set the others to 0"
         )

@@ -8,12 +8,13 @@ backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.host_step import HostLogits, check_sizes
+from kukri.kernels.host_step import HostLogits, check_routes, check_sizes
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
@@ -22,12 +23,14 @@ from kukri.kernels.types import (
     Cache,
     CacheLayout,
     CompiledProgram,
+    Experts,
     FloatArray,
     ForwardBatch,
     Hook,
     KVType,
     Program,
     RopeFrequencies,
+    Routing,
     StepInputs,
     StepLimits,
     Vector,
@@ -87,6 +90,14 @@ class _BoundProgram:
         with np.errstate(over="ignore", invalid="ignore"):  # NaN and inf go through, and the caller sees them
             logits: FloatArray = self.program(self.ops, batch)
         return HostLogits(logits)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The experts of each token: `weights` [T, E], and the numbers of those used [T, n_used], -1 for none."""
+
+    weights: FloatArray
+    experts: npt.NDArray[np.int64]
 
 
 class ReferenceOps:
@@ -207,6 +218,58 @@ class ReferenceOps:
             x / 2 * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
         )
         return y
+
+    def route(
+        self, logits: FloatArray, routing: Routing, tap: tuple[str, int | None] | None = None
+    ) -> Routes:
+        """The softmax of the largest n_used logits of each row, or their shares in that of all."""
+        order = np.argsort(-logits, axis=1, kind="stable")[:, : routing.n_used]
+        chosen = np.take_along_axis(logits, order, axis=1)
+        shares = np.exp(chosen - chosen[:, :1])
+        total = shares if routing.normalized else np.exp(logits - chosen[:, :1])
+        weights = np.zeros(logits.shape, np.float32)
+        np.put_along_axis(weights, order, shares / total.sum(axis=1, keepdims=True), axis=1)
+        if tap is not None:
+            weights = self.tap(*tap, weights)
+            check_routes(weights, routing.n_used)
+        experts = np.full((len(logits), routing.n_used), -1)
+        for row, used in zip(experts, weights):
+            numbers = np.flatnonzero(used)
+            row[: len(numbers)] = numbers
+        return Routes(weights, experts)
+
+    def expert_linear(
+        self, x: FloatArray, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> FloatArray:
+        """Each row's expert applied to it; zeros where a token has no expert."""
+        numbers = routes.experts.reshape(-1)
+        rows = x if len(x) == len(numbers) else np.repeat(x, routes.experts.shape[1], axis=0)
+        width = sum(each.shape[1] for each in experts)
+        y = np.zeros((len(rows), width), np.float32)
+        for expert in np.unique(numbers[numbers >= 0]):
+            mine = numbers == expert
+            y[mine] = self.linear(rows[mine], [each.weights[expert] for each in experts])
+            if bias is not None:
+                y[mine] += bias.data.reshape(-1, width)[expert]
+        return y
+
+    def combine(
+        self,
+        x: FloatArray,
+        routes: Routes,
+        residual: FloatArray | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> FloatArray:
+        """weight * row, expert by expert."""
+        n_used = routes.experts.shape[1]
+        y = np.zeros((len(routes.experts), x.shape[1]), np.float32)
+        for j in range(n_used):
+            tokens = np.flatnonzero(routes.experts[:, j] >= 0)
+            weights = routes.weights[tokens, routes.experts[tokens, j], None]
+            y[tokens] += weights * x[j::n_used][tokens]
+        if tap is not None:
+            y = self.tap(*tap, y)
+        return y if residual is None else y + residual
 
     def logit_rows(self, x: FloatArray, batch: ForwardBatch) -> FloatArray:
         """The rows of x that the batch wants logits for -> [N, D]."""

@@ -61,6 +61,45 @@ class Vector:
         return len(self.data)
 
 
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """A matrix (out, in) for each expert of a mixture, all of one type: `weights`, views of the file.
+
+    A file may hold them as one tensor or one by one. Hashed by identity.
+    """
+
+    weights: tuple[Weight, ...]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError unless there are matrices, of one shape and type."""
+        if len({(w.shape, w.type, w.per_token) for w in self.weights}) != 1:
+            raise ShapeError(f"experts {self.name!r} are not of one shape and type")
+
+    @property
+    def type(self) -> QuantType:
+        """The weight type."""
+        return self.weights[0].type
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts, out, in)."""
+        return (len(self.weights), *self.weights[0].shape)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The choice of experts for a token: the `n_used` of `n_experts` that have the largest logits.
+
+    An expert's weight is its share in the softmax of all logits, or, if `normalized`, of the chosen ones: the
+    weights of a token then have the sum 1.
+    """
+
+    n_experts: int
+    n_used: int
+    normalized: bool
+
+
 @dataclass(frozen=True)
 class RopeFrequencies:
     """The angles of a rotary embedding: position times frequency, for positions below `max_context`.
@@ -244,6 +283,36 @@ class Ops(Protocol):
 
     def gelu(self, x: Tensor) -> Tensor:
         """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))): GELU by tanh (Hendrycks and Gimpel 2016)."""
+
+    def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:
+        """Chooses experts by the logits [T, E] of a router; of equal logits, the first -> routes.
+
+        `tap` (name, layer) sees the weights [T, E], 0 for experts that are not used, and may change them: an
+        expert is used unless its weight is 0. Raises HookError if that leaves more than `n_used`.
+        """
+
+    def expert_linear(
+        self, x: Tensor, routes: Tensor, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> Tensor:
+        """x times the transposed matrices of the experts that each token uses, side by side -> [T * n_used,
+        sum of out_i]. Row t * n_used + j is that of token t and the j-th expert it uses, by their numbers.
+
+        x is [T, in], or such rows of another expert_linear. `bias` [E * sum of out_i] is added, an expert's
+        after another's. Rows that a token has no expert for are undefined; experts that no token uses are not
+        read.
+        """
+
+    def combine(
+        self,
+        x: Tensor,
+        routes: Tensor,
+        residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Tensor:
+        """The sum over its experts of each token's rows of x [T * n_used, D], times their weights -> [T, D].
+
+        Experts are summed in the order of their numbers. `tap` and `residual` as in `linear`.
+        """
 
     def logit_rows(self, x: Tensor, batch: Any) -> Tensor:
         """The rows of x [T, D] that the batch wants logits for -> [N, D]."""

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kukri.kernels.types import AttentionSpec, Program, RopeFrequencies, Tensor, Vector, Weight, tap_name
+from kukri.kernels.types import (
+    AttentionSpec,
+    Experts,
+    Program,
+    RopeFrequencies,
+    Routing,
+    Tensor,
+    Vector,
+    Weight,
+    tap_name,
+)
 
 
 def tap_names(program: Program) -> list[str]:
@@ -73,6 +83,29 @@ class _TapOps:
         return None
 
     def gelu(self, x: Tensor) -> Tensor:
+        return None
+
+    def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:
+        if tap is not None:
+            self.tap(*tap, None)
+        return None
+
+    def expert_linear(
+        self, x: Tensor, routes: Tensor, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> Tensor:
+        if x is not None:
+            self.inputs |= {each.name: x for each in experts}
+        return None
+
+    def combine(
+        self,
+        x: Tensor,
+        routes: Tensor,
+        residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Tensor:
+        if tap is not None:
+            self.tap(*tap, None)
         return None
 
     def logit_rows(self, x: Tensor, batch: Any) -> Tensor:

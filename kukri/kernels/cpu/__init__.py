@@ -2,7 +2,7 @@
 
 Follow a step: `record.py` writes down the model's ops (`ops.py`), `passes.py` fuses them and `place.py` gives
 them memory; `pool.py` runs this plan on its threads through the executor (`threads.py`). Kernels live in
-`linear`, `attention`, `elementwise`, `step_kernels` and `sampling_kernel`, made of the operations of
+`linear`, `experts`, `attention`, `elementwise`, `step_kernels` and `sampling_kernel`, made of the operations of
 `intrinsics`, `simd` and `tiles`, and compiled by `jit.py`.
 """
 
@@ -18,19 +18,20 @@ from kukri.errors import ShapeError
 from kukri.kernels.cpu import abi
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.ops import Value
-from kukri.kernels.cpu.pack import PackedWeight, pack
+from kukri.kernels.cpu.ops import RouteTable, Value
+from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, pack, pack_experts
 from kukri.kernels.cpu.passes import run_passes
 from kukri.kernels.cpu.place import Plan, Segment
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.record import Recorder, max_partials
 from kukri.kernels.cpu.sampling_backend import CpuSampling
-from kukri.kernels.host_step import HostLogits, check_sizes
+from kukri.kernels.host_step import HostLogits, check_routes, check_sizes
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     Cache,
     CacheLayout,
+    Experts,
     FloatArray,
     ForwardBatch,
     Hook,
@@ -57,6 +58,7 @@ class CpuBackend:
         self.pool = ThreadPool(self.kernels, n_threads)
         self._sampling: CpuSampling | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
+        self._packed_experts: dict[tuple[Experts, ...], PackedExperts] = {}
         self.on_packed: Callable[[int], None] | None = None  # told the bytes of weights just packed
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
@@ -100,6 +102,14 @@ class CpuBackend:
                 self.on_packed(sum(weight.data.nbytes for weight in weights))
         return self._packed[weights]
 
+    def packed_experts(self, experts: tuple[Experts, ...]) -> PackedExperts:
+        """The tiles of experts of one type, packed once."""
+        if experts not in self._packed_experts:
+            self._packed_experts[experts] = pack_experts(experts, self.pool)
+            if self.on_packed is not None:
+                self.on_packed(sum(w.data.nbytes for each in experts for w in each.weights))
+        return self._packed_experts[experts]
+
     def rope_rows(self, frequencies: RopeFrequencies) -> RopeRows:
         """cos and sin by position, shared by all layers and programs of these frequencies."""
         if frequencies not in self._rope_rows:
@@ -121,7 +131,9 @@ class CpuProgram:
         self._backend, self._limits, self._cache = backend, limits, cache  # the plan points into all
         self._batch = BatchMemory(limits)
         self.inputs = self._batch.inputs
-        recorder = Recorder(cache.kv_type, limits, taps, backend.packed, backend.rope_rows)
+        recorder = Recorder(
+            cache.kv_type, limits, taps, backend.packed, backend.packed_experts, backend.rope_rows
+        )
         result: Value = program(recorder, None)
         ops = run_passes(recorder.ops, result)
         self.plan = Plan(ops, result, self._batch.address, cache, backend.kernels)
@@ -228,10 +240,15 @@ class BatchMemory:
 
 def _show(plan: Plan, segment: Segment, batch: ForwardBatch, on_tap: Hook | None) -> None:
     """Shows a tapped value to the listener and keeps the value it returns; then adds the residual."""
-    n_rows = batch.n_tokens if segment.value.rows == "T" else batch.n_logit_rows
+    rows = segment.value.rows
+    n_rows = batch.n_logit_rows if rows == "N" else batch.n_tokens
+    if isinstance(rows, RouteTable):
+        n_rows *= rows.routing.n_used
     view = plan.view(segment.value, n_rows)
     returned = None if on_tap is None else on_tap(segment.name, view)
     if returned is not None and returned is not view:
         view[...] = returned
+    if segment.n_used is not None:
+        check_routes(view, segment.n_used)
     if segment.residual is not None:
         view += plan.view(segment.residual, n_rows)

@@ -85,6 +85,20 @@ def partial_bytes(rows: int, d_head: int) -> int:
     return 4 * (2 * MAX_TILE_ROWS + rows * d_head)
 
 
+# Which rows of a mixture's values belong to which expert (int64 each): filled by the kernel `dispatch`. Rows
+# are numbered token by token, n_used for each; a row's slot is its place among all rows, ordered by experts,
+# each of which begins with a whole panel.
+N_EXPERT_ROWS = 0  # T * n_used
+N_ENTRIES = 8  # of EXPERT_ENTRY_BYTES, one for each expert that is used, or more if it has many rows
+ROUTE_BYTES = 16
+# One entry (int64 each)
+ENTRY_EXPERT = 0
+ENTRY_SLOT = 8
+ENTRY_N_ROWS = 16
+EXPERT_ENTRY_BYTES = 24
+MAX_ENTRY_ROWS = 128
+
+
 # What `check_batch` may find wrong, by its result.
 BATCH_CHECKS = (
     "",

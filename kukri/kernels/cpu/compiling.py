@@ -27,6 +27,7 @@ _KERNEL_MODULES = (
     "embedding",
     "elementwise",
     "linear",
+    "experts",
     "attention",
     "masked_attention",
     "sampling_kernel",

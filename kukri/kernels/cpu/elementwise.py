@@ -321,25 +321,26 @@ def layer_norm(row, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
     _write_centred(row, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
 
 
-_PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
+PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
 
 
 @device
-def _activation_parts(n):
-    return (n + _PART_COLUMNS - 1) // _PART_COLUMNS
+def activation_parts(n):
+    """Parts of a row of n columns."""
+    return (n + PART_COLUMNS - 1) // PART_COLUMNS
 
 
 def silu_mul(row, part, gate, up, x_stride, n, y, y_stride, panels):
     """y = silu(gate) * up."""
-    start = 4 * _PART_COLUMNS * part
-    stop = min(start + 4 * _PART_COLUMNS, 4 * n)
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
     _write_gated(row, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
 
 
 def gelu(row, part, x, x_stride, n, y, y_stride, panels):
     """y = GELU of x, tanh form."""
-    start = 4 * _PART_COLUMNS * part
-    stop = min(start + 4 * _PART_COLUMNS, 4 * n)
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
     _write_gelu(row, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
@@ -462,7 +463,7 @@ _WHOLE_ROWS = (
     panel_q8, panel_q8x2, panel_q16, panel_q8t, panel_f32, rms_norm, head_norm, layer_norm, gather_rows,
 )  # fmt: skip
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
-_ROW_KERNELS += [row_kernel(each, _activation_parts) for each in (silu_mul, gelu)]
+_ROW_KERNELS += [row_kernel(each, activation_parts) for each in (silu_mul, gelu)]
 _ROPE_STORES = [
     KernelSource(kernel.__name__, kernel)
     for kernel in (

@@ -112,3 +112,8 @@ def panel_bytes(kind: PanelKind, n_inputs: int) -> int:
 def linear_kernel(weight_type: str, kind: PanelKind) -> str:
     """The name of the kernel that multiplies weights of a type with panels of a kind."""
     return f"linear_{weight_type}" + ("" if kind in ("q8", "f32") else f"_{kind}")
+
+
+def expert_kernel(weight_type: str, kind: PanelKind) -> str:
+    """The name of the kernel that multiplies experts' weights of a type with panels of a kind."""
+    return linear_kernel(weight_type, kind).replace("linear_", "expert_linear_", 1)

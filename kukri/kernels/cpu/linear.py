@@ -36,9 +36,9 @@ from kukri.kernels.cpu.tiles import (
     tile_zeros_q16,
 )
 
-_CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
+CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
-_ROW_TILES_PER_CLAIM = 2
+ROW_TILES_PER_CLAIM = 2
 
 
 class Steps(NamedTuple):
@@ -135,9 +135,9 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
         n_panels = (n_tokens + TOKENS - 1) >> 3
         w_tile_bytes = n_blocks * w_step + w_tail
         if n_tokens <= TOKENS:
-            per_claim = max(_CLAIM_BYTES // w_tile_bytes, 1)
+            per_claim = max(CLAIM_BYTES // w_tile_bytes, 1)
         else:
-            per_claim = _ROW_TILES_PER_CLAIM
+            per_claim = ROW_TILES_PER_CLAIM
         n_row_claims = (n_row_tiles + per_claim - 1) // per_claim
         if tile < 0:
             return n_row_claims * ((n_panels + _PANELS_PER_CLAIM - 1) // _PANELS_PER_CLAIM)

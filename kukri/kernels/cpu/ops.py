@@ -11,16 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
-from kukri.kernels.cpu.abi import LOGIT_ROWS, N_LOGIT_ROWS, N_TOKENS, query_tokens
+from kukri.kernels.cpu.abi import (
+    EXPERT_ENTRY_BYTES,
+    LOGIT_ROWS,
+    MAX_ENTRY_ROWS,
+    N_LOGIT_ROWS,
+    N_TOKENS,
+    ROUTE_BYTES,
+    query_tokens,
+)
 from kukri.kernels.cpu.kernel_cache import float_bits
-from kukri.kernels.cpu.layouts import PanelKind, linear_kernel
+from kukri.kernels.cpu.layouts import TOKENS, PanelKind, expert_kernel, linear_kernel
 from kukri.kernels.cpu.memory import address_of
-from kukri.kernels.cpu.pack import PackedWeight
+from kukri.kernels.cpu.pack import PackedExperts, PackedWeight
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import AttentionSpec, FloatArray, KVType, Vector, Weight
-
-Rows = Literal["T", "N"]
+from kukri.kernels.types import AttentionSpec, FloatArray, KVType, Routing, Vector, Weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +37,36 @@ class Buffer:
 
 
 @dataclass(frozen=True, eq=False)
+class RouteTable(Buffer):
+    """Which of a step's rows each expert computes (see abi.py): offsets in bytes of the table's arrays."""
+
+    routing: Routing
+    max_rows: int
+    max_slots: int
+    entries: int  # of EXPERT_ENTRY_BYTES
+    next_slots: int  # int64 [E], scratch
+    experts: int  # int32 [rows]: the row's expert, or -1
+    slots: int  # int32 [rows]: its slot, or -1
+    rows: int  # int32 [slots]: the row of a slot
+
+    @classmethod
+    def make(cls, routing: Routing, max_tokens: int) -> RouteTable:
+        """A table for steps of up to `max_tokens`."""
+        n_rows = max_tokens * routing.n_used
+        n_slots = TOKENS * (n_rows // TOKENS + min(n_rows, routing.n_experts))
+        n_entries = n_rows // MAX_ENTRY_ROWS + min(n_rows, routing.n_experts)
+        sizes = (n_entries * EXPERT_ENTRY_BYTES, 8 * routing.n_experts, 4 * n_rows, 4 * n_rows, 4 * n_slots)
+        starts = [ROUTE_BYTES + sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        return cls(starts[-1], routing, n_rows, n_slots, *starts[:-1])
+
+
+# rows of a value: the step's tokens, those that want logits, or of a mixture one for each expert of a token
+Rows = Literal["T", "N"] | RouteTable
+
+
+@dataclass(frozen=True, eq=False)
 class Value:
-    """float32 [T or N, width] in a buffer whose rows are `stride` bytes apart."""
+    """float32 [rows, width] in a buffer whose rows are `stride` bytes apart."""
 
     buffer: Buffer
     rows: Rows
@@ -87,6 +121,8 @@ class Op:
         for name, part in vars(self).items():
             if isinstance(part, (Value, Buffer)):
                 yield name, part
+            if isinstance(part, Value) and isinstance(part.rows, Buffer):
+                yield "rows", part.rows
 
 
 @dataclass(eq=False)
@@ -255,6 +291,135 @@ class Linear(Op):
 
 
 @dataclass(eq=False)
+class Route(Op):
+    """The weights of the experts that each token uses, by a router's logits; 0 for the others."""
+
+    logits: Value
+    y: Value
+    routing: Routing
+    kernel = "route"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return _rows_of(self.logits, at) | {
+            "n_used": self.routing.n_used,
+            "normalized": int(self.routing.normalized),
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+        }
+
+
+@dataclass(eq=False)
+class Dispatch(Op):
+    """Orders the rows of a mixture by the experts whose weights are not 0."""
+
+    weights: Value
+    y: RouteTable
+    kernel = "dispatch"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        table = at.of(self.y)
+        return {
+            "batch": at.batch,
+            "weights": at.of(self.weights),
+            "stride": self.weights.stride,
+            "n_experts": self.y.routing.n_experts,
+            "n_used": self.y.routing.n_used,
+            "table": table,
+            "entries": table + self.y.entries,
+            "next_slots": table + self.y.next_slots,
+            "experts": table + self.y.experts,
+            "slots": table + self.y.slots,
+            "rows_of_slots": table + self.y.rows,
+        }
+
+
+@dataclass(eq=False)
+class QuantizeForExperts(Op):
+    """The rows of x as panels, ordered by experts."""
+
+    x: Value
+    table: RouteTable
+    kind: PanelKind
+    y: Buffer
+
+    @property
+    def kernel(self) -> str:
+        return f"expert_panel_{self.kind}"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        table = at.of(self.table)
+        is_per_token = self.x.rows == "T"
+        return _rows_of(self.x, at) | {
+            "rows": table,
+            "slots": table + self.table.slots,
+            "repeats": self.table.routing.n_used if is_per_token else 1,
+            "panels": at.of(self.y),
+        }
+
+
+@dataclass(eq=False)
+class ExpertLinear(Op):
+    """The products of panels with their experts' matrices, to columns of y from `column` on."""
+
+    panels: Buffer
+    table: RouteTable
+    kind: PanelKind
+    weight: PackedExperts
+    y: Value
+    column: int
+    bias: FloatArray | None  # float32 [E, whole tiles of all columns]
+
+    @property
+    def kernel(self) -> str:
+        return expert_kernel(self.weight.type_name, self.kind)
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        table, start = at.of(self.table), 4 * self.column
+        return {
+            "table": table,
+            "entries": table + self.table.entries,
+            "rows_of_slots": table + self.table.rows,
+            "w": at.of_array(self.weight.tiles),
+            "expert_bytes": self.weight.tiles.shape[1],
+            "x": at.of(self.panels),
+            "n_row_tiles": self.weight.n_row_tiles,
+            "n_blocks": self.weight.n_blocks,
+            "y": at.of(self.y) + start,
+            "y_stride": self.y.stride,
+            "bias": 0 if self.bias is None else at.of_array(self.bias) + start,
+            "bias_stride": 0 if self.bias is None else self.bias.strides[0],
+        }
+
+
+@dataclass(eq=False)
+class Combine(Op):
+    """The sum of each token's rows of x, times the weights of their experts; `residual` added."""
+
+    x: Value
+    weights: Value
+    table: RouteTable
+    y: Value
+    residual: Value | None
+    kernel = "combine"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return {
+            "rows": _count("T", at),
+            "x": at.of(self.x),
+            "x_stride": self.x.stride,
+            "n": self.x.width,
+            "weights": at.of(self.weights),
+            "weights_stride": self.weights.stride,
+            "n_used": self.table.routing.n_used,
+            "experts": at.of(self.table) + self.table.experts,
+            "residual": 0 if self.residual is None else at.of(self.residual),
+            "residual_stride": 0 if self.residual is None else self.residual.stride,
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+        }
+
+
+@dataclass(eq=False)
 class RopeStore(Op):
     """Rotates q and k in place if `rope` is there, and writes k and v to the cache if `v` is."""
 
@@ -377,11 +542,15 @@ class GatherRows(Op):
 
 @dataclass(eq=False)
 class Tap(Op):
-    """A stop of the plan, without a kernel: a listener may edit x; then `residual` is added to it."""
+    """A stop of the plan, without a kernel: a listener may edit x; then `residual` is added to it.
+
+    `n_used`: of routes, the most weights of a row that the listener may leave other than 0.
+    """
 
     name: str
     x: Value
     residual: Value | None = None
+    n_used: int | None = None
     in_place = ("x",)
 
 
@@ -391,7 +560,9 @@ def group_tokens(spec: AttentionSpec) -> int:
 
 
 def _count(rows: Rows, at: Addresses) -> int:
-    """The address of T or N."""
+    """The address of the number of rows."""
+    if isinstance(rows, RouteTable):
+        return at.of(rows)
     return at.batch + (N_TOKENS if rows == "T" else N_LOGIT_ROWS)
 
 

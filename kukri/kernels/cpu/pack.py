@@ -18,7 +18,7 @@ from kukri.kernels.cpu.layouts import (
 )
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool
-from kukri.kernels.types import ByteArray, Weight
+from kukri.kernels.types import ByteArray, Experts, Weight
 from kukri.mapped_files import release_pages
 from kukri.quant.per_token import row_sums
 
@@ -31,6 +31,18 @@ class PackedWeight:
     panel: PanelKind  # the form that activations take
     tiles: ByteArray
     n_rows: int
+    n_row_tiles: int
+    n_blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """The rows of experts of one type as weight tiles: uint8 [experts, bytes], else as PackedWeight."""
+
+    type_name: str
+    panel: PanelKind
+    tiles: ByteArray
+    n_rows: int  # of an expert, like the rest
     n_row_tiles: int
     n_blocks: int
 
@@ -51,25 +63,57 @@ def pack(weights: Sequence[Weight], pool: ThreadPool) -> PackedWeight:
 
     Pages of mapped files that were read are given back, so that a model does not lie in memory twice.
     """
-    layout = layout_of(weights[0])
-    n_rows = sum(w.shape[0] for w in weights)
-    n_row_tiles = -(-n_rows // ROWS)
-    n_blocks = weights[0].shape[1] // layout.block_size
-    per_token = weights[0].per_token and weights[0].type.name == PER_TOKEN_TYPE
+    tiles, n_blocks = _pack([weights], pool)
+    layout, n_rows = layout_of(weights[0]), sum(w.shape[0] for w in weights)
+    panel: PanelKind = "q8t" if _is_per_token(weights[0]) else layout.panel
+    return PackedWeight(weights[0].type.name, panel, tiles.reshape(-1), n_rows, -(-n_rows // ROWS), n_blocks)
+
+
+def pack_experts(experts: Sequence[Experts], pool: ThreadPool) -> PackedExperts:
+    """Weight tiles for experts of one type, number and input width: of each expert, rows one after the other.
+
+    Gives pages back as `pack` does.
+    """
+    first = experts[0].weights[0]
+    tiles, n_blocks = _pack(list(zip(*(each.weights for each in experts), strict=True)), pool)
+    layout, n_rows = layout_of(first), sum(each.shape[1] for each in experts)
+    panel: PanelKind = "q8t" if _is_per_token(first) else layout.panel
+    return PackedExperts(first.type.name, panel, tiles, n_rows, -(-n_rows // ROWS), n_blocks)
+
+
+def _is_per_token(weight: Weight) -> bool:
+    return weight.per_token and weight.type.name == PER_TOKEN_TYPE
+
+
+def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> tuple[ByteArray, int]:
+    """(uint8 [groups, bytes], blocks of a row): the tiles of each group's rows, padded to whole tiles.
+
+    Groups are alike in shapes and types.
+    """
+    first = groups[0][0]
+    layout = layout_of(first)
+    n_row_tiles = -(-sum(w.shape[0] for w in groups[0]) // ROWS)
+    n_blocks = first.shape[1] // layout.block_size
+    per_token = _is_per_token(first)
     blocks_bytes = n_blocks * layout.tile_block_bytes
     tile_bytes = blocks_bytes + (ROW_SUM_BYTES if per_token else 0)
-    tiles = aligned_zeros(n_row_tiles * tile_bytes)
-    data = [np.ascontiguousarray(w.data) for w in weights]
-    zero_row = np.zeros(max(data[0].shape[1], 64), np.uint8)
-    addresses = np.full(n_row_tiles * ROWS, address_of(zero_row), np.int64)
-    start = 0
-    for rows in data:
-        addresses[start : start + len(rows)] = address_of(rows) + np.arange(len(rows)) * rows.shape[1]
-        start += len(rows)
+    tiles = aligned_zeros(len(groups) * n_row_tiles * tile_bytes).reshape(len(groups), -1)
+    data = [[np.ascontiguousarray(w.data) for w in weights] for weights in groups]
+    zero_row = np.zeros(max(first.data.shape[1], 64), np.uint8)
+    addresses = np.full((len(groups), n_row_tiles * ROWS), address_of(zero_row), np.int64)
+    sums = np.zeros(addresses.shape if per_token else (0, 0), np.float32)
+    for group, parts in enumerate(data):
+        start = 0
+        for rows in parts:
+            stop = start + len(rows)
+            addresses[group, start:stop] = address_of(rows) + np.arange(len(rows)) * rows.shape[1]
+            if per_token:
+                sums[group, start:stop] = row_sums(rows)
+            start = stop
     pool.run_kernel(
         "pack",
         row_addresses=address_of(addresses),
-        n_row_tiles=n_row_tiles,
+        n_row_tiles=len(groups) * n_row_tiles,
         n_blocks=n_blocks,
         block_bytes=layout.block_bytes,
         word=layout.word,
@@ -81,10 +125,8 @@ def pack(weights: Sequence[Weight], pool: ThreadPool) -> PackedWeight:
         tile_bytes=tile_bytes,
     )
     if per_token:
-        sums = np.zeros((n_row_tiles, ROWS), np.float32)
-        sums.reshape(-1)[:n_rows] = np.concatenate([row_sums(rows) for rows in data])
-        tiles.reshape(n_row_tiles, tile_bytes)[:, blocks_bytes:] = sums.view(np.uint8)
-    for w in weights:
-        release_pages(w.data)
-    panel: PanelKind = "q8t" if per_token else layout.panel
-    return PackedWeight(weights[0].type.name, panel, tiles, n_rows, n_row_tiles, n_blocks)
+        tiles.reshape(-1, tile_bytes)[:, blocks_bytes:] = sums.reshape(-1, ROWS).view(np.uint8)
+    for weights in groups:
+        for w in weights:
+            release_pages(w.data)
+    return tiles, n_blocks

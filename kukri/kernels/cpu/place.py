@@ -30,6 +30,7 @@ class Segment:
     name: str
     value: Value
     residual: Value | None
+    n_used: int | None  # see ops.Tap
 
 
 class Plan:
@@ -51,7 +52,7 @@ class Plan:
         calls: list[Op] = []
         for op in ops:
             if isinstance(op, Tap):
-                self.segments.append(Segment(len(calls), op.name, op.x, op.residual))
+                self.segments.append(Segment(len(calls), op.name, op.x, op.residual, op.n_used))
             else:
                 calls.append(op)
         self.kernel_names: list[str] = [op.kernel for op in calls]

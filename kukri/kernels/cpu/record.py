@@ -7,7 +7,8 @@ from the batch, so one plan serves prefill and decoding alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,17 @@ from kukri.kernels.cpu import ops
 from kukri.kernels.cpu.abi import CHUNK_TOKENS, MAX_TILE_ROWS, partial_bytes
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, panel_bytes
-from kukri.kernels.cpu.ops import Buffer, Op, Rows, Value
-from kukri.kernels.cpu.pack import PackedWeight, layout_of
+from kukri.kernels.cpu.ops import Buffer, Op, RouteTable, Rows, Value
+from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, layout_of
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     AttentionSpec,
+    Experts,
     FloatArray,
     KVType,
     RopeFrequencies,
+    Routing,
     StepLimits,
     Vector,
     Weight,
@@ -33,11 +36,20 @@ from kukri.kernels.types import (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The handle of a mixture's routes: the weights [T, E] and the table made of them."""
+
+    weights: Value
+    table: RouteTable
+    panels: dict[tuple[Value, PanelKind], Buffer] = field(default_factory=dict)  # inputs, ordered by experts
+
+
 class Recorder:
     """The op set, whose values are handles. Attributes: ops, the list so far; n_vocab of the embedding.
 
-    Only taps named in `taps` are recorded. `pack` gives the tiles of weights of one type, `rope_rows` cos and
-    sin. Raises MissingKernelError on sizes that no kernel takes.
+    Only taps named in `taps` are recorded. `pack` and `pack_experts` give the tiles of weights of one type,
+    `rope_rows` cos and sin. Raises MissingKernelError on sizes that no kernel takes.
     """
 
     def __init__(
@@ -46,10 +58,11 @@ class Recorder:
         limits: StepLimits,
         taps: frozenset[str],
         pack: Callable[[tuple[Weight, ...]], PackedWeight],
+        pack_experts: Callable[[tuple[Experts, ...]], PackedExperts],
         rope_rows: Callable[[RopeFrequencies], RopeRows],
     ) -> None:
         self._kv_type, self._limits, self._taps = kv_type, limits, taps
-        self._pack, self._rope_rows = pack, rope_rows
+        self._pack, self._pack_experts, self._rope_rows = pack, pack_experts, rope_rows
         self._panels: dict[tuple[Value, PanelKind], Buffer] = {}
         self.ops: list[Op] = []
         self.n_vocab = 0
@@ -108,9 +121,7 @@ class Recorder:
             self._add(ops.Tap(tap_name(*tap), y, residual))
             return y
         groups = _by_type(weights)
-        width = sum(w.shape[0] for w in weights)
-        last = sum(w.shape[0] for w in groups[-1])
-        stored_width = width - last + -(-last // ROWS) * ROWS  # kernels store whole tiles
+        width, stored_width = _widths([w.shape[0] for w in group] for group in groups)
         y = self._value(x.rows, width, stored_width)
         padded: FloatArray | None = None
         if bias is not None:
@@ -165,6 +176,54 @@ class Recorder:
         self._add(ops.AttendFinish(y, y, attend.partials, spec))
         return y
 
+    def route(self, logits: Value, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
+        """See Ops.route."""
+        if logits.rows != "T" or logits.width != routing.n_experts:
+            raise ShapeError(f"{logits.width} router logits for {routing.n_experts} experts")
+        weights = self._value("T", logits.width)
+        self._add(ops.Route(logits, weights, routing))
+        if tap is not None and tap_name(*tap) in self._taps:
+            self._add(ops.Tap(tap_name(*tap), weights, n_used=routing.n_used))
+        table = RouteTable.make(routing, self._limits.max_tokens)
+        self._add(ops.Dispatch(weights, table))
+        return Routes(weights, table)
+
+    def expert_linear(
+        self, x: Value, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> Value:
+        """See Ops.expert_linear. Neighbouring experts of one type become one kernel call."""
+        groups = _experts_by_type(experts)
+        width, stored_width = _widths([each.shape[1] for each in group] for group in groups)
+        y = self._value(routes.table, width, stored_width)
+        padded: FloatArray | None = None
+        if bias is not None:
+            rows = bias.data.reshape(-1, width)
+            padded = np.zeros((len(rows), stored_width), np.float32)
+            padded[:, :width] = rows
+        column = 0
+        for group in groups:
+            packed = self._pack_experts(group)
+            panels = self._quantized_for_experts(x, routes, packed.panel)
+            self._add(ops.ExpertLinear(panels, routes.table, packed.panel, packed, y, column, padded))
+            column += packed.n_rows
+        return y
+
+    def combine(
+        self,
+        x: Value,
+        routes: Routes,
+        residual: Value | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Value:
+        """See Ops.combine."""
+        _require_multiple("the model width", x.width, 16)
+        is_tapped = tap is not None and tap_name(*tap) in self._taps
+        y = self._value("T", x.width)
+        self._add(ops.Combine(x, routes.weights, routes.table, y, None if is_tapped else residual))
+        if tap is not None and is_tapped:
+            self._add(ops.Tap(tap_name(*tap), y, residual))
+        return y
+
     def logit_rows(self, x: Value, batch: Any) -> Value:
         """See Ops.logit_rows."""
         y = self._value("N", x.width)
@@ -199,11 +258,22 @@ class Recorder:
             self._panels[x, kind] = panels
         return panels
 
+    def _quantized_for_experts(self, x: Value, routes: Routes, kind: PanelKind) -> Buffer:
+        """The panels of x ordered by experts, made once for all products that read them."""
+        panels = routes.panels.get((x, kind))
+        if panels is None:
+            panels = Buffer(routes.table.max_slots // TOKENS * panel_bytes(kind, x.width))
+            self._add(ops.QuantizeForExperts(x, routes.table, kind, panels))
+            routes.panels[x, kind] = panels
+        return panels
+
     def _partials_bytes(self, spec: AttentionSpec) -> int:
         rows = spec.group * ops.group_tokens(spec)
         return max_partials(self._limits) * partial_bytes(rows, spec.d_head) * spec.n_kv_heads
 
     def _max_rows(self, rows: Rows) -> int:
+        if isinstance(rows, RouteTable):
+            return rows.max_rows
         return self._limits.max_tokens if rows == "T" else self._limits.max_logit_rows
 
     def _like(self, x: Value, what: str) -> Value:
@@ -228,13 +298,25 @@ def _require_multiple(what: str, n: int, factor: int) -> None:
 
 def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
     """Neighbours that one kernel call can multiply: of one type, ending on whole tiles."""
-    groups: list[list[Weight]] = []
+    groups: list[tuple[Weight, ...]] = []
     for weight in weights:
         layout_of(weight)
         last = groups[-1][0] if groups else weight
         is_like_it = (last.type, last.per_token) == (weight.type, weight.per_token)
         if groups and is_like_it and sum(w.shape[0] for w in groups[-1]) % ROWS == 0:
-            groups[-1].append(weight)
+            groups[-1] += (weight,)
         else:
-            groups.append([weight])
-    return [tuple(group) for group in groups]
+            groups.append((weight,))
+    return groups
+
+
+def _experts_by_type(experts: Sequence[Experts]) -> list[tuple[Experts, ...]]:
+    """The same for experts, by the first of each."""
+    own = {each.weights[0]: each for each in experts}
+    return [tuple(own[weight] for weight in group) for group in _by_type(list(own))]
+
+
+def _widths(groups: Iterable[Sequence[int]]) -> tuple[int, int]:
+    """(columns, columns that kernels store, of which each writes whole tiles) of results in groups."""
+    sums = [sum(group) for group in groups]
+    return sum(sums), sum(sums[:-1]) + -(-sums[-1] // ROWS) * ROWS

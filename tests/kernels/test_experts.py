@@ -1,0 +1,178 @@
+"""Mixtures of experts on the CPU backend against the reference: routing, products, sums, and independence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from small_programs import TYPES, assert_close, both, exact_rows, f32_weight, plain_batch, run, weight
+
+from kukri.errors import HookError, ShapeError
+from kukri.kernels import make_backend
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.reference import ReferenceBackend
+from kukri.kernels.types import Experts, KVLayer, Routing, StepLimits, Vector
+
+ROUTING = Routing(n_experts=11, n_used=3, normalized=True)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    made = make_backend("cpu", 2)
+    yield made
+    made.close()
+
+
+def experts(rng, type_name, n, n_out, n_in):
+    return Experts(tuple(weight(rng, type_name, n_out, n_in) for _ in range(n)), f"test.{type_name}")
+
+
+def one_product(rng, types, routing, x, logits, n_out=(32, 24)):
+    """Experts of one product, its bias, and the sum of a token's results."""
+    parts = [experts(rng, t, routing.n_experts, n, x.shape[1]) for t, n in zip(types, n_out, strict=True)]
+    bias = Vector(rng.standard_normal(routing.n_experts * sum(n_out)).astype(np.float32))
+    pad = f32_weight(rng.standard_normal((64, sum(n_out))))
+    rows, router = f32_weight(x), f32_weight(logits)
+
+    def program(ops, batch):
+        routes = ops.route(ops.embed(router, batch), routing)
+        # a matrix behind it brings any width to one that `combine` takes
+        y = ops.expert_linear(ops.embed(rows, batch), routes, parts, bias)
+        wide = ops.expert_linear(y, routes, [Experts((pad,) * routing.n_experts)])
+        return ops.logit_rows(ops.combine(wide, routes), batch)
+
+    return program
+
+
+def whole_mixture(rng, type_name, routing, x, logits, n_ffn=64):
+    """The MLP of a mixture, added to x."""
+    n, d = routing.n_experts, x.shape[1]
+    up = [experts(rng, type_name, n, n_ffn, d) for _ in range(2)]
+    down = experts(rng, type_name, n, d, n_ffn)
+    rows, router = f32_weight(x), f32_weight(logits)
+
+    def program(ops, batch):
+        inputs = ops.embed(rows, batch)
+        routes = ops.route(ops.embed(router, batch), routing, ("weights", None))
+        gate_up = ops.expert_linear(inputs, routes, up)
+        hidden = ops.silu_mul(*ops.split(gate_up, (n_ffn, n_ffn)))
+        out = ops.combine(ops.expert_linear(hidden, routes, [down]), routes, inputs, ("out", None))
+        return ops.logit_rows(out, batch)
+
+    return program
+
+
+def case(seed, n_tokens, n_in=256, routing=ROUTING):
+    rng = np.random.default_rng(seed)
+    return rng, exact_rows(rng, n_tokens, n_in), rng.standard_normal((n_tokens, routing.n_experts)) * 3
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_products_of_every_type(backend, type_name: str) -> None:
+    """An expert's rows taken from another; a panel's lanes out of order; a bias of another expert."""
+    rng, x, logits = case(1, 21)
+    assert_close(*both(backend, one_product(rng, [type_name] * 2, ROUTING, x, logits), plain_batch(21)))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 9, 150])
+@pytest.mark.parametrize("n_out", [(32, 48), (24, 40)], ids=str)
+def test_any_number_of_tokens(backend, n_tokens: int, n_out: tuple[int, int]) -> None:
+    """Panels that are not full, entries of more rows than one holds, matrices that end within a tile."""
+    rng, x, logits = case(2, n_tokens, 64)
+    logits[:, 3] += 9  # an expert that every token uses
+    program = one_product(rng, ["F32", "Q8_0"], ROUTING, x, logits, n_out)
+    assert_close(*both(backend, program, plain_batch(n_tokens)))
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize(("n_experts", "n_used"), [(128, 8), (5, 5), (32, 1), (60, 4)])
+def test_a_whole_mixture(backend, n_experts: int, n_used: int, normalized: bool) -> None:
+    """Weights that are not the softmax's; rows of rows read as rows of tokens; a residual left out."""
+    routing = Routing(n_experts, n_used, normalized)
+    rng, x, logits = case(3, 17, 64, routing)
+    program = whole_mixture(rng, "F32", routing, x, logits)
+    assert_close(*both(backend, program, plain_batch(17)), relative=1e-5)
+
+
+@pytest.mark.parametrize("type_name", ["F32", "Q4_K", "Q8_0"])
+def test_a_token_is_alone_in_any_crowd(backend, type_name: str) -> None:
+    """A result that depends on the tokens that share its experts, to the bit."""
+    rng, x, logits = case(4, 100)
+    program = whole_mixture(rng, type_name, ROUTING, x, logits, 256)
+    whole = run(backend, program, plain_batch(100))
+    for n_tokens in (1, 2, 7, 40):
+        np.testing.assert_array_equal(run(backend, program, plain_batch(n_tokens)), whole[:n_tokens])
+
+
+def weights_of(backend, logits, routing, on_tap=None):
+    """What the tap of the weights sees, and the result."""
+    rng = np.random.default_rng(5)
+    x = exact_rows(rng, len(logits), 64)
+    program = whole_mixture(rng, "F32", routing, x, np.asarray(logits, np.float32))
+    seen = []
+
+    def listen(name, weights):
+        if name == "weights":
+            seen.append(weights.copy())
+            return None if on_tap is None else on_tap(weights)
+        return None
+
+    limits = StepLimits(32, 1, 32, 4)
+    compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 4), limits, frozenset(["weights"]))
+    result = compiled(plain_batch(len(logits)), listen).numpy().copy()
+    return seen[0], result
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_the_weights_of_routes(backend, normalized: bool) -> None:
+    """Equal logits that choose others than the first; an expert of logit -inf that is used; another sum."""
+    logits = np.array([[1, 1, 1, 1], [-np.inf, 0, -np.inf, -np.inf], [-900, 30, 60, -np.inf], [0, 1, 2, 3]])
+    routing = Routing(4, 2, normalized)
+    got, _ = weights_of(backend, logits, routing)
+    want, _ = weights_of(ReferenceBackend(), logits, routing)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert (np.flatnonzero(got[0]) == [0, 1]).all()
+    assert np.flatnonzero(got[1]).tolist() == [1]
+    if normalized:
+        np.testing.assert_allclose(got.sum(axis=1), 1, rtol=1e-6)
+    else:
+        np.testing.assert_allclose(got[0], [0.25, 0.25, 0, 0])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_broken_logits_give_nan_and_spare_the_others(backend, bad: float) -> None:
+    """A NaN that leads outside an array, or is lost, or reaches the tokens beside it."""
+    logits = np.random.default_rng(0).standard_normal((9, 4))
+    _, want = weights_of(backend, logits, Routing(4, 2, True))
+    logits[4, 1] = bad
+    _, got = weights_of(backend, logits, Routing(4, 2, True))
+    assert np.isnan(got[4]).all()
+    others = np.arange(9) != 4
+    np.testing.assert_array_equal(got[others], want[others])
+
+
+def test_hooks_on_weights(backend) -> None:
+    """An edit that is not followed: an expert without a weight still used, or another weight not taken."""
+    logits = np.random.default_rng(1).standard_normal((9, 4))
+
+    def only_expert_2(weights):
+        edited = np.zeros_like(weights)
+        edited[:, 2] = 0.5
+        return edited
+
+    routing = Routing(4, 2, True)
+    got = weights_of(backend, logits, routing, only_expert_2)[1]
+    want = weights_of(ReferenceBackend(), logits, routing, only_expert_2)[1]
+    assert_close(got, want, 1e-5)
+    assert np.abs(got - weights_of(backend, logits, routing)[1]).max() > 1e-3
+    for each in (backend, ReferenceBackend()):
+        with pytest.raises(HookError, match="4 experts of a token with a weight, and it uses 2"):
+            weights_of(each, logits, routing, np.ones_like)
+
+
+def test_experts_are_alike() -> None:
+    """Experts of several shapes or types as one."""
+    rng = np.random.default_rng(0)
+    with pytest.raises(ShapeError, match="'e' are not of one shape and type"):
+        Experts((weight(rng, "F32", 4, 32), weight(rng, "F32", 5, 32)), "e")
+    with pytest.raises(ShapeError, match="not of one shape and type"):
+        Experts((weight(rng, "F32", 4, 32), weight(rng, "F16", 4, 32)))
