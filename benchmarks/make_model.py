@@ -51,9 +51,18 @@ class Shape:
     n_vocab: int
     context: int
     rope_theta: float
+    n_experts: int = 0  # in place of each MLP
+    n_experts_used: int = 0
+    d_expert: int = 0
 
 
 SHAPES = {
+    "qwen3-30b-a3b-4l": Shape(
+        *("qwen3moe", 2048, 6144, 4, 32, 4, 128, 151936, 32768, 1e6),
+        n_experts=128,
+        n_experts_used=8,
+        d_expert=768,
+    ),
     "smollm3-3b": Shape("smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 65536, 5e6),
     "smollm2-1.7b": Shape("llama", 2048, 8192, 24, 32, 32, 64, 49152, 8192, 130000.0),
     "smollm2-360m": Shape("llama", 960, 2560, 32, 15, 5, 64, 49152, 8192, 100000.0),
@@ -72,7 +81,7 @@ def make_model(path: Path, shape: Shape, mix: str, name: str, seed: int = 0) -> 
         if len(dims) == 1:
             tensors[tensor] = (QUANT_TYPES["F32"], np.ones(dims, np.float32), dims)
         else:
-            type = types[tensor]
+            type = types.get(tensor, QUANT_TYPES["F32"])  # routers
             tensors[tensor] = (type, _maker(random, type, dims), dims)
     write_gguf(path, _metadata(shape, mix, name), tensors)
 
@@ -87,10 +96,15 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         "attn_v": (n_kv, d),
         "attn_output": (d, n_q),
         "ffn_norm": (d,),
-        "ffn_gate": (shape.d_ffn, d),
-        "ffn_up": (shape.d_ffn, d),
-        "ffn_down": (d, shape.d_ffn),
     }
+    if shape.architecture.startswith("qwen3"):
+        layer |= {"attn_q_norm": (shape.d_head,), "attn_k_norm": (shape.d_head,)}
+    n, f = shape.n_experts, shape.d_expert
+    if n:
+        layer |= {"ffn_gate_inp": (n, d), "ffn_gate_exps": (n, f, d), "ffn_up_exps": (n, f, d)}
+        layer |= {"ffn_down_exps": (n, d, f)}
+    else:
+        layer |= {"ffn_gate": (shape.d_ffn, d), "ffn_up": (shape.d_ffn, d), "ffn_down": (d, shape.d_ffn)}
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.n_vocab, d), "output_norm.weight": (d,)}
     for i in range(shape.n_layers):
         shapes |= {f"blk.{i}.{part}.weight": dims for part, dims in layer.items()}
@@ -104,12 +118,12 @@ def random_rows(random: np.random.Generator, type: QuantType, dims: tuple[int, .
         drawn = (DEVIATION * random.standard_normal(1 << 16)).astype(np.float32)
         table = BLOCKS[type.name].quantize_blocks(drawn.reshape(-1, 1)).view(f"u{type.block_bytes}")
         chosen = np.frombuffer(random.bytes(2 * prod(dims)), np.uint16)
-        return table.reshape(-1)[chosen].view(np.uint8).reshape(dims[0], row_bytes)
-    blocks = np.frombuffer(bytearray(random.bytes(dims[0] * row_bytes)), np.uint8)
+        return table.reshape(-1)[chosen].view(np.uint8).reshape(-1, row_bytes)
+    blocks = np.frombuffer(bytearray(random.bytes(prod(dims[:-1]) * row_bytes)), np.uint8)
     blocks = blocks.reshape(-1, type.block_bytes)
     for at, value in zip(_HALVES[type.name], _scales(type), strict=True):
         blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
-    return blocks.reshape(dims[0], row_bytes)
+    return blocks.reshape(-1, row_bytes)
 
 
 def _maker(
@@ -150,6 +164,9 @@ def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
         "rope.dimension_count": shape.d_head,
         "vocab_size": shape.n_vocab,
     }
+    if shape.n_experts:
+        keys |= {"expert_count": shape.n_experts, "expert_used_count": shape.n_experts_used}
+        keys |= {"expert_feed_forward_length": shape.d_expert}
     tokens, merges = _vocabulary(shape.n_vocab)
     first_special = len(tokens) - len(_SPECIAL)
     return {

@@ -116,6 +116,23 @@ class AttentionConfig:
     rope: RopeConfig | None  # None: a NoPE layer
 
 
+@dataclass(frozen=True)
+class MixtureConfig:
+    """A mixture of experts in place of each layer's MLP."""
+
+    n_experts: int
+    n_used: int  # by a token
+    d_ffn: int  # width of an expert's MLP
+    normalized: bool  # a token's weights have the sum 1; if not, they are shares in the softmax of all
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on sizes that no mixture can have."""
+        if not 1 <= self.n_used <= self.n_experts:
+            raise ConfigError(f"{self.n_used} experts used of {self.n_experts}")
+        if self.d_ffn < 1:
+            raise ConfigError(f"experts of width {self.d_ffn}")
+
+
 HEADS = (
     "language_model",
     "question_answering",
@@ -164,6 +181,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     name: str = ""
     head: HeadConfig = HeadConfig()
+    mixture: MixtureConfig | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError on shapes no transformer can have."""

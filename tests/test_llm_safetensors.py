@@ -68,6 +68,11 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "phi3": (tr.Phi3Config, {"partial_rotary_factor": 0.5}),
     "phi": (tr.PhiConfig, {"partial_rotary_factor": 0.5}),
     "starcoder2": (tr.Starcoder2Config, {"sliding_window": 9}),
+    "qwen3_moe": (
+        tr.Qwen3MoeConfig,
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"norm_topk_prob": True},
+    ),
     "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),
 }
 RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES]

@@ -26,7 +26,7 @@ from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.kernels import make_backend
 from kukri.kernels.cpu.quantize import requantize
-from kukri.kernels.types import Backend, FloatArray, Weight
+from kukri.kernels.types import Backend, Experts, FloatArray, Weight
 from kukri.llm import LLM
 from kukri.models import Model, load_model
 from kukri.models.weights import WeightSource
@@ -285,12 +285,19 @@ class _Changeable:
         self._source = source
         self.weights: dict[str, Weight] = {}
         self.changed: dict[str, Weight] = {}
+        self._experts: dict[str, Experts] = {}
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix as it is stored, or changed."""
         if name not in self.weights:
             self.weights[name] = self._source.matrix(name, shape)
         return self.changed.get(name, self.weights[name])
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """Matrices of experts, which keep their type."""
+        if name not in self._experts:
+            self._experts[name] = self._source.experts(name, shape)
+        return self._experts[name]
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]."""

@@ -27,9 +27,15 @@ from kukri.formats.huggingface.safetensors import (
     SafetensorsFile,
     open_files,
 )
-from kukri.formats.huggingface.weights import follows_from_config, model_prefix
+from kukri.formats.huggingface.weights import (
+    SafetensorsWeights,
+    expert_tensors,
+    follows_from_config,
+    model_prefix,
+)
 from kukri.formats.imatrix import ImportanceMatrix
 from kukri.kernels.cpu.quantize import requantize
+from kukri.kernels.types import Experts
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES
 from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray
@@ -134,11 +140,16 @@ def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Co
     ]
     files = open_files(path)
     prefix = model_prefix(files)
+    stacks: dict[str, None] = {}
     for name, file in files.items():
         if not follows_from_config(name, config.tie_embeddings):
             inside = name.startswith(prefix)
             canonical = f"model.{name.removeprefix(prefix)}" if inside else name
-            steps.append(_of_safetensors(config, file, name, gguf_name(canonical, config.architecture)))
+            if parts := expert_tensors(canonical):
+                stacks |= dict.fromkeys(parts)
+            else:
+                steps.append(_of_safetensors(config, file, name, gguf_name(canonical, config.architecture)))
+    steps += _of_experts(path, config, stacks)
     steps.sort(key=_place)
     return Conversion(config, {**model_metadata(config), **text}, tuple(steps))
 
@@ -158,7 +169,27 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, store
         rows: ByteArray = file.data(tensor).reshape(shape[0], -1)[order]
         return rows if len(shape) > 1 else rows.reshape(1, -1)
 
-    return Step(stored_name, shape, type, type if len(shape) > 1 else _F32, read, name)
+    is_small = len(shape) == 1 or stored_name.endswith(
+        ".ffn_gate_inp.weight"
+    )  # routers, as llama.cpp has them
+    return Step(stored_name, shape, type, _F32 if is_small else type, read, name)
+
+
+def _of_experts(path: Path, config: ModelConfig, names: Iterable[str]) -> Iterator[Step]:
+    """The steps of experts, each the matrices of all of a layer."""
+    source = SafetensorsWeights(path, config)
+    for name in names:
+        assert config.mixture is not None, "its tensors were taken"
+        shape = (config.mixture.d_ffn, config.d_model)
+        if name.endswith("down_proj.weight"):
+            shape = (config.d_model, config.mixture.d_ffn)
+        experts = source.experts(name, (config.mixture.n_experts, *shape))
+
+        def read(experts: Experts = experts) -> ByteArray:
+            return np.concatenate([weight.data for weight in experts.weights])
+
+        stored_name = gguf_name(name, config.architecture)
+        yield Step(stored_name, experts.shape, experts.type, experts.type, read, name)
 
 
 def _place(step: Step) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kukri.config import MAX_CONTEXT, MAX_HEAD, ModelConfig, RopeScaling
+from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RopeScaling
 from kukri.formats.keys import Keys
 from kukri.models.architecture import Architecture
 
@@ -117,6 +117,44 @@ def read_numbers(
         else:
             found[fact.field] = fact.read(keys, form)
     return found
+
+
+MAX_EXPERTS = 1 << 12
+
+
+def mixture_facts(architecture: Architecture) -> tuple[Fact, ...]:
+    """The numbers of a mixture of experts, by the fields of `MixtureConfig`, if it has one."""
+    keys = architecture.experts
+    if keys is None:
+        return ()
+    return (
+        Fact("n_experts", "expert_count", keys.n_experts, most=MAX_EXPERTS),
+        Fact("n_used", "expert_used_count", "num_experts_per_tok", most=MAX_EXPERTS),
+        Fact("d_ffn", "expert_feed_forward_length", keys.d_ffn),
+    )
+
+
+def read_mixture(
+    keys: Keys, form: Format, architecture: Architecture, d_ffn: int, normalized: bool
+) -> MixtureConfig | None:
+    """The mixture of an architecture that has one; `d_ffn` is the width of experts if no key says it.
+
+    Raises FormatError for a number that is missing, of another type, or contradicts another.
+    """
+    if architecture.experts is None:
+        return None
+    found = {}
+    for fact in mixture_facts(architecture):
+        found[fact.field] = fact.read(keys, form, d_ffn if fact.field == "d_ffn" else None)
+    if found["n_used"] > found["n_experts"]:
+        key = mixture_facts(architecture)[1].key(form)
+        raise keys.error(key, f"is {found['n_used']}, but there are {found['n_experts']} experts")
+    return MixtureConfig(**found, normalized=normalized)
+
+
+def write_mixture(mixture: MixtureConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
+    """The keys of a mixture's numbers."""
+    return {fact.key(form): getattr(mixture, fact.field) for fact in mixture_facts(architecture)}
 
 
 def write_numbers(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, Any]:

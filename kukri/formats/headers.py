@@ -19,7 +19,7 @@ from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.formats.huggingface.weights import follows_from_config
 from kukri.formats.json_files import read_json
-from kukri.kernels.types import FloatArray, Weight
+from kukri.kernels.types import Experts, FloatArray, Weight
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,14 @@ class GGUFNames(GGUFWeights):
         self.names[tensor.name] = name
         rows = np.broadcast_to(np.uint8(0), (shape[0], tensor.type.row_bytes(shape[1])))
         return Weight(rows, tensor.type, shape, name)
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """Matrices of the file's type and shape, all zeros."""
+        n, n_out, n_in = shape
+        tensor = self._take(name, shape)
+        self.names[tensor.name] = name
+        rows = np.broadcast_to(np.uint8(0), (n_out, tensor.type.row_bytes(n_in)))
+        return Experts((Weight(rows, tensor.type, (n_out, n_in), name),) * n, name)
 
     def vector(self, name: str, size: int) -> FloatArray:
         """Zeros, float32 [size]."""

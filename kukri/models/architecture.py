@@ -11,6 +11,16 @@ from kukri.models.weights import WeightSource
 
 
 @dataclass(frozen=True)
+class ExpertKeys:
+    """The keys of config.json that describe a mixture of experts, and what GGUF files leave unsaid."""
+
+    n_experts: str  # "num_experts" or "num_local_experts", which files have in each other's place
+    d_ffn: str  # width of an expert's MLP
+    normalized: str | bool  # a token's weights have the sum 1: always, never, or a key that says
+    gguf_normalized: bool  # the same in GGUF, where no key says so
+
+
+@dataclass(frozen=True)
 class Architecture:
     """An architecture as its object beside the model states it; `kukri.models.ARCHITECTURES` finds all.
 
@@ -43,6 +53,7 @@ class Architecture:
         default_factory=dict
     )  # by module or part: always, or a key that says
     partial_rotary: bool = False  # RoPE without scaling reads partial_rotary_factor
+    experts: ExpertKeys | None = None  # of a mixture
     scaling_names: Mapping[str, str] = field(default_factory=dict)  # older names of RoPE scalings
 
     def __post_init__(self) -> None:

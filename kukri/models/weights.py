@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kukri.kernels.types import FloatArray, Weight
+from kukri.kernels.types import Experts, FloatArray, Weight
+
+
+def expert_name(name: str, expert: int) -> str:
+    """The name of one expert's matrix: `….experts.gate_proj.weight` -> `….experts.3.gate_proj.weight`."""
+    return name.replace(".experts.", f".experts.{expert}.")
 
 
 class WeightSource(Protocol):
@@ -12,6 +17,12 @@ class WeightSource(Protocol):
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """The matrices (experts, out, in) of `….mlp.experts.down_proj.weight` and the like, as stored.
+
+        Raises FormatError if some are missing or of another shape.
+        """
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""

@@ -40,15 +40,15 @@ ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # llama.cpp's 
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)\.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)(?:_exps)?\.weight")
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
     """True for the tensors that a mix touches: matrices that are no norms. `name` is GGUF's.
 
-    Heads for tasks stay as they are: a few rows on which every output depends.
+    Heads for tasks and routers of experts stay as they are: a few rows on which much depends.
     """
-    if name in ("cls.output.weight", "qa_output.weight"):
+    if name in ("cls.output.weight", "qa_output.weight") or name.endswith(".ffn_gate_inp.weight"):
         return False
     return len(shape) > 1 and name.endswith(".weight") and not name.endswith("_norm.weight")
 

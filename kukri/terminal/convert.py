@@ -85,15 +85,16 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
         raise ConfigError(f"a safetensors directory holds {', '.join(FLOATS)}, not {dtype!r}")
     with open_checkpoint(source) as checkpoint:
         weights = NamedWeights(checkpoint.weights(checkpoint.config))
-        types = {p.type for p in load_model(weights, checkpoint.config).parameters if len(p.shape) == 2}
+        types = {p.type for p in load_model(weights, checkpoint.config).parameters if len(p.shape) > 1}
         kept = types.pop() if len(types) == 1 else "F16"
         made = dtype.upper() if dtype else kept if kept in FLOATS else "F16"
         assert isinstance(checkpoint.tokenizer, GGUFFile)
         text = tokenizer_files(checkpoint.tokenizer)
-        with progress_bar(len(weights.matrices)) as advance:
+        n_tensors = len(weights.matrices) + sum(n for n, *_ in weights.stacks.values())
+        with progress_bar(n_tensors) as advance:
             write_directory(target, checkpoint.config, weights, made, text, lambda name: advance(1, name))
     if as_json:
-        print(json.dumps({"path": str(target), "type": made, "tensors": len(weights.matrices)}))
+        print(json.dumps({"path": str(target), "type": made, "tensors": n_tensors}))
     else:
         print_facts([("wrote", str(target)), ("type", made)])
 

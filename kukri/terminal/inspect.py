@@ -127,6 +127,7 @@ def _report(
         "n_metadata_keys": len(headers.stated),
         "n_tensors": len(headers.tensors),
         "n_parameters": headers.n_parameters,
+        "n_active_parameters": _n_active(headers, names),
         "buffers": [tensor.name for tensor in headers.buffers],
         "architecture": _architecture(headers),
         "unsupported": None if problem is None else str(problem),
@@ -150,6 +151,15 @@ def _report(
             for tensor in headers.tensors
         ]
     return report
+
+
+def _n_active(headers: Headers, names: Mapping[str, str]) -> int:
+    """Parameters that a token is computed with: of experts, the share that it uses."""
+    mixture = headers.config.mixture if headers.config else None
+    if mixture is None:
+        return headers.n_parameters
+    of_experts = sum(t.n_parameters for t in headers.tensors if ".mlp.experts." in names[t.name])
+    return headers.n_parameters - of_experts // mixture.n_experts * (mixture.n_experts - mixture.n_used)
 
 
 def _config_report(config: ModelConfig | None) -> dict[str, Any]:
@@ -246,7 +256,7 @@ def _print_facts(report: dict[str, Any]) -> None:
         ("file", f"{report['path']} ({size}{files}, {report['format']})"),
         ("name", _name(report)),
         ("architecture", report["architecture"]),
-        ("parameters", f"{report['n_parameters']:,} in {report['n_tensors']} tensors"),
+        ("parameters", f"{report['n_parameters']:,} in {report['n_tensors']} tensors{_active_text(report)}"),
     ]
     if report["buffers"]:
         shown = ", ".join(report["buffers"][:3]) + (", …" if len(report["buffers"]) > 3 else "")
@@ -260,6 +270,11 @@ def _print_facts(report: dict[str, Any]) -> None:
     print_facts(facts)
 
 
+def _active_text(report: dict[str, Any]) -> str:
+    n_active = report["n_active_parameters"]
+    return "" if n_active == report["n_parameters"] else f", {n_active:,} of them active in a token"
+
+
 def _name(report: dict[str, Any]) -> str:
     return str((report["config"] or {}).get("name") or report["metadata"].get("general.name", "-"))
 
@@ -270,8 +285,13 @@ def _config_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     windows = sorted({layer["window"] for layer in config["layers"]} - {None})
     sees = f"w sees {', '.join(f'{window:,}' for window in windows)} tokens, " if windows else ""
     per_token, full = report["kv_bytes_per_token"], report["kv_bytes_full_context"]
+    mlp, mixture = f"MLP {config['d_ffn']}", config["mixture"]
+    if mixture is not None:
+        mlp = (
+            f"{mixture['n_experts']} experts of width {mixture['d_ffn']}, {mixture['n_used']} used by a token"
+        )
     return [
-        ("layers", f"{config['n_layers']} of width {config['d_model']}, MLP {config['d_ffn']}"),
+        ("layers", f"{config['n_layers']} of width {config['d_model']}, {mlp}"),
         (
             "attention",
             f"{config['n_heads']} heads of {config['d_head']}, {config['n_kv_heads']} for keys and values",

@@ -55,7 +55,7 @@ def test_every_architecture_gives_the_logits_it_gave(kind: str, tmp_path: Path) 
 
 
 # without windows, which llama.cpp does not read for these architectures
-SAVED = ["llama", "llama-yarn", "llama-tied-llama3", "qwen3", "phi", "phi3", "smollm3-yarn"]
+SAVED = ["llama", "llama-yarn", "llama-tied-llama3", "qwen3", "phi", "phi3", "smollm3-yarn", "qwen3_moe"]
 
 
 @pytest.mark.parametrize("kind", SAVED)
@@ -373,7 +373,17 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",  # those without windows, which llama.cpp ignores, or NoPE layers other than every fourth
-    ["llama", "llama-tied-llama3", "llama-biases", "llama-yarn", "smollm3-yarn", "qwen3", "phi3", "phi"],
+    [
+        "llama",
+        "llama-tied-llama3",
+        "llama-biases",
+        "llama-yarn",
+        "smollm3-yarn",
+        "qwen3",
+        "phi3",
+        "phi",
+        "qwen3_moe",
+    ],
 )
 def test_llama_cpp_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
     """A file that only kukri understands."""

@@ -123,6 +123,21 @@ def weights_of(backend, logits, routing, on_tap=None):
 
 
 @pytest.mark.parametrize("normalized", [True, False])
+def test_the_torch_backend(normalized: bool) -> None:
+    """An expert's rows given to another; a weight that is not the softmax's."""
+    pytest.importorskip("torch")
+    routing = Routing(11, 3, normalized)
+    rng, x, logits = case(6, 30, 64, routing)
+    program = whole_mixture(rng, "Q8_0", routing, x, logits)
+    assert_close(*both(make_backend("torch"), program, plain_batch(30)), relative=1e-5)
+    program = one_product(rng, ["F32", "F16"], routing, x, logits)
+    assert_close(*both(make_backend("torch"), program, plain_batch(30)), relative=1e-5)
+    routing = Routing(4, 2, normalized)
+    got, want = (weights_of(make_backend(name), logits[:, :4], routing)[0] for name in ("torch", "reference"))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
 def test_the_weights_of_routes(backend, normalized: bool) -> None:
     """Equal logits that choose others than the first; an expert of logit -inf that is used; another sum."""
     logits = np.array([[1, 1, 1, 1], [-np.inf, 0, -np.inf, -np.inf], [-900, 30, 60, -np.inf], [0, 1, 2, 3]])

@@ -282,7 +282,14 @@ def test_work_is_cut_first_and_again_for_another_group():
 def test_a_value_is_quantized_once_unless_it_is_edited(backend):
     """Panels made twice for q, k and v; or kept where a hook has edited the value since."""
     weight = Source({"": "Q8_0"}).matrix("w", (16, 64))
-    recorder = Recorder("f16", StepLimits(8, 1, 8, 1), frozenset({"hook"}), backend.packed, backend.rope_rows)
+    recorder = Recorder(
+        "f16",
+        StepLimits(8, 1, 8, 1),
+        frozenset({"hook"}),
+        backend.packed,
+        backend.packed_experts,
+        backend.rope_rows,
+    )
     x = recorder.embed(weight, None)
     recorder.linear(x, (weight,))
     recorder.linear(x, (weight,))

@@ -93,11 +93,17 @@ class Int8Inputs:
         return getattr(self.ops, name)
 
     def linear(self, x: np.ndarray, weights: Any, *rest: Any) -> np.ndarray:
-        if weights[0].shape[0] != V:
-            blocks = x.reshape(len(x), -1, 32)
-            scale = np.abs(blocks).max(-1, keepdims=True) / 127
-            x = (np.rint(blocks / scale) * scale).reshape(x.shape)
-        return self.ops.linear(x, weights, *rest)
+        is_rounded = weights[0].shape[0] != V and weights[0].type.block_size > 1
+        return self.ops.linear(_rounded(x) if is_rounded else x, weights, *rest)
+
+    def expert_linear(self, x: np.ndarray, *rest: Any) -> np.ndarray:
+        return self.ops.expert_linear(_rounded(x), *rest)
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    blocks = x.reshape(len(x), -1, 32)
+    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+    return (np.rint(blocks / scale) * scale).reshape(x.shape)
 
 
 class WithInt8Inputs:
@@ -110,7 +116,7 @@ class WithInt8Inputs:
         return self.model(Int8Inputs(ops), batch)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "phi", "starcoder2"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "phi", "starcoder2", "qwen3_moe"])
 def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
     """An op that leaves stale or no int8 input to the packed matrices after it."""
     _, model = loaded(name, "gguf", tmp_path, "Q8_0")
@@ -128,7 +134,7 @@ def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Bac
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi"])
+@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi", "qwen3_moe"])
 def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
     """An op that works on a row differently when others are beside it."""
     _, config, source = make(name)
@@ -200,6 +206,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("phi3", "mlp.gate_up_proj.weight", "self_attn.q_proj.weight"),
         ("phi3", "self_attn.qkv_proj.weight", "mlp.gate_proj.weight"),
         ("starcoder2", "mlp.c_proj.bias", "mlp.up_proj.weight"),
+        ("qwen3_moe", "mlp.experts.gate_proj.weight", "mlp.gate_proj.weight"),
         ("phi", "input_layernorm.bias", "post_attention_layernorm.weight"),
         ("phi", "mlp.fc1.bias", "mlp.gate_proj.weight"),
     ],

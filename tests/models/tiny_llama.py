@@ -12,8 +12,9 @@ from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnusedTensorError
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.taps import Hooks
-from kukri.kernels.types import Backend, ForwardBatch, KVType, StepLimits, Weight
+from kukri.kernels.types import Backend, Experts, ForwardBatch, KVType, StepLimits, Weight
 from kukri.models import Model
+from kukri.models.weights import expert_name
 from kukri.quant.types import QUANT_TYPES
 
 
@@ -35,6 +36,13 @@ class TorchSource:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         return Weight(self._take(name, shape).view(np.uint8), QUANT_TYPES["F32"], shape, name)
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        rows = self._take(name, shape).view(np.uint8)
+        parts = (
+            Weight(data, QUANT_TYPES["F32"], shape[1:], expert_name(name, i)) for i, data in enumerate(rows)
+        )
+        return Experts(tuple(parts), name)
 
     def vector(self, name: str, size: int) -> np.ndarray:
         return self._take(name, (size,))

@@ -14,9 +14,10 @@ import transformers
 from tiny_gguf import _interleaved
 from tiny_llama import TorchSource
 
-from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import LayerConfig, MixtureConfig, ModelConfig, RopeConfig, RopeScaling
 from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels.cpu.quantize import quantize
+from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
 
 N_LAYERS, D, F, V, HEADS, KV_HEADS, D_HEAD, CONTEXT = 4, 64, 96, 80, 4, 2, 16, 256
@@ -40,6 +41,7 @@ class Tiny:
     keys: Mapping[str, Any] | None = None
     tensors: Mapping[str, Sequence[float]] | None = None
     tied: bool = False
+    mixture: MixtureConfig | None = None
 
 
 def _windows(*windows: int | None) -> tuple[LayerConfig, ...]:
@@ -67,6 +69,9 @@ _PHI3_ROPE = _rope(
     original_max_position_embeddings=ORIGINAL,
     partial_rotary_factor=0.75,
 )
+
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+_EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}
 
 TINY: dict[str, Tiny] = {
     "llama": Tiny(
@@ -109,6 +114,11 @@ TINY: dict[str, Tiny] = {
     "starcoder2": Tiny(
         "Starcoder2", "starcoder2", {"sliding_window": 11}, layers=_windows(11, 11, 11, 11), tied=True,
         keys={"attention.sliding_window": 11},
+    ),
+    "qwen3_moe": Tiny(
+        "Qwen3Moe", "qwen3moe", {**_EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        mixture=MixtureConfig(8, 3, 32, normalized=True),
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32},
     ),
 }  # fmt: skip
 
@@ -159,9 +169,24 @@ def make(
         tie_embeddings=tiny.tied,
         rope=RopeConfig(10000.0, tiny.rotary_dim, scaling),
         layers=tuple(tiny.layers),
+        mixture=tiny.mixture,
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
-    return hf, config, TorchSource(state)
+    return hf, config, TorchSource(_with_experts_apart(state))
+
+
+def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gate and up of experts, which transformers holds as one, as a stack of matrices each."""
+    apart: dict[str, torch.Tensor] = {}
+    for key, tensor in state.items():
+        if key.endswith(".experts.gate_up_proj"):
+            stem = key.removesuffix("gate_up_proj")
+            apart |= zip((f"{stem}gate_proj.weight", f"{stem}up_proj.weight"), tensor.chunk(2, dim=1))
+        elif key.endswith(".experts.down_proj"):
+            apart[f"{key}.weight"] = tensor
+        else:
+            apart[key] = tensor
+    return apart
 
 
 def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weight_type: str = "F32") -> Path:
@@ -174,10 +199,11 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     for key, array in source.arrays.items():
         if tiny.gguf_arch in ("llama", "smollm3") and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
-        kind = QUANT_TYPES["F32" if array.ndim == 1 else weight_type]
+        is_kept = array.ndim == 1 or key.endswith("mlp.gate.weight")  # routers, as llama.cpp keeps them
+        kind = QUANT_TYPES["F32" if is_kept else weight_type]
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
-        tensors[stored] = (kind, quantize(np.atleast_2d(array), kind), array.shape)
+        tensors[stored] = (kind, quantize(array.reshape(-1, array.shape[-1]), kind), array.shape)
     for key, factors in {**(tiny.tensors or {}), **_rope_freqs(config)}.items():
         values = np.array(factors, np.float32)
         tensors[key] = (QUANT_TYPES["F32"], values, values.shape)
@@ -222,6 +248,7 @@ def as_read(name: str, config: ModelConfig) -> ModelConfig:
     if scaling is not None and scaling.kind == "llama3":
         factors = tuple(np.array(_rope_freqs(config)["rope_freqs.weight"], np.float32).tolist())
         scaling = RopeScaling("llama3", factors=factors)
-    architecture = "phi" if TINY[name].gguf_arch == "phi2" else TINY[name].gguf_arch
+    named = {a.gguf: a.name for a in sorted(ARCHITECTURES.values(), key=lambda a: a.name == a.gguf)}
+    architecture = named[TINY[name].gguf_arch]
     rope = replace(config.rope, scaling=scaling)
     return replace(config, architecture=architecture, rope=rope, name="tiny")

@@ -20,7 +20,16 @@ from kukri.config import (
     RopeScaling,
 )
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
-from kukri.formats.facts import SCALING_FACTS, facts, read_numbers, write_numbers, write_scaling
+from kukri.formats.facts import (
+    SCALING_FACTS,
+    facts,
+    mixture_facts,
+    read_mixture,
+    read_numbers,
+    write_mixture,
+    write_numbers,
+    write_scaling,
+)
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.keys import Keys
 from kukri.models import ARCHITECTURES, Architecture
@@ -37,6 +46,11 @@ HEAD_KEY, PROBLEM_KEY, PAD_KEY = "head.kind", "head.problem_type", "head.pad_tok
 LABELS_KEY = "classifier.output_labels"  # GGUF's own
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
+
+# Of mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
+# and the function that makes them of logits, 1 softmax, 3 softmax of the chosen ones; 0 says nothing.
+_EXPERT_NORM, _EXPERT_FUNCTION = "expert_weights_norm", "expert_gating_func"
+_FUNCTIONS = {False: (0, 1), True: (0, 1, 3)}
 
 READ = frozenset(
     [
@@ -88,6 +102,18 @@ NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),  # -1: as the kind of scaling has it
 }
+# Keys of mixtures that must hold 0, or this.
+NEUTRAL_OF_MIXTURES: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            *("expert_shared_count", "expert_shared_feed_forward_length", "expert_latent_length"),
+            *("expert_chunk_feed_forward_length", "moe_every_n_layers", "moe_latent_size"),
+        ),
+        0,
+    ),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count", "interleave_moe_layer_step"), 1),
+    "expert_weights_scale": 1.0,
+}
 # Keys of layers with a window that must say what the others do.
 AS_WITHOUT_WINDOW = {
     "attention.key_length_swa": "attention.key_length",
@@ -104,7 +130,7 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
     an architecture, or a feature of one, that kukri does not run. `unknown_keys` lists the keys left out.
     """
     architecture, keys = _architecture(gguf)
-    _check_neutral(keys)
+    _check_neutral(keys, architecture)
     n_vocab, d_model = _embedding_shape(gguf)
     known = {"n_vocab": n_vocab, "n_layers": keys.whole("block_count", most=len(gguf.tensors))}
     numbers = read_numbers(keys, "gguf", architecture, known)
@@ -124,6 +150,7 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         layers=_layers(keys, numbers["n_layers"], architecture.nope_interval),
         name=Keys(gguf.metadata, gguf.path, "general.").text("name", gguf.path.stem),
         head=_head(keys, n_vocab),
+        mixture=read_mixture(keys, "gguf", architecture, numbers["d_ffn"], _normalized(keys, architecture)),
     )
 
 
@@ -140,6 +167,7 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
         **(_scaling_keys(config.rope.scaling) if config.rope.scaling else {}),
         **({NOPE_KEY: np.array(nope, np.int32)} if architecture.nope_interval or nope else {}),
         **_head_keys(config),
+        **_mixture_keys(config, architecture),
     }
     return {
         "general.architecture": architecture.gguf,
@@ -163,7 +191,10 @@ def is_known(key: str, architecture: Architecture) -> bool:
     """True for a key, without its prefix, that is read, checked or ignored by name."""
     listed = READ | IGNORED_KEYS | NEUTRAL.keys() | AS_WITHOUT_WINDOW.keys()
     epsilons = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")  # savers write both
-    of_numbers = {fact.gguf for fact in facts(architecture)}
+    of_numbers = {fact.gguf for fact in (*facts(architecture), *mixture_facts(architecture))}
+    if architecture.experts is not None and key.startswith(("expert", "moe", "interleave_moe")):
+        others = (_EXPERT_NORM, _EXPERT_FUNCTION, "expert_group_scale", "experts_per_group")  # of Grove alone
+        return key in of_numbers or key in NEUTRAL_OF_MIXTURES or key in others
     return key in listed or key in of_numbers or key in epsilons or bool(IGNORED_FAMILIES.fullmatch(key))
 
 
@@ -193,9 +224,12 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
     return named[name], Keys(gguf.metadata, gguf.path, f"{name}.")
 
 
-def _check_neutral(keys: Keys) -> None:
+def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     """Raises UnsupportedError for a key that changes the computation in a way that kukri does not run."""
     neutral = {key: values if isinstance(values, tuple) else (values,) for key, values in NEUTRAL.items()}
+    if architecture.experts is not None:
+        neutral |= {key: (value,) for key, value in NEUTRAL_OF_MIXTURES.items()}
+        neutral.pop("expert_count")
     if keys.value(_WINDOW, 0):
         neutral |= {key: (keys.value(base),) for key, base in AS_WITHOUT_WINDOW.items() if keys.has(base)}
     for key, values in neutral.items():
@@ -205,6 +239,31 @@ def _check_neutral(keys: Keys) -> None:
         says_none = key not in _ZERO_COUNTS and not np.any(value)
         if not says_none and not (np.ndim(value) == 0 and value in values):
             raise keys.unsupported(key, f"is {brief(value)} and must be {values[0]}: kukri runs nothing else")
+
+
+def _normalized(keys: Keys, architecture: Architecture) -> bool:
+    """True if the weights of a token's experts have the sum 1."""
+    if architecture.experts is None:
+        return False
+    normalized = architecture.experts.gguf_normalized
+    if keys.flag(_EXPERT_NORM) and not normalized:
+        raise keys.unsupported(_EXPERT_NORM, f"is true, which no {architecture.name} is")
+    function = keys.whole(_EXPERT_FUNCTION, 0, least=0)
+    if function not in _FUNCTIONS[normalized]:
+        raise keys.unsupported(_EXPERT_FUNCTION, f"is {function}: kukri runs a softmax alone (1)")
+    return normalized
+
+
+def _mixture_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    mixture = config.mixture
+    if mixture is None or architecture.experts is None:
+        return {}
+    if mixture.normalized != architecture.experts.gguf_normalized:
+        usual = "normalized" if architecture.experts.gguf_normalized else "not normalized"
+        raise UnsupportedError(
+            f"readers of GGUF take the weights of {architecture.name}'s experts to be {usual}: these are not"
+        )
+    return write_mixture(mixture, "gguf", architecture)
 
 
 def _head(keys: Keys, n_vocab: int) -> HeadConfig:

@@ -13,8 +13,9 @@ from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief
 from kukri.formats.gguf.config import ROPE_TENSORS, activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.tensor_names import gguf_name, module_name
-from kukri.kernels.types import FloatArray, Weight
+from kukri.kernels.types import Experts, FloatArray, Weight
 from kukri.models import Architecture
+from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS
 
 _MAX_LISTED = 8
@@ -40,6 +41,17 @@ class GGUFWeights:
         data = self._gguf.data(tensor.name)
         order = self._row_order(name, shape[0])
         return Weight(data if order is None else data[order], tensor.type, shape, name, self._per_token)
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """Matrices (experts, out, in) as stored. Raises FormatError if missing or of another shape."""
+        tensor = self._take(name, shape)
+        n, n_out, n_in = shape
+        rows = self._gguf.data(tensor.name).reshape(n, n_out, -1)
+        parts = (
+            Weight(data, tensor.type, (n_out, n_in), expert_name(name, i), self._per_token)
+            for i, data in enumerate(rows)
+        )
+        return Experts(tuple(parts), name)
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""

@@ -24,7 +24,10 @@ from kukri.formats.facts import (
     SCALING_FACTS,
     SCALING_FIELDS,
     facts,
+    mixture_facts,
+    read_mixture,
     read_numbers,
+    write_mixture,
     write_numbers,
     write_scaling,
 )
@@ -97,6 +100,7 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
     keys.expect("hidden_act", architecture.activation)
     numbers = read_numbers(keys, "hf", architecture, {})
     rope = _rope(keys, architecture, numbers["d_head"], numbers["max_context"])
+    normalized = architecture.experts is not None and _flag(keys, architecture.experts.normalized)
     return ModelConfig(
         **numbers,
         architecture=architecture.name,
@@ -105,7 +109,13 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         layers=_layers(keys, architecture, numbers["n_layers"]),
         name=name or path.parent.name,
         head=_head(keys),
+        mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"], normalized),
     )
+
+
+def _flag(keys: Keys, rule: str | bool) -> bool:
+    """A truth that always holds, or that a key says."""
+    return keys.flag(rule) if isinstance(rule, str) else rule
 
 
 def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
@@ -143,6 +153,13 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     if "original_max_position_embeddings" in architecture.reads:
         scaling = config.rope.scaling
         made["original_max_position_embeddings"] = scaling.original_context if scaling else config.max_context
+    if config.mixture is not None and architecture.experts is not None:
+        made |= write_mixture(config.mixture, "hf", architecture)
+        normalized = architecture.experts.normalized
+        if isinstance(normalized, str):
+            made[normalized] = config.mixture.normalized
+        elif normalized != config.mixture.normalized:
+            raise UnsupportedError(f"config.json of {architecture.name} has no key for its experts' weights")
     for part, key in architecture.biases.items():
         if isinstance(key, str):
             of_part = (name for name in names if f".{part}." in name and name.endswith(".bias"))
@@ -155,10 +172,10 @@ def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
 
     Raises UnsupportedError for a model_type that kukri does not run.
     """
-    architecture, _ = _architecture(config, path)
+    architecture, keys = _architecture(config, path)
     known = _known(architecture) | _NEUTRAL.keys() | architecture.fixed.keys()
     ignored = [] if architecture.partial_rotary else ["partial_rotary_factor"]
-    return [key for key in config if key not in known or (key in ignored and config[key] != 1)]
+    return [key for key in keys.values if key not in known or (key in ignored and config[key] != 1)]
 
 
 def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, Keys]:
@@ -168,12 +185,19 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, 
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedError(f"{path}: model_type {brief(model_type)} is not supported: kukri runs {known}")
     architecture = ARCHITECTURES[model_type]
+    if architecture.experts is not None:  # transformers writes either name and reads both
+        other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+        own, name = architecture.experts.n_experts, other[architecture.experts.n_experts]
+        if name in config and own not in config:
+            config = {own if key == name else key: value for key, value in config.items()}
     return architecture, Keys(config, path, defaults=architecture.defaults)
 
 
 def _known(architecture: Architecture) -> frozenset[str]:
     """The keys that are read or ignored, whatever they hold."""
-    numbers = frozenset(fact.hf for fact in facts(architecture))
+    numbers = frozenset(fact.hf for fact in (*facts(architecture), *mixture_facts(architecture)))
+    if architecture.experts is not None and isinstance(architecture.experts.normalized, str):
+        numbers |= {architecture.experts.normalized}
     return numbers | _READ | IGNORED_KEYS | architecture.reads | architecture.ignores
 
 
@@ -220,7 +244,7 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
         if match is None:
             continue
         rule = architecture.bias_rule(match["module"])
-        expected = keys.flag(rule) if isinstance(rule, str) else rule
+        expected = _flag(keys, rule)
         bias = name.removesuffix("weight") + "bias"
         if expected != (bias in names):
             problem = "is missing" if expected else "is there"

@@ -11,7 +11,8 @@ from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.kernels.cpu.quantize import requantize
-from kukri.kernels.types import ByteArray, FloatArray, Weight
+from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
+from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
@@ -24,6 +25,15 @@ _IGNORABLE = re.compile(
 )
 
 PACKED_TYPES = tuple(name for name in BLOCKS if QUANT_TYPES[name].block_size > 1)  # while loading
+
+# Experts' gate and up as one tensor of all experts, gate first, which transformers 5 calls them in memory.
+_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+_EXPERTS = re.compile(
+    r"(?P<layer>.+\.mlp\.experts)\.(?:\d+\.)?"
+    r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?"
+)
+# Small, and an error in it chooses other experts: packing leaves it as it is.
+_ROUTER = re.compile(r".+\.mlp\.(?:gate|router)\.weight")
 
 # The model below a head, or on its own, has other names in front than a language model's.
 _PREFIXES = ("model.", "transformer.", "")
@@ -50,11 +60,28 @@ class SafetensorsWeights:
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
         data, kind = self._take(name, shape)
-        rows = data.reshape(shape[0], -1)
-        target = self._target and fitting_type(self._target, shape[1])
-        if target is None:
-            return Weight(rows, kind, shape, name)
-        return Weight(requantize(rows, kind, target, tensor=name), target, shape, name)
+        return self._packed(data.reshape(shape[0], -1), kind, shape, name)
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """Matrices (experts, out, in), as stored or packed: tensors of each expert, or parts of one of all.
+
+        Raises FormatError if some are missing or of another shape.
+        """
+        n, n_out, n_in = shape
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        if self._stored_name(fused := f"{layer}.{_FUSED.get(part, part)}") not in self._files:
+            weights = tuple(self.matrix(expert_name(name, i), (n_out, n_in)) for i in range(n))
+        else:
+            n_parts = 1 if part == "down_proj" else 2
+            data, kind = self._take(fused, (n, n_parts * n_out, n_in))
+            first = n_out if part == "up_proj" else 0
+            rows = data.reshape(n, n_parts * n_out, -1)[:, first : first + n_out]
+            weights = tuple(
+                self._packed(each, kind, (n_out, n_in), expert_name(name, i)) for i, each in enumerate(rows)
+            )
+        if len({weight.type for weight in weights}) > 1:
+            raise FormatError("is of another type for some experts", path=self.path, tensor=name)
+        return Experts(weights, name)
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
@@ -86,6 +113,12 @@ class SafetensorsWeights:
                 path=self.path,
             )
 
+    def _packed(self, rows: ByteArray, kind: QuantType, shape: tuple[int, int], name: str) -> Weight:
+        target = self._target and fitting_type(self._target, shape[1])
+        if target is None or _ROUTER.fullmatch(name):
+            return Weight(rows, kind, shape, name)
+        return Weight(requantize(rows, kind, target, tensor=name), target, shape, name)
+
     def _stored_name(self, name: str) -> str:
         return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
@@ -107,6 +140,15 @@ class SafetensorsWeights:
         if tensor.offset % DTYPE_BYTES[tensor.dtype]:
             data = data.copy()  # numbers must not straddle their own boundaries
         return data, QUANT_TYPES[tensor.dtype]
+
+
+def expert_tensors(name: str) -> list[str]:
+    """The names that a tensor of experts has a part of (see `WeightSource.experts`); none for any other."""
+    match = _EXPERTS.fullmatch(name)
+    if match is None:
+        return []
+    parts = [part for part, fused in _FUSED.items() if fused == match["part"]] or [match["part"]]
+    return [f"{match['layer']}.{part}.weight" for part in parts]
 
 
 def follows_from_config(name: str, tied: bool) -> bool:

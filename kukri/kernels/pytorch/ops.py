@@ -7,6 +7,7 @@ dequantized in pieces. On the CPU all of it is float32: the reference's definiti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -15,12 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kukri.errors import ShapeError
+from kukri.kernels.host_step import check_routes
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
 from kukri.kernels.pytorch.weights import DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import AttentionSpec, Hook, RopeFrequencies, Vector, Weight, tap_name
+from kukri.kernels.types import (
+    AttentionSpec,
+    Experts,
+    Hook,
+    RopeFrequencies,
+    Routing,
+    Vector,
+    Weight,
+    tap_name,
+)
 
 
 class RopeTable:
@@ -79,6 +90,14 @@ class DeviceConstants:
         if frequencies not in self.rope_tables:
             self.rope_tables[frequencies] = RopeTable(frequencies, self.device)
         return self.rope_tables[frequencies]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The experts of each token: `weights` [T, E], and the numbers of those used [T, n_used], E for none."""
+
+    weights: Tensor
+    experts: Tensor
 
 
 class TorchOps:
@@ -156,6 +175,53 @@ class TorchOps:
     def gelu(self, x: Tensor) -> Tensor:
         """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
         return F.gelu(x, approximate="tanh")
+
+    def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
+        """The softmax of the largest n_used logits of each row, or their shares in that of all."""
+        order = torch.sort(logits, descending=True, stable=True).indices[:, : routing.n_used]
+        top = logits.gather(1, order[:, :1])
+        shares = torch.exp(logits.gather(1, order) - top)
+        total = shares if routing.normalized else torch.exp(logits - top)
+        weights = torch.zeros_like(logits).scatter(1, order, shares / total.sum(-1, keepdim=True))
+        if tap is not None:
+            weights = self.tap(*tap, weights)
+            check_routes(weights.cpu().numpy(), routing.n_used)
+        numbers = torch.arange(logits.shape[1], device=logits.device)
+        experts = torch.sort(torch.where(weights != 0, numbers, len(numbers))).values[:, : routing.n_used]
+        return Routes(weights, experts)
+
+    def expert_linear(
+        self, x: Tensor, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> Tensor:
+        """Each row's expert applied to it; zeros where a token has no expert."""
+        numbers = routes.experts.flatten()
+        rows = x if len(x) == len(numbers) else x.repeat_interleave(routes.experts.shape[1], 0)
+        width, n_experts = sum(each.shape[1] for each in experts), experts[0].shape[0]
+        y = torch.zeros((len(rows), width), device=x.device)
+        for expert in numbers[numbers < n_experts].unique().tolist():
+            mine = numbers == expert
+            part = self.linear(rows[mine], [each.weights[expert] for each in experts])
+            if bias is not None:
+                part = part + self.constants.vector(bias).view(n_experts, width)[expert]
+            y[mine] = part
+        return y
+
+    def combine(
+        self,
+        x: Tensor,
+        routes: Routes,
+        residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Tensor:
+        """The weighted sum of each token's rows, in the order of experts."""
+        padded = F.pad(routes.weights, (0, 1))  # a weight of 0 for no expert
+        weights = padded.gather(1, routes.experts)
+        y = torch.zeros((len(weights), x.shape[1]), device=x.device)
+        for j in range(weights.shape[1]):
+            y = y + weights[:, j, None] * x[j :: weights.shape[1]]
+        if tap is not None:
+            y = self.tap(*tap, y)
+        return y if residual is None else y + residual
 
     def logit_rows(self, x: Tensor, batch: DeviceBatch) -> Tensor:
         """The rows of x that the batch wants logits for -> [N, D]."""

@@ -1,0 +1,64 @@
+"""Mixtures of experts: a router chooses a few of many small MLPs for each token (Shazeer et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import Ops, Routing, Tensor
+from kukri.models.layers import Linear, Parameter
+
+if TYPE_CHECKING:
+    from kukri.models.weights import WeightSource
+
+
+class ExpertLinear:
+    """y = x Wᵀ with the W of each token's experts, for one matrix of an expert or several side by side."""
+
+    def __init__(
+        self, source: WeightSource, names: Sequence[str], n_outs: Sequence[int], n_in: int, n_experts: int
+    ) -> None:
+        self.n_outs = tuple(n_outs)
+        self.experts = tuple(
+            source.experts(f"{name}.weight", (n_experts, n, n_in)) for name, n in zip(names, n_outs)
+        )
+        self.parameters = [
+            Parameter(each.name, each.shape, each.type.name, sum(w.data.nbytes for w in each.weights))
+            for each in self.experts
+        ]
+
+    def __call__(self, ops: Ops, x: Tensor, routes: Tensor) -> Tensor:
+        """x [T or T * n_used, in] -> [T * n_used, sum of n_outs]."""
+        return ops.expert_linear(x, routes, self.experts)
+
+
+class Mixture:
+    """The weighted sum of the chosen experts, each down(silu(gate(x)) * up(x)).
+
+    Taps inside experts see [T * n_used, width]: a token's experts one after another, in their order.
+    """
+
+    router_name = "gate"
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        mixture = config.mixture
+        assert mixture is not None, "the configuration's readers see to that"
+        n, d_ffn = mixture.n_experts, mixture.d_ffn
+        self.layer = layer
+        self.routing = Routing(n, mixture.n_used, mixture.normalized)
+        self.router = Linear(source, [f"{name}.{self.router_name}"], (n,), config.d_model)
+        names = [f"{name}.experts.{part}" for part in ("gate_proj", "up_proj")]
+        self.gate_up = ExpertLinear(source, names, (d_ffn, d_ffn), config.d_model, n)
+        self.down = ExpertLinear(source, [f"{name}.experts.down_proj"], (config.d_model,), d_ffn, n)
+        self.parameters = self.router.parameters + self.gate_up.parameters + self.down.parameters
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + mixture(x), both [T, D]."""
+        logits = ops.tap("mlp.hook_router_logits", self.layer, self.router(ops, x))
+        routes = ops.route(logits, self.routing, ("mlp.hook_expert_weights", self.layer))
+        gate, up = ops.split(self.gate_up(ops, x, routes), self.gate_up.n_outs)
+        gate = ops.tap("mlp.hook_pre", self.layer, gate)
+        up = ops.tap("mlp.hook_pre_linear", self.layer, up)
+        hidden = ops.tap("mlp.hook_post", self.layer, ops.silu_mul(gate, up))
+        return ops.combine(self.down(ops, hidden, routes), routes, residual, ("hook_mlp_out", self.layer))

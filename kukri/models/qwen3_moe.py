@@ -1,0 +1,35 @@
+"""Qwen3 as a mixture of experts (Yang et al. 2025): Qwen3 with a mixture in place of each MLP."""
+
+from __future__ import annotations
+
+from kukri.models.architecture import Architecture, ExpertKeys
+from kukri.models.llama import Llama
+from kukri.models.mixture import Mixture
+from kukri.models.qwen3 import QWEN3, Qwen3Block
+
+
+class Qwen3MoeBlock(Qwen3Block):
+    """A layer with a mixture."""
+
+    mlp_type = Mixture
+
+
+class Qwen3Moe(Llama):
+    """The whole model."""
+
+    block_type = Qwen3MoeBlock
+
+
+QWEN3_MOE = Architecture(
+    "qwen3_moe",
+    Qwen3Moe,
+    "Qwen3MoeForCausalLM",
+    gguf="qwen3moe",
+    reads=QWEN3.reads - {"max_window_layers", "layer_types"},
+    ignores=frozenset(["output_router_logits", "router_aux_loss_coef", "max_window_layers"]),
+    fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+    defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 768},
+    biases=QWEN3.biases,
+    experts=ExpertKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", gguf_normalized=True),
+)

@@ -1,0 +1,172 @@
+"""Mixtures of experts from files: fused tensors, packing, neighbours, hooks, counts, wrong inputs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_llm_safetensors import N_VOCAB, exact_logits, make
+
+from kukri import LLM, SamplingParams
+from kukri.errors import FormatError, KukriError
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.terminal.convert import convert_model, convert_to_directory
+from kukri.terminal.inspect import show_model
+
+IDS = np.random.default_rng(0).integers(0, N_VOCAB, 30).tolist()
+LAYER = "model.layers.1.mlp"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A qwen3_moe as transformers saves it: a tensor for each matrix of each expert."""
+    return make(tmp_path_factory.mktemp("moe"), "qwen3_moe")[0]
+
+
+@pytest.fixture
+def edited(saved: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy whose tensors a function has changed."""
+
+    def edit(change: Callable[[dict[str, Any]], None], **keys: Any) -> Path:
+        copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+        tensors = load_file(copy / "model.safetensors")
+        change(tensors)
+        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**config, **keys}))
+        return copy
+
+    return edit
+
+
+def fuse(tensors: dict[str, Any]) -> None:
+    """The names that transformers 5 has in memory: gate and up of all experts as one tensor."""
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: np.stack([tensors.pop(f"{prefix}.{i}.{part}.weight") for i in range(8)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{prefix}.gate_up_proj"] = np.concatenate([parts["gate_proj"], parts["up_proj"]], axis=1)
+        tensors[f"{prefix}.down_proj"] = parts["down_proj"]
+
+
+def test_fused_tensors_are_the_same_model(saved: Path, edited: Callable[..., Path], tmp_path: Path) -> None:
+    """Gate taken for up, or an expert's rows for another's; a conversion that knows one form alone."""
+    directory, want = edited(fuse), exact_logits(saved, IDS)
+    np.testing.assert_array_equal(exact_logits(directory, IDS), want)
+    convert_model(directory, tmp_path / "m.gguf", None, dry_run=False, as_json=False)
+    np.testing.assert_array_equal(exact_logits(tmp_path / "m.gguf", IDS), want)
+    convert_to_directory(tmp_path / "m.gguf", tmp_path / "back", None, as_json=True)
+    np.testing.assert_array_equal(exact_logits(tmp_path / "back", IDS), want)
+    names = load_file(tmp_path / "back" / "model.safetensors").keys()
+    assert names == load_file(saved / "model.safetensors").keys()
+
+
+def test_packed_experts(saved: Path, tmp_path: Path) -> None:
+    """Routers that are packed; experts packed otherwise while loading than in a file; a type that is lost."""
+    with LLM(saved, quantize="Q8_0", backend="reference") as llm:
+        types = {p.name.split("mlp.")[-1]: p.type for p in llm.model.parameters if f"{LAYER}." in p.name}
+        want = llm.logits(IDS)
+    assert types == {"gate.weight": "F32"} | {
+        f"experts.{part}_proj.weight": "Q8_0" for part in ("gate", "up", "down")
+    }
+    convert_model(saved, tmp_path / "m.gguf", "Q8_0", dry_run=False, as_json=False)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        assert file.tensors["blk.1.ffn_gate_inp.weight"].type.name == "F32"
+        assert file.tensors["blk.1.ffn_down_exps.weight"].type.name == "Q8_0"
+        assert file.tensors["blk.1.ffn_down_exps.weight"].shape == (8, 64, 32)
+    with LLM(tmp_path / "m.gguf", backend="reference") as llm:
+        np.testing.assert_allclose(llm.logits(IDS), want, atol=0.05)
+
+
+def test_neighbours_change_no_bit(saved: Path) -> None:
+    """A request whose tokens, or their probabilities, depend on who shares its experts."""
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=3)
+    prompts = ["The first of them.", "Quite another text, and longer too.", "x"]
+    with LLM(saved, quantize="Q8_0", max_requests=3) as llm:
+        together = llm.generate(prompts, greedy)
+        alone = [llm.generate(prompt, greedy) for prompt in prompts]
+    for a, b in zip(together, alone, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == b.logprobs
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_hooks_see_and_edit_routes(saved: Path, backend: Any) -> None:
+    """Names or shapes that are not there; an edit of the router's logits that leaves the choice as it was."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    weights: list[Any] = []
+
+    def look(name: str, x: Any) -> None:
+        shapes[name.partition("mlp.")[2]] = x.shape
+
+    def only_5(name: str, x: Any) -> None:
+        x[:] = -np.inf
+        x[:, 5] = 0
+
+    with LLM(saved, backend=backend) as llm:
+        names = [f"blocks.1.mlp.hook_{part}" for part in ("router_logits", "expert_weights", "pre", "post")]
+        with llm.hooks(dict.fromkeys(names, look)):
+            plain = llm.logits(IDS)
+        with llm.hooks({names[0]: only_5, names[1]: lambda name, x: weights.append(x.copy())}):
+            edited = llm.logits(IDS)
+    assert shapes == {
+        "hook_router_logits": (30, 8),
+        "hook_expert_weights": (30, 8),
+        "hook_pre": (90, 32),
+        "hook_post": (90, 32),
+    }
+    np.testing.assert_array_equal(weights[0], np.eye(8, dtype=np.float32)[[5] * 30])
+    assert np.abs(edited - plain).max() > 0.1
+
+
+def test_inspect_counts_active_parameters(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mixture listed as if each token used all of it, or a file counted otherwise than a directory."""
+    convert_model(saved, tmp_path / "m.gguf", None, dry_run=False, as_json=True)
+    capsys.readouterr()
+    for path in (saved, tmp_path / "m.gguf"):
+        show_model(str(path), as_json=True)
+        report = json.loads(capsys.readouterr().out)
+        unused = 4 * 5 * 3 * 32 * 64  # layers, experts, matrices
+        assert report["n_parameters"] - report["n_active_parameters"] == unused
+        show_model(str(path), as_json=False)
+        text = capsys.readouterr().out
+        assert f"{report['n_active_parameters']:,} of them active" in text
+        assert "8 experts of width 32, 3 used by a token" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "error", "message"),
+    [
+        (
+            lambda t: t.pop(f"{LAYER}.experts.5.up_proj.weight"), {}, FormatError,
+            r"'model.layers.1.mlp.experts.5.up_proj.weight'.*is missing",
+        ),
+        (
+            lambda t: [t.pop(n) for n in [*t] if ".experts." in n], {}, FormatError,
+            r"'model.layers.0.mlp.experts.0.gate_proj.weight'.*is missing",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.gate.weight": np.zeros((7, 64), np.float32)}), {}, FormatError,
+            r"'model.layers.1.mlp.gate.weight'.*has shape \(7, 64\) where the configuration asks for \(8,",
+        ),
+        (lambda t: None, {"num_experts_per_tok": 9}, FormatError, "_per_tok.* is 9, but there are 8 experts"),
+        (lambda t: None, {"num_local_experts": 7}, FormatError, r"0\.mlp\.gate.weight.*has shape \(8, 64\)"),
+        (lambda t: None, {"mlp_only_layers": [1]}, KukriError, "mlp_only_layers"),
+    ],
+    ids=["an expert", "all experts", "router", "used", "too few", "dense layer"],
+)  # fmt: skip
+def test_wrong_files(edited: Callable[..., Path], change: Any, keys: Any, error: Any, message: str) -> None:
+    """A traceback from NumPy; a model that runs with experts left out."""
+    with pytest.raises(error, match=message) as caught:
+        LLM(edited(change, **keys))
+    assert "\n" not in str(caught.value)
