@@ -59,7 +59,7 @@ def plain_batch(n_tokens, n_rows=None):
 
 def run(backend, program, batch, cache=None, max_sequences=4):
     """The program's result on a backend whose buffers held NaN before."""
-    cache = cache or PagedKV([KVLayer(1, 16)], 32)
+    cache = cache or backend.new_cache([KVLayer(1, 16)], 32)
     limits = StepLimits(max(batch.n_tokens, 8) + 3, max_sequences, max(batch.n_tokens, 8) + 3, 32)
     compiled = backend.compile(program, cache, limits)
     if isinstance(backend, CpuBackend):

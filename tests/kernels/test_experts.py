@@ -8,7 +8,6 @@ from small_programs import TYPES, assert_close, both, exact_rows, f32_weight, pl
 
 from kukri.errors import HookError, ShapeError
 from kukri.kernels import make_backend
-from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.types import Experts, KVLayer, Routing, StepLimits, Vector
 
@@ -117,7 +116,9 @@ def weights_of(backend, logits, routing, on_tap=None):
         return None
 
     limits = StepLimits(32, 1, 32, 4)
-    compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 4), limits, frozenset(["weights"]))
+    compiled = backend.compile(
+        program, backend.new_cache([KVLayer(1, 16)], 4), limits, frozenset(["weights"])
+    )
     result = compiled(plain_batch(len(logits)), listen).numpy().copy()
     return seen[0], result
 

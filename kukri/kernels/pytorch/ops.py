@@ -198,7 +198,7 @@ class TorchOps:
         rows = x if len(x) == len(numbers) else x.repeat_interleave(routes.experts.shape[1], 0)
         width, n_experts = sum(each.shape[1] for each in experts), experts[0].shape[0]
         y = torch.zeros((len(rows), width), device=x.device)
-        for expert in numbers[numbers < n_experts].unique().tolist():
+        for expert in sorted({*numbers.tolist()} - {n_experts}):
             mine = numbers == expert
             part = self.linear(rows[mine], [each.weights[expert] for each in experts])
             if bias is not None:
