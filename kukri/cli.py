@@ -140,18 +140,37 @@ def chat(
 @command(app)
 def serve(
     model: ModelArgument = None,
-    model_option: ModelOption = None,
+    model_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", "-m", metavar="[NAME=]MODEL", help="A model, loaded when it is needed; repeatable."
+        ),
+    ] = None,
     *,
     serving: ServeOptions,
     loading: ManyOptions,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs and a chat page.
+    """Serve OpenAI's, Anthropic's and Ollama's APIs and a page.
 
     Listens on http://127.0.0.1:8000 unless told otherwise. Needs the extra `serve`.
     """
-    from kukri.terminal.serve import serve_model
+    from kukri.terminal.serve import serve_models
 
-    serve_model(one_model(model, model_option), serving, given(loading))
+    serve_models([*([model] if model else []), *(model_option or [])], serving, given(loading))
+
+
+@command(app)
+def ps(
+    url: Annotated[str, typer.Option(metavar="URL", help="URL of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", envvar="KUKRI_API_KEY", help="API key.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the models of a running server and their state."""
+    from kukri.terminal.ps import show_served_models
+
+    show_served_models(url, api_key, as_json=json)
 
 
 @command(app)

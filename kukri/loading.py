@@ -13,11 +13,14 @@ from kukri.config import EngineConfig, ModelConfig, Speculation
 from kukri.engine import Engine
 from kukri.engine.engine import cache_type
 from kukri.engine.kv_size import choose_kv_size
-from kukri.errors import ConfigError, FormatError
+from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.headers import Headers, read_headers
+from kukri.formats.huggingface.weights import packed_type
 from kukri.kernels import choose_backend, make_backend
-from kukri.kernels.types import Backend
+from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
+from kukri.kernels.types import Backend, KVLayer
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
 from kukri.sampling import SamplingParams, default_params
@@ -162,6 +165,59 @@ def _check_fits(config: EngineConfig, weight_bytes: int, page_bytes: int, free_b
             f"{weight_bytes / 2**30:.2f} GiB, a KV cache {kv_bytes / 2**30:.2f} GiB or more: choose a "
             "smaller weight type, a smaller --kv-memory (kv_bytes), or --device cpu (device)"
         )
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that a model takes once it is loaded, estimated from the headers of its files."""
+
+    weight_bytes: int  # tiles, and the rows of the embedding
+    step_bytes: int  # activations and logits of the largest step
+    kv_bytes: int  # of the KV pool
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all."""
+        return self.weight_bytes + self.step_bytes + self.kv_bytes
+
+
+_LOGIT_ROWS = 64  # that a step computes beside those of its requests, at most
+
+
+def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> MemoryNeed:
+    """The memory that a model will take, of which `most_kv_bytes` for keys and values unless its options say.
+
+    Reads headers alone; a model that is not cached is fetched. Raises KukriError if it cannot run.
+    """
+    headers = read_headers(hub.resolve(options.model))
+    config = headers.config
+    if config is None or headers.problem is not None:
+        raise headers.problem or UnsupportedError(f"{headers.path} is no model that kukri runs")
+    context = min(options.max_context or config.max_context, config.max_context)
+    n_requests = options.max_requests or _MAX_REQUESTS
+    layers = map(config.attention, range(config.n_layers))
+    layout = [KVLayer(layer.n_kv_heads, layer.d_head) for layer in layers]
+    kv_bytes = options.kv_bytes
+    if kv_bytes is None:
+        n_pages = n_requests * -(-context // PAGE_TOKENS)
+        kv_bytes = n_pages * page_bytes(layout, options.kv_type)
+        kv_bytes = kv_bytes if most_kv_bytes is None else min(kv_bytes, most_kv_bytes)
+    weight_bytes = _weight_bytes(headers, options.quantize)
+    if options.draft_model is not None:
+        weight_bytes += _weight_bytes(read_headers(hub.resolve(options.draft_model)), None)
+    n_values = (n_requests + _LOGIT_ROWS) * config.n_vocab
+    n_values += options.max_step_tokens * (6 * config.d_model + 3 * config.d_ffn)
+    return MemoryNeed(weight_bytes, 4 * n_values, kv_bytes)
+
+
+def _weight_bytes(headers: Headers, quantize: str | None) -> int:
+    """Bytes of a model's weights in memory: each tensor packed, and the embedding's rows beside its tiles."""
+    bits = None if quantize is None else packed_type(quantize).bits_per_weight
+    sizes = [
+        t.n_bytes if bits is None or len(t.shape) < 2 else t.n_parameters * bits / 8 for t in headers.tensors
+    ]
+    embedding = max(sizes, default=0) if headers.config is not None and headers.config.tie_embeddings else 0
+    return int(sum(sizes) + embedding)
 
 
 def _report_packing(backend: Backend, models: list[Model], progress: Progress) -> None:

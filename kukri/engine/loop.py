@@ -89,8 +89,11 @@ class EngineLoop:
         """Aborts a request before the next step; its pages are free then."""
         self.finish(request, "abort")
 
-    def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for those there are; False if some were left at the end."""
+    def drain(self, timeout_s: float | None) -> bool:
+        """Refuses new requests and waits for those there are; False if some were left at the end.
+
+        Without a timeout it waits as long as they take.
+        """
         with self._wake:
             self._is_draining = True
             return self._wake.wait_for(lambda: not self._live, timeout_s)

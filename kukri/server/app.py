@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,10 +21,12 @@ from kukri.server.chat_completions import complete_chat
 from kukri.server.completions import complete
 from kukri.server.embeddings import EmbeddingBody, embed
 from kukri.server.errors import on_deep_body, on_http_error, on_invalid_body, on_kukri_error
+from kukri.server.loading_reply import answered
 from kukri.server.messages import answer_message, count_tokens
 from kukri.server.messages_schema import MessageErrorBody, MessagesBody, PromptBody
 from kukri.server.middleware import Middleware
 from kukri.server.page import add_page
+from kukri.server.registry import ModelEntry, ModelRegistry
 from kukri.server.responses import respond
 from kukri.server.responses_schema import ResponseBody
 from kukri.server.schema import (
@@ -35,11 +37,9 @@ from kukri.server.schema import (
     TemplateBody,
     TokenizeBody,
 )
-from kukri.server.service import Service
-from kukri.server.settings import ServerSettings
+from kukri.server.settings import ServedModel, ServerSettings
 
 log = logging.getLogger("kukri.server")
-_STOP_S = 5.0  # for what still runs when every connection is closed
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is wrong"},
     401: {"model": ErrorBody, "description": "No valid API key"},
@@ -57,22 +57,27 @@ _MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
-    """The ASGI application that serves a model; `app.state.service` is the state of its routes.
+def create_app(llm: LLM | None, settings: ServerSettings, models: Sequence[ServedModel] = ()) -> FastAPI:
+    """The ASGI application that serves an open model under `settings.model_names`, and `models` on demand.
 
-    The engine's thread runs from the application's start to its shutdown.
+    `app.state.registry` is the state of its routes. Engines run from the application's start, or a model's
+    loading, to its shutdown; a pinned model that cannot be loaded ends the start with a KukriError, which
+    `app.state.failure` keeps.
     """
-    service = Service(llm, settings)
+    registry = ModelRegistry(settings, models, llm)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.bridge.start()
-        log.info("started", extra={"version": __version__, "models": ", ".join(settings.model_names)})
         try:
+            await registry.start()
+            names = ", ".join(entry.name for entry in registry.entries)
+            log.info("started", extra={"version": __version__, "models": names})
             yield
+        except KukriError as error:
+            app.state.failure = error
+            raise
         finally:
-            await service.grammars.close()
-            await service.bridge.stop(_STOP_S)
+            await registry.stop()
             log.info("stopped")
 
     app = FastAPI(
@@ -83,12 +88,12 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
-    app.state.service = service
+    app.state.registry, app.state.failure = registry, None
     app.add_exception_handler(KukriError, on_kukri_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(RecursionError, on_deep_body)
-    app.add_middleware(Middleware, settings=settings, metrics=service.metrics)
+    app.add_middleware(Middleware, settings=settings, metrics=registry.metrics)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -97,77 +102,110 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
             allow_headers=["*"],  # clients have many of their own
             expose_headers=["request-id", "retry-after", "x-request-id"],
         )
-    _add_openai_routes(app, service)
-    _add_anthropic_routes(app, service)
-    _add_token_routes(app, service)
-    _add_state_routes(app, service)
+    _add_openai_routes(app, registry)
+    _add_anthropic_routes(app, registry)
+    _add_token_routes(app, registry)
+    _add_state_routes(app, registry)
     if settings.has_page:
-        add_page(app, service)
+        add_page(app, registry)
     _describe(app)
     return app
 
 
-def _add_openai_routes(app: FastAPI, service: Service) -> None:
+def _add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
     @app.post("/v1/chat/completions", responses=_EVENTS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        return await complete_chat(service, body, request)
+        return await answered(
+            registry,
+            body.model,
+            request,
+            lambda service: complete_chat(service, body, request),
+            stream=body.stream,
+        )
 
     @app.post("/v1/completions", responses=_EVENTS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continues a text."""
-        return await complete(service, body, request)
+        return await answered(
+            registry,
+            body.model,
+            request,
+            lambda service: complete(service, body, request),
+            stream=body.stream,
+        )
 
     @app.post("/v1/responses", responses=_EVENTS)
     async def responses(body: ResponseBody, request: Request) -> Response:
         """Answers a conversation, in the newer form; nothing is stored."""
-        return await respond(service, body, request)
+        return await answered(
+            registry, body.model, request, lambda service: respond(service, body, request), stream=body.stream
+        )
 
     @app.post("/v1/embeddings", response_class=JSONResponse)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """A vector for each text."""
+        service = await registry.acquire(registry.find(body.model), request.scope)
         return await embed(service, body, request)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        """Lists the names under which the model is served."""
-        names = service.settings.model_names
-        return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+        """Lists the names of all models."""
+        found = [_model(registry, entry, name) for entry in registry.listed() for name in entry.spec.names]
+        return JSONResponse({"object": "list", "data": found})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
         """Describes one of them."""
-        return JSONResponse(_model(service, service.check_model(name)))
+        entry = registry.find(name)
+        return JSONResponse(_model(registry, entry, name if name in entry.spec.names else entry.name))
 
 
-def _add_anthropic_routes(app: FastAPI, service: Service) -> None:
+def _add_anthropic_routes(app: FastAPI, registry: ModelRegistry) -> None:
     @app.post("/v1/messages", responses=_EVENTS | _MESSAGE_ERRORS)
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answers a conversation, in Anthropic's form."""
-        return await answer_message(service, body, request)
+        return await answered(
+            registry,
+            body.model,
+            request,
+            lambda service: answer_message(service, body, request),
+            stream=body.stream,
+        )
 
     @app.post("/v1/messages/count_tokens", responses=_MESSAGE_ERRORS, response_class=JSONResponse)
-    async def message_tokens(body: PromptBody) -> Response:
+    async def message_tokens(body: PromptBody, request: Request) -> Response:
         """Counts the tokens of its prompt."""
+        service = await registry.acquire(registry.find(body.model), request.scope)
         return await count_tokens(service, body)
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    max_context = service.llm.engine.max_context
-    return {
+def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, Any]:
+    """A model in OpenAI's form, and how it is: seconds until it is unloaded are None for never."""
+    facts = {
         "id": name,
         "object": "model",
-        "created": service.created,
+        "created": entry.created,
         "owned_by": "kukri",
-        "max_model_len": max_context,
+        "max_model_len": None,
+        "state": entry.state,
     }
+    if entry.service is not None:
+        status = entry.service.bridge.loop.status()
+        facts |= {
+            "max_model_len": entry.service.llm.engine.max_context,
+            "memory_bytes": entry.n_bytes,
+            "running_requests": status.n_running + status.n_waiting,
+            "expires_in_s": registry.expires_s(entry),
+        }
+    return facts
 
 
-def _add_token_routes(app: FastAPI, service: Service) -> None:
+def _add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> JSONResponse:
+    async def tokenize(body: TokenizeBody, request: Request) -> JSONResponse:
         """The token ids of a text or a conversation."""
-        service.check_model(body.model)
+        service = await registry.acquire(registry.find(body.model), request.scope)
         if body.messages is not None:
             messages = [message.as_dict() for message in body.messages]
             ids = await service.prompts.encode(messages, **body.options())
@@ -192,9 +230,9 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         )
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> JSONResponse:
+    async def detokenize(body: DetokenizeBody, request: Request) -> JSONResponse:
         """The text of token ids."""
-        service.check_model(body.model)
+        service = await registry.acquire(registry.find(body.model), request.scope)
         try:
             text = service.tokenizer.decode(body.tokens)
         except RequestError as error:
@@ -203,9 +241,9 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"prompt": text, "content": text})  # vLLM's name for it, and llama.cpp's
 
     @app.post("/apply-template", response_class=JSONResponse)
-    async def apply_template(body: TemplateBody) -> Response:
+    async def apply_template(body: TemplateBody, request: Request) -> Response:
         """The prompt that a conversation becomes."""
-        service.check_model(body.model)
+        service = await registry.acquire(registry.find(body.model), request.scope)
         messages = [message.as_dict() for message in body.messages]
         text = await service.prompts.render(messages, **body.options())
         return Response(json.dumps({"prompt": text}), media_type="application/json")  # lone surrogates too
@@ -219,25 +257,25 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
-def _add_state_routes(app: FastAPI, service: Service) -> None:
+def _add_state_routes(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Whether the engine runs: `ok`, or 503 and `degraded`."""
-        is_well = service.bridge.loop.is_stepping
+        """Whether the engines run: `ok`, or 503 and `degraded`."""
+        is_well = registry.is_stepping
         return JSONResponse({"status": "ok" if is_well else "degraded"}, 200 if is_well else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether new requests are taken: 503 before the start, at the end and while the engine is ill."""
-        if service.bridge.is_draining:
+        """Whether new requests are taken: 503 before the start, at the end and while an engine is ill."""
+        if registry.is_draining:
             return JSONResponse({"status": "draining"}, 503)
-        is_well = service.bridge.loop.is_stepping
+        is_well = registry.is_stepping
         return JSONResponse({"status": "ready" if is_well else "degraded"}, 200 if is_well else 503)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """All counts, for Prometheus."""
-        return Response(service.metrics.text(), media_type=service.metrics.content_type)
+        return Response(registry.metrics.text(), media_type=registry.metrics.content_type)
 
 
 def _describe(app: FastAPI) -> None:

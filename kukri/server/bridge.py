@@ -17,7 +17,7 @@ from kukri.answer import Answer
 from kukri.engine import Engine, Request, StepOutput
 from kukri.engine.loop import EngineLoop
 from kukri.errors import CapacityError, KukriError
-from kukri.server.metrics import Metrics
+from kukri.server.metrics import ModelMetrics
 
 log = logging.getLogger("kukri.server")
 
@@ -113,13 +113,18 @@ class _Waiting:
 class Bridge:
     """The engine's loop as the event loop sees it. All methods but `_deliver` belong to the event loop."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, *, max_waiting: int) -> None:
+    def __init__(self, engine: Engine, metrics: ModelMetrics, *, max_waiting: int) -> None:
         self.engine, self._metrics = engine, metrics
         self.loop = EngineLoop(engine, self._deliver, max_waiting=max_waiting)
         self._waiting: dict[int, _Waiting] = {}  # answers that have not ended, by request id
         self._computing: dict[int, Callable[[Request, str], None]] = {}  # called when a request for rows ends
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self.is_draining = False
+
+    @property
+    def is_busy(self) -> bool:
+        """True if an answer or a request for rows has not ended."""
+        return bool(self._waiting or self._computing)
 
     def start(self) -> None:
         """Starts the engine's thread; it delivers to the event loop that runs now."""
@@ -136,7 +141,7 @@ class Bridge:
         if loop is not None:
             loop.call_soon_threadsafe(self._begin_drain, timeout_s)
 
-    async def stop(self, timeout_s: float) -> None:
+    async def stop(self, timeout_s: float | None) -> None:
         """Takes no new requests, waits for the running ones and ends the engine's thread."""
         self.is_draining = True
         await asyncio.to_thread(self.loop.drain, timeout_s)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from kukri.errors import CapacityError, ContextLengthError, KukriError, RequestError
 from kukri.kernels.types import FloatArray
+from kukri.server.loading_reply import disconnected
 from kukri.server.schema import Body, TokenIds
 from kukri.server.service import Service
 from kukri.tasks import embedding_requests, normalized
@@ -52,7 +53,7 @@ async def embed(service: Service, body: EmbeddingBody, http: Request) -> Respons
         )
     texts = await _token_ids(service, body.input)
     work = asyncio.create_task(_vectors(service, body, texts, http))
-    watcher = asyncio.create_task(_left(http))
+    watcher = asyncio.create_task(disconnected(http.receive))
     try:
         await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -98,12 +99,6 @@ async def _vectors(
     if not np.isfinite(vectors).all():  # JSON has no such numbers
         raise KukriError("the model's vectors are not finite: its weights may be damaged")
     return vectors if body.normalize is False else normalized(vectors)
-
-
-async def _left(http: Request) -> None:
-    """Returns when the client has closed the connection."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -22,35 +22,49 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model: str) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            h = Histogram(f"kukri_{name}", text, ["model"], registry=self.registry, buckets=buckets)
-            return h.labels(model)
+            return Histogram(f"kukri_{name}", text, ["model"], registry=self.registry, buckets=buckets)
 
-        self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
-        self._inter_token = histogram("inter_token_seconds", "Between tokens of an answer.", _TOKEN_SECONDS)
-        self._end_to_end = histogram("end_to_end_seconds", "Arrival to the last token.", _SECONDS)
-        self._queue = histogram("queue_seconds", "Arrival to the first step.", _SECONDS)
-        self._ends = Counter(
-            "kukri_requests", "Answers that ended, by reason.", ["model", "reason"], registry=self.registry
-        )
-        self._responses = Counter(
-            "kukri_http_responses", "HTTP responses.", ["path", "status"], registry=self.registry
-        )
-        prompt_tokens = Counter(
-            "kukri_prompt_tokens",
-            "Prompt tokens of requests that were taken.",
-            ["model"],
-            registry=self.registry,
-        )
-        self._prompt_tokens = prompt_tokens.labels(model)
-        self._model = model
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kukri_{name}", text, labels, registry=self.registry)
 
-    def watch_engine(self, status: Callable[[], EngineStatus]) -> None:
-        """Adds the engine's own counts, read at each scrape."""
-        self.registry.register(_EngineCollector(status, self._model))
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self.inter_token = histogram("inter_token_seconds", "Between tokens of an answer.", _TOKEN_SECONDS)
+        self.end_to_end = histogram("end_to_end_seconds", "Arrival to the last token.", _SECONDS)
+        self.queue = histogram("queue_seconds", "Arrival to the first step.", _SECONDS)
+        self.load = histogram("model_load_seconds", "Loading of a model.", _SECONDS)
+        self.ends = counter("requests", "Answers that ended, by reason.", "model", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were taken.", "model")
+        self.unloads = counter("model_unloads", "Models unloaded, by reason.", "model", "reason")
+        self._responses = counter("http_responses", "HTTP responses.", "path", "status")
+
+    def watch_engines(self, status: Callable[[], Mapping[str, EngineStatus | None]]) -> None:
+        """Adds the engines' own counts, by model, read at each scrape; None for one that is not loaded."""
+        self.registry.register(_EngineCollector(status))
+
+    def on_response(self, path: str, status: int) -> None:
+        """Counts a response; `path` is a route's, so that clients cannot make up new ones."""
+        self._responses.labels(path, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class ModelMetrics:
+    """The part of a server's metrics that one model counts."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._model, self._ends = model, metrics.ends
+        self._first_token, self._inter_token = (
+            metrics.first_token.labels(model),
+            metrics.inter_token.labels(model),
+        )
+        self._end_to_end, self._queue = metrics.end_to_end.labels(model), metrics.queue.labels(model)
+        self._prompt_tokens = metrics.prompt_tokens.labels(model)
 
     def on_prompt(self, n_tokens: int) -> None:
         """Counts the tokens of a prompt, or of texts to embed."""
@@ -71,48 +85,44 @@ class Metrics:
         for reason in reasons:
             self._ends.labels(self._model, reason).inc()
 
-    def on_response(self, path: str, status: int) -> None:
-        """Counts a response; `path` is a route's, so that clients cannot make up new ones."""
-        self._responses.labels(path, str(status)).inc()
 
-    def text(self) -> bytes:
-        """Everything in Prometheus's text format."""
-        return generate_latest(self.registry)
+# name -> (help, field of EngineStatus)
+_GAUGES = {
+    "running_requests": ("Requests that are running.", "n_running"),
+    "waiting_requests": ("Requests in the queue.", "n_waiting"),
+    "kv_pages": ("Pages of the KV cache.", "n_pages"),
+    "kv_pages_held": ("Pages that requests hold.", "n_pages_held"),
+    "kv_pages_cached": ("Pages that hold the beginning of a prompt, for others.", "n_pages_cached"),
+}
+_COUNTERS = {
+    "preemptions": ("Times that a request was preempted.", "n_preemptions"),
+    "prefix_hit_tokens": ("Prompt tokens found in the cache.", "n_prefix_hit"),
+    "computed_tokens": ("Tokens computed, of prompts and answers.", "n_computed"),
+    "drafted_tokens": ("Draft tokens that were computed.", "n_drafted"),
+    "accepted_tokens": ("Draft tokens that were accepted.", "n_accepted"),
+    "generated_tokens": ("Tokens generated.", "n_generated"),
+    "steps": ("Steps of the engine.", "n_steps"),
+    "step_seconds": ("Time in these steps.", "busy_s"),
+}
 
 
 class _EngineCollector(Collector):
-    """The engine's counts at the time of a scrape."""
+    """The engines' counts at the time of a scrape; those of a model begin anew each time it is loaded."""
 
-    def __init__(self, status: Callable[[], EngineStatus], model: str) -> None:
-        self._status, self._model = status, model
+    def __init__(self, status: Callable[[], Mapping[str, EngineStatus | None]]) -> None:
+        self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        gauges: dict[str, tuple[str, float]] = {
-            "running_requests": ("Requests that are running.", status.n_running),
-            "waiting_requests": ("Requests in the queue.", status.n_waiting),
-            "kv_pages": ("Pages of the KV cache.", status.n_pages),
-            "kv_pages_held": ("Pages that requests hold.", status.n_pages_held),
-            "kv_pages_cached": (
-                "Pages that hold the beginning of a prompt, for others.",
-                status.n_pages_cached,
-            ),
-        }
-        counters: dict[str, tuple[str, float]] = {
-            "preemptions": ("Times that a request was preempted.", status.n_preemptions),
-            "prefix_hit_tokens": ("Prompt tokens found in the cache.", status.n_prefix_hit),
-            "computed_tokens": ("Tokens computed, of prompts and answers.", status.n_computed),
-            "drafted_tokens": ("Draft tokens that were computed.", status.n_drafted),
-            "accepted_tokens": ("Draft tokens that were accepted.", status.n_accepted),
-            "generated_tokens": ("Tokens generated.", status.n_generated),
-            "steps": ("Steps of the engine.", status.n_steps),
-            "step_seconds": ("Time in these steps.", status.busy_s),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"kukri_{name}", text, labels=["model"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"kukri_{name}", text, labels=["model"])
-            counter.add_metric([self._model], value)
-            yield counter
+        models = self._status()
+        loaded = {model: status for model, status in models.items() if status is not None}
+        state = GaugeMetricFamily("kukri_model_loaded", "Whether a model is loaded.", labels=["model"])
+        for model in models:
+            state.add_metric([model], float(model in loaded))
+        yield state
+        families = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
+        for kind, table in families:
+            for name, (text, field) in table.items():
+                family = kind(f"kukri_{name}", text, labels=["model"])
+                for model, status in loaded.items():
+                    family.add_metric([model], getattr(status, field))
+                yield family

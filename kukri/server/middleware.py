@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from http import HTTPStatus
 from ipaddress import ip_address, ip_network
@@ -100,6 +100,8 @@ class Middleware:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
         scope["kukri.id"], scope["kukri.log"] = request_id, {}
+        on_end: list[Callable[[], None]] = []  # called when the response is over
+        scope["kukri.on_end"] = on_end
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -121,6 +123,8 @@ class Middleware:
                 failure = error_response(f"an error of the server; its log has it as {request_id}", 500)
                 await failure(scope, receive, send_with_id)
         finally:
+            for end in on_end:
+                end()
             self._note(scope, request_id, status, perf_counter() - started_s)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:

@@ -23,6 +23,7 @@ from kukri import __version__
 from kukri.errors import KukriError
 from kukri.server.bridge import Call
 from kukri.server.chat_request import ChatRequest
+from kukri.server.registry import ModelRegistry
 from kukri.server.reply import Reply
 from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling
 from kukri.server.service import Chat, Service
@@ -75,12 +76,12 @@ class PageBody(Sampling):
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
 
 
-def add_page(app: FastAPI, service: Service) -> None:
+def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     """Adds the page's routes. `middleware.py` says which of them need no key."""
     templates = Environment(
         loader=FileSystemLoader(_UI / "templates"), autoescape=True, undefined=StrictUndefined
     )
-    unopened = UnopenedAnswers(service)
+    unopened = UnopenedAnswers()
 
     def html(template: str, **values: Any) -> Response:
         return HTMLResponse(templates.get_template(template).render(**values), headers=_HEADERS)
@@ -88,14 +89,16 @@ def add_page(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         """The page, with nothing in it that a key protects."""
-        return html("page.html", needs_key=bool(service.settings.api_keys), version=__version__)
+        return html("page.html", needs_key=bool(registry.settings.api_keys), version=__version__)
 
     @app.get("/ui/model", include_in_schema=False)
-    async def model() -> Response:
-        """The fragment that names the model and has a control for each setting."""
+    async def model(request: Request, name: str | None = None) -> Response:
+        """The fragment that names a model and all others, and has a control for each setting."""
+        service = await registry.acquire(registry.find(name), request.scope)
         return html(
             "model.html",
-            model=service.settings.model_names[0],
+            model=service.names[0],
+            models=[entry.name for entry in registry.listed()],
             max_context=service.llm.engine.max_context,
             controls=_CONTROLS,
             defaults=vars(service.llm.default_params) | {"max_tokens": None, "seed": None},
@@ -104,14 +107,14 @@ def add_page(app: FastAPI, service: Service) -> None:
     @app.post("/ui/answers", include_in_schema=False)
     async def ask(body: PageBody, request: Request) -> Response:
         """Starts an answer and returns the fragment that opens its stream."""
-        service.check_model(body.model)
+        service = await registry.acquire(registry.find(body.model), request.scope)
         asked = ChatRequest(
             messages=[message.as_dict() for message in body.messages],
             sampling=body.sampling(max_tokens=body.max_tokens),
             names={"prompt": "messages"},
         )
         chat = await service.open(asked, request.scope)
-        name = unopened.add(chat.call, Reply(service, chat.call, PageWriter(chat), stream=True))
+        name = unopened.add(service, chat.call, Reply(service, chat.call, PageWriter(chat), stream=True))
         return html("answer.html", name=name)
 
     @app.get("/ui/answers/{name}", include_in_schema=False)
@@ -142,28 +145,27 @@ class UnopenedAnswers:
     A browser's EventSource sends no API key: a client that knows the name has sent the key with the question.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._answers: dict[str, tuple[Call, Reply, asyncio.TimerHandle]] = {}
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[Reply, asyncio.TimerHandle]] = {}
 
-    def add(self, call: Call, reply: Reply) -> str:
+    def add(self, service: Service, call: Call, reply: Reply) -> str:
         """Keeps an answer for OPEN_S and returns its name; then it is ended."""
         name = token_urlsafe(32)
-        timer = asyncio.get_running_loop().call_later(OPEN_S, self._end, name)
-        self._answers[name] = call, reply, timer
+        timer = asyncio.get_running_loop().call_later(OPEN_S, self._end, name, service, call)
+        self._answers[name] = reply, timer
         return name
 
     def take(self, name: str) -> Reply | None:
         """Removes and returns the answer of that name; None if there is none."""
-        _, reply, timer = self._answers.pop(name, (None, None, None))
+        reply, timer = self._answers.pop(name, (None, None))
         if timer is not None:
             timer.cancel()
         return reply
 
-    def _end(self, name: str) -> None:
-        call, _, _ = self._answers.pop(name)
+    def _end(self, name: str, service: Service, call: Call) -> None:
+        del self._answers[name]
         call.leave()
-        self._service.metrics.on_end(*call.outcome)
+        service.metrics.on_end(*call.outcome)
 
 
 class PageWriter:

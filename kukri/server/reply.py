@@ -6,6 +6,8 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -18,13 +20,30 @@ from kukri.server.errors import error_body, response_of
 from kukri.server.schema import GenerationBody
 from kukri.server.service import Service
 
-KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+
+
+@dataclass(frozen=True)
+class StreamForm:
+    """The form of a stream: its content type, what fills a silence, and an error that ends it."""
+
+    content_type: bytes
+    keep_alive: bytes  # which clients skip
+    failure: Callable[[dict[str, Any]], bytes]  # of an error's JSON
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers that keep proxies from holding the stream back."""
+        plain = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        return [(b"content-type", self.content_type), *plain]
+
+
+def _failure_event(error: dict[str, Any]) -> bytes:
+    kind = b"event: error\n" if error.get("type") == "error" else b""  # Anthropic's events have names
+    return kind + b"data: " + json.dumps(error).encode() + b"\n\n" + (b"" if kind else DONE)
+
+
+EVENTS = StreamForm(b"text/event-stream; charset=utf-8", b": keep-alive\n\n", _failure_event)
 
 
 class Writer(Protocol):
@@ -104,8 +123,11 @@ def usage(call: Call, n_reasoning: int) -> dict[str, Any]:
 class Reply(Response):
     """Sends a call's answers. A client that leaves ends the call."""
 
-    def __init__(self, service: Service, call: Call, writer: Writer, *, stream: bool) -> None:
+    def __init__(
+        self, service: Service, call: Call, writer: Writer, *, stream: bool, form: StreamForm = EVENTS
+    ) -> None:
         super().__init__()
+        self._form = form
         self._service, self._call, self._writer, self._is_stream = service, call, writer, stream
         self._has_begun = self._was_active = False
 
@@ -162,11 +184,11 @@ class Reply(Response):
             self._was_active = False
             await asyncio.sleep(self._service.settings.keep_alive_s)
             if not self._was_active:
-                await self._send(send, KEEP_ALIVE)
+                await self._send(send, self._form.keep_alive)
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
         self._was_active = True
         if not self._has_begun:
             self._has_begun = True
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": self._form.headers})
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})

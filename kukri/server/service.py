@@ -1,9 +1,8 @@
-"""The served model: from a checked request to a call of the engine."""
+"""A served model: from a checked request to a call of the engine."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +17,8 @@ from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_override
 from kukri.server.bridge import Bridge, Call
 from kukri.server.chat_request import ChatRequest
 from kukri.server.choice import Choice
-from kukri.server.errors import ModelNotFoundError
 from kukri.server.grammar_check import GrammarCheck
-from kukri.server.metrics import Metrics
+from kukri.server.metrics import Metrics, ModelMetrics
 from kukri.server.prompts import ChatPrompts
 from kukri.server.settings import ServerSettings
 from kukri.server.tools import Toolbox
@@ -34,24 +32,27 @@ class Chat(NamedTuple):
 
 
 class Service:
-    """A model, its engine and the rules of this server. Belongs to the event loop."""
+    """A loaded model, its engine and the rules of this server. Belongs to the event loop.
 
-    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
-        self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
+    `names` are those that requests may use; the first is the one that answers carry.
+    """
+
+    def __init__(self, llm: LLM, settings: ServerSettings, names: Sequence[str], metrics: Metrics) -> None:
+        self.llm, self.settings, self.names, self.tokenizer = llm, settings, names, llm.tokenizer
         self.prompts = ChatPrompts(llm.chat_template, llm.tokenizer, llm.engine.max_context)
         self.grammars = GrammarCheck(llm.tokenizer)
-        self.metrics = Metrics(settings.model_names[0])
+        self.metrics = ModelMetrics(metrics, names[0])
         self.bridge = Bridge(llm.engine, self.metrics, max_waiting=settings.max_waiting)
-        self.metrics.watch_engine(self.bridge.loop.status)
-        self.created = int(time.time())
         self.fingerprint = f"kukri-{__version__}"
 
+    async def close(self, timeout_s: float | None) -> None:
+        """Waits for the running requests and ends what belongs to the model, but not the model itself."""
+        await self.bridge.stop(timeout_s)
+        await self.grammars.close()
+
     def check_model(self, name: str | None) -> str:
-        """The name that an answer carries. Raises ModelNotFoundError on a name that is not served."""
-        names = self.settings.model_names
-        if name is not None and name not in names and not self.settings.any_model:
-            raise ModelNotFoundError(name, names)
-        return name if name in names else names[0]
+        """The name that an answer carries: the one given, or the model's first."""
+        return name if name is not None and name in self.names else self.names[0]
 
     async def encode(
         self,

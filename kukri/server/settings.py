@@ -1,11 +1,45 @@
-"""The settings of a server: names, access, limits."""
+"""The settings of a server: models, access, limits."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from ipaddress import ip_network
+from pathlib import Path
 
 from kukri.errors import ConfigError
+from kukri.loading import ModelOptions
+
+_DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ms|h|m|s))+|\d+(?:\.\d*)?")
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def duration_s(value: float | str, name: str) -> float:
+    """The seconds of a number, or of a text such as 300, 10m or 1h30m; -1 stays -1.
+
+    Raises ConfigError, about `name`, for anything else.
+    """
+    text = str(value).strip()
+    if len(text) <= 32 and not isinstance(value, bool) and _DURATION.fullmatch(text.removeprefix("-")):
+        parts = re.findall(r"([\d.]+)(ms|h|m|s)?", text)
+        seconds = sum(float(number) * _UNITS_S[unit or "s"] for number, unit in parts)
+        return -seconds if text.startswith("-") else seconds
+    raise ConfigError(f"{name} must be a time such as 300, 10m or 1h30m, not {value!r}")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that a server loads when it is needed.
+
+    `names` are those that requests may use; the first is the one that answers carry. A pinned model is loaded
+    at the start and stays. `keep_alive_s` is the idle time after which the model is unloaded, instead of the
+    server's `idle_unload_s`.
+    """
+
+    names: tuple[str, ...]
+    options: ModelOptions
+    is_pinned: bool = False
+    keep_alive_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -16,7 +50,7 @@ class ServerSettings:
     if there are no keys; None is no limit.
     """
 
-    model_names: tuple[str, ...]  # the first is the one that answers carry
+    model_names: tuple[str, ...] = ()  # of a model that is open already; the first is what answers carry
     any_model: bool = False  # requests may name any model, and get this one
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # KEY, or NAME KEY: the log has the name
     allowed_hosts: tuple[str, ...] = ()  # that a Host header may name; none: all of them
@@ -31,16 +65,23 @@ class ServerSettings:
     keep_alive_s: float = 15.0  # of silence before a stream gets a comment
     drain_s: float = 60.0  # for running answers after the signal to stop
     has_page: bool = True  # at /, to chat in a browser
+    # for models that are loaded when they are needed
+    idle_unload_s: float | None = None  # without requests, until a model is unloaded; None: never
+    max_loaded: int = 3  # models in memory at a time
+    memory_bytes: int | None = None  # for all models; None: nine tenths of what is free at the start
+    kv_bytes: int | None = None  # for the KV caches of all models; None: half of the memory for models
+    model_dir: Path | None = None  # whose .gguf files and safetensors directories are served too
+    manages_models: bool = False  # clients may pull and delete models; those in the cache are served too
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
-        if not self.model_names or not all(self.model_names):
+        if not all(self.model_names):
             raise ConfigError("a served model needs a name")
-        for name in ("max_body_bytes", "max_waiting", "rate_limit"):
+        for name in ("max_body_bytes", "max_waiting", "rate_limit", "max_loaded", "memory_bytes", "kv_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        for name in ("deadline_s", "headers_s", "read_s", "keep_alive_s", "drain_s"):
+        for name in ("deadline_s", "headers_s", "read_s", "keep_alive_s", "drain_s", "idle_unload_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, not {value}")

@@ -214,6 +214,15 @@ class SamplingOptions:
     ignore_eos: bool = option("Generate past the end of text.", "--ignore-eos", default=False)
 
 
+def _use_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Takes the options of a configuration file for those that the command line leaves out."""
+    if file is not None and not context.resilient_parsing:
+        from kukri.terminal.config_file import option_defaults
+
+        context.default_map = option_defaults(file, context.command.params)
+    return file
+
+
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of the HTTP server."""
@@ -222,7 +231,23 @@ class ServeOptions:
     port: int = option(
         "Port; 0 for any free one.", "--port", "-p", default=8000, min=0, max=65535, metavar="N"
     )
-    alias: list[str] | None = option("Another name of the model; repeatable.", metavar="NAME")
+    config: Path | None = option(
+        "TOML file with these options, and models with options of their own.",
+        metavar="FILE",
+        is_eager=True,
+        callback=_use_config,
+    )
+    alias: list[str] | None = option("Another name of the first model; repeatable.", metavar="NAME")
+    model_dir: Path | None = option("Serve every model of this directory too, by its name.", metavar="DIR")
+    pin: list[str] | None = option("Load this model at the start and keep it; repeatable.", metavar="NAME")
+    max_loaded: int = option("Models in memory at a time.", default=3, min=1, metavar="N")
+    memory: str | None = option("Memory for models. [default: nine tenths of what is free]", metavar="SIZE")
+    idle_unload: str | None = option(
+        "Unload models that were idle for so long, such as 10m. [default: never]", metavar="TIME"
+    )
+    manage_models: bool = option(
+        "Let clients pull and delete models; serve those in the cache.", "--manage-models", default=False
+    )
     api_key_file: Path | None = option(
         "API keys, KEY or NAME KEY a line. [default: $KUKRI_API_KEY]", metavar="FILE"
     )

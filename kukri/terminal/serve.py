@@ -1,31 +1,100 @@
-"""`kukri serve`: a model over HTTP until SIGTERM or SIGINT."""
+"""`kukri serve`: models over HTTP until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.terminal.options import ServeOptions, size_bytes
 from kukri.terminal.progress import loading_bar
 
+if TYPE_CHECKING:
+    from kukri.server.settings import ServedModel, ServerSettings
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def serve_model(model: str | None, options: ServeOptions, loading: dict[str, Any]) -> None:
-    """Loads a model and serves it; `loading` are options of LLM. Checks the options before loading."""
+def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str, Any]) -> None:
+    """Serves models; `loading` are options of LLM for each. Checks the options before loading anything.
+
+    A single model is loaded before the server starts, unless it may be unloaded again; of several, those
+    that are pinned.
+    """
     require_web_stack()
     from kukri.server.logs import configure_logs
-    from kukri.server.settings import ServerSettings
 
-    settings = ServerSettings(
-        model_names=tuple(dict.fromkeys([*(options.alias or []), default_name(model)])),
+    if options.log_level not in _LOG_LEVELS:
+        raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {options.log_level!r}")
+    if options.chat_template_file is not None:
+        loading["chat_template"] = _read(options.chat_template_file, "chat template")
+    served = _served_models(models, options, loading)
+    settings = _settings(options, loading.get("kv_bytes"))
+    configure_logs(as_json=options.log_json, level=options.log_level)
+    with bound_socket(options.host, options.port) as bound:
+        is_alone = len(served) == 1 and options.idle_unload is None and served[0].keep_alive_s is None
+        if not is_alone or options.model_dir is not None or options.manage_models:
+            _serve_box(served, settings, bound)
+        else:
+            _serve_one(served[0], settings, bound)
+
+
+def _serve_one(model: ServedModel, settings: ServerSettings, bound: socket.socket) -> None:
+    """Loads a model, with a bar that shows the progress, and serves it."""
+    from kukri.llm import LLM
+    from kukri.server.app import create_app
+    from kukri.server.registry import warm_up
+
+    settings = replace(settings, model_names=model.names)
+    with loading_bar() as progress:
+        llm = LLM(**vars(model.options), progress=progress)
+    with llm:
+        warm_up(llm)
+        app = create_app(llm, settings)
+        _announce(model.names, settings, bound)
+        config, n_tokens = llm.engine_config, llm.engine.pool.n_pages * llm.engine.pool.page_tokens
+        print(
+            f"KV cache {llm.engine.runner.cache.n_bytes / 2**20:,.0f} MiB: {n_tokens:,} tokens, "
+            f"{config.max_requests} requests at a time, {llm.engine.max_context:,} tokens of context",
+            file=sys.stderr,
+            flush=True,
+        )
+        _run(app, settings, bound)
+
+
+def _serve_box(models: Sequence[ServedModel], settings: ServerSettings, bound: socket.socket) -> None:
+    """Serves models that are loaded when they are needed, those that are pinned at once."""
+    from kukri.server.app import create_app
+
+    app = create_app(None, settings, models)
+    registry = app.state.registry
+    if not registry.entries and not settings.manages_models:
+        raise ConfigError(f"there is no model in {settings.model_dir}: give a model, or another directory")
+    _announce([entry.name for entry in registry.entries], settings, bound)
+    print(
+        f"{registry.memory_bytes / 2**30:.1f} GiB for models, {settings.max_loaded} loaded at a time at most",
+        file=sys.stderr,
+        flush=True,
+    )
+    _run(app, settings, bound)
+
+
+def _settings(options: ServeOptions, kv_bytes: int | None) -> ServerSettings:
+    from kukri.server.settings import ServerSettings, duration_s
+
+    if options.model_dir is not None and not options.model_dir.is_dir():
+        raise ConfigError(f"there is no directory {options.model_dir}")
+    idle = options.idle_unload
+    return ServerSettings(
         api_keys=read_keys(options.api_key_file),
         allowed_hosts=host_names(options.host, options.allowed_host or []),
         trusted_proxies=tuple(options.trusted_proxy or []),
@@ -37,24 +106,57 @@ def serve_model(model: str | None, options: ServeOptions, loading: dict[str, Any
         deadline_s=options.deadline_s,
         drain_s=options.drain_s,
         has_page=not options.no_page,
+        idle_unload_s=None if idle is None else duration_s(idle, "--idle-unload"),
+        max_loaded=options.max_loaded,
+        memory_bytes=None if options.memory is None else size_bytes(options.memory, "--memory"),
+        kv_bytes=kv_bytes,
+        model_dir=options.model_dir,
+        manages_models=options.manage_models,
     )
-    if options.log_level not in _LOG_LEVELS:
-        raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {options.log_level!r}")
-    template = None
-    if options.chat_template_file is not None:
-        template = _read(options.chat_template_file, "chat template")
-    configure_logs(as_json=options.log_json, level=options.log_level)
-    with bound_socket(options.host, options.port) as bound:
-        from kukri.llm import LLM
-        from kukri.server.app import create_app
 
-        with loading_bar() as progress:
-            llm = LLM(model, chat_template=template, progress=progress, **loading)
-        with llm:
-            _warm_up(llm)
-            app = create_app(llm, settings)
-            _announce(settings, bound, llm)
-            _run(app, settings, bound)
+
+def _served_models(
+    models: Sequence[str], options: ServeOptions, loading: Mapping[str, Any]
+) -> list[ServedModel]:
+    """The models of the command line, NAME=MODEL or MODEL, and of the configuration file.
+
+    Without any, the default model. Options of loading hold for all but those of the file.
+    """
+    from kukri.loading import ModelOptions
+    from kukri.server.settings import ServedModel
+    from kukri.terminal.config_file import configured_models
+
+    served = [] if options.config is None else configured_models(options.config)
+    has_others = bool(served or options.model_dir or options.manage_models)
+    given: list[tuple[str, str | None]] = [_name_and_model(text) for text in models]
+    if not given and not has_others:
+        given = [(default_name(None), None)]
+    is_alone = len(given) == 1 and not has_others
+    shared = {n: v for n, v in loading.items() if is_alone or n != "kv_bytes"}  # else of all together
+    named = [ServedModel((name,), ModelOptions(model=model, **shared)) for name, model in given]
+    served = named + served
+    if served and options.alias:
+        aliased = dict.fromkeys([*options.alias, *served[0].names])
+        served[0] = replace(served[0], names=tuple(aliased))
+    names = [name for model in served for name in model.names]
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise ConfigError(f"two models are named {doubled!r}: give one another, as in --model NAME=MODEL")
+    for name in options.pin or []:
+        if name not in names:
+            raise ConfigError(f"--pin {name}: no model has this name; there are {', '.join(names)}")
+    pinned = set(options.pin or [])
+    return [replace(one, is_pinned=one.is_pinned or bool(pinned & set(one.names))) for one in served]
+
+
+def _name_and_model(text: str) -> tuple[str, str]:
+    """The name and the model of NAME=MODEL; of a model alone, the name that it has by itself."""
+    name, separator, model = text.partition("=")
+    if not separator or Path(text).exists():
+        return default_name(text), text
+    if not name or not model:
+        raise ConfigError(f"a model is given as NAME=MODEL, not {text!r}")
+    return name, model
 
 
 def require_web_stack(command: str = "kukri serve") -> None:
@@ -123,34 +225,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _warm_up(llm: Any) -> None:
-    """Does work that requests would wait for: compiles, and reads weights that are not yet in memory.
-
-    The embedding is read row by row, a token's at a time: one that has not been seen would wait for a disk
-    in the middle of every stream, and memory would grow for as long as new tokens come up.
-    """
-    from kukri.mapped_files import fetch_pages
-
-    fetch_pages(llm.model.embedding.weight.data)
-    first = llm.tokenizer.bos_id or 0
-    for temperature in (0.0, 1.0):
-        llm.generate([first], max_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)
-
-
-def _announce(settings: Any, bound: socket.socket, llm: Any) -> None:
-    """Prints to stderr the URL, the models' names, the size of the KV cache, and a warning without keys."""
+def _announce(names: Sequence[str], settings: ServerSettings, bound: socket.socket) -> None:
+    """Prints to stderr the URL, the models' names, and a warning without keys."""
     host, port = bound.getsockname()[:2]
-    engine, config = llm.engine, llm.engine_config
-    n_tokens = engine.pool.n_pages * engine.pool.page_tokens
-    size = engine.runner.cache.n_bytes / 2**20
     shown = f"[{host}]" if ":" in host else host
     page = f", a page to chat on at http://{shown}:{port}/" if settings.has_page else ""
-    print(f"serving {', '.join(settings.model_names)} on http://{shown}:{port}/v1{page}", file=sys.stderr)
-    print(
-        f"KV cache {size:,.0f} MiB: {n_tokens:,} tokens, {config.max_requests} requests at a time, "
-        f"{engine.max_context:,} tokens of context",
-        file=sys.stderr,
-    )
+    listed = ", ".join(names) or "no model yet"
+    print(f"serving {listed} on http://{shown}:{port}/v1{page}", file=sys.stderr)
     if not settings.api_keys and host not in _LOOPBACK:
         print(
             f"warning: everybody who reaches {host} may use this server: set KUKRI_API_KEY or --api-key-file",
@@ -159,7 +240,7 @@ def _announce(settings: Any, bound: socket.socket, llm: Any) -> None:
     sys.stderr.flush()
 
 
-def _run(app: Any, settings: Any, bound: socket.socket) -> None:
+def _run(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
     import uvicorn
 
     from kukri.server.header_timeout import protocol_with_timeout
@@ -169,7 +250,7 @@ def _run(app: Any, settings: Any, bound: socket.socket) -> None:
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """Stops taking requests; a second signal ends the running ones too."""
-            app.state.service.bridge.drain(settings.drain_s)
+            app.state.registry.drain(settings.drain_s)
             self.force_exit = self.should_exit
             self.should_exit = True
 
@@ -183,4 +264,7 @@ def _run(app: Any, settings: Any, bound: socket.socket) -> None:
         ws="none",
         timeout_graceful_shutdown=ceil(settings.drain_s) + 5,  # the bridge ends what runs before that
     )
-    Server(config).run(sockets=[bound])
+    with suppress(SystemExit):  # of a start that failed, whose reason follows
+        Server(config).run(sockets=[bound])
+    if app.state.failure is not None:
+        raise app.state.failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ import uvicorn
 from kukri import LLM
 from kukri.server.app import create_app
 from kukri.server.header_timeout import protocol_with_timeout
+from kukri.server.registry import ModelRegistry
 from kukri.server.service import Service
-from kukri.server.settings import ServerSettings
+from kukri.server.settings import ServedModel, ServerSettings
 
 MODEL = "smol"
 TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -39,7 +40,13 @@ class Served:
     """A running server, seen from both sides."""
 
     url: str
-    service: Service
+    registry: ModelRegistry
+
+    @property
+    def service(self) -> Service:
+        """The first model's."""
+        assert self.registry.default.service is not None
+        return self.registry.default.service
 
     @property
     def client(self) -> openai.OpenAI:
@@ -60,10 +67,11 @@ class Served:
 
 
 @contextmanager
-def serving(llm: LLM, **settings) -> Iterator[Served]:
-    """Serves a model from a thread within the `with` block."""
-    given = ServerSettings(**{"model_names": (MODEL, "other-name"), **settings})
-    app = create_app(llm, given)
+def serving(llm: LLM | None, models: Sequence[ServedModel] = (), **settings) -> Iterator[Served]:
+    """Serves an open model, and others on demand, from a thread within the `with` block."""
+    names = {} if llm is None else {"model_names": (MODEL, "other-name")}
+    given = ServerSettings(**{**names, **settings})
+    app = create_app(llm, given, models)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     protocol = protocol_with_timeout(given.headers_s)
@@ -83,7 +91,7 @@ def serving(llm: LLM, **settings) -> Iterator[Served]:
         while not server.started:
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
-        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.service)
+        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.registry)
     finally:
         server.should_exit = True
         thread.join(timeout=30)

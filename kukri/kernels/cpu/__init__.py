@@ -22,7 +22,7 @@ from kukri.kernels.cpu.ops import RouteTable, Value
 from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, pack, pack_experts
 from kukri.kernels.cpu.passes import run_passes
 from kukri.kernels.cpu.place import Plan, Segment
-from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.cpu.pool import shared_pool
 from kukri.kernels.cpu.record import Recorder, max_partials
 from kukri.kernels.cpu.sampling_backend import CpuSampling
 from kukri.kernels.host_step import HostLogits, check_routes, check_sizes
@@ -46,7 +46,7 @@ from kukri.machine import available_bytes
 
 
 class CpuBackend:
-    """Runs models on the CPU. Holds the thread pool, the kernels and the packed weights."""
+    """Runs models on the CPU. Holds the kernels and the packed weights; backends share their thread pool."""
 
     name = "cpu"
     exact_kv_type: KVType = "f16"
@@ -55,7 +55,7 @@ class CpuBackend:
 
     def __init__(self, n_threads: int | None = None) -> None:
         self.kernels = KernelLibrary()
-        self.pool = ThreadPool(self.kernels, n_threads)
+        self.pool = shared_pool(n_threads)
         self._sampling: CpuSampling | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
         self._packed_experts: dict[tuple[Experts, ...], PackedExperts] = {}
@@ -91,8 +91,9 @@ class CpuBackend:
         return self._sampling
 
     def close(self) -> None:
-        """Ends the worker threads."""
-        self.pool.close()
+        """Gives up the worker threads, which end with the last backend that uses them."""
+        self._sampling = None
+        self.__dict__.pop("pool", None)
 
     def packed(self, weights: tuple[Weight, ...]) -> PackedWeight:
         """The tiles of weights of one type, packed once."""

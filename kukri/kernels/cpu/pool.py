@@ -94,8 +94,9 @@ class _Workers:
 class ThreadPool:
     """`n_threads` threads, the caller's among them, that run plans together.
 
-    One plan at a time: other threads that call `run` wait. Workers start with the first plan and spin through
-    a generation; after some milliseconds without work they sleep until the next plan. They end with the pool.
+    One plan at a time: other threads that call `run` wait, and nobody runs two plans while one waits. Workers
+    start with the first plan and spin through a generation; after some milliseconds without work they sleep
+    until the next plan. They end with the pool.
     """
 
     def __init__(self, kernels: KernelLibrary, n_threads: int | None = None) -> None:
@@ -109,7 +110,7 @@ class ThreadPool:
         self._retry_at = 0.0  # when to try with one thread more
         self._pause_s = _FIRST_PAUSE_S
         self._enter: Callable[[int], int] | None = None
-        self._is_running = threading.Lock()
+        self._is_next, self._is_running = threading.Lock(), threading.Lock()
         # also runs before the interpreter ends, when compiled code is about to be unmapped
         self._finalizer = weakref.finalize(self, self._workers.stop)
 
@@ -120,8 +121,12 @@ class ThreadPool:
 
     def run(self, ops_address: int, n_ops: int) -> None:
         """Runs ops once: int64 [n_ops, OP_BYTES / 8] as drawn in abi.py."""
-        with self._is_running:
+        with self._is_next:  # a lock alone is often taken again by the thread that has just released it
+            self._is_running.acquire()
+        try:
             self._run(ops_address, n_ops)
+        finally:
+            self._is_running.release()
 
     def _run(self, ops_address: int, n_ops: int) -> None:
         if self._enter is None:
@@ -164,3 +169,21 @@ class ThreadPool:
     def close(self) -> None:
         """Ends the workers. The pool can't be used afterwards."""
         self._finalizer()
+
+
+_shared: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()  # by n_threads
+_sharing = threading.Lock()
+
+
+def shared_pool(n_threads: int | None = None) -> ThreadPool:
+    """This process's pool of `n_threads`, which ends when nobody holds it any more.
+
+    Models that step at the same time take turns at one pool, plan by plan: threads of two pools on the same
+    cores would spin against each other, each waiting for tiles that the other keeps from being computed.
+    """
+    n = min(n_threads or usable_cores(), MAX_THREADS)
+    with _sharing:
+        pool = _shared.get(n)
+        if pool is None:
+            pool = _shared[n] = ThreadPool(KernelLibrary(), n)
+    return pool

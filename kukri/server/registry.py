@@ -1,0 +1,509 @@
+"""The models of a server: loaded when a request needs them, unloaded when idle or when memory is short.
+
+A request holds a *lease* on its model from `acquire` to the end of its response, and a model is unloaded only
+without leases. One model at a time is loaded or unloaded; the tasks that do it wait for each other in the
+order of their requests. A request for a model that is not there waits in `ModelEntry.waiters`, and gets its
+lease in the moment in which the model is ready, so that nothing can take the model away in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import sys
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal
+
+from starlette.types import Scope
+
+from kukri.engine.loop import EngineStatus
+from kukri.errors import CapacityError, KukriError
+from kukri.formats.model_cache import cached_models
+from kukri.llm import LLM
+from kukri.loading import MemoryNeed, ModelOptions, memory_need
+from kukri.machine import available_bytes
+from kukri.mapped_files import fetch_pages
+from kukri.server.errors import ModelNotFoundError
+from kukri.server.metrics import Metrics
+from kukri.server.service import Service
+from kukri.server.settings import ServedModel, ServerSettings
+
+log = logging.getLogger("kukri.server")
+ModelState = Literal["unloaded", "loading", "loaded", "unloading"]
+_STOP_S = 5.0  # for what still runs when every connection is closed
+_CHECK_S = 1.0  # between two looks at a model's file
+_SETTLE_S = 1.0  # a file that changed less than this ago may still be written
+_MEMORY_SHARE = 0.9  # of the free memory, for models
+_KV_SHARE = 0.5  # of the memory for models, for keys and values
+
+
+class ModelEntry:
+    """A model of a server, loaded or not. Belongs to the event loop."""
+
+    def __init__(self, spec: ServedModel, service: Service | None = None) -> None:
+        self.spec, self.service = spec, service
+        self.is_owned = service is None  # else whoever opened the model closes it
+        self.created = int(time.time())
+        self.n_bytes = 0  # estimated, of the loaded model
+        self.loaded_s = self.used_s = 0.0  # monotonic: when it was loaded, and when it was last used
+        self.keep_alive_s = spec.keep_alive_s  # None: the server's; a request may change it
+        self.n_leases = 0
+        self.waiters: list[asyncio.Future[Service]] = []  # requests that wait for the model
+        self.is_leaving = False  # no new leases: it is about to be unloaded
+        self.task: asyncio.Task[None] | None = None  # that loads it
+        self.timer: asyncio.TimerHandle | None = None  # that unloads it
+        self.unused = asyncio.Event()  # without leases
+        self.unused.set()
+        self._stamp: tuple[float, int] | None = None  # of the file that is loaded
+        self._checked_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """The name that answers carry."""
+        return self.spec.names[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it gives leases."""
+        return self.service is not None and not self.is_leaving
+
+    @property
+    def state(self) -> ModelState:
+        """What it does now."""
+        if self.is_leaving:
+            return "unloading"
+        if self.service is not None:
+            return "loaded"
+        return "unloaded" if self.task is None else "loading"
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request uses it or waits for it."""
+        return not (self.n_leases or self.waiters or (self.service and self.service.bridge.is_busy))
+
+    def note_file(self) -> None:
+        """Remembers the state of the file that has been loaded."""
+        assert self.service is not None, "it is loaded"
+        self._stamp, self._checked_s = _stamp(self.service.llm.path), monotonic()
+
+    def is_stale(self) -> bool:
+        """True if the file has changed since it was loaded; looks once a second at most."""
+        now_s = monotonic()
+        if self.service is None or not self.is_owned or now_s - self._checked_s < _CHECK_S:
+            return False
+        self._checked_s = now_s
+        stamp = _stamp(self.service.llm.path)
+        return stamp is not None and stamp != self._stamp and time.time() - stamp[0] > _SETTLE_S
+
+
+class ModelRegistry:
+    """All models of a server. Belongs to the event loop, but for `drain` and `statuses`."""
+
+    def __init__(
+        self, settings: ServerSettings, models: Sequence[ServedModel] = (), llm: LLM | None = None
+    ) -> None:
+        """`llm` is a model that is open already: its caller closes it, and it is never unloaded."""
+        self.settings, self.metrics = settings, Metrics()
+        self.entries: list[ModelEntry] = []
+        if llm is not None:
+            service = Service(llm, settings, settings.model_names, self.metrics)
+            self.entries.append(ModelEntry(ServedModel(settings.model_names, llm.options, True), service))
+        self.entries += map(ModelEntry, models)
+        self._find_models()
+        self.metrics.watch_engines(self.statuses)
+        self.is_draining = False
+        self.memory_bytes = settings.memory_bytes or int(_MEMORY_SHARE * available_bytes())
+        self._kv_bytes = settings.kv_bytes or int(_KV_SHARE * self.memory_bytes)
+        self._changing = asyncio.Lock()  # held while a model is loaded or unloaded
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def default(self) -> ModelEntry:
+        """The model of requests that name none. Raises ModelNotFoundError if nothing is served."""
+        if not self.entries:
+            raise ModelNotFoundError("", [])
+        return self.entries[0]
+
+    def find(self, name: str | None) -> ModelEntry:
+        """The model of a name. Raises ModelNotFoundError if there is none.
+
+        A name may end with ":latest", as Ollama's clients write it.
+        """
+        if name is None:
+            return self.default
+        plain = name.removesuffix(":latest")
+        for again in (False, True):
+            for entry in self.entries:
+                if name in entry.spec.names or plain in entry.spec.names:
+                    return entry
+            if not again:
+                self._find_models()
+        if self.settings.any_model:
+            return self.default
+        raise ModelNotFoundError(name, [name for entry in self.entries for name in entry.spec.names])
+
+    def listed(self) -> list[ModelEntry]:
+        """Every model, those that have come to the directory or the cache since the last time included."""
+        self._find_models()
+        return list(self.entries)
+
+    def _find_models(self) -> None:
+        """Adds the models that are in the directory and, if clients may pull, in the cache."""
+        found: dict[str, str] = {}
+        if self.settings.model_dir is not None:
+            found |= {name: str(path) for name, path in models_in(self.settings.model_dir)}
+        if self.settings.manages_models:
+            found |= {model.name: str(model.path) for model in cached_models()}
+        known = {name for entry in self.entries for name in entry.spec.names}
+        for name in found.keys() - known:
+            self.entries.append(ModelEntry(ServedModel((name,), ModelOptions(model=found[name]))))
+
+    def forget(self, entry: ModelEntry) -> None:
+        """Serves a model no longer; it has been unloaded."""
+        self.entries.remove(entry)
+
+    async def start(self) -> None:
+        """Starts the engines of loaded models and loads the pinned ones. Raises KukriError if one fails."""
+        self._loop = asyncio.get_running_loop()
+        _allocate_to_give_back()
+        for entry in list(self.entries):
+            if entry.service is not None:
+                entry.service.bridge.start()
+            elif entry.spec.is_pinned:
+                async with self._changing:
+                    await self._load(entry)
+
+    async def stop(self) -> None:
+        """Unloads everything, without waiting long for what still runs."""
+        self.is_draining = True
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for entry in self.entries:
+            if entry.timer is not None:
+                entry.timer.cancel()
+            if entry.service is not None:
+                await entry.service.close(_STOP_S)
+                if entry.is_owned:
+                    await asyncio.to_thread(entry.service.llm.close)
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuses new requests; those that still run after the timeout end with an error.
+
+        Safe to call from a signal handler.
+        """
+        self.is_draining = True
+        for entry in self.entries:
+            if entry.service is not None:
+                entry.service.bridge.drain(timeout_s)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._refuse_waiters)
+
+    @property
+    def is_stepping(self) -> bool:
+        """True if the engine of every loaded model runs."""
+        return all(entry.service.bridge.loop.is_stepping for entry in self.entries if entry.service)
+
+    def statuses(self) -> Mapping[str, EngineStatus | None]:
+        """The counts of each model's engine, by name; None for one that is not loaded."""
+        return {
+            entry.name: s.bridge.loop.status() if (s := entry.service) else None for entry in self.entries
+        }
+
+    async def acquire(self, entry: ModelEntry, scope: Scope) -> Service:
+        """Loads the model if need be, and gives it with a lease that ends with the request.
+
+        Raises CapacityError if there is no memory for it now, or the deadline is over, and the error that
+        ended its loading.
+        """
+        started_s = monotonic()
+        if entry.is_ready and not entry.is_stale():
+            entry.n_leases += 1
+            service = entry.service
+            assert service is not None, "it is ready"
+        else:
+            service = await self._wait(entry)
+        entry.unused.clear()
+        if entry.timer is not None:
+            entry.timer.cancel()
+        scope["kukri.on_end"].append(lambda: self._release(entry))
+        scope["kukri.load_s"] = monotonic() - started_s
+        return service
+
+    def keep(self, entry: ModelEntry, seconds: float | None) -> None:
+        """Sets the idle time after which the model is unloaded: 0 for at once, below 0 for never."""
+        if seconds is not None and not entry.spec.is_pinned:
+            entry.keep_alive_s = seconds
+
+    def expires_s(self, entry: ModelEntry) -> float | None:
+        """Seconds until an idle model will be unloaded; None for never."""
+        limit_s = self.settings.idle_unload_s if entry.keep_alive_s is None else entry.keep_alive_s
+        if entry.spec.is_pinned or limit_s is None or limit_s < 0:
+            return None
+        return max(entry.used_s + limit_s - monotonic(), 0.0) if entry.is_idle else limit_s
+
+    async def unload(self, entry: ModelEntry, reason: str) -> None:
+        """Unloads a model when its running requests have ended; one that is not loaded stays as it is."""
+        async with self._changing:
+            if entry.service is not None and entry.is_owned:
+                await self._unload(entry, reason)
+
+    # Leases
+
+    async def _wait(self, entry: ModelEntry) -> Service:
+        """Waits until the model is loaded; the lease is counted then."""
+        if self.is_draining:
+            raise CapacityError("the server is shutting down: ask another, or later")
+        if len(entry.waiters) >= self.settings.max_waiting:
+            raise CapacityError(
+                f"{len(entry.waiters)} requests wait for {entry.name} already: try again later"
+            )
+        waiter: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+        entry.waiters.append(waiter)
+        if entry.task is None:
+            entry.task = self._run(self._bring(entry))
+        try:
+            async with asyncio.timeout(self.settings.deadline_s):
+                return await waiter
+        except BaseException as error:
+            with suppress(ValueError):
+                entry.waiters.remove(waiter)
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._release(entry)  # it came while this request was being ended
+            if isinstance(error, TimeoutError):
+                limit = f"{self.settings.deadline_s:g} s"
+                raise CapacityError(f"{entry.name} was not loaded within {limit}: try again later") from None
+            raise
+
+    def _release(self, entry: ModelEntry) -> None:
+        entry.n_leases -= 1
+        entry.used_s = monotonic()
+        if entry.n_leases == 0:
+            entry.unused.set()
+            self._watch(entry)
+
+    def _watch(self, entry: ModelEntry) -> None:
+        """Unloads the model after its idle time, unless it is used meanwhile."""
+        if entry.timer is not None:
+            entry.timer.cancel()
+        left_s = self.expires_s(entry)
+        if entry.service is not None and left_s is not None and self._loop is not None:
+            entry.timer = self._loop.call_later(left_s, self._expire, entry)
+
+    def _expire(self, entry: ModelEntry) -> None:
+        left_s = self.expires_s(entry)
+        if entry.is_idle and left_s is not None and left_s <= 0:
+            self._run(self._unload_idle(entry))
+        elif not entry.n_leases:  # an answer goes on whose request has ended
+            assert self._loop is not None, "the server runs"
+            entry.timer = self._loop.call_later(_CHECK_S, self._expire, entry)
+
+    def _refuse_waiters(self) -> None:
+        for entry in self.entries:
+            self._fail(entry, CapacityError("the server is shutting down: ask another, or later"))
+
+    @staticmethod
+    def _fail(entry: ModelEntry, error: Exception) -> None:
+        waiters, entry.waiters = entry.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Loading and unloading; whoever calls these holds `_changing`, but for `_bring` and `_unload_idle`
+
+    async def _bring(self, entry: ModelEntry) -> None:
+        """Loads the model for those who wait for it, or fails them."""
+        if entry.service is not None and not entry.is_leaving:
+            entry.is_leaving = True  # its file has changed
+        try:
+            async with self._changing:
+                if entry.service is not None:
+                    await self._unload(entry, "changed")
+                if not entry.waiters:  # they have all left
+                    return
+                await self._load(entry)
+        except Exception as error:
+            log.error("model not loaded: %s", error, exc_info=not isinstance(error, KukriError),
+                      extra={"model": entry.name})  # fmt: skip
+            self._fail(entry, _load_error(entry, error))
+        finally:
+            entry.task = None
+
+    async def _unload_idle(self, entry: ModelEntry) -> None:
+        async with self._changing:
+            if entry.service is not None and entry.is_idle:
+                await self._unload(entry, "idle")
+
+    async def _load(self, entry: ModelEntry) -> None:
+        """Loads a model, after others have made room for it, and gives its waiters their leases."""
+        started_s = monotonic()
+        share = self._kv_bytes // min(max(len(self.entries), 1), self.settings.max_loaded)
+        need = await asyncio.to_thread(memory_need, entry.spec.options, share)
+        await self._make_room(entry, need)
+        log.info("loading", extra={"model": entry.name, "memory_bytes": need.n_bytes})
+        options = replace(entry.spec.options, kv_bytes=need.kv_bytes)
+        service = await asyncio.to_thread(self._opened, entry, options)
+        if self.is_draining:
+            await asyncio.to_thread(service.llm.close)
+            raise CapacityError("the server is shutting down: ask another, or later")
+        service.bridge.start()
+        entry.service, entry.n_bytes = service, need.n_bytes
+        entry.loaded_s = entry.used_s = monotonic()
+        entry.note_file()
+        self.metrics.load.labels(entry.name).observe(monotonic() - started_s)
+        log.info("loaded", extra={"model": entry.name, "duration_s": round(monotonic() - started_s, 3)})
+        waiters, entry.waiters = entry.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                entry.n_leases += 1
+                entry.unused.clear()
+                waiter.set_result(service)
+        if not entry.n_leases:
+            self._watch(entry)
+
+    def _opened(self, entry: ModelEntry, options: ModelOptions) -> Service:
+        """On a thread of its own: the model, opened and warm."""
+        llm = LLM(**vars(options))
+        try:
+            warm_up(llm)
+            return Service(llm, self.settings, entry.spec.names, self.metrics)
+        except BaseException:
+            llm.close()
+            raise
+
+    async def _make_room(self, entry: ModelEntry, need: MemoryNeed) -> None:
+        """Unloads models, the one used longest ago first, until there is memory for another.
+
+        Raises CapacityError, and unloads nothing, if that would not do.
+        """
+        loaded = [one for one in self.entries if one.service is not None and one is not entry]
+        movable = [one for one in loaded if not one.spec.is_pinned]
+        kept_bytes = sum(one.n_bytes for one in loaded) - sum(one.n_bytes for one in movable)
+        if (
+            kept_bytes + need.n_bytes > self.memory_bytes
+            or len(loaded) - len(movable) >= self.settings.max_loaded
+        ):
+            pinned = f", of which pinned models take {_mib(kept_bytes)}" if kept_bytes else ""
+            raise CapacityError(
+                f"{entry.name} needs {_mib(need.n_bytes)} of memory ({_mib(need.weight_bytes)} of weights, "
+                f"{_mib(need.kv_bytes)} of KV cache), and there are {_mib(self.memory_bytes)} for models"
+                f"{pinned}: give it a smaller KV cache or context, or the server more --memory"
+            )
+        while len(loaded) >= self.settings.max_loaded or not self._has_room(loaded, need):
+            victim = min(movable, key=lambda one: (not one.is_idle, one.used_s), default=None)
+            if victim is None:
+                raise CapacityError(
+                    f"{entry.name} needs {_mib(need.n_bytes)} of memory: {_mib(available_bytes())} are free"
+                )
+            await self._unload(victim, "memory")
+            movable.remove(victim)
+            loaded.remove(victim)
+
+    def _has_room(self, loaded: Iterable[ModelEntry], need: MemoryNeed) -> bool:
+        """True if a model fits beside the loaded ones: into the server's memory, and the machine's."""
+        taken = sum(one.n_bytes for one in loaded)
+        return taken + need.n_bytes <= self.memory_bytes and need.n_bytes <= available_bytes()
+
+    async def _unload(self, entry: ModelEntry, reason: str) -> None:
+        """Unloads a model as soon as nothing uses it; requests that come meanwhile wait until it is back."""
+        entry.is_leaving = True
+        if entry.timer is not None:
+            entry.timer.cancel()
+        try:
+            await entry.unused.wait()
+            service, entry.service = entry.service, None
+            assert service is not None, "it is loaded"
+            await service.close(None)
+            await asyncio.to_thread(service.llm.close)
+            del service
+            await asyncio.to_thread(_give_memory_back)
+        finally:
+            entry.is_leaving = False
+        entry.n_bytes = 0
+        self.metrics.unloads.labels(entry.name, reason).inc()
+        log.info("unloaded", extra={"model": entry.name, "reason": reason})
+
+
+def warm_up(llm: LLM) -> None:
+    """Does work that requests would wait for: compiles, and reads weights that are not yet in memory.
+
+    The embedding is read row by row, a token's at a time: one that has not been seen would wait for a disk
+    in the middle of every stream, and memory would grow for as long as new tokens come up.
+    """
+    model: Any = llm.model
+    fetch_pages(model.embedding.weight.data)
+    first = llm.tokenizer.bos_id or 0
+    for temperature in (0.0, 1.0):
+        llm.generate([first], max_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)
+
+
+def models_in(directory: Path) -> Iterator[tuple[str, Path]]:
+    """The models of a directory: each .gguf file, by its stem, and each safetensors directory."""
+    with suppress(OSError):
+        for path in sorted(directory.iterdir()):
+            if path.suffix == ".gguf" and path.is_file():
+                yield path.stem, path
+            elif (path / "config.json").is_file():
+                yield path.name, path
+
+
+def _stamp(path: Path) -> tuple[float, int] | None:
+    """When a model's files changed last, and the bytes of all; None if one is missing now."""
+    try:
+        files = [path, *path.iterdir()] if path.is_dir() else [path]
+        stats = [file.stat() for file in files]
+    except OSError:
+        return None
+    return max(stat.st_mtime for stat in stats), sum(stat.st_size for stat in stats)
+
+
+def _load_error(entry: ModelEntry, error: Exception) -> KukriError:
+    """The error of requests whose model could not be loaded, without paths of this machine."""
+    if isinstance(error, CapacityError):
+        return error
+    text = str(error) if isinstance(error, KukriError) else "see the server's log"
+    text = text.replace(str(entry.spec.options.model), "its file")
+    return KukriError(f"the model {entry.name!r} cannot be loaded: {text}")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_MMAP_BYTES = 1 << 20
+
+
+def _allocate_to_give_back() -> None:
+    """Has glibc map large arrays one by one.
+
+    Else, after the first that is freed, it puts larger and larger ones into heaps of each thread, whose ends
+    it keeps: after a few models these hold more memory than a model.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+                ctypes.CDLL(None).mallopt(option, _MMAP_BYTES)
+
+
+def _give_memory_back() -> None:
+    """Frees what unloaded models leave: objects in cycles, and the allocator's free lists."""
+    gc.collect()
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,240 @@
+"""Several models in one server: loaded on demand, unloaded when idle or for want of memory, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Served, serving
+from tiny_gguf import random_arrays, tiny_config, write_tiny
+
+from kukri import LLM
+from kukri.errors import ConfigError
+from kukri.loading import ModelOptions, memory_need
+from kukri.server import registry as registry_module
+from kukri.server.settings import ServedModel, duration_s
+
+NAMES = ("red", "green", "blue")
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three tiny models with other weights each."""
+    folder, config = tmp_path_factory.mktemp("models"), tiny_config()
+    return {
+        name: write_tiny(folder / f"{name}.gguf", config, random_arrays(config, seed))
+        for seed, name in enumerate(NAMES)
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(files: dict[str, Path]) -> dict[str, str]:
+    """The answer of each model to its own name."""
+    texts = {}
+    for name, path in files.items():
+        with LLM(path) as llm:
+            texts[name] = llm.generate(name, **GREEDY, logit_bias=None).text
+    assert len(set(texts.values())) == 3, "else the models could not be told apart"
+    return texts
+
+
+def options(path: Path, **more: Any) -> ModelOptions:
+    return ModelOptions(model=str(path), max_requests=4, **more)
+
+
+def served_models(files: dict[str, Path], **more: Any) -> list[ServedModel]:
+    return [ServedModel((name,), options(path), **more) for name, path in files.items()]
+
+
+def body(name: str, **more: Any) -> dict[str, Any]:
+    return {"model": name, "prompt": name, **GREEDY, **more}
+
+
+def states(served: Served) -> dict[str, str]:
+    with served.http() as http:
+        return {model["id"]: model["state"] for model in http.get("/v1/models").json()["data"]}
+
+
+def test_alternating_requests_for_more_models_than_fit_lose_none(files, answers):
+    """Catches a request dropped while its model is unloaded, another model's answer, a starved one."""
+    with serving(None, served_models(files), max_loaded=2) as served, served.http() as http:
+
+        def ask(i: int) -> tuple[str, str, int]:
+            name = NAMES[i % 3]
+            if i % 4:
+                response = http.post("/v1/completions", json=body(name))
+                return name, response.json()["choices"][0]["text"], response.status_code
+            lines = http.post("/v1/completions", json=body(name, stream=True)).text.split("\n\n")
+            chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            return name, "".join(chunk["choices"][0]["text"] for chunk in chunks), 200
+
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(ask, range(200)))
+        assert [status for _, _, status in results] == [200] * 200
+        assert all(text == answers[name] for name, text, _ in results)
+        assert sorted(states(served).values()) == ["loaded", "loaded", "unloaded"]
+        text = http.get("/metrics").text
+    unloads = [line for line in text.splitlines() if line.startswith("kukri_model_unloads_total")]
+    assert unloads
+    assert all('reason="memory"' in line for line in unloads)
+    assert 'kukri_requests_total{model="red",reason="length"} 67.0' in text
+
+
+def test_pinned_models_stay(files):
+    """Catches the eviction of a pinned model, and a pinned model that is not loaded at the start."""
+    models = [ServedModel(("red",), options(files["red"]), is_pinned=True), *served_models(files)[1:]]
+    with serving(None, models, max_loaded=2) as served, served.http() as http:
+        assert states(served) == {"red": "loaded", "green": "unloaded", "blue": "unloaded"}
+        for name in ("green", "blue", "green"):
+            assert http.post("/v1/completions", json=body(name)).status_code == 200
+        assert states(served) == {"red": "loaded", "green": "loaded", "blue": "unloaded"}
+
+
+def test_an_idle_model_is_unloaded(files, answers):
+    """Catches a timer that ends a model in use, and one that comes back with other weights."""
+    with serving(None, served_models(files, keep_alive_s=0.3)) as served, served.http() as http:
+        for _ in range(2):
+            text = http.post("/v1/completions", json=body("red")).json()["choices"][0]["text"]
+            assert text == answers["red"]
+            assert states(served)["red"] == "loaded"
+            served.wait_until(lambda: states(served)["red"] == "unloaded")
+
+
+def test_streams_are_kept_alive_while_their_model_loads(files, answers, monkeypatch):
+    """Catches a proxy that gives up on a stream whose model takes long, a client that ends the loading."""
+    release, opened = threading.Event(), registry_module.ModelRegistry._opened
+
+    def slow(*arguments: Any) -> Any:
+        assert release.wait(20)
+        return opened(*arguments)
+
+    monkeypatch.setattr(registry_module.ModelRegistry, "_opened", slow)
+    with serving(None, served_models(files), keep_alive_s=0.05) as served, served.http() as http:
+        with http.stream("POST", "/v1/completions", json=body("red", stream=True)) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": keep-alive"
+        entry = served.registry.find("red")
+        served.wait_until(lambda: not entry.waiters)  # the client has left
+        with http.stream("POST", "/v1/completions", json=body("red", stream=True)) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": keep-alive"
+            assert states(served)["red"] == "loading"
+            release.set()
+            events = [line[6:] for line in lines if line.startswith("data: ")]
+        texts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+        assert ("".join(texts), events[-1]) == (answers["red"], "[DONE]")
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_requests_alone(files, answers, tmp_path):
+    """Catches a broken file that takes the server, or requests for other models, with it."""
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(files["red"].read_bytes()[:2000])
+    models = [*served_models(files), ServedModel(("broken",), options(broken))]
+    with serving(None, models, keep_alive_s=0.01) as served, served.http() as http:
+        for stream in (False, True):
+            failed = http.post("/v1/completions", json=body("broken", stream=stream))
+            assert "the model 'broken' cannot be loaded: " in failed.text
+            assert str(tmp_path) not in failed.text
+            assert failed.status_code == 500 or failed.text.startswith(": keep-alive")
+        assert http.post("/v1/completions", json=body("red")).json()["choices"][0]["text"] == answers["red"]
+        broken.write_bytes(files["red"].read_bytes())
+        assert http.post("/v1/completions", json=body("broken")).status_code == 200
+
+
+def test_a_model_that_never_fits_is_refused_in_one_line(files):
+    """Catches models that are unloaded for one that cannot fit anyway, and a system that swaps."""
+    need = memory_need(options(files["red"])).n_bytes
+    models = [*served_models(files)[:2], ServedModel(("blue",), options(files["blue"], kv_bytes=1 << 30))]
+    with serving(None, models, memory_bytes=3 * need, kv_bytes=1 << 40) as served, served.http() as http:
+        assert http.post("/v1/completions", json=body("red")).status_code == 200
+        refused = http.post("/v1/completions", json=body("blue"))
+        assert refused.status_code == 503
+        message = refused.json()["error"]["message"]
+        assert message.startswith("blue needs 1,0")
+        assert "\n" not in message
+        assert states(served)["red"] == "loaded"
+
+
+def test_a_changed_file_is_loaded_anew(files, answers, tmp_path):
+    """Catches a server that must be restarted for a new version of a model."""
+    path = tmp_path / "model.gguf"
+    shutil.copy(files["red"], path)
+    with serving(None, [ServedModel(("m",), options(path))]) as served, served.http() as http:
+
+        def answer() -> str:
+            return http.post("/v1/completions", json=body("m", prompt="green")).json()["choices"][0]["text"]
+
+        before = answer()
+        assert before != answers["green"]
+        fresh = tmp_path / "fresh"
+        shutil.copy(files["green"], fresh)
+        then_s = time.time() - 100
+        os.utime(fresh, (then_s, then_s))
+        fresh.replace(path)
+        served.wait_until(lambda: answer() == answers["green"])
+        assert 'model_unloads_total{model="m",reason="changed"} 1.0' in http.get("/metrics").text
+
+
+def test_models_of_a_directory_come_and_go_by_name(files, tmp_path):
+    """Catches a directory that is read at the start alone."""
+    shutil.copy(files["red"], tmp_path / "one.gguf")
+    with serving(None, model_dir=tmp_path) as served, served.http() as http:
+        assert states(served) == {"one": "unloaded"}
+        shutil.copy(files["green"], tmp_path / "two.gguf")
+        assert http.post("/v1/completions", json=body("two")).status_code == 200
+        assert http.post("/v1/completions", json=body("three")).status_code == 404
+
+
+_RSS = """
+import json, sys, time
+import httpx
+sys.path[:0] = ["tests/server", "tests"]
+from conftest import serving
+from kukri.loading import ModelOptions
+from kukri.server.settings import ServedModel
+
+def rss():
+    return next(int(l.split()[1]) / 1024 for l in open("/proc/self/status") if l.startswith("VmRSS"))
+
+model = ServedModel(("m",), ModelOptions(model=sys.argv[1], max_context=1024), keep_alive_s=0.2)
+found = []
+with serving(None, [model]) as served, served.http() as http:
+    for _ in range(3):
+        assert http.post("/v1/completions", json={"model": "m", "prompt": "Hi"}).status_code == 200
+        loaded = rss()
+        served.wait_until(lambda: http.get("/v1/models").json()["data"][0]["state"] == "unloaded")
+        found.append((loaded, rss()))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_unloading_gives_the_memory_back(smollm2_path):
+    """Catches weights, tiles or a KV cache that something still holds."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RSS, str(smollm2_path)], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    # the first round loads libraries too
+    (loaded, before), *_, (_, after) = json.loads(done.stdout.splitlines()[-1])
+    assert loaded - before > 100
+    assert after < 1.1 * before
+
+
+def test_times_are_read_as_they_are_written():
+    """Catches a minute that is a second, and text that is taken for a time."""
+    cases = {"300": 300, "10m": 600, "1h30m": 5400, "250ms": 0.25, "-1": -1, "-1m": -60, 5: 5, 0: 0}
+    assert {value: duration_s(value, "t") for value in cases} == cases
+    for wrong in ("", "m", "1 day", "1e3", "10m5", True, "1" * 40):
+        with pytest.raises(ConfigError, match="t must be a time"):
+            duration_s(wrong, "t")
