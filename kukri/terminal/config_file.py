@@ -107,8 +107,10 @@ def _flags() -> dict[str, str]:
     """The options of loading a model: name without dashes -> field of ModelOptions."""
     found = {}
     for one in fields(ManyOptions):
-        flags = one.metadata["option"].param_decls or (f"--{one.name.replace('_', '-')}",)
-        found[flags[0].removeprefix("--")] = one.name
+        info = one.metadata["option"]
+        declared = [info.default, *(info.param_decls or ())]  # typer takes the first flag for a default
+        flags = [flag for flag in declared if isinstance(flag, str) and flag.startswith("--")]
+        found[flags[0].removeprefix("--") if flags else one.name.replace("_", "-")] = one.name
     return found
 
 

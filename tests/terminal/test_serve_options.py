@@ -1,0 +1,168 @@
+"""What `kukri serve` serves: models of the command line and of a configuration file; and `kukri ps`."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kukri.cli import app
+from kukri.errors import ConfigError
+from kukri.terminal.config_file import configured_models
+from kukri.terminal.options import ManyOptions, ServeOptions, command, given
+from kukri.terminal.serve import _served_models, _settings
+
+CONFIG = """
+port = 9000
+idle-unload = "10m"
+max_body = "1MiB"
+no-page = true
+alias = ["a", "b"]
+deadline = 2.5
+
+[models]
+embed = "smollm2-135m"
+
+[models.chat]
+model = "org/repo:Q4_K_M"
+aliases = ["gpt"]
+pinned = true
+keep-alive = "1h"
+kv-memory = "1GiB"
+threads = 1
+"""
+
+
+def parsed(*arguments: str) -> tuple[ServeOptions, ManyOptions]:
+    """The options of a command line."""
+    made, found = typer.Typer(rich_markup_mode=None), []
+
+    @command(made)
+    def serve(*, serving: ServeOptions, loading: ManyOptions) -> None:
+        found.append((serving, loading))
+
+    result = CliRunner().invoke(made, list(arguments))
+    if result.exception is not None:
+        raise result.exception
+    return found[0]
+
+
+def served(models: list[str], *arguments: str):
+    serving, loading = parsed(*arguments)
+    return _served_models(models, serving, given(loading))
+
+
+def test_a_configuration_file_sets_options_and_models(tmp_path):
+    """Catches a key that is ignored, a unit lost, and a command line that the file overrides."""
+    file = tmp_path / "kukri.toml"
+    file.write_text(CONFIG)
+    serving, _ = parsed("--config", str(file), "--port", "1234")
+    assert (serving.port, serving.idle_unload, serving.max_body) == (1234, "10m", "1MiB")
+    assert (serving.no_page, serving.alias, serving.deadline_s) == (True, ["a", "b"], 2.5)
+    assert _settings(serving, None).idle_unload_s == 600
+    embed, chat = configured_models(file)
+    assert (embed.names, embed.options.model, embed.is_pinned) == (("embed",), "smollm2-135m", False)
+    assert (chat.names, chat.is_pinned, chat.keep_alive_s) == (("chat", "gpt"), True, 3600)
+    assert (chat.options.kv_bytes, chat.options.n_threads) == (1 << 30, 1)
+    both = served(["x=y.gguf"], "--config", str(file), "--pin", "x")
+    assert [(one.names, one.is_pinned) for one in both] == [
+        (("a", "b", "x"), True),
+        (("embed",), False),
+        (("chat", "gpt"), True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "no option 'prot'"),
+        ("alias = 'a'", "alias must be a list"),
+        ("no-page = 'yes'", "no-page must be true or false"),
+        ("port = true", "port must not be true or false"),
+        ("model = 'a'", "models have a table"),
+        ("port = = 1", "is no TOML"),
+    ],
+)
+def test_wrong_options_of_a_file_are_named(tmp_path, text, words):
+    """Catches a misspelled option that is silently left out."""
+    file = tmp_path / "kukri.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        parsed("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models = 1", "models must be a table"),
+        ("[models.a]\npinned = true", "models.a needs a model"),
+        ("[models.a]\nmodel = 'm'\nspeed = 1", "no option 'speed'"),
+        ("[models.a]\nmodel = 'm'\nkeep-alive = 'x'", "models.a.keep-alive must be a time"),
+        ("[models.a]\nmodel = 'm'\nmax-context = 'x'", "models.a.max-context must be a number"),
+        ("[models.a]\nmodel = 'm'\naliases = 'x'", "models.a.aliases must be a list"),
+    ],
+)
+def test_wrong_models_of_a_file_are_named(tmp_path, text, words):
+    """Catches an option of a model that is silently left out."""
+    file = tmp_path / "kukri.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        configured_models(file)
+
+
+def test_models_are_named_on_the_command_line(tmp_path, monkeypatch):
+    """Catches a path with = that is cut in two, two models of one name, and a KV budget for each model."""
+    monkeypatch.chdir(tmp_path)
+    Path("a=b.gguf").touch()
+    names = [one.names for one in served(["a=b.gguf", "c=d.gguf", "org/repo:Q4_0"])]
+    assert names == [("a=b",), ("c",), ("org/repo:Q4_0",)]
+    assert served([])[0].names == ("smollm2-135m",)
+    assert served(["x=y"], "--kv-memory", "1MiB")[0].options.kv_bytes == 1 << 20
+    assert served(["x=y", "z=y"], "--kv-memory", "1MiB")[0].options.kv_bytes is None
+    for models, words in ((["x=y", "x=z"], "two models are named 'x'"), (["=y"], "NAME=MODEL")):
+        with pytest.raises(ConfigError, match=words):
+            served(models)
+    with pytest.raises(ConfigError, match="--pin w: no model has this name; there are x"):
+        served(["x=y"], "--pin", "w")
+
+
+class Models(BaseHTTPRequestHandler):
+    """Lists two models, if asked with the key."""
+
+    def do_GET(self):
+        has_key = self.headers.get("authorization") == "Bearer k"
+        loaded = {"state": "loaded", "memory_bytes": 3 << 20, "running_requests": 2, "expires_in_s": 61.0}
+        models = [{"id": "chat", **loaded}, {"id": "embed\x1b[2J", "state": "unloaded"}]
+        self.send_response(200 if has_key else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": models if has_key else []}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_ps_shows_the_models_of_a_server():
+    """Catches a name that steers the terminal, and a traceback where there is no server."""
+    server = HTTPServer(("127.0.0.1", 0), Models)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    shown = CliRunner().invoke(app, ["ps", "--url", url, "--api-key", "k"])
+    assert shown.exit_code == 0
+    assert "\x1b" not in shown.stdout
+    for words in ("chat", "loaded", "3.1 MB", "61 s", "unloaded"):
+        assert words in shown.stdout
+    assert (
+        len(
+            json.loads(CliRunner().invoke(app, ["ps", "--url", url, "--api-key", "k", "--json"]).stdout)[
+                "models"
+            ]
+        )
+        == 2
+    )
+    assert "give --api-key" in CliRunner().invoke(app, ["ps", "--url", url]).stderr
+    server.shutdown()
+    server.server_close()
+    assert "no server answers" in CliRunner().invoke(app, ["ps", "--url", url]).stderr
