@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from kukri.errors import ConfigError
 from kukri.terminal.batch_files import BatchLine, Results, files_of, read_batch
 from kukri.terminal.progress import progress_bar
-from kukri.terminal.serve import default_name, require_web_stack
+from kukri.terminal.serve import require_web_stack
+from kukri.terminal.served_models import default_name
 from kukri.terminal.tables import print_facts
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
@@ -32,12 +32,13 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
     """
     require_web_stack()
     from kukri.server.logs import configure_logs
+    from kukri.terminal.served_models import served_models
 
     if options.log_level not in _LOG_LEVELS:
         raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {options.log_level!r}")
     if options.chat_template_file is not None:
         loading["chat_template"] = _read(options.chat_template_file, "chat template")
-    served = _served_models(models, options, loading)
+    served = served_models(models, options, loading)
     settings = _settings(options, loading.get("kv_bytes"))
     configure_logs(as_json=options.log_json, level=options.log_level)
     with bound_socket(options.host, options.port) as bound:
@@ -115,50 +116,6 @@ def _settings(options: ServeOptions, kv_bytes: int | None) -> ServerSettings:
     )
 
 
-def _served_models(
-    models: Sequence[str], options: ServeOptions, loading: Mapping[str, Any]
-) -> list[ServedModel]:
-    """The models of the command line, NAME=MODEL or MODEL, and of the configuration file.
-
-    Without any, the default model. Options of loading hold for all but those of the file.
-    """
-    from kukri.loading import ModelOptions
-    from kukri.server.settings import ServedModel
-    from kukri.terminal.config_file import configured_models
-
-    served = [] if options.config is None else configured_models(options.config)
-    has_others = bool(served or options.model_dir or options.manage_models)
-    given: list[tuple[str, str | None]] = [_name_and_model(text) for text in models]
-    if not given and not has_others:
-        given = [(default_name(None), None)]
-    is_alone = len(given) == 1 and not has_others
-    shared = {n: v for n, v in loading.items() if is_alone or n != "kv_bytes"}  # else of all together
-    named = [ServedModel((name,), ModelOptions(model=model, **shared)) for name, model in given]
-    served = named + served
-    if served and options.alias:
-        aliased = dict.fromkeys([*options.alias, *served[0].names])
-        served[0] = replace(served[0], names=tuple(aliased))
-    names = [name for model in served for name in model.names]
-    doubled = next((name for name in names if names.count(name) > 1), None)
-    if doubled is not None:
-        raise ConfigError(f"two models are named {doubled!r}: give one another, as in --model NAME=MODEL")
-    for name in options.pin or []:
-        if name not in names:
-            raise ConfigError(f"--pin {name}: no model has this name; there are {', '.join(names)}")
-    pinned = set(options.pin or [])
-    return [replace(one, is_pinned=one.is_pinned or bool(pinned & set(one.names))) for one in served]
-
-
-def _name_and_model(text: str) -> tuple[str, str]:
-    """The name and the model of NAME=MODEL; of a model alone, the name that it has by itself."""
-    name, separator, model = text.partition("=")
-    if not separator or Path(text).exists():
-        return default_name(text), text
-    if not name or not model:
-        raise ConfigError(f"a model is given as NAME=MODEL, not {text!r}")
-    return name, model
-
-
 def require_web_stack(command: str = "kukri serve") -> None:
     """Raises UnsupportedError, with the remedy, if the extra `serve` is not installed."""
     try:
@@ -169,17 +126,6 @@ def require_web_stack(command: str = "kukri serve") -> None:
         raise UnsupportedError(
             f"{command} needs the package {error.name}: install it with pip install 'kukri[serve]'"
         ) from None
-
-
-def default_name(model: str | None) -> str:
-    """The name under which a model is served: a known name as it is, a path without its directories."""
-    from kukri.formats.hub import DEFAULT_MODEL
-
-    if model is None:
-        return DEFAULT_MODEL
-    path = Path(model)
-    is_file = path.suffix == ".gguf" or path.exists()
-    return (path.stem if path.suffix == ".gguf" else path.resolve().name) if is_file else model
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

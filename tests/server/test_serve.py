@@ -19,7 +19,8 @@ import pytest
 
 from kukri.errors import ConfigError
 from kukri.terminal.options import size_bytes
-from kukri.terminal.serve import default_name, read_keys
+from kukri.terminal.serve import read_keys
+from kukri.terminal.served_models import default_name
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 

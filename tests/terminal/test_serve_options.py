@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from kukri.cli import app
 from kukri.errors import ConfigError
-from kukri.terminal.config_file import configured_models
 from kukri.terminal.options import ManyOptions, ServeOptions, command, given
-from kukri.terminal.serve import _served_models, _settings
+from kukri.terminal.serve import _settings
+from kukri.terminal.served_models import configured_models, served_models
 
 CONFIG = """
 port = 9000
@@ -52,7 +52,7 @@ def parsed(*arguments: str) -> tuple[ServeOptions, ManyOptions]:
 
 def served(models: list[str], *arguments: str):
     serving, loading = parsed(*arguments)
-    return _served_models(models, serving, given(loading))
+    return served_models(models, serving, given(loading))
 
 
 def test_a_configuration_file_sets_options_and_models(tmp_path):

@@ -1,0 +1,129 @@
+"""The models of `kukri serve`: those of the command line and of its configuration file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from kukri.errors import ConfigError
+from kukri.formats.hub import DEFAULT_MODEL
+from kukri.loading import ModelOptions
+from kukri.server.settings import ServedModel, duration_s
+from kukri.terminal.config_file import read_config, text_of
+from kukri.terminal.options import ManyOptions, ServeOptions, size_bytes
+
+_OWN_KEYS = ("model", "aliases", "pinned", "keep-alive", "chat-template-file")
+_KINDS = {"max_context": int, "n_threads": int, "max_requests": int, "rope_factor": float}
+
+
+def served_models(
+    models: Sequence[str], options: ServeOptions, loading: Mapping[str, Any]
+) -> list[ServedModel]:
+    """The models of the command line, NAME=MODEL or MODEL, and of the configuration file.
+
+    Without any, the default model. Options of loading hold for all but those of the file.
+    """
+    served = [] if options.config is None else configured_models(options.config)
+    has_others = bool(served or options.model_dir or options.manage_models)
+    given: list[tuple[str, str | None]] = [_name_and_model(text) for text in models]
+    if not given and not has_others:
+        given = [(default_name(None), None)]
+    is_alone = len(given) == 1 and not has_others
+    shared = {n: v for n, v in loading.items() if is_alone or n != "kv_bytes"}  # else of all together
+    named = [ServedModel((name,), ModelOptions(model=model, **shared)) for name, model in given]
+    served = named + served
+    if served and options.alias:
+        aliased = dict.fromkeys([*options.alias, *served[0].names])
+        served[0] = replace(served[0], names=tuple(aliased))
+    names = [name for model in served for name in model.names]
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise ConfigError(f"two models are named {doubled!r}: give one another, as in --model NAME=MODEL")
+    for name in options.pin or []:
+        if name not in names:
+            raise ConfigError(f"--pin {name}: no model has this name; there are {', '.join(names)}")
+    pinned = set(options.pin or [])
+    return [replace(one, is_pinned=one.is_pinned or bool(pinned & set(one.names))) for one in served]
+
+
+def _name_and_model(text: str) -> tuple[str, str]:
+    """The name and the model of NAME=MODEL; of a model alone, the name that it has by itself."""
+    name, separator, model = text.partition("=")
+    if not separator or Path(text).exists():
+        return default_name(text), text
+    if not name or not model:
+        raise ConfigError(f"a model is given as NAME=MODEL, not {text!r}")
+    return name, model
+
+
+def default_name(model: str | None) -> str:
+    """The name under which a model is served: a known name as it is, a path without its directories."""
+    if model is None:
+        return DEFAULT_MODEL
+    path = Path(model)
+    is_file = path.suffix == ".gguf" or path.exists()
+    return (path.stem if path.suffix == ".gguf" else path.resolve().name) if is_file else model
+
+
+def configured_models(file: Path) -> list[ServedModel]:
+    """The models of a file's table `models`. Raises ConfigError."""
+    tables = read_config(file).get("models", {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{file}: models must be a table: [models]")
+    return [_model(file, name, table) for name, table in tables.items()]
+
+
+def _model(file: Path, name: str, table: Any) -> ServedModel:
+    if isinstance(table, str):
+        table = {"model": table}
+    where = f"{file}: models.{name}"
+    if not isinstance(table, dict) or not isinstance(table.get("model"), str):
+        raise ConfigError(f"{where} needs a model: a name, a path or a repository")
+    flags = _flags()
+    aliases, pinned = table.get("aliases", []), table.get("pinned", False)
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise ConfigError(f"{where}.aliases must be a list of names")
+    if not isinstance(pinned, bool):
+        raise ConfigError(f"{where}.pinned must be true or false")
+    options: dict[str, Any] = {}
+    for key, value in table.items():
+        if key in _OWN_KEYS:
+            continue
+        if key.replace("_", "-") not in flags:
+            known = ", ".join([*_OWN_KEYS, *flags])
+            raise ConfigError(f"{where} has no option {key!r}: there are {known}")
+        field = flags[key.replace("_", "-")]
+        options[field] = _value(f"{where}.{key}", field, value)
+    template = table.get("chat-template-file")
+    if template is not None:
+        options["chat_template"] = text_of(file.parent / str(template))
+    keep_alive = table.get("keep-alive")
+    return ServedModel(
+        (name, *cast("list[str]", aliases)),
+        ModelOptions(model=table["model"], **options),
+        is_pinned=pinned,
+        keep_alive_s=None if keep_alive is None else duration_s(keep_alive, f"{where}.keep-alive"),
+    )
+
+
+def _value(where: str, field: str, value: Any) -> Any:
+    """The value of an option of LLM."""
+    if field == "kv_bytes":
+        return size_bytes(str(value), where)
+    kind = _KINDS.get(field, str)
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ConfigError(f"{where} must be {'a number' if kind is not str else 'a text'}, not {value!r}")
+    return value
+
+
+def _flags() -> dict[str, str]:
+    """The options of loading a model: name without dashes -> field of ModelOptions."""
+    found = {}
+    for one in fields(ManyOptions):
+        info = one.metadata["option"]
+        declared = [info.default, *(info.param_decls or ())]  # typer takes the first flag for a default
+        flags = [flag for flag in declared if isinstance(flag, str) and flag.startswith("--")]
+        found[flags[0].removeprefix("--") if flags else one.name.replace("_", "-")] = one.name
+    return found
