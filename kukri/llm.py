@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -26,6 +26,12 @@ from kukri.results import Chunk, Result
 from kukri.sampling import SamplingOptions, SamplingParams
 from kukri.tasks import Label, Span, TokenLabel
 from kukri.tokenizer import ChatTemplate
+
+if TYPE_CHECKING:
+    from kukri.interp.cache import ActivationCache
+    from kukri.interp.listening import PointHook
+    from kukri.interp.session import FwdHooks, NamesFilter, ReturnType, Session
+    from kukri.interp.weights import Weights
 
 
 class LLM:
@@ -227,6 +233,71 @@ class LLM:
             with self.calls.alone():
                 for runner in listened:
                     runner.remove_hooks(listening)
+
+    def run_with_cache(
+        self,
+        prompt: Any,
+        *,
+        names: NamesFilter = None,
+        stop_at_layer: int | None = None,
+        fwd_hooks: FwdHooks = (),
+        return_type: ReturnType = "logits",
+    ) -> tuple[FloatArray | None, ActivationCache]:
+        """(logits [batch, pos, V], the activations of each name), with TransformerLens' names and shapes.
+
+        `prompt` is a text, token ids [T] or [batch, T], or a list of either; shorter ones are padded on the
+        right with zeros. `names` is a name, several, or a function of a name that says whether it is wanted;
+        None is all. With `stop_at_layer` nothing from that layer on is computed, and the stream before it
+        [batch, pos, D] takes the logits' place. `return_type` "loss" gives the mean loss in nats, None
+        nothing, and then what comes after the last name is not computed. `fwd_hooks` are those of
+        `run_with_hooks`.
+        """
+        return self.interp.run_with_cache(prompt, names, stop_at_layer, fwd_hooks, return_type)
+
+    def run_with_hooks(
+        self,
+        prompt: Any,
+        *,
+        fwd_hooks: FwdHooks = (),
+        return_type: ReturnType = "logits",
+        stop_at_layer: int | None = None,
+    ) -> FloatArray | None:
+        """The logits [batch, pos, V] of a run that hooks read and edit: see `run_with_cache`.
+
+        `fwd_hooks` are pairs (name, hook). A hook is called as hook(value, hook=point), once, with the whole
+        batch [batch, pos, ...] in TransformerLens' shape; it edits the array in place or returns another.
+        Raises HookError on a name that does not exist, or that can only be read.
+        """
+        return self.interp.run_with_hooks(prompt, fwd_hooks, return_type, stop_at_layer)
+
+    def add_hook(self, name: Any, hook: PointHook) -> None:
+        """Adds a hook to all runs with a cache or hooks to come: see `run_with_hooks`, `reset_hooks`."""
+        self.interp.added += self.interp.listen([(name, hook)])
+
+    def reset_hooks(self) -> None:
+        """Removes what `add_hook` added."""
+        self.interp.added.clear()
+
+    @cached_property
+    def interp(self) -> Session:
+        """The names, weights and runs of `kukri.interp` for this model."""
+        from kukri.interp.session import Session
+
+        def encode(text: str, add_special: bool = True) -> list[int]:
+            return self.tokenizer.encode(text, add_special=add_special)
+
+        @contextmanager
+        def alone() -> Iterator[None]:
+            with self.calls.alone():
+                _ = self.calls.engine  # an error once closed
+                yield
+
+        return Session(self.model, self._backend, encode, alone)
+
+    @property
+    def weights(self) -> Weights:
+        """The weights under TransformerLens' names: `llm.weights.W_Q` [layer, head, d_model, d_head]."""
+        return self.interp.weights
 
     @cached_property
     def hook_names(self) -> tuple[str, ...]:

@@ -46,6 +46,10 @@ class HostLogits:
         return ids
 
 
+class StoppedError(Exception):
+    """Ends a step after its last tap, on backends that run op by op."""
+
+
 def check_sizes(batch: ForwardBatch, limits: StepLimits) -> None:
     """Raises CapacityError on a step that is empty or larger than `limits`, ShapeError on a mask that the
     program was not compiled for.

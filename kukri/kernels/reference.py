@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.host_step import HostLogits, check_routes, check_sizes
+from kukri.kernels.host_step import HostLogits, StoppedError, check_routes, check_sizes
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
@@ -83,12 +83,22 @@ class _BoundProgram:
         self.program, self.ops, self.limits = program, ops, limits
         self.inputs = StepInputs.zeros(limits)
 
-    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
-        """See CompiledProgram."""
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        on_tap: Hook | None = None,
+        *,
+        start: str | None = None,
+        stop: str | None = None,
+    ) -> HostLogits:
+        """See CompiledProgram. Everything before `start` is computed, and replaced there."""
         check_sizes(batch, self.limits)
-        self.ops.on_tap = on_tap
+        self.ops.on_tap, self.ops.stop = on_tap, stop
         with np.errstate(over="ignore", invalid="ignore"):  # NaN and inf go through, and the caller sees them
-            logits: FloatArray = self.program(self.ops, batch)
+            try:
+                logits: FloatArray = self.program(self.ops, batch)
+            except StoppedError:
+                logits = np.empty((0, 0), np.float32)
         return HostLogits(logits)
 
 
@@ -112,6 +122,7 @@ class ReferenceOps:
     ) -> None:
         self.cache, self.taps = cache, taps
         self.on_tap: Hook | None = None  # of the step
+        self.stop: str | None = None  # the tap that ends the step
         self._matrices = {} if matrices is None else matrices
         self._rope_rows = {} if rope_rows is None else rope_rows
 
@@ -281,6 +292,8 @@ class ReferenceOps:
         if self.on_tap is None or full_name not in self.taps:
             return x
         replacement = self.on_tap(full_name, x)
+        if full_name == self.stop:
+            raise StoppedError
         return x if replacement is None else replacement
 
     def _matrix(self, weight: Weight) -> FloatArray:

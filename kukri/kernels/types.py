@@ -427,13 +427,24 @@ class CompiledProgram(Protocol):
 
     inputs: StepInputs
 
-    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> Logits:
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        on_tap: Hook | None = None,
+        *,
+        start: str | None = None,
+        stop: str | None = None,
+    ) -> Logits:
         """Runs one step and gives its logits. Writes the cache. A batch that is none of `inputs` is copied.
 
         Raises CapacityError on a step beyond the limits, ShapeError on indices outside their arrays.
 
         `on_tap` is called at each tap that the program is compiled for; it edits the array, or returns one
         of the same shape that takes its place.
+
+        `start` and `stop` are taps of a part to run. At `start` the listener gives the whole array, and
+        nothing before it needs to be computed; a backend that cannot begin there runs it all. After `stop`
+        nothing is computed: there are no rows of logits.
         """
 
 

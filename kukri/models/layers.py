@@ -153,8 +153,8 @@ class Attention:
         q, k = self.normalize(ops, q, k)
         if self.rope is not None:
             q, k = ops.rope(q, k, self.rope, self.spec, batch)
-            q = ops.tap("attn.hook_rot_q", self.layer, q)
-            k = ops.tap("attn.hook_rot_k", self.layer, k)
+        q = ops.tap("attn.hook_rot_q", self.layer, q)  # NoPE layers have them too
+        k = ops.tap("attn.hook_rot_k", self.layer, k)
         z = ops.tap("attn.hook_z", self.layer, ops.attention(q, k, v, self.spec, batch))
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 

@@ -157,7 +157,14 @@ class CpuProgram:
         self._n_rope_rows = 0  # of every RoPE in the plan
         self._logits = self.plan.view(result, limits.max_logit_rows)
 
-    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        on_tap: Hook | None = None,
+        *,
+        start: str | None = None,
+        stop: str | None = None,
+    ) -> HostLogits:
         """See CompiledProgram."""
         self._batch.fill(batch, self._limits)
         self._check()
@@ -168,13 +175,32 @@ class CpuProgram:
             for rows in self.plan.ropes:
                 rows.ensure(n_positions)
             self._n_rope_rows = n_positions
-        start = 0
-        for segment in self.plan.segments:
-            self._run(start, segment.stop)
+        segments, first = self.plan.segments, 0
+        if start is not None:
+            segments, first = self._after(start)
+        for segment in segments:
+            if first < segment.stop:
+                self._run(first, segment.stop)
             _show(self.plan, segment, batch, on_tap)
-            start = segment.stop
-        self._run(start, len(self.plan.ops))
+            first = max(first, segment.stop)
+            if segment.name == stop:
+                return HostLogits(self._logits[:0])
+        self._run(first, len(self.plan.ops))
         return HostLogits(self._logits[: batch.n_logit_rows])
+
+    def _after(self, tap: str) -> tuple[list[Segment], int]:
+        """The segments from a tap on, and its op; all, and the first, if more is alive there than its value.
+
+        The ops before it that cut a step's attention into work are run.
+        """
+        i = next(i for i, segment in enumerate(self.plan.segments) if segment.name == tap)
+        if not self.plan.is_cut(self.plan.segments[i]):
+            return self.plan.segments, 0
+        first = self.plan.segments[i].stop
+        for k in range(first):
+            if self.plan.kernel_names[k].startswith("attention_work"):
+                self._run(k, k + 1)
+        return self.plan.segments[i:], first
 
     def _run(self, start: int, stop: int) -> None:
         if stop > start:

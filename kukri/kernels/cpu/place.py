@@ -46,7 +46,8 @@ class Plan:
         """`batch` is the address of the step's batch. Loads the kernels that are not loaded yet."""
         self.batch, self.cache = batch, cache
         self.memory, self._addresses = place(ops, result)
-        self._keep: list[Any] = [ops]  # what records point into
+        self._ops = ops
+        self._keep: list[Any] = []  # what records point into
         self.segments: list[Segment] = []
         self.ropes = list({op.rope: None for op in ops if isinstance(op, RopeStore) and op.rope is not None})
         calls: list[Op] = []
@@ -76,6 +77,14 @@ class Plan:
         array = np.ascontiguousarray(array)
         self._keep.append(array)
         return address_of(array)
+
+    def is_cut(self, segment: Segment) -> bool:
+        """True if the ops after a segment read nothing that was made before it but its own value."""
+        if segment.residual is not None:
+            return False
+        at = next(i for i, op in enumerate(self._ops) if isinstance(op, Tap) and op.name == segment.name)
+        alive = {buffer for buffer, (first, last) in lifetimes(self._ops).items() if first < at < last}
+        return alive <= {segment.value.buffer}
 
     def view(self, value: Value, n_rows: int) -> FloatArray:
         """The first rows of a value, [n_rows, width]."""

@@ -14,7 +14,7 @@ import torch
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.sampling_backend import CpuSampling
-from kukri.kernels.host_step import check_sizes
+from kukri.kernels.host_step import StoppedError, check_sizes
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.devices import device_name, find_device, free_bytes, matrix_dtype
@@ -111,14 +111,24 @@ class TorchProgram:
         self._inputs = DeviceInputs(limits, ops.constants.device)
         self.inputs = self._inputs.host
 
-    def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> TensorLogits:
-        """See CompiledProgram."""
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        on_tap: Hook | None = None,
+        *,
+        start: str | None = None,
+        stop: str | None = None,
+    ) -> TensorLogits:
+        """See CompiledProgram. Everything before `start` is computed, and replaced there."""
         check_sizes(batch, self._limits)
         check_indices(batch, self._ops.cache.n_pages)
         if batch.inputs is not self.inputs:
             self.inputs.copy(batch)
         self._inputs.upload()
-        self._ops.on_tap = on_tap
+        self._ops.on_tap, self._ops.stop = on_tap, stop
         with torch.no_grad():
             on_device = DeviceBatch(batch, self._inputs, self._ops.constants.device)
-            return TensorLogits(self._program(self._ops, on_device))
+            try:
+                return TensorLogits(self._program(self._ops, on_device))
+            except StoppedError:
+                return TensorLogits(torch.empty(0, 0))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kukri.errors import ShapeError
-from kukri.kernels.host_step import check_routes
+from kukri.kernels.host_step import StoppedError, check_routes
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
@@ -108,6 +108,7 @@ class TorchOps:
     ) -> None:
         self.constants, self.cache, self.taps = constants, cache, taps
         self.on_tap: Hook | None = None  # of the step
+        self.stop: str | None = None  # the tap that ends the step
 
     def embed(self, weight: Weight, batch: DeviceBatch) -> Tensor:
         """Rows of `weight` [V, D] for the token ids -> [T, D]. Raises ShapeError on ids beyond V."""
@@ -234,6 +235,8 @@ class TorchOps:
             return x
         array = x.cpu().numpy()
         replacement = self.on_tap(full_name, array)
+        if full_name == self.stop:
+            raise StoppedError
         # an array that was edited in place is to be read too
         return torch.from_numpy(array if replacement is None else replacement).to(x.device)
 

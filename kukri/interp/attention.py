@@ -1,0 +1,57 @@
+"""Attention scores and patterns, computed eagerly beside a backend's own kernel.
+
+A backend keeps neither. They are computed from rotated queries and keys, the latter rounded as the KV cache
+rounds them, so reading them changes no bit of the stream.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kukri.kernels.types import AttentionSpec, FloatArray, IntArray, KVType
+
+MASKED = np.finfo(np.float32).min  # the score of a key that is not seen, as in transformers
+_F16_MAX = np.float32(np.finfo(np.float16).max)
+
+
+def as_cached(x: FloatArray, kv_type: KVType) -> FloatArray:
+    """Keys or values as an f16 cache gives them back, clamped to its range; of f32 as they are."""
+    return x if kv_type == "f32" else x.clip(-_F16_MAX, _F16_MAX).astype(np.float16).astype(np.float32)
+
+
+def scores(q: FloatArray, k: FloatArray, spec: AttentionSpec, lengths: IntArray) -> FloatArray:
+    """Scores [B, H, T, T] of q [B, T, H, K] and k [B, T, G, K]; MASKED if a key is not seen."""
+    n_batch, n_tokens = q.shape[:2]
+    queries = q.reshape(n_batch, n_tokens, spec.n_kv_heads, spec.group, spec.d_head).transpose(0, 2, 3, 1, 4)
+    keys = k.transpose(0, 2, 3, 1)[:, :, None]  # [B, G, 1, K, T]
+    found: FloatArray = (queries @ keys * np.float32(spec.scale)).reshape(n_batch, spec.n_heads, n_tokens, -1)
+    return np.where(_is_seen(spec, n_tokens, lengths)[:, None], found, MASKED)
+
+
+def pattern(found: FloatArray) -> FloatArray:
+    """The softmax of scores [B, H, T, T] over keys; zeros for padding, which sees nothing."""
+    top = found.max(axis=-1, keepdims=True)
+    weights: FloatArray = np.exp(found - top)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.where(top == MASKED, np.float32(0), weights)
+
+
+def mixed(weights: FloatArray, v: FloatArray, spec: AttentionSpec) -> FloatArray:
+    """z [B, T, H, K] of a pattern [B, H, T, T] and values [B, T, G, K]."""
+    n_batch, n_tokens = v.shape[:2]
+    by_group = weights.reshape(n_batch, spec.n_kv_heads, spec.group, n_tokens, n_tokens)
+    values = v.transpose(0, 2, 1, 3)[:, :, None]  # [B, G, 1, T, K]
+    z: FloatArray = (by_group @ values).reshape(n_batch, spec.n_heads, n_tokens, -1)
+    return z.transpose(0, 2, 1, 3)
+
+
+def _is_seen(
+    spec: AttentionSpec, n_tokens: int, lengths: IntArray
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which keys a query sees: bool [B, T, T]."""
+    query, key = np.arange(n_tokens)[:, None], np.arange(n_tokens)
+    seen = key <= query
+    if spec.window is not None:
+        seen &= query - key < spec.window
+    is_token = key < lengths[:, None]  # [B, T]
+    return seen & is_token[:, None] & is_token[:, :, None]

@@ -1,0 +1,332 @@
+"""`ActivationCache`: the activations of a run by TransformerLens' names, and its methods on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kukri.errors import HookError, RequestError
+from kukri.interp.names import LOGITS, Point, apply_norm, find, full_name
+from kukri.interp.values import Model, Rows
+from kukri.kernels.types import FloatArray, IntArray
+
+PosSlice = int | slice | None | list[int]
+
+
+class ActivationCache(Mapping[str, Any]):
+    """What a run computed, by name: float32 NumPy arrays [batch, pos, ...], padded on the right with zeros.
+
+    `cache["blocks.3.attn.hook_q"]`, `cache["q", 3]` and `cache["q3"]` are the same. What taps saw is held,
+    and all else computed from it when asked for. `lengths` has the tokens of each text; `tokens` [batch, pos]
+    the ids. Arrays are NumPy's, which `torch.from_dlpack` takes without a copy.
+    """
+
+    def __init__(
+        self, model: Model, taps: dict[str, FloatArray], rows: Rows, ids: IntArray, names: list[str]
+    ) -> None:
+        self._model, self._taps, self._rows, self._ids, self._names = model, taps, rows, ids, names
+        self.has_batch_dim = True
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each text, [batch]."""
+        return self._rows.lengths
+
+    @property
+    def tokens(self) -> IntArray:
+        """Token ids [batch, pos]."""
+        return self._rows.padded(self._ids)  # type: ignore[arg-type,return-value]
+
+    def __getitem__(self, key: Any) -> Any:
+        """The activations of a name. Raises KeyError if they were not captured, HookError on others."""
+        model = self._model
+        point = find(full_name(key, model.config.n_layers), model.points)
+        if not self._has(point):
+            raise KeyError(f"{point.name} was not captured: add it to `names`")
+        value = model.value(point, self._taps, self._rows, self._ids)
+        return value if self.has_batch_dim or point.form in ("cos", "sin") else value[0]
+
+    def _has(self, point: Point) -> bool:
+        if point.form == "logits":
+            return LOGITS in self._taps
+        return all(tap in self._taps for tap in point.needs)
+
+    def __contains__(self, key: object) -> bool:
+        """True if it was captured, or can be computed of what was."""
+        try:
+            name = full_name(key, self._model.config.n_layers)  # type: ignore[arg-type]
+            return self._has(find(name, self._model.points))
+        except (HookError, TypeError):
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Names that were asked for."""
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"ActivationCache({len(self)} names, {self._rows.n_batch} x {self._rows.n_tokens} tokens)"
+
+    def remove_batch_dim(self) -> ActivationCache:
+        """The same without the batch dimension. Raises RequestError if there is more than one text."""
+        if self._rows.n_batch > 1:
+            raise RequestError(
+                f"the cache has {self._rows.n_batch} texts: a batch of one loses its dimension"
+            )
+        return self._with(self._taps, self._rows, self._ids, has_batch_dim=False)
+
+    def apply_slice_to_batch_dim(self, batch_slice: int | slice) -> ActivationCache:
+        """The cache of some of the texts; of one, without the batch dimension, if it is an index."""
+        is_one = not isinstance(batch_slice, slice)
+        chosen = np.arange(self._rows.n_batch)[batch_slice].reshape(-1)
+        ends = np.cumsum(self.lengths)
+        at = np.concatenate([np.arange(ends[i] - self.lengths[i], ends[i]) for i in chosen])
+        taps = {tap: x[at] for tap, x in self._taps.items()}
+        return self._with(taps, Rows(self.lengths[chosen]), self._ids[at], has_batch_dim=not is_one)
+
+    def _with(
+        self, taps: dict[str, FloatArray], rows: Rows, ids: IntArray, *, has_batch_dim: bool
+    ) -> ActivationCache:
+        made = ActivationCache(self._model, taps, rows, ids, self._names)
+        made.has_batch_dim = has_batch_dim
+        return made
+
+    def accumulated_resid(
+        self,
+        layer: int | None = None,
+        incl_mid: bool = False,
+        apply_ln: bool = False,
+        pos_slice: PosSlice = None,
+        mlp_input: bool = False,
+        return_labels: bool = False,
+    ) -> Any:
+        """The residual stream before each layer up to `layer`, [components, batch, pos, D]; None: to the end.
+
+        `incl_mid` adds the stream between attention and MLP, `mlp_input` that of `layer` itself. `apply_ln`
+        applies the norm that reads the stream at `layer`: the final norm whole, with each component's own
+        scale; another divides by the scale it had. With `return_labels`, (stack, labels).
+        """
+        n_layers = self._model.config.n_layers
+        layer = self._layer(layer)
+        parts: list[FloatArray] = []
+        labels: list[str] = []
+        for i in range(layer + 1):
+            if i == n_layers:
+                parts.append(self["resid_post", n_layers - 1])
+                labels.append("final_post")
+                continue
+            parts.append(self["resid_pre", i])
+            labels.append(f"{i}_pre")
+            if (incl_mid and i < layer) or (mlp_input and i == layer):
+                parts.append(self["resid_mid", i])
+                labels.append(f"{i}_mid")
+        stack = np.stack([_at(x, pos_slice) for x in parts])
+        if apply_ln and layer == n_layers:
+            stack = apply_norm(self._final_norm, stack)
+        elif apply_ln:
+            stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input, pos_slice=pos_slice)
+        return (stack, labels) if return_labels else stack
+
+    def decompose_resid(
+        self,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        mode: str = "all",
+        apply_ln: bool = False,
+        pos_slice: PosSlice = None,
+        incl_embeds: bool = True,
+        return_labels: bool = False,
+    ) -> Any:
+        """What each part added to the stream before `layer`: embedding, attentions and MLPs.
+
+        [components, batch, pos, D]; they sum to the stream. `mode` "attn" or "mlp" leaves the others out.
+        """
+        if mode not in ("all", "attn", "mlp"):
+            raise RequestError(f"mode must be all, attn or mlp, not {mode!r}", param="mode")
+        layer = self._layer(layer)
+        parts: list[FloatArray] = []
+        labels: list[str] = []
+        if incl_embeds:
+            parts.append(self["embed"])
+            labels.append("embed")
+        for i in range(layer):
+            for part in ("attn", "mlp"):
+                if mode in ("all", part):
+                    parts.append(self[f"{part}_out", i])
+                    labels.append(f"{i}_{part}_out")
+        if mlp_input and mode in ("all", "attn"):
+            parts.append(self["attn_out", layer])
+            labels.append(f"{layer}_attn_out")
+        stack = np.stack([_at(x, pos_slice) for x in parts])
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input, pos_slice=pos_slice)
+        return (stack, labels) if return_labels else stack
+
+    def stack_activation(
+        self, name: str, layer: int | None = None, sublayer_type: str | None = None
+    ) -> FloatArray:
+        """The activations of a short name, of each layer before `layer`: [layer, batch, pos, ...]."""
+        keys = [(name, i, sublayer_type) for i in range(self._layer(layer))]
+        return np.stack([self[key] for key in keys])
+
+    def stack_head_results(
+        self,
+        layer: int | None = None,
+        return_labels: bool = False,
+        incl_remainder: bool = False,
+        pos_slice: PosSlice = None,
+        apply_ln: bool = False,
+    ) -> Any:
+        """What each head of the layers before `layer` added to the stream: [layer * head, batch, pos, D].
+
+        Labels are L0H0, L0H1 and so on. `incl_remainder` adds what is left of the stream: MLPs, embedding,
+        biases.
+        """
+        layer = self._layer(layer)
+        parts: list[FloatArray] = []
+        labels: list[str] = []
+        model = self._model
+        for i in range(layer):
+            z = _at(self["z", i], pos_slice, from_end=3)
+            w_o = model.weights.layer("W_O", i)  # [H, K, D]
+            parts.append(np.einsum("...hk,hkd->h...d", z, w_o, optimize=True))
+            labels += [f"L{i}H{head}" for head in range(len(w_o))]
+        if incl_remainder:
+            at = ("resid_post", layer - 1) if layer else ("resid_pre", 0)
+            stream = _at(self[at], pos_slice)
+            parts.append((stream - sum(part.sum(axis=0) for part in parts))[None])
+            labels.append("remainder")
+        if not parts:
+            raise RequestError("there are no heads before layer 0", param="layer")
+        stack = np.concatenate(parts)
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, layer, pos_slice=pos_slice)
+        return (stack, labels) if return_labels else stack
+
+    def get_full_resid_decomposition(
+        self,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        apply_ln: bool = False,
+        pos_slice: PosSlice = None,
+        return_labels: bool = False,
+    ) -> Any:
+        """The stream before `layer` as heads, MLPs, embedding and the biases of attention: they sum to it."""
+        layer = self._layer(layer)
+        stack, labels = self.stack_head_results(layer + mlp_input, pos_slice=pos_slice, return_labels=True)
+        parts = [stack]
+        if layer:
+            mlps, names = self.decompose_resid(
+                layer, mode="mlp", incl_embeds=False, pos_slice=pos_slice, return_labels=True
+            )
+            parts.append(mlps)
+            labels += names
+        parts.append(_at(self["embed"], pos_slice)[None])
+        biases = sum((self._model.weights.layer("b_O", i) for i in range(layer + mlp_input)), np.float32(0))
+        parts.append(np.broadcast_to(biases, parts[-1].shape))
+        stack = np.concatenate(parts).astype(np.float32)
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input, pos_slice=pos_slice)
+        return (stack, [*labels, "embed", "bias"]) if return_labels else stack
+
+    def get_neuron_results(
+        self, layer: int, neuron_slice: Any = None, pos_slice: PosSlice = None
+    ) -> FloatArray:
+        """What each neuron of a layer's MLP adds to the stream: [batch, pos, neuron, D]."""
+        post = _at(self["post", layer], pos_slice)
+        w_out = self._model.weights.layer("W_out", layer)
+        chosen = slice(None) if neuron_slice is None else neuron_slice
+        results: FloatArray = post[..., chosen][..., None] * w_out[chosen]
+        return results
+
+    def apply_ln_to_stack(
+        self,
+        residual_stack: FloatArray,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        pos_slice: PosSlice = None,
+    ) -> FloatArray:
+        """Components [..., batch, pos, D] divided by the scale that the norm before `layer` had.
+
+        A LayerNorm's centring is applied. The norm's weight is not: see `logit_attrs`.
+        """
+        n_layers, trace = self._model.config.n_layers, self._model.trace
+        layer = self._layer(layer)
+        part = "ln_final" if layer == n_layers else f"blocks.{layer}.ln{2 if mlp_input else 1}"
+        scale = _at(self[f"{part}.hook_scale"], pos_slice)
+        if trace.norms[f"{part}.hook_normalized"].centers:
+            residual_stack = residual_stack - residual_stack.mean(axis=-1, keepdims=True)
+        divided: FloatArray = residual_stack / scale
+        return divided
+
+    def logit_attrs(
+        self,
+        residual_stack: FloatArray,
+        tokens: Any,
+        incorrect_tokens: Any = None,
+        pos_slice: PosSlice = None,
+    ) -> FloatArray:
+        """What each component adds to the logits of `tokens`, or to their lead over `incorrect_tokens`.
+
+        [components, batch, pos]. Tokens are ids [batch] or [batch, pos], one id, or the text of one token.
+        The final norm's scale and weight are applied, so the parts of a decomposition sum to the logits (less
+        the bias of a LayerNorm and of the head), as in TransformerLens with the norm folded into the
+        unembedding.
+        """
+        directions = self._directions(tokens)
+        if incorrect_tokens is not None:
+            directions = directions - self._directions(incorrect_tokens)
+        scaled = self.apply_ln_to_stack(residual_stack, pos_slice=pos_slice) * self._final_norm.weight.data
+        if self.has_batch_dim and scaled.ndim == 4 and directions.ndim == 2:
+            directions = directions[:, None]  # a token for all positions of a text
+        attributed: FloatArray = (scaled * directions).sum(axis=-1)
+        return attributed
+
+    def logit_lens(self, layer: int | None = None, pos_slice: PosSlice = -1) -> FloatArray:
+        """Logits of the stream before each layer, by the final norm and the head: [layer, batch, pos, V]."""
+        stack = self.accumulated_resid(layer, pos_slice=pos_slice)
+        weights = self._model.weights
+        logits: FloatArray = apply_norm(self._final_norm, stack) @ weights.W_U + weights.b_U
+        return logits
+
+    def to_transformer_lens(self, model: Any) -> Any:
+        """TransformerLens' ActivationCache of the same arrays, for its `model`. Needs that package."""
+        import torch
+        from transformer_lens import ActivationCache as TheirCache
+
+        arrays = {name: torch.from_numpy(np.array(self[name])) for name in self}
+        return TheirCache(arrays, model, has_batch_dim=self.has_batch_dim)
+
+    @property
+    def _final_norm(self) -> Any:
+        return self._model.trace.norms["ln_final.hook_normalized"]
+
+    def _layer(self, layer: int | None) -> int:
+        n_layers = self._model.config.n_layers
+        if layer is None or layer == -1:
+            return n_layers
+        if not 0 <= layer <= n_layers:
+            raise RequestError(f"layer goes from 0 to {n_layers}, not {layer}", param="layer")
+        return layer
+
+    def _directions(self, tokens: Any) -> FloatArray:
+        """Rows of the unembedding [..., D]."""
+        if isinstance(tokens, str):
+            ids = self._model.encode(tokens, False)
+            if len(ids) != 1:
+                raise RequestError(f"{tokens!r} is {len(ids)} tokens: give one, or ids", param="tokens")
+            tokens = ids[0]
+        found = self._model.weights.unembedding_rows(np.asarray(tokens))
+        return found
+
+
+def _at(x: FloatArray, pos_slice: PosSlice, from_end: int = 2) -> FloatArray:
+    """The positions of x [..., pos, D]; an index takes the dimension away. `from_end` says where pos is."""
+    if pos_slice is None:
+        return x
+    chosen = (..., pos_slice, *[slice(None)] * (from_end - 1))
+    return x[chosen]

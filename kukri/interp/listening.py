@@ -1,0 +1,134 @@
+"""The listener of a step: keeps the taps that are wanted, and calls hooks in TransformerLens' shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kukri.errors import HookError
+from kukri.interp.attention import pattern
+from kukri.interp.names import LOGITS, Point
+from kukri.interp.values import Model, Rows
+from kukri.kernels.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """Told to a hook beside the value: the `name` it listens on, and the first token's position in its text.
+
+    `ctx` is a dictionary that lasts as long as the hook is there.
+    """
+
+    name: str
+    layer_index: int | None
+    start: int
+    ctx: dict[str, Any]
+
+    def layer(self) -> int:
+        """The layer. Raises HookError outside the blocks."""
+        if self.layer_index is None:
+            raise HookError(f"{self.name} belongs to no layer")
+        return self.layer_index
+
+
+# hook(value, hook=HookPoint): edits the value [batch, pos, ...] in place, or returns another
+PointHook = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Listening:
+    """A hook on a point."""
+
+    point: Point
+    hook: PointHook
+    ctx: dict[str, Any]
+
+
+class StepListener:
+    """Called at each tap of a step, or of a request's part of it: `listener(tap, x [rows, width])`.
+
+    `keep` are the taps whose values are wanted, which `kept` has afterwards, copied after the hooks' edits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rows: Rows,
+        ids: IntArray,
+        hooks: Sequence[Listening],
+        keep: Iterable[str],
+        start: int = 0,
+    ) -> None:
+        self._model, self._rows, self._ids, self._start = model, rows, ids, start
+        self._hooks: dict[str, list[Listening]] = {}
+        self._keep = set(keep)
+        for listening in hooks:
+            self._hooks.setdefault(listening.point.edit_tap, []).append(listening)
+            self._keep |= set(listening.point.edit_needs)
+        self.kept: dict[str, FloatArray] = {}
+
+    @property
+    def taps(self) -> frozenset[str]:
+        """The taps that a program needs for it."""
+        return frozenset(self._keep | self._hooks.keys()) - {LOGITS}
+
+    def __call__(self, tap: str, x: FloatArray) -> None:
+        """Lets the hooks of a tap edit x in place. Raises HookError naming a hook that raised."""
+        for listening in self._hooks.get(tap, ()):
+            self._edit(listening, tap, x)
+        if tap in self._keep:
+            self.kept[tap] = x.copy()
+
+    def _edit(self, listening: Listening, tap: str, x: FloatArray) -> None:
+        point = listening.point
+        if point.form in ("scores", "pattern"):
+            self._edit_attention(listening, x)
+            return
+        kept = {**self.kept, tap: x} if point.tap in (tap, "") else self.kept
+        value = self._model.value(point, kept, self._rows, self._ids)
+        before = np.array(value, np.float32)
+        after = self._call(listening, before.copy())
+        differs = after != before  # true of NaN as well
+        if not differs.any():
+            return
+        n_rows = self._rows.n_rows
+        is_edited = self._rows.rows(differs).reshape(n_rows, -1).any(axis=1).repeat(len(x) // n_rows)
+        x[is_edited] = self._model.edited(point, after, self._rows)[is_edited]
+
+    def _edit_attention(self, listening: Listening, z: FloatArray) -> None:
+        """Computes z anew for the heads and queries whose pattern a hook has changed."""
+        point, model, rows = listening.point, self._model, self._rows
+        before = model.scores(point, self.kept, rows)
+        if point.form == "pattern":
+            before = pattern(before)
+        after = self._call(listening, before.copy())
+        is_edited = (after != before).any(axis=-1)  # [B, H, T]
+        if not is_edited.any():
+            return
+        assert point.layer is not None
+        weights = after if point.form == "pattern" else pattern(after)
+        spec = model.trace.heads[point.layer].spec
+        mixed = model.mixed(point.layer, weights, self.kept[point.edit_needs[2]], rows)
+        wanted = rows.rows(is_edited.transpose(0, 2, 1))  # [rows, H]
+        heads = model.heads(z, spec.d_head).copy()
+        heads[wanted] = model.heads(mixed, spec.d_head)[wanted]
+        z[...] = heads.reshape(z.shape)
+
+    def _call(self, listening: Listening, value: FloatArray) -> FloatArray:
+        """The value that a hook leaves."""
+        point = listening.point
+        where = HookPoint(point.name, point.layer, self._start, listening.ctx)
+        try:
+            found = listening.hook(value, hook=where)
+            after = value if found is None else np.asarray(found)
+        except Exception as error:
+            raise HookError(f"the hook on {point.name} raised {type(error).__name__}: {error}") from error
+        if after.shape != value.shape or after.dtype.kind not in "fiu":
+            raise HookError(
+                f"the hook on {point.name} returned {after.dtype} {list(after.shape)}: "
+                f"it must be float32 {list(value.shape)}, or None"
+            )
+        return after.astype(np.float32, copy=False)

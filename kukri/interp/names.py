@@ -1,0 +1,272 @@
+"""TransformerLens' names of activations, and their values by kukri's taps.
+
+A tap shows [rows, width], a row a token. A `Point` is one name of TransformerLens: the tap it is read from,
+and the form it has there. Both generations of names are listed: those of `TransformerBridge`
+(`blocks.0.attn.q.hook_out`) and the older ones of `HookedTransformer` (`blocks.0.attn.hook_q`), which mean
+the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kukri.errors import HookError
+from kukri.interp.trace import Norm, Trace
+from kukri.kernels.types import FloatArray
+
+Form = Literal[
+    "plain",  # [.., width], as the tap has it
+    "heads",  # [.., head, d_head]
+    "scale",  # [.., 1]: what a norm divides by
+    "normalized",  # [.., width]: divided, before the norm's weight
+    "norm_out",  # [.., width]: with the weight and the bias
+    "head_in", "head_scale", "head_normalized", "head_out",  # of a norm of heads: [batch, head, pos, ..]
+    "scores", "pattern",  # [batch, head, query, key]
+    "result",  # [.., head, d_model]: each head's part of the attention's output
+    "cos", "sin",  # [1, pos, rotary_dim]
+    "tokens",  # [batch, pos]
+    "logits",  # [.., n_vocab]
+]  # fmt: skip
+LOGITS = "unembed.hook_out"  # a point without a tap: the program's result
+TOKENS = "embed.hook_in"
+FINAL = "ln_final.hook_normalized"  # kukri's tap, which sees the rows with logits, after the norm's weight
+
+# (name, tap, form, whether an edit of it means what it says)
+_Row = tuple[str, str, Form, bool]
+_ATTENTION: tuple[_Row, ...] = (
+    ("attn.q.hook_out", "attn.hook_q", "heads", True),
+    ("attn.hook_q", "attn.hook_q", "heads", True),
+    ("attn.k.hook_out", "attn.hook_k", "heads", True),
+    ("attn.hook_k", "attn.hook_k", "heads", True),
+    ("attn.v.hook_out", "attn.hook_v", "heads", True),
+    ("attn.hook_v", "attn.hook_v", "heads", True),
+    ("attn.hook_rot_q", "attn.hook_rot_q", "heads", True),
+    ("attn.hook_rot_k", "attn.hook_rot_k", "heads", True),
+    ("attn.hook_attn_scores", "attn.hook_rot_q", "scores", True),
+    ("attn.hook_pattern", "attn.hook_rot_q", "pattern", True),
+    ("attn.o.hook_in", "attn.hook_z", "heads", True),
+    ("attn.hook_z", "attn.hook_z", "heads", True),
+    ("attn.hook_result", "attn.hook_z", "result", False),
+    ("attn.o.hook_out", "hook_attn_out", "plain", True),
+    ("attn.hook_out", "hook_attn_out", "plain", True),
+    ("hook_attn_out", "hook_attn_out", "plain", True),
+)
+_GATED_MLP: tuple[_Row, ...] = (
+    ("mlp.gate.hook_out", "mlp.hook_pre", "plain", True),
+    ("mlp.hook_pre", "mlp.hook_pre", "plain", True),
+    ("mlp.in.hook_out", "mlp.hook_pre_linear", "plain", True),
+    ("mlp.hook_pre_linear", "mlp.hook_pre_linear", "plain", True),
+)
+_MLP: tuple[_Row, ...] = (
+    ("mlp.in.hook_out", "mlp.hook_pre", "plain", True),
+    ("mlp.hook_pre", "mlp.hook_pre", "plain", True),
+)
+_MLP_OUT: tuple[_Row, ...] = (
+    ("mlp.out.hook_in", "mlp.hook_post", "plain", True),
+    ("mlp.hook_post", "mlp.hook_post", "plain", True),
+    ("mlp.out.hook_out", "hook_mlp_out", "plain", True),
+    ("mlp.hook_out", "hook_mlp_out", "plain", True),
+    ("hook_mlp_out", "hook_mlp_out", "plain", True),
+    ("hook_out", "hook_resid_post", "plain", True),
+    ("hook_resid_post", "hook_resid_post", "plain", True),
+)
+_KINDS = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
+_PARTS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
+_IN_ATTENTION = {"k", "v", "q", "z", "result", "pattern", "attn_scores", "rot_q", "rot_k"}
+_IN_MLP = {"pre", "post", "mid", "pre_linear"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One name. `tap` is the full name of the tap it is read from, "" for what needs none; `edit_tap` of the
+    tap that an edit changes, "" if an edit would not mean what it says; `layer` None outside the blocks.
+    """
+
+    name: str
+    tap: str
+    form: Form
+    layer: int | None = None
+    edit_tap: str = ""
+    norm: Norm | None = None  # of the forms that need one
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The taps that its value is computed from."""
+        if self.form in ("scores", "pattern"):
+            return self.tap, self.tap.replace("hook_rot_q", "hook_rot_k")
+        return (self.tap,) if self.tap else ()
+
+    @property
+    def edit_needs(self) -> tuple[str, ...]:
+        """The taps that a hook on it needs beside `edit_tap`, all before that."""
+        if self.form in ("scores", "pattern"):
+            return *self.needs, self.tap.replace("hook_rot_q", "hook_v")
+        return () if self.tap == self.edit_tap else self.needs
+
+
+def points(trace: Trace, n_layers: int) -> dict[str, Point]:
+    """Every point of a model by its name, in the order of a step."""
+    found: dict[str, Point] = {}
+
+    def add(
+        name: str, tap: str | None, form: Form, edits: str, layer: int | None, norm: Norm | None = None
+    ) -> None:
+        if tap is not None and (not tap or tap in taps):
+            found[name] = Point(name, tap, form, layer, edits, norm)
+
+    taps = set(trace.taps)
+    add(TOKENS, "", "tokens", "", None)
+    for name in ("embed.hook_out", "hook_embed"):
+        add(name, "hook_embed", "plain", "hook_embed", None)
+    if any(heads.rope is not None for heads in trace.heads.values()):
+        add("rotary_emb.hook_in", "hook_embed", "plain", "", None)
+        add("rotary_emb.hook_cos", "", "cos", "", None)
+        add("rotary_emb.hook_sin", "", "sin", "", None)
+    for layer in range(n_layers):
+        prefix = f"blocks.{layer}."
+        for name, tap, form, is_editable, norm in _block(trace, layer):
+            full_tap = f"{prefix}{tap}" if tap else ""
+            edit_tap = full_tap if is_editable else ""
+            if form in ("scores", "pattern"):
+                edit_tap = f"{prefix}attn.hook_z"
+            read_tap = norm.source if form == "normalized" and norm is not None else full_tap
+            add(f"{prefix}{name}", read_tap, form, edit_tap, layer, norm)
+        for tap in trace.taps:  # taps that the tables do not know have their own name
+            if tap.startswith(prefix) and tap not in found:
+                add(tap, tap, "plain", tap, layer)
+    final = trace.norms.get(FINAL)
+    if final is not None:
+        add("ln_final.hook_in", final.source, "plain", "", None)
+        add("ln_final.hook_scale", final.source, "scale", "", None, final)
+        add("ln_final.hook_normalized", final.source, "normalized", FINAL, None, final)
+        add("ln_final.hook_out", final.source, "norm_out", FINAL, None, final)
+        add("unembed.hook_in", final.source, "norm_out", FINAL, None, final)
+    for name in (LOGITS, "hook_unembed"):
+        add(name, "", "logits", LOGITS, None)
+    return found
+
+
+def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | None]]:
+    """(name, tap, form, is editable, norm) of a layer's points, without their prefix."""
+    prefix = f"blocks.{layer}."
+    is_parallel = f"{prefix}ln2.hook_normalized" not in trace.taps
+    rows: list[tuple[str, str, Form, bool, Norm | None]] = []
+
+    def extend(table: tuple[_Row, ...]) -> None:
+        rows.extend((*row, None) for row in table)
+
+    def norm(name: str, source: str) -> None:
+        found = trace.norms.get(f"{prefix}{name}.hook_normalized")
+        if found is not None:
+            tap = f"{name}.hook_normalized"
+            rows.append((f"{name}.hook_in", source, "plain", False, None))
+            rows.append((f"{name}.hook_scale", source, "scale", False, found))
+            rows.append((f"{name}.hook_normalized", tap, "normalized", True, found))
+            rows.append((f"{name}.hook_out", tap, "plain", True, None))
+
+    rows.append(("hook_in", "hook_resid_pre", "plain", True, None))
+    rows.append(("hook_resid_pre", "hook_resid_pre", "plain", True, None))
+    norm("ln1", "hook_resid_pre")
+    rows.append(("attn.hook_in", "ln1.hook_normalized", "plain", not is_parallel, None))
+    query = trace.matrices.get(f"{prefix}attn.hook_q")
+    if query is not None and len(query.weights) == 1:  # q, k and v are one matrix
+        rows.append(("attn.hook_hidden_states", "hook_attn_out", "plain", False, None))
+    rows += [(f"attn.{x}.hook_in", "ln1.hook_normalized", "plain", False, None) for x in "qkv"]
+    extend(_ATTENTION[:4])
+    for x in "qk":
+        found = trace.head_norms.get(f"{prefix}attn.hook_{x}")
+        if found is not None:
+            tap = f"attn.hook_{x}"
+            rows.append((f"attn.{x}_norm.hook_in", tap, "head_in", False, found))
+            rows.append((f"attn.{x}_norm.hook_scale", tap, "head_scale", False, found))
+            rows.append((f"attn.{x}_norm.hook_normalized", tap, "head_normalized", False, found))
+            rows.append((f"attn.{x}_norm.hook_out", tap, "head_out", False, found))
+            rows.append((f"attn.hook_{x}_normed", tap, "head_out", False, found))
+    if layer in trace.heads and trace.heads[layer].rope is not None:
+        rows.append(("attn.hook_cos", "", "cos", False, None))
+        rows.append(("attn.hook_sin", "", "sin", False, None))
+    extend(_ATTENTION[4:])
+    if not is_parallel:
+        rows.append(("hook_resid_mid", "hook_resid_mid", "plain", True, None))
+        norm("ln2", "hook_resid_mid")
+    read = "ln1.hook_normalized" if is_parallel else "ln2.hook_normalized"
+    rows.append(("mlp.hook_in", read, "plain", not is_parallel, None))
+    is_gated = f"{prefix}mlp.hook_pre_linear" in trace.taps
+    if (
+        f"{prefix}mlp.hook_router_logits" in trace.taps
+    ):  # of a mixture's experts the taps have their own names
+        extend(_MLP_OUT[3:])
+        return rows
+    if is_gated:
+        rows.append(("mlp.gate.hook_in", read, "plain", False, None))
+    rows.append(("mlp.in.hook_in", read, "plain", False, None))
+    extend(_GATED_MLP if is_gated else _MLP)
+    extend(_MLP_OUT)
+    return rows
+
+
+def full_name(key: str | tuple[object, ...], n_layers: int) -> str:
+    """The full name of a short one, as TransformerLens' `get_act_name`.
+
+    ("q", 3), ("resid_pre", -1), ("scale", 2, "ln1"), ("normalized", None), "k6", "scale4ln1", "embed", or a
+    full name, which is left as it is.
+    """
+    if isinstance(key, str):
+        if "." in key or key.startswith("hook_"):
+            return key
+        parts = re.fullmatch(r"([a-z_]+?)(\d+)([a-z]?.*)", key)
+        key = (key,) if parts is None else (parts[1], int(parts[2]), parts[3] or None)
+    name, layer, part = (*key, None, None)[:3]
+    name = _KINDS.get(str(name), str(name))
+    part = _PARTS.get(str(part), part)
+    if name in _IN_ATTENTION:
+        part = "attn"
+    elif name in _IN_MLP:
+        part = "mlp"
+    elif name in ("scale", "normalized") and layer is None and not part:
+        part = "ln_final"
+    if isinstance(layer, int) and layer < 0:
+        layer += n_layers
+    prefix = "" if layer is None else f"blocks.{layer}."
+    return prefix + (f"{part}." if part else "") + f"hook_{name}"
+
+
+def find(name: str, known: Mapping[str, Point]) -> Point:
+    """The point of a full name. Raises HookError with near names."""
+    point = known.get(name)
+    if point is None:
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f": did you mean {' or '.join(close)}?" if close else ""
+        raise HookError(f"the model has no hook {name!r}{hint}")
+    return point
+
+
+def norm_scale(norm: Norm, x: FloatArray) -> FloatArray:
+    """What a norm divides its input x [.., width] by: [.., 1]. A LayerNorm subtracts the mean first."""
+    centred = x - x.mean(axis=-1, keepdims=True) if norm.centers else x
+    scale: FloatArray = np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + np.float32(norm.eps))
+    return scale
+
+
+def normalized(norm: Norm, x: FloatArray) -> FloatArray:
+    """x [.., width] centred if the norm does that, and divided: before the weight."""
+    centred = x - x.mean(axis=-1, keepdims=True) if norm.centers else x
+    divided: FloatArray = centred / norm_scale(norm, x)
+    return divided
+
+
+def apply_norm(norm: Norm, x: FloatArray) -> FloatArray:
+    """The norm of x [.., width], its weight and bias applied."""
+    return scaled(norm, normalized(norm, x))
+
+
+def scaled(norm: Norm, x: FloatArray) -> FloatArray:
+    """A normalized x [.., width] times the weight, and with the bias added."""
+    y: FloatArray = x * norm.weight.data
+    return y if norm.bias is None else y + norm.bias.data

@@ -1,0 +1,245 @@
+"""Runs of whole texts with TransformerLens' names: what `LLM.run_with_cache` and `LLM.run_with_hooks` do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from kukri.errors import HookError, RequestError
+from kukri.interp.cache import ActivationCache
+from kukri.interp.listening import Listening, PointHook, StepListener
+from kukri.interp.names import LOGITS, Point, find, full_name
+from kukri.interp.texts import Texts
+from kukri.interp.trace import Trace
+from kukri.interp.values import Encode, Rows
+from kukri.interp.values import Model as Values
+from kukri.kernels.types import Backend, FloatArray, IntArray
+from kukri.models import Model
+
+NamesFilter = None | str | Sequence[str] | Callable[[str], bool]
+FwdHooks = Iterable[tuple[Any, PointHook]]
+ReturnType = Literal["logits", "loss"] | None
+_STEP_ROWS = 2048  # texts that are only read share steps of about this many tokens
+
+
+class Session:
+    """The interpretability side of one model. `alone()` is entered for each run: no engine step meets it.
+
+    Attributes: config, trace, values, weights, points (every name), texts (the runner).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        encode: Encode,
+        alone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.alone, self.trace = alone, Trace(model)
+        self.values = Values(model.config, self.trace, backend.exact_kv_type, encode)
+        self.config, self.points, self.weights = model.config, self.values.points, self.values.weights
+        self.texts = Texts(model, backend)
+        self.added: list[Listening] = []  # by add_hook
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        """Taps by their place in a step."""
+        return {name: i for i, name in enumerate([*self.trace.taps, LOGITS])}
+
+    def point(self, name: Any) -> Point:
+        """The point of a full or short name, or of a tuple such as ("resid_pre", 3). Raises HookError."""
+        return find(full_name(name, self.config.n_layers), self.points)
+
+    def select(self, names: NamesFilter) -> list[Point]:
+        """The points that a filter names; all but `attn.hook_result` for None, as in TransformerLens."""
+        if names is None:
+            return [p for p in self.points.values() if p.form != "result"]
+        if callable(names):
+            return [point for name, point in self.points.items() if names(name)]
+        return [self.point(name) for name in ([names] if isinstance(names, (str, tuple)) else names)]
+
+    def listen(self, fwd_hooks: FwdHooks) -> list[Listening]:
+        """Hooks by name, or by a filter of names. Raises HookError on names and edits that do not exist."""
+        found: list[Listening] = []
+        for name, hook in fwd_hooks:
+            if not callable(hook):
+                raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
+            for point in self.select(name) if callable(name) else [self.point(name)]:
+                if not point.edit_tap:
+                    raise HookError(f"{point.name} can be read (run_with_cache), and takes no hook")
+                found.append(Listening(point, hook, {}))
+        return found
+
+    def tokens(self, prompt: Any) -> list[IntArray]:
+        """The token ids of a text, of ids [T] or [B, T], or of a list of either. Raises RequestError."""
+        if isinstance(prompt, str):
+            many: list[Any] = [self.values.encode(prompt)]
+        elif (
+            isinstance(prompt, (list, tuple))
+            and prompt
+            and isinstance(prompt[0], (str, list, tuple, np.ndarray))
+        ):
+            many = [self.values.encode(one) if isinstance(one, str) else one for one in prompt]
+        else:
+            array = np.asarray(prompt)
+            many = list(array) if array.ndim == 2 else [array]
+        texts: list[IntArray] = []
+        for one in many:
+            ids = np.asarray(one)
+            if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+                raise RequestError(
+                    "a prompt must be a text or token ids (integers), at least one", param="prompt"
+                )
+            if ids.min() < 0 or ids.max() >= self.config.n_vocab:
+                raise RequestError(f"token ids go from 0 to {self.config.n_vocab - 1}", param="prompt")
+            texts.append(ids.astype(np.int32))
+        if not texts:
+            raise RequestError("there is no prompt: give at least one", param="prompt")
+        return texts
+
+    def run_with_cache(
+        self,
+        prompt: Any,
+        names: NamesFilter = None,
+        stop_at_layer: int | None = None,
+        fwd_hooks: FwdHooks = (),
+        return_type: ReturnType = "logits",
+    ) -> tuple[FloatArray | None, ActivationCache]:
+        """See LLM.run_with_cache."""
+        texts = self.tokens(prompt)
+        wanted = self.select(names)
+        stop = None if stop_at_layer is None else self._stop(stop_at_layer)
+        if stop is not None:
+            wanted = [point for point in wanted if self._is_before(point, stop)]
+        keep = {tap for point in wanted for tap in point.needs} - {LOGITS}
+        output, kept = self._run(texts, fwd_hooks, keep, stop, return_type, wanted)
+        rows = Rows(np.array([len(ids) for ids in texts], np.int32))
+        cache = ActivationCache(self.values, kept, rows, np.concatenate(texts), [p.name for p in wanted])
+        return output, cache
+
+    def run_with_hooks(
+        self,
+        prompt: Any,
+        fwd_hooks: FwdHooks = (),
+        return_type: ReturnType = "logits",
+        stop_at_layer: int | None = None,
+    ) -> FloatArray | None:
+        """See LLM.run_with_hooks."""
+        stop = None if stop_at_layer is None else self._stop(stop_at_layer)
+        return self._run(self.tokens(prompt), fwd_hooks, set(), stop, return_type, ())[0]
+
+    def _run(
+        self,
+        texts: list[IntArray],
+        fwd_hooks: FwdHooks,
+        keep: set[str],
+        stop: str | None,
+        return_type: ReturnType,
+        wanted: Sequence[Point],
+    ) -> tuple[FloatArray | None, dict[str, FloatArray]]:
+        """The output, padded, and the taps to keep, as rows."""
+        if return_type not in ("logits", "loss", None):
+            raise RequestError(
+                f"return_type must be logits, loss or None, not {return_type!r}", param="return_type"
+            )
+        hooks = [*self.added, *self.listen(fwd_hooks)]
+        if stop is not None:
+            keep = keep | {stop}
+        needs_logits = stop is None and (
+            return_type is not None
+            or any(point.form == "logits" for point in wanted)
+            or any(h.point.layer is None and h.point.edit_tap != "hook_embed" for h in hooks)
+        )
+        last = stop
+        if not needs_logits and last is None:
+            seen = keep | {h.point.edit_tap for h in hooks}
+            last = max(seen, key=self._order.__getitem__, default=self.trace.taps[0])
+            keep = keep | {last}
+        kept: dict[str, list[FloatArray]] = {}
+        outputs: list[FloatArray] = []
+        with self.alone():
+            # hooks see the whole batch; what is only read may take several steps
+            for group in [texts] if hooks else _groups(texts):
+                found = self._step(group, hooks, keep, last, needs_logits, outputs)
+                for tap, x in found.items():
+                    kept.setdefault(tap, []).append(x)
+        joined = {tap: parts[0] if len(parts) == 1 else np.concatenate(parts) for tap, parts in kept.items()}
+        rows = Rows(np.array([len(ids) for ids in texts], np.int32))
+        if stop is not None:
+            return rows.padded(joined[stop]), joined
+        if not needs_logits:
+            return None, joined
+        joined[LOGITS] = outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
+        if return_type == "logits":
+            return rows.padded(joined[LOGITS]), joined
+        return (_loss(joined[LOGITS], texts) if return_type == "loss" else None), joined
+
+    def _step(
+        self,
+        texts: list[IntArray],
+        hooks: list[Listening],
+        keep: set[str],
+        last: str | None,
+        needs_logits: bool,
+        outputs: list[FloatArray],
+    ) -> dict[str, FloatArray]:
+        """Runs some texts, and adds their logits to the outputs."""
+        pieces = self.texts.whole(texts)
+        self.texts.cache.clear_pages(
+            [page for piece in pieces for page in piece.pages]
+        )  # edits may leave NaN
+        rows = Rows(np.array([len(ids) for ids in texts], np.int32))
+        listener = StepListener(self.values, rows, np.concatenate(texts), hooks, keep)
+        none = np.zeros(0, np.int32)
+        logits = self.texts.run(
+            pieces, listener.taps, listener, logit_rows=None if needs_logits else none, stop=last
+        )
+        if needs_logits:
+            listener(LOGITS, logits)
+            outputs.append(logits)
+        return {tap: x for tap, x in listener.kept.items() if tap in keep}
+
+    def _stop(self, layer: int) -> str:
+        """The tap of the stream before a layer. Raises RequestError."""
+        n = self.config.n_layers
+        at = layer + n if layer < 0 else layer
+        if not 0 <= at <= n:
+            raise RequestError(f"stop_at_layer goes from {-n} to {n}, not {layer}", param="stop_at_layer")
+        return f"blocks.{at}.hook_resid_pre" if at < n else f"blocks.{n - 1}.hook_resid_post"
+
+    def _is_before(self, point: Point, stop: str) -> bool:
+        """True if a point belongs to the embedding, or to a layer before the tap that ends a run."""
+        if point.layer is None:
+            return point.form != "logits" and not point.name.startswith(("ln_final", "unembed"))
+        tap = f"blocks.{point.layer}.hook_resid_post"
+        return self._order[tap] < self._order[stop] or tap == stop
+
+
+def _groups(texts: list[IntArray]) -> list[list[IntArray]]:
+    """The texts in order, in groups of about _STEP_ROWS tokens."""
+    groups: list[list[IntArray]] = [[]]
+    n = 0
+    for ids in texts:
+        if groups[-1] and n + len(ids) > _STEP_ROWS:
+            groups.append([])
+            n = 0
+        groups[-1].append(ids)
+        n += len(ids)
+    return groups
+
+
+def _loss(logits: FloatArray, texts: Sequence[IntArray]) -> FloatArray:
+    """The mean cross-entropy (nats) of each text's tokens after its first."""
+    losses: list[float] = []
+    start = 0
+    for ids in texts:
+        rows = logits[start : start + len(ids) - 1].astype(np.float64)
+        top = rows.max(axis=1, initial=-np.inf)
+        total = np.log(np.exp(rows - top[:, None]).sum(axis=1)) + top
+        losses += (total - rows[np.arange(len(rows)), ids[1:]]).tolist()
+        start += len(ids)
+    return cast("FloatArray", np.float32(np.mean(losses) if losses else np.nan))

@@ -1,0 +1,143 @@
+"""Runs whole texts through a model with taps, each text in one step, beside the engine.
+
+Its keys and values have pages of their own. A run may begin at a tap, with the stream that another run left
+there, and may continue the cached beginning of another text: a sweep over patches computes only what differs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kukri.errors import ContextLengthError, KukriError
+from kukri.kernels.types import (
+    Backend,
+    Cache,
+    CompiledProgram,
+    FloatArray,
+    ForwardBatch,
+    Hook,
+    IntArray,
+    StepLimits,
+)
+from kukri.models import Model
+
+_N_KEPT = 6  # compiled programs, each with buffers of its own
+_FIRST_PAGES = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Tokens of one sequence from `start` on, whose earlier tokens are in `pages` already."""
+
+    ids: IntArray  # [n]
+    start: int
+    pages: Sequence[int]  # of the whole sequence, in order
+
+
+class Texts:
+    """A model on a backend, with a cache for texts that come and go. Not for several threads at a time."""
+
+    def __init__(self, model: Model, backend: Backend) -> None:
+        self.model, self.backend = model, backend
+        self.page_tokens = backend.page_tokens
+        self.kv_type = backend.exact_kv_type
+        self._cache: Cache | None = None
+        self._programs: OrderedDict[tuple[frozenset[str], StepLimits], CompiledProgram] = OrderedDict()
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages of a sequence."""
+        return -(-n_tokens // self.page_tokens)
+
+    def reserve(self, n_pages: int) -> None:
+        """Makes room for so many pages: what was cached is lost if there were fewer."""
+        if self._cache is not None and self._cache.n_pages >= n_pages:
+            return
+        self._cache = None
+        self._programs.clear()
+        try:
+            self._cache = self.backend.new_cache(
+                self.model.cache_layout, max(_FIRST_PAGES, n_pages), kv_type=self.kv_type
+            )
+        except MemoryError:
+            raise KukriError(
+                f"no memory for {n_pages * self.page_tokens} cached tokens: run fewer at a time"
+            ) from None
+
+    @property
+    def cache(self) -> Cache:
+        """The pages, once some are reserved."""
+        assert self._cache is not None, "reserve() comes first"
+        return self._cache
+
+    def whole(self, texts: Sequence[IntArray]) -> list[Piece]:
+        """The pieces of whole texts, each with pages of its own. Raises ContextLengthError."""
+        limit = self.model.config.max_context
+        pieces: list[Piece] = []
+        page = 0
+        for ids in texts:
+            if len(ids) > limit:
+                raise ContextLengthError(len(ids), limit)
+            n_pages = self.pages_for(len(ids))
+            pieces.append(Piece(ids, 0, range(page, page + n_pages)))
+            page += n_pages
+        self.reserve(page)
+        return pieces
+
+    def run(
+        self,
+        pieces: Sequence[Piece],
+        taps: frozenset[str] = frozenset(),
+        on_tap: Hook | None = None,
+        *,
+        logit_rows: IntArray | None = None,
+        start: str | None = None,
+        stop: str | None = None,
+    ) -> FloatArray:
+        """Runs one step of the pieces' tokens, back to back; gives the logits of `logit_rows` [N, V], copied.
+
+        `logit_rows` None is all rows. `start` and `stop` are those of CompiledProgram. Writes the pages.
+        """
+        starts = np.cumsum([0, *(len(piece.ids) for piece in pieces)], dtype=np.int32)
+        n_rows = int(starts[-1])
+        if logit_rows is None:
+            logit_rows = np.arange(n_rows, dtype=np.int32)
+        lengths = [piece.start + len(piece.ids) for piece in pieces]
+        n_pages = self.pages_for(max(lengths))
+        table = np.zeros((len(pieces), n_pages), np.int32)
+        for row, piece in zip(table, pieces):
+            row[: len(piece.pages)] = piece.pages
+        positions = np.concatenate([np.arange(p.start, n, dtype=np.int32) for p, n in zip(pieces, lengths)])
+        row_of = np.repeat(np.arange(len(pieces)), np.diff(starts))
+        pages = table[row_of, positions // self.page_tokens]
+        batch = ForwardBatch(
+            token_ids=np.concatenate([piece.ids for piece in pieces]).astype(np.int32),
+            positions=positions,
+            slots=(pages * self.page_tokens + positions % self.page_tokens).astype(np.int32),
+            query_start=starts,
+            context_len=np.array(lengths, np.int32),
+            page_table=table,
+            logit_rows=logit_rows,
+        )
+        limits = StepLimits(_room(n_rows), _room(len(pieces)), _room(len(logit_rows)), _room(n_pages))
+        program = self._program(taps, limits)
+        logits: FloatArray = program(batch, on_tap, start=start, stop=stop).numpy().copy()
+        return logits
+
+    def _program(self, taps: frozenset[str], limits: StepLimits) -> CompiledProgram:
+        key = taps, limits
+        program = self._programs.pop(key, None)
+        if program is None:
+            program = self.backend.compile(self.model, self.cache, limits, taps)
+        self._programs[key] = program
+        if len(self._programs) > _N_KEPT:
+            self._programs.popitem(last=False)
+        return program
+
+
+def _room(n: int) -> int:
+    """A size that is good for runs nearly as large as this."""
+    return max(16, 1 << (n - 1).bit_length()) if n > 0 else 1

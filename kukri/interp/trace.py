@@ -1,0 +1,161 @@
+"""The structure of a model, found by running its code on ops that compute nothing.
+
+A trace says which weights make a tapped value and which norm stands between two taps, so that the names and
+weights of `kukri.interp` need no table of architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kukri.kernels.types import AttentionSpec, Program, RopeFrequencies, Vector, Weight, tap_name
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over rows, or over the heads of each: `bias` is None for an RMSNorm. `source` is the tap of its
+    input, None if no tap shows that.
+    """
+
+    weight: Vector
+    bias: Vector | None
+    eps: float
+    source: str | None
+    centers: bool  # True for a LayerNorm, which subtracts the mean
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows `start` to `stop` - 1 of weights side by side: what makes a value. `source` as in `Norm`."""
+
+    weights: tuple[Weight, ...]
+    bias: Vector | None
+    start: int
+    stop: int
+    source: str | None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's attention, and the frequencies of its rotation, None on a NoPE layer."""
+
+    spec: AttentionSpec
+    rope: RopeFrequencies | None
+
+
+@dataclass(eq=False)
+class _Value:
+    """A value inside a step: the tap that shows it, and the op and the values that made it."""
+
+    tap: str | None = None
+    made_by: Norm | Matrix | None = None
+    rope: RopeFrequencies | None = None
+
+
+class Trace:
+    """What a model is made of.
+
+    `taps`: full names, in the order of a step. `norms` and `matrices`: what made a tapped value, by the tap's
+    name. `head_norms`: the norms of heads, by the tap of what they read. `heads`: by layer. `embedding`: the
+    matrix of the tokens; `unembedding`: the last product. `row_taps`: taps that see only rows with logits.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.taps: list[str] = []
+        self.norms: dict[str, Norm] = {}
+        self.matrices: dict[str, Matrix] = {}
+        self.head_norms: dict[str, Norm] = {}
+        self.heads: dict[int, Heads] = {}
+        self.embedding: Weight | None = None
+        self.unembedding: Matrix | None = None
+        self.row_taps: set[str] = set()
+        self._has_rows = False  # True once only the rows with logits are left
+        program(self, None)  # type: ignore[arg-type]
+
+    def __getattr__(self, op: str) -> Callable[..., _Value]:
+        """An op of which only its tap matters: any that is not below."""
+        if op.startswith("_"):
+            raise AttributeError(op)
+
+        def run(*values: Any, **options: Any) -> _Value:
+            for value in (*values, *options.values()):
+                if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+                    self.tap(*value, _Value())
+            return _Value()
+
+        return run
+
+    def embed(self, weight: Weight, batch: Any, *rest: Any, **options: Any) -> _Value:
+        """Notes the first embedding, that of the tokens."""
+        self.embedding = self.embedding or weight
+        return _Value()
+
+    def rms_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
+        """A value that knows its norm."""
+        return _Value(made_by=Norm(weight, None, eps, x.tap, False))
+
+    def layer_norm(self, x: _Value, weight: Vector, bias: Vector, eps: float) -> _Value:
+        """A value that knows its norm."""
+        return _Value(made_by=Norm(weight, bias, eps, x.tap, True))
+
+    def head_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
+        """Notes the norm under the tap of its input."""
+        if x.tap is not None:
+            self.head_norms[x.tap] = Norm(weight, None, eps, x.tap, False)
+        return _Value()
+
+    def linear(
+        self,
+        x: _Value,
+        weights: Sequence[Weight],
+        bias: Vector | None = None,
+        residual: _Value | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> _Value:
+        """A value that knows its weights."""
+        matrix = Matrix(tuple(weights), bias, 0, sum(w.shape[0] for w in weights), x.tap)
+        self.unembedding = matrix  # until another comes
+        if tap is not None:
+            self.tap(*tap, _Value(made_by=matrix))
+        return _Value(made_by=None if residual is not None else matrix)
+
+    def split(self, x: _Value, widths: Sequence[int]) -> tuple[_Value, ...]:
+        """Parts that know their rows of the weights."""
+        parts, start = [], 0
+        for width in widths:
+            made_by = x.made_by
+            if isinstance(made_by, Matrix):
+                made_by = Matrix(made_by.weights, made_by.bias, start, start + width, made_by.source)
+            parts.append(_Value(made_by=made_by))
+            start += width
+        return tuple(parts)
+
+    def rope(
+        self, q: _Value, k: _Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
+    ) -> tuple[_Value, _Value]:
+        """Values that know their rotation."""
+        return _Value(rope=rope), _Value(rope=rope)
+
+    def attention(self, q: _Value, k: _Value, v: _Value, spec: AttentionSpec, batch: Any) -> _Value:
+        """Notes the layer's heads."""
+        self.heads[spec.layer] = Heads(spec, q.rope)
+        return _Value()
+
+    def logit_rows(self, x: _Value, batch: Any) -> _Value:
+        """The same tap shows the rows that are left."""
+        self._has_rows = True
+        return _Value(tap=x.tap)
+
+    def tap(self, name: str, layer: int | None, x: _Value) -> _Value:
+        """Notes the tap, and what made its value."""
+        full_name = tap_name(name, layer)
+        self.taps.append(full_name)
+        if isinstance(x.made_by, Norm):
+            self.norms[full_name] = x.made_by
+        elif isinstance(x.made_by, Matrix):
+            self.matrices[full_name] = x.made_by
+        if self._has_rows:
+            self.row_taps.add(full_name)
+        return _Value(tap=full_name, rope=x.rope)

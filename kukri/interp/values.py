@@ -1,0 +1,154 @@
+"""The values of points from what taps saw, and edits of a point as edits of its tap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.interp.attention import as_cached, mixed, pattern, scores
+from kukri.interp.names import LOGITS, Point, norm_scale, normalized, points, scaled
+from kukri.interp.trace import Trace
+from kukri.interp.weights import Weights
+from kukri.interp.weights import rows as weight_rows
+from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.types import FloatArray, IntArray, KVType, RopeFrequencies
+
+Taps = Mapping[str, FloatArray]
+Encode = Callable[..., list[int]]
+
+
+class Rows:
+    """Token sequences back to back as rows, and as a batch [B, T] padded on the right.
+
+    Attributes: lengths [B], n_batch, n_tokens (T, the longest), n_rows.
+    """
+
+    def __init__(self, lengths: IntArray) -> None:
+        self.lengths = lengths
+        self.n_batch, self.n_tokens = len(lengths), int(lengths.max(initial=0))
+        self.n_rows = int(lengths.sum())
+        self._is_full = self.n_rows == self.n_batch * self.n_tokens
+        self._is_token = np.arange(self.n_tokens) < lengths[:, None]
+
+    def padded(self, x: FloatArray) -> FloatArray:
+        """x [rows, ...] as [B, T, ...], zeros for padding; a view if there is none."""
+        shape = (self.n_batch, self.n_tokens, *x.shape[1:])
+        if self._is_full:
+            return x.reshape(shape)
+        found = np.zeros(shape, x.dtype)
+        found[self._is_token] = x
+        return found
+
+    def rows(self, x: FloatArray) -> FloatArray:
+        """The tokens of x [B, T, ...] as rows."""
+        return x.reshape(self.n_rows, *x.shape[2:]) if self._is_full else x[self._is_token]
+
+
+class Model:
+    """What values are computed from, beside taps.
+
+    Attributes: config; trace; weights; points, every name; kv_type, which rounds keys and values;
+    encode(text, add_special), which gives token ids.
+    """
+
+    def __init__(self, config: ModelConfig, trace: Trace, kv_type: KVType, encode: Encode) -> None:
+        self.config, self.trace, self.kv_type, self.encode = config, trace, kv_type, encode
+        self.weights = Weights(trace, config)
+        self.points = points(trace, config.n_layers)
+        self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
+
+    def value(self, point: Point, taps: Taps, rows: Rows, ids: IntArray) -> FloatArray | IntArray:
+        """The value of a point in TransformerLens' shape, of taps [rows, width] and tokens `ids` [rows]."""
+        form = point.form
+        if form == "tokens":
+            return rows.padded(ids)  # type: ignore[arg-type]
+        if form in ("cos", "sin"):
+            return self._rotation(point, rows.n_tokens)
+        if form in ("scores", "pattern"):
+            found = self.scores(point, taps, rows)
+            return found if form == "scores" else pattern(found)
+        if form == "logits":
+            return rows.padded(taps[LOGITS])
+        return self._token_value(point, taps[point.tap], rows)
+
+    def scores(self, point: Point, taps: Taps, rows: Rows) -> FloatArray:
+        """The scores [B, H, T, T] of a point's layer."""
+        assert point.layer is not None
+        spec = self.trace.heads[point.layer].spec
+        q_tap, k_tap = point.needs
+        q = rows.padded(self.heads(taps[q_tap], spec.d_head))
+        k = rows.padded(as_cached(self.heads(taps[k_tap], spec.d_head), self.kv_type))
+        return scores(q, k, spec, rows.lengths)
+
+    def mixed(self, layer: int, weights: FloatArray, v: FloatArray, rows: Rows) -> FloatArray:
+        """z [rows, H*K] of a pattern [B, H, T, T] and the tap of values [rows, G*K]."""
+        spec = self.trace.heads[layer].spec
+        values = rows.padded(as_cached(self.heads(v, spec.d_head), self.kv_type))
+        return rows.rows(mixed(weights, values, spec)).reshape(rows.n_rows, -1)
+
+    @staticmethod
+    def heads(x: FloatArray, d_head: int) -> FloatArray:
+        """x [rows, heads*K] as [rows, heads, K]."""
+        return x.reshape(len(x), -1, d_head)
+
+    def edited(self, point: Point, value: FloatArray, rows: Rows) -> FloatArray:
+        """The tap [rows, width] that gives a point this value."""
+        x = rows.rows(value)
+        if point.form == "heads":
+            return x.reshape(len(x), -1)
+        if point.form == "normalized":
+            assert point.norm is not None
+            return scaled(point.norm, x)
+        return x.reshape(-1, x.shape[-1])
+
+    def _token_value(self, point: Point, x: FloatArray, rows: Rows) -> FloatArray:
+        norm, form = point.norm, point.form
+        if form == "plain":
+            if len(x) != rows.n_rows:  # a row for each expert that a token uses
+                x = x.reshape(rows.n_rows, -1, x.shape[1])
+            return rows.padded(x)
+        if form == "heads":
+            return rows.padded(self.heads(x, self._d_head(point)))
+        if form == "result":
+            return rows.padded(self._result(point, x))
+        assert norm is not None
+        if form == "scale":
+            return rows.padded(norm_scale(norm, x))
+        if form == "normalized":
+            return rows.padded(normalized(norm, x))
+        if form == "norm_out":
+            return rows.padded(scaled(norm, normalized(norm, x)))
+        heads = rows.padded(self.heads(x, len(norm.weight))).swapaxes(1, 2)  # [B, head, T, K]
+        if form == "head_in":
+            return heads
+        if form == "head_scale":
+            return norm_scale(norm, heads)
+        divided = normalized(norm, heads)
+        return divided if form == "head_normalized" else scaled(norm, divided)
+
+    def _d_head(self, point: Point) -> int:
+        assert point.layer is not None
+        return self.trace.heads[point.layer].spec.d_head
+
+    def _result(self, point: Point, z: FloatArray) -> FloatArray:
+        """Each head's part of the attention's output, without its bias: [rows, H, D]."""
+        matrix = self.trace.matrices[f"blocks.{point.layer}.hook_attn_out"]
+        heads = self.heads(z, self._d_head(point))
+        w_o = weight_rows(matrix).T.reshape(heads.shape[1], heads.shape[2], -1)  # [H, K, D]
+        result: FloatArray = np.einsum("rhk,hkd->rhd", heads, w_o, optimize=True)
+        return result
+
+    def _rotation(self, point: Point, n_tokens: int) -> FloatArray:
+        """cos or sin of the first positions, [1, T, rotary_dim]: each frequency twice."""
+        heads = self.trace.heads
+        layer = (
+            point.layer if point.layer is not None else next(i for i in heads if heads[i].rope is not None)
+        )
+        frequencies = heads[layer].rope
+        assert frequencies is not None
+        found = self._rope_rows.setdefault(frequencies, RopeRows(frequencies))
+        found.ensure(n_tokens)
+        half = (found.cos if point.form == "cos" else found.sin)[:n_tokens]
+        return np.concatenate([half, half], axis=1)[None]
