@@ -112,7 +112,7 @@ def test_a_schema_is_kept(ask):
     ],
 )
 def test_only_schemas_are_closed(schema):
-    """Catches values and names that are taken for schemas, and parts of an object that exclude each other."""
+    """Catches values and names that are taken for schemas, and parts of an object that cannot be combined."""
     assert _closed(schema) == schema
 
 

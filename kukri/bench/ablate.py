@@ -88,7 +88,7 @@ def chosen(names: Sequence[str], n_threads: int) -> list[Technique]:
         if name not in TECHNIQUES:
             raise ConfigError(f"there is no technique {name!r}: use {', '.join(TECHNIQUES)}")
     if n_threads == 1 and "threads" in names:
-        raise ConfigError("threads are compared with one, and there is one: ask for more with --threads")
+        raise ConfigError("one thread has nothing to be compared with: set --threads to more")
     left_out = {"threads"} if n_threads == 1 else set()
     return [t for t in TECHNIQUES.values() if t.name not in left_out and (t.name in names or not names)]
 

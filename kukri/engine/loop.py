@@ -135,7 +135,7 @@ class EngineLoop:
 
     def _check_room(self, n_more: int) -> None:
         if self._is_draining or self._is_stopping:
-            raise CapacityError("the server is shutting down: try another, or later")
+            raise CapacityError("the server is shutting down: try again later")
         n_waiting = len(self._live) - len(self.engine.scheduler.running)
         if n_waiting + n_more > self.max_waiting:
             raise CapacityError(f"{n_waiting} requests are waiting already: try again later")

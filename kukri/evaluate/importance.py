@@ -31,7 +31,7 @@ def importance_matrix(
     """
     check_language_model(llm)
     if not ids:
-        raise ConfigError("a text without tokens says nothing: use a longer one")
+        raise ConfigError("the text has no tokens: use a longer one")
     bos = bos_ids(llm.tokenizer)
     room = chunk_tokens - len(bos)
     if room < 1:

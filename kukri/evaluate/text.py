@@ -53,7 +53,7 @@ def windows(ids: Sequence[int], bos: Sequence[int], size: int, stride: int) -> l
         raise ConfigError(f"a stride of {stride} tokens must be at least 1 and at most the window's {size}")
     stride = min(stride, size - 1)
     if len(ids) < 2:
-        raise ConfigError(f"a text of {len(ids)} tokens says nothing: use a longer one")
+        raise ConfigError(f"a text of {len(ids)} tokens is too short: use a longer one")
     end = min(room, len(ids))
     made = [Window((*bos, *ids[:end]), end - 1)]
     while end < len(ids):

@@ -29,12 +29,22 @@ share the step.
 
 from kukri.sampling.defaults import default_params, with_overrides
 from kukri.sampling.grammar import CompiledGrammar, Grammar
-from kukri.sampling.params import SamplingOptions, SamplingParams, ThoughtLimit
+from kukri.sampling.params import ReasoningLimit, SamplingOptions, SamplingParams
 from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError, sample_rows, token_logprobs
 from kukri.sampling.text_params import resolve_texts
 
 __all__ = [
-    "CompiledGrammar", "Grammar", "RequestSampler", "SampledToken", "SamplingError", "SamplingOptions",
-    "SamplingParams", "ThoughtLimit", "default_params", "resolve_texts", "sample_rows", "token_logprobs",
+    "CompiledGrammar",
+    "Grammar",
+    "ReasoningLimit",
+    "RequestSampler",
+    "SampledToken",
+    "SamplingError",
+    "SamplingOptions",
+    "SamplingParams",
+    "default_params",
+    "resolve_texts",
+    "sample_rows",
+    "token_logprobs",
     "with_overrides",
 ]  # fmt: skip

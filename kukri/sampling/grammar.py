@@ -23,24 +23,24 @@ MAX_CHARS = 1 << 18  # of a grammar's source
 # between the tokens of JSON: a space, or the end of a line and the next one's indent. A model that is unsure
 # could go on with white space for ever
 _WHITE_SPACE = r"\x20|\x0A[\x20\x09]{0,32}"
-_THOUGHTS = r"/(.|\n)*<\/think>/"
+_REASONING = r"/(.|\n)*<\/think>/"
 
 Kind = Literal["json", "regex", "choice", "grammar"]
-Thoughts = Literal["none", "possible", "open"]
+Reasoning = Literal["none", "possible", "open"]
 
 
 @dataclass(frozen=True)
 class Grammar:
     """A constraint on the text of an answer: use `json`, `regex`, `choice` or `text` to make one.
 
-    Reasoning may come before it, up to </think>, by `thoughts`: "open" if the prompt has begun it,
+    Reasoning may come before it, up to </think>, by `reasoning`: "open" if the prompt has begun it,
     "possible" if the model may, with <think>. `param` is the field that errors name. Errors in the source
     show when it is compiled for a model.
     """
 
     kind: Kind
     source: str  # of the kind json: a schema, of choice: a list
-    thoughts: Thoughts = "none"
+    reasoning: Reasoning = "none"
     param: str = field(default="grammar", compare=False)
 
     def __post_init__(self) -> None:
@@ -182,11 +182,11 @@ def _llguidance() -> Any:
 def _source(grammar: Grammar, llguidance: Any) -> str:
     """The grammar in llguidance's form."""
     body = _body(grammar, llguidance)
-    if grammar.thoughts == "none":
+    if grammar.reasoning == "none":
         return json.dumps({"grammars": [body]})
-    begin = '"<think>"' if grammar.thoughts == "possible" else ""
-    before = "(thoughts WHITE)?" if grammar.thoughts == "possible" else "thoughts WHITE"
-    rules = f"start: {before} @answer\nthoughts: {begin} inside\ninside[lazy]: {_THOUGHTS}\n"
+    begin = '"<think>"' if grammar.reasoning == "possible" else ""
+    before = "(reasoning WHITE)?" if grammar.reasoning == "possible" else "reasoning WHITE"
+    rules = f"start: {before} @answer\nreasoning: {begin} inside\ninside[lazy]: {_REASONING}\n"
     rules += "WHITE: /\\n{0,2}/\n"
     return json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "answer", **body}]})
 

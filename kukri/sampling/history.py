@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kukri.sampling.params import SamplingParams, ThoughtLimit
+from kukri.sampling.params import ReasoningLimit, SamplingParams
 
 IntArray = npt.NDArray[np.int32]
 Phrase = tuple[int, ...]
@@ -60,15 +60,15 @@ class BadPhrases:
         return [phrase[-1] for phrase in phrases if tokens.end_with(phrase[:-1], tokens.n)]
 
 
-class Thoughts:
+class ReasoningTokens:
     """The tokens that a request has spent on reasoning."""
 
-    def __init__(self, limit: ThoughtLimit) -> None:
+    def __init__(self, limit: ReasoningLimit) -> None:
         self.limit = limit
         self._is_open, self._n_tokens = limit.is_open, 0
 
     @property
-    def are_over(self) -> bool:
+    def is_over(self) -> bool:
         """True if the budget is spent and the reasoning is still open."""
         return self._is_open and self._n_tokens >= self.limit.n_tokens
 

@@ -30,7 +30,7 @@ LogitsProcessor = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class ThoughtLimit:
+class ReasoningLimit:
     """A budget of reasoning tokens: after `n_tokens` of them, the token that ends the reasoning is forced.
 
     Reasoning begins with the token `open_id`, or with the answer if the prompt has opened it.
@@ -44,7 +44,7 @@ class ThoughtLimit:
     def __post_init__(self) -> None:
         """Raises RequestError on a limit below 0."""
         if not _is_integer(self.n_tokens) or self.n_tokens < 0:
-            raise _wrong("thoughts", "a limit of tokens, at least 0", self.n_tokens)
+            raise _wrong("reasoning_limit", "a limit of tokens, at least 0", self.n_tokens)
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -77,7 +77,7 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: Sequence[str | Sequence[int]]
     logits_processors: Sequence[LogitsProcessor]
     grammar: Grammar | CompiledGrammar | None
-    thoughts: ThoughtLimit | None
+    reasoning_limit: ReasoningLimit | None
     seed: int | None
     max_tokens: int | None
     min_tokens: int
@@ -130,7 +130,7 @@ class SamplingParams:
         logits_processors: Functions (token ids int32 [n], logits float32 [V]) that edit a row of logits or
             return another, before everything else.
         grammar: A grammar that the text must match, such as `Grammar.json(schema)`.
-        thoughts: The reasoning budget; None for no limit.
+        reasoning_limit: The reasoning budget; None for no limit.
         seed: Seed of the random numbers; None for other tokens each time.
         max_tokens: Most tokens to generate; None until the context is full.
         min_tokens: Tokens to generate before an end-of-text token, stop id or stop string may end the answer.
@@ -175,7 +175,7 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = ()
     logits_processors: Sequence[LogitsProcessor] = ()
     grammar: Grammar | CompiledGrammar | None = None
-    thoughts: ThoughtLimit | None = None
+    reasoning_limit: ReasoningLimit | None = None
     seed: int | None = None
     max_tokens: int | None = 256
     min_tokens: int = 0
@@ -286,8 +286,8 @@ class SamplingParams:
                 raise _wrong("mirostat", f"0 where {stage} is set, whose place it takes", self.mirostat)
 
     def _check_grammar(self) -> None:
-        if self.thoughts is not None and not isinstance(self.thoughts, ThoughtLimit):
-            raise _wrong("thoughts", "a ThoughtLimit or None", self.thoughts)
+        if self.reasoning_limit is not None and not isinstance(self.reasoning_limit, ReasoningLimit):
+            raise _wrong("reasoning_limit", "a ReasoningLimit or None", self.reasoning_limit)
         if self.grammar is None:
             return
         if not isinstance(self.grammar, Grammar | CompiledGrammar):

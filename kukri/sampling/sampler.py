@@ -27,7 +27,7 @@ from kukri.kernels.sampling_record import (
 )
 from kukri.kernels.types import SamplingBackend
 from kukri.sampling.grammar import Grammar
-from kukri.sampling.history import BadPhrases, DryRepetitions, SeenTokens, Thoughts, Tokens
+from kukri.sampling.history import BadPhrases, DryRepetitions, ReasoningTokens, SeenTokens, Tokens
 from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
@@ -80,8 +80,9 @@ class RequestSampler:
         bad_words = _phrase_ids("bad_words", params, n_vocab)
         _check_ids("logit_bias", params.logit_bias or (), n_vocab)
         _check_ids("stop_token_ids", params.stop_token_ids, n_vocab)
-        if params.thoughts is not None:
-            _check_ids("thoughts", (params.thoughts.open_id, params.thoughts.close_id), n_vocab)
+        limit = params.reasoning_limit
+        if limit is not None:
+            _check_ids("reasoning_limit", (limit.open_id, limit.close_id), n_vocab)
         self.settings = _settings_of(params)
         self._bias: tuple[npt.NDArray[Any], ...] | None = None
         if params.logit_bias:
@@ -105,7 +106,7 @@ class RequestSampler:
         if isinstance(params.grammar, Grammar):
             raise RequestError("grammar must be compiled here: give it to LLM or the server", param="grammar")
         self._matcher = None if params.grammar is None else params.grammar.matcher()
-        self._thoughts = None if params.thoughts is None else Thoughts(params.thoughts)
+        self._reasoning = None if limit is None else ReasoningTokens(limit)
         self._mu = 2.0 * params.mirostat_tau
         seed = None if params.seed is None else params.seed % 2**64
         self._random = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
@@ -143,8 +144,8 @@ class RequestSampler:
             records.set_table(i, "dry", *self._dry.table())
         if self.params.logprobs is not None:
             _add_top(records, i, self.params.logprobs)
-        if self._thoughts is not None and self._thoughts.are_over:
-            close_id = self._thoughts.limit.close_id
+        if self._reasoning is not None and self._reasoning.is_over:
+            close_id = self._reasoning.limit.close_id
             if self._matcher is None or self._matcher.accepts(close_id):
                 fields["is_given"][i], fields["token"][i], fields["probability"][i] = 1, close_id, 1.0
 
@@ -167,7 +168,7 @@ class RequestSampler:
         if self._matcher is not None:
             error = self._matcher.update()
             if error:
-                raise SamplingError(f"the grammar gave up: {error[:300]}")
+                raise SamplingError(f"the grammar failed: {error[:300]}")
         if not self._processors or self._tokens is None:
             return None
         row = row.copy()
@@ -186,8 +187,8 @@ class RequestSampler:
             self._dry.update()
         if self._matcher is not None:
             self._matcher.take(token_id)
-        if self._thoughts is not None:
-            self._thoughts.add(token_id)
+        if self._reasoning is not None:
+            self._reasoning.add(token_id)
         if self.params.mirostat and self._random is not None:
             surprise = -math.log2(records.fields["probability"][i])
             self._mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
@@ -359,7 +360,7 @@ def _check_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
     for token_id in ids:
         if token_id >= n_vocab:
             raise RequestError(
-                f"{name} names token {token_id}, and the vocabulary has {n_vocab}",
+                f"{name} names token {token_id}, but the vocabulary has {n_vocab} tokens",
                 param=name,
                 code="invalid_value",
             )

@@ -200,9 +200,9 @@ class Bridge:
         """The event loop. Raises CapacityError if no new requests are taken."""
         assert self._event_loop is not None, "the bridge has been started"
         if self.is_draining:
-            raise CapacityError("the server is shutting down: ask another, or later")
+            raise CapacityError("the server is shutting down: try again later")
         if not self.loop.is_stepping:
-            raise CapacityError("the engine does not run at the moment: try again later")
+            raise CapacityError("the engine is not running: try again later")
         return self._event_loop
 
     def _expire(self, call: Call, deadline_s: float) -> None:
@@ -215,7 +215,7 @@ class Bridge:
 
     def _end_all(self) -> None:
         for call in {id(waiting.call): waiting.call for waiting in self._waiting.values()}.values():
-            call.fail(CapacityError("the server is shutting down: ask another, or later"))
+            call.fail(CapacityError("the server is shutting down: try again later"))
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread: hands a step's outputs to the event loop."""

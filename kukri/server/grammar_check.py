@@ -40,7 +40,7 @@ class GrammarCheck:
         """Returns if the grammar compiles in time; raises RequestError if not."""
         if importlib.util.find_spec("llguidance") is None:
             return  # the engine says so
-        line = json.dumps({"kind": grammar.kind, "source": grammar.source, "thoughts": grammar.thoughts,
+        line = json.dumps({"kind": grammar.kind, "source": grammar.source, "reasoning": grammar.reasoning,
                            "param": grammar.param})  # fmt: skip
         key = sha256(line.encode()).digest()
         if key in self._known:

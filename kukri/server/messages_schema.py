@@ -133,7 +133,7 @@ class MessageToolChoice(Body):
     @model_validator(mode="after")
     def _agrees(self) -> MessageToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise RequestError("name belongs to the type tool, and that to it", param="tool_choice")
+            raise RequestError("name is for the type tool, which needs it", param="tool_choice")
         if self.type == "none" and self.disable_parallel_tool_use is not None:
             raise RequestError("disable_parallel_tool_use needs tools that are called", param="tool_choice")
         return self
@@ -149,7 +149,7 @@ class Thinking(Body):
     @model_validator(mode="after")
     def _agrees(self) -> Thinking:
         if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise RequestError("budget_tokens belongs to the type enabled, and that to it", param="thinking")
+            raise RequestError("budget_tokens is for the type enabled, which needs it", param="thinking")
         return self
 
 

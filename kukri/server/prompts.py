@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kukri.errors import RequestError
-from kukri.sampling import Grammar, ThoughtLimit
+from kukri.sampling import Grammar, ReasoningLimit
 from kukri.server.chat_request import ChatRequest
 from kukri.server.reasoning_parser import CLOSE, OPEN
 from kukri.server.tool_dialects import GENERIC, ToolDialect, dialect_of, introduction
@@ -83,12 +83,12 @@ class ChatPrompts:
         """
         end = self._end_of(prompt_ids)
         if end.endswith(OPEN):
-            return replace(grammar, thoughts="open")
+            return replace(grammar, reasoning="open")
         can = OPEN in self._source and not end.endswith(CLOSE)
         may = can and request.effort != "none" and not request.continue_final_message
-        return replace(grammar, thoughts="possible") if may else grammar
+        return replace(grammar, reasoning="possible") if may else grammar
 
-    def reasoning_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ThoughtLimit | None:
+    def reasoning_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ReasoningLimit | None:
         """The limit of the reasoning in the answer to a prompt. Raises RequestError if the model has none."""
         if n_tokens is None:
             return None
@@ -99,7 +99,7 @@ class ChatPrompts:
                 param="thinking_token_budget",
                 code="unsupported_parameter",
             )
-        return ThoughtLimit(n_tokens, ids[0], ids[1], self.ends_in_reasoning(prompt_ids))
+        return ReasoningLimit(n_tokens, ids[0], ids[1], self.ends_in_reasoning(prompt_ids))
 
     def _end_of(self, prompt_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(prompt_ids[-8:]).rstrip()

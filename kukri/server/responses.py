@@ -56,7 +56,7 @@ def parse_response(body: ResponseBody) -> ChatRequest:
     """The request of a body. Raises RequestError."""
     if body.wants_logprobs and body.tools and body.tool_choice != "none":
         raise RequestError(
-            "log-probabilities and tools cannot be had together", param="top_logprobs", code="invalid_value"
+            "log-probabilities and tools cannot be combined", param="top_logprobs", code="invalid_value"
         )
     choice = body.tool_choice or "auto"
     format = body.text.format.as_grammar() if body.text and body.text.format else None

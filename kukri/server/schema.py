@@ -49,7 +49,7 @@ HINTS = frozenset(
 # fields of SamplingParams that bodies give in another form, or not at all
 _OTHER_FORM = {
     "top_k", "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "logits_processors", "grammar",
-    "thoughts", "prediction",
+    "reasoning_limit", "prediction",
 }  # fmt: skip
 _SAME_NAME = tuple(f.name for f in fields(SamplingParams) if f.name not in _OTHER_FORM)
 _MOST_TOKENS = 2**31 - 1
@@ -318,7 +318,8 @@ class ResponseFormat(Body):
     def _agrees(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise RequestError(
-                "json_schema belongs to the type json_schema, and that to it", param="response_format"
+                "json_schema is for the type json_schema, which needs it",
+                param="response_format",
             )
         return self
 
@@ -384,7 +385,7 @@ class ChatBody(GenerationBody):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message and add_generation_prompt cannot be combined",
                 param="continue_final_message",
             )
         return self

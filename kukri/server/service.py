@@ -77,7 +77,7 @@ class Service:
             if grammar is not None:
                 grammar = self.prompts.with_reasoning(grammar, prompt, request)
             limit = self.prompts.reasoning_limit(request.thinking_budget, prompt)
-            params = self.params({**request.sampling, "grammar": grammar, "thoughts": limit})
+            params = self.params({**request.sampling, "grammar": grammar, "reasoning_limit": limit})
             call = await self.submit(
                 [prompt],
                 params,

@@ -144,7 +144,7 @@ def _check_target(source: Path, target: Path) -> None:
     if target.is_dir():
         raise ConfigError(f"{target} is a directory: name the file to write")
     if target.exists() and target.samefile(source):
-        raise ConfigError(f"{target} is what would be read: write to another file")
+        raise ConfigError(f"{target} is the input: write to another file")
     if not target.parent.is_dir():
         raise ConfigError(f"there is no directory {target.parent}")
 

@@ -27,7 +27,7 @@ def load_server(options: LoadTestOptions, *, as_json: bool) -> None:
     Raises KukriError if no request at all was answered, after the counts are printed.
     """
     if options.rate is not None and options.concurrency is not None:
-        raise ConfigError("--rate (open loop) and --concurrency (closed loop) exclude each other")
+        raise ConfigError("--rate (open loop) and --concurrency (closed loop) cannot be combined")
     if options.plot is not None:
         require_plots(options.plot)
     values = vars(options) | {

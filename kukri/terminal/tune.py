@@ -60,7 +60,7 @@ def write_tuned_recipe(
 def _type(name: str) -> QuantType:
     type = QUANT_TYPES.get(name.upper())
     if type is None or type.name not in WRITTEN or type.name == "Q8_K":
-        raise ConfigError(f"{name!r} is no type to choose from: use {', '.join(WRITTEN)}")
+        raise ConfigError(f"{name!r} is not a type to choose from: use {', '.join(WRITTEN)}")
     return type
 
 

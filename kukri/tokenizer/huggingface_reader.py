@@ -135,7 +135,7 @@ class Parts:
         before, after = around.ids[:first], around.ids[last:]
         if before not in ([], [bos]) or after not in ([], [eos]):
             raise UnsupportedError(
-                f"{self.files.path}: the post-processor adds {before}, {after}: kukri adds BOS and EOS alone"
+                f"{self.files.path}: the post-processor adds {before}, {after}: kukri adds only BOS and EOS"
             )
         return bool(before), bool(after)
 

@@ -129,7 +129,7 @@ def test_thoughts_come_before_the_answer(tokenizer):
         ("open", ["hm {\n\n</think>\n\n{}", "</think>{}"]),
         ("possible", ["{}", "<think>hm</think>\n{}"]),
     ):
-        fitted = compiled(Grammar("json", '{"type": "object"}', thoughts=thoughts), tokenizer)
+        fitted = compiled(Grammar("json", '{"type": "object"}', reasoning=thoughts), tokenizer)
         for text in texts:
             matcher = fitted.matcher()
             for token_id in tokenizer.encode(text):
@@ -195,5 +195,5 @@ def test_a_grammar_that_gives_up_fails_its_request(tokenizer):
     params = resolve_texts(SamplingParams(grammar=Grammar.choice(["ab"])), tokenizer)
     sampler = RequestSampler(params, [1], tokenizer.n_vocab)
     sampler._matcher.take(tokenizer.encode("z")[0])
-    with pytest.raises(SamplingError, match="the grammar gave up"):
+    with pytest.raises(SamplingError, match="the grammar failed"):
         sampler(np.zeros(tokenizer.n_vocab, np.float32))
