@@ -114,6 +114,7 @@ class AttentionConfig:
     scale: float  # multiplies scores
     window: int | None  # visible tokens, the current one included; None sees the whole context
     rope: RopeConfig | None  # None: a NoPE layer
+    softcap: float | None  # bounds scores
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,13 @@ class ModelConfig:
     name: str = ""
     head: HeadConfig = HeadConfig()
     mixture: MixtureConfig | None = None
+    # of some architectures (`Architecture.numbers`)
+    attention_scale: float | None = None  # multiplies scores; None: d_head ** -0.5
+    embedding_scale: float = 1.0  # multiplies embeddings
+    residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
+    logits_divisor: float = 1.0
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_softcap: float | None = None  # and so do logits
 
     def __post_init__(self) -> None:
         """Raises ConfigError on shapes no transformer can have."""
@@ -212,9 +220,10 @@ class ModelConfig:
         return AttentionConfig(
             n_kv_heads=this.n_kv_heads or self.n_kv_heads,
             d_head=d_head,
-            scale=d_head**-0.5 if this.attention_scale is None else this.attention_scale,
+            scale=this.attention_scale or self.attention_scale or d_head**-0.5,
             window=this.window,
             rope=(this.rope or self.rope) if this.use_rope else None,
+            softcap=self.attention_softcap,
         )
 
     @property

@@ -50,6 +50,19 @@ LONGROPE = {
     **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
     **{"short_factor": [1.0] * 8, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0]},
 }
+LOCAL = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+PHI4_MINI = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
+    **{
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0] * 6,
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
+    },
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5}
 # kind of checkpoint -> class of the configuration and what it is given
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (tr.LlamaConfig, {"tie_word_embeddings": False}),
@@ -66,12 +79,74 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3": (tr.Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "mistral": (tr.MistralConfig, {"sliding_window": 9}),
     "phi3": (tr.Phi3Config, {"partial_rotary_factor": 0.5}),
+    "phi3-as-phi4-mini": (
+        tr.Phi3Config,
+        {
+            **{"rope_parameters": PHI4_MINI, "original_max_position_embeddings": 16},
+            **{"sliding_window": 262144, "tie_word_embeddings": True},
+        },
+    ),
     "phi": (tr.PhiConfig, {"partial_rotary_factor": 0.5}),
     "starcoder2": (tr.Starcoder2Config, {"sliding_window": 9}),
     "qwen3_moe": (
         tr.Qwen3MoeConfig,
         {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
         | {"norm_topk_prob": True},
+    ),
+    "granite": (
+        tr.GraniteConfig,
+        {
+            **{"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22},
+            **{"logits_scaling": 8.0, "tie_word_embeddings": True},
+        },
+    ),
+    "granite-plain": (
+        tr.GraniteConfig,
+        {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.25},
+    ),
+    "gemma2": (tr.Gemma2Config, GEMMA),
+    "gemma2-uncapped": (
+        tr.Gemma2Config,
+        {
+            **{**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+            **{"query_pre_attn_scalar": 24, "layer_types": ["full_attention"] * 4},
+        },
+    ),
+    "gemma3_text": (
+        tr.Gemma3TextConfig,
+        {
+            **GEMMA,
+            "rope_parameters": {**LOCAL, "full_attention": {"rope_type": "default", "rope_theta": 1e5}},
+        },
+    ),
+    "gemma3_text-pattern": (
+        tr.Gemma3TextConfig,
+        {
+            **{**GEMMA, "sliding_window_pattern": 3, "final_logit_softcapping": 10.0},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
+    ),
+    "ernie4_5": (tr.Ernie4_5Config, {"head_dim": 16, "rope_parameters": LOCAL["full_attention"]}),
+    "ernie4_5-biases": (
+        tr.Ernie4_5Config,
+        {"use_bias": True, "head_dim": 32, "rope_parameters": LOCAL["full_attention"]},
+    ),
+    "olmo2": (tr.Olmo2Config, {}),
+    "olmo2-biases-yarn": (tr.Olmo2Config, {"attention_bias": True, "rope_parameters": YARN}),
+    "olmo3": (tr.Olmo3Config, {"sliding_window": 5, "rope_parameters": LOCAL}),
+    "olmo3-yarn": (
+        tr.Olmo3Config,
+        {"sliding_window": 5, "rope_parameters": {**LOCAL, "full_attention": YARN}},
+    ),
+    "olmo3-layers": (
+        tr.Olmo3Config,
+        {
+            **{"sliding_window": 9, "rope_parameters": LOCAL},
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        },
     ),
     "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),
 }

@@ -6,7 +6,6 @@ before anything is written. The file appears under its name when it is complete.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.gguf.config import model_config, model_metadata, rope_tensors
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
-from kukri.formats.gguf.weights import half_split_order
+from kukri.formats.gguf.weights import rope_row_order
 from kukri.formats.gguf.writer import TensorSource, write_gguf
 from kukri.formats.huggingface.safetensors import (
     SafetensorsFile,
@@ -32,21 +31,20 @@ from kukri.formats.huggingface.weights import (
     expert_tensors,
     follows_from_config,
     model_prefix,
+    norm_offset,
 )
 from kukri.formats.imatrix import ImportanceMatrix
 from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import Experts
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES
-from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray
+from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, dequantize
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 from kukri.quant.recipes import Recipe, apply_recipe
 from kukri.quant.types import QUANT_TYPES, QuantType
 
 _F32 = QUANT_TYPES["F32"]
-# rows that llama's files hold in another order
-_TURNED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -162,13 +160,20 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, store
         )
     shape, type = tensor.shape, QUANT_TYPES[tensor.dtype]
     order: Any = slice(None)
-    if ARCHITECTURES[config.architecture].interleaved_rope and _TURNED.fullmatch(name):
-        order = np.argsort(half_split_order(shape[0], config.d_head, config.rope.rotary_dim))
+    architecture = ARCHITECTURES[config.architecture]
+    if architecture.interleaved_rope and not architecture.hf_interleaved_rope:
+        half_split = rope_row_order(name, shape[0], config)
+        order = order if half_split is None else np.argsort(half_split)
 
     def read() -> ByteArray:
         rows: ByteArray = file.data(tensor).reshape(shape[0], -1)[order]
         return rows if len(shape) > 1 else rows.reshape(1, -1)
 
+    def read_norm() -> ByteArray:
+        return (dequantize(read(), type) + offset).view(np.uint8)
+
+    if offset := norm_offset(name, config):
+        return Step(stored_name, shape, _F32, _F32, read_norm, name)
     is_small = len(shape) == 1 or stored_name.endswith(
         ".ffn_gate_inp.weight"
     )  # routers, as llama.cpp has them

@@ -47,6 +47,16 @@ _FACTS = (
     Fact("max_context", "context_length", "max_position_embeddings", most=MAX_CONTEXT),
 )
 
+# Of architectures that have them (`Architecture.numbers`). Absent, or 0 in GGUF: ModelConfig's default.
+OPTIONAL_FACTS = (
+    Fact("attention_scale", "attention.scale", "attention_multiplier", float),
+    Fact("embedding_scale", "embedding_scale", "embedding_multiplier", float),
+    Fact("residual_scale", "residual_scale", "residual_multiplier", float),
+    Fact("logits_divisor", "logit_scale", "logits_scaling", float),
+    Fact("attention_softcap", "attn_logit_softcapping", "attn_logit_softcapping", float),
+    Fact("logit_softcap", "final_logit_softcapping", "final_logit_softcapping", float),
+)
+
 SCALING_FACTS = {
     fact.field: fact
     for fact in (
@@ -89,7 +99,7 @@ SCALING_FIELDS = {
 def facts(architecture: Architecture) -> tuple[Fact, ...]:
     """The numbers that every model of an architecture has."""
     epsilon = Fact("norm_eps", architecture.gguf_epsilon, architecture.hf_epsilon, float, most=1.0)
-    return (*_FACTS, epsilon)
+    return (*_FACTS, epsilon, *(fact for fact in OPTIONAL_FACTS if fact.field in architecture.numbers))
 
 
 def read_numbers(
@@ -114,6 +124,10 @@ def read_numbers(
             found["d_head"] = _equal_heads(keys, form, found)
         elif fact.field == "norm_eps" and form == "hf":
             found["norm_eps"] = fact.read(keys, form, 1e-6)
+        elif fact in OPTIONAL_FACTS:
+            value = keys.value(key)
+            if value is not None and not (form == "gguf" and value == 0):
+                found[fact.field] = fact.read(keys, form)
         else:
             found[fact.field] = fact.read(keys, form)
     return found
@@ -159,7 +173,16 @@ def write_mixture(mixture: MixtureConfig, form: Format, architecture: Architectu
 
 def write_numbers(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
     """The keys of a configuration's numbers."""
-    return {fact.key(form): fact.kind(getattr(config, fact.field)) for fact in facts(architecture)}
+    written: dict[str, Any] = {}
+    for fact in facts(architecture):
+        value = getattr(config, fact.field)
+        if value is None and fact.field == "attention_scale":
+            value = config.d_head**-0.5
+        if value is None:  # none, where an absent key would mean a default
+            written[fact.key(form)] = 0.0 if form == "gguf" else None
+        else:
+            written[fact.key(form)] = fact.kind(value)
+    return written
 
 
 def write_scaling(scaling: RopeScaling, form: Format, fields: tuple[str, ...]) -> dict[str, Any]:

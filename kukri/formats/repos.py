@@ -28,6 +28,13 @@ SHORT_NAMES: dict[str, str] = {
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
     "phi-2": "microsoft/phi-2",
     "phi-3.5-mini": "microsoft/Phi-3.5-mini-instruct",
+    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
+    "gemma-2-2b": "google/gemma-2-2b-it",
+    "gemma-3-270m": "google/gemma-3-270m-it",
+    "gemma-3-1b": "google/gemma-3-1b-it",
+    "granite-3.3-2b": "ibm-granite/granite-3.3-2b-instruct",
+    "olmo-2-1b": "allenai/OLMo-2-0425-1B-Instruct",
+    "olmo-3-7b": "allenai/Olmo-3-7B-Instruct",
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
 }

@@ -167,6 +167,14 @@ class ReferenceOps:
             y = self.tap(*tap, y)
         return y if residual is None else y + residual
 
+    def add(self, x: FloatArray, residual: FloatArray) -> FloatArray:
+        """x + residual."""
+        return x + residual
+
+    def scale(self, x: FloatArray, factor: float) -> FloatArray:
+        """x * factor."""
+        return x * np.float32(factor)
+
     def split(self, x: FloatArray, widths: Sequence[int]) -> tuple[FloatArray, ...]:
         """Column views of x."""
         return tuple(np.split(x, np.cumsum(widths)[:-1], axis=1))
@@ -200,7 +208,7 @@ class ReferenceOps:
                 heads = q[t].reshape(
                     spec.n_kv_heads, -1, spec.d_head
                 )  # [G, H/G, K]: query heads by their KV head
-                scores = heads @ keys[:, :, first:n_visible] * np.float32(spec.scale)
+                scores = self._scores(heads, keys[:, :, first:n_visible], spec)
                 out[t] = (_softmax(scores) @ values[:, first:n_visible]).reshape(-1)
         return out
 
@@ -213,14 +221,28 @@ class ReferenceOps:
         out = np.empty(q.shape, np.float32)
         for t in range(batch.n_tokens):
             heads = q[t].reshape(spec.n_kv_heads, -1, spec.d_head)
-            scores = heads @ keys[:, :, :n_context] * np.float32(spec.scale)
+            scores = self._scores(heads, keys[:, :, :n_context], spec)
             added = np.broadcast_to(mask[:, t], (spec.n_heads, n_context)).reshape(scores.shape)
             out[t] = (_softmax(scores + added) @ values[:, :n_context]).reshape(-1)
         return out
 
+    def _scores(self, heads: FloatArray, keys: FloatArray, spec: AttentionSpec) -> FloatArray:
+        """Scores [G, H/G, n] of query heads [G, H/G, K] and keys [G, K, n]."""
+        scores = heads @ keys * np.float32(spec.scale)
+        return scores if spec.softcap is None else self.softcap(scores, spec.softcap)
+
     def silu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
         """gate * sigmoid(gate) * up."""
         y: FloatArray = gate / (1 + np.exp(-gate)) * up
+        return y
+
+    def gelu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
+        """gelu(gate) * up."""
+        return self.gelu(gate) * up
+
+    def softcap(self, x: FloatArray, cap: float) -> FloatArray:
+        """cap * tanh(x / cap)."""
+        y: FloatArray = np.tanh(x / np.float32(cap)) * np.float32(cap)
         return y
 
     def gelu(self, x: FloatArray) -> FloatArray:

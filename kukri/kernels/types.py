@@ -217,7 +217,7 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The shape of one layer's attention. `scale` multiplies scores; `window` in tokens, None sees all."""
+    """One layer's attention. `scale` multiplies scores; `window` in tokens, None sees all."""
 
     layer: int
     n_heads: int
@@ -225,6 +225,7 @@ class AttentionSpec:
     d_head: int
     scale: float
     window: int | None = None
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
     @property
     def group(self) -> int:
@@ -267,6 +268,12 @@ class Ops(Protocol):
         the sum before the residual; a backend may fuse that addition if the tap is not compiled.
         """
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + residual, both of one shape; fused with what makes x, if the backend can and x is not read."""
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor."""
+
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         """Column views of x, of the given widths."""
 
@@ -280,6 +287,12 @@ class Ops(Protocol):
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, the gated activation of SwiGLU (Shazeer 2020)."""
+
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) * up, the gated activation of GeGLU (Shazeer 2020)."""
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap)."""
 
     def gelu(self, x: Tensor) -> Tensor:
         """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))): GELU by tanh (Hendrycks and Gimpel 2016)."""

@@ -33,6 +33,8 @@ class Architecture:
     model: Callable[[ModelConfig, WeightSource], Any]
     hf_class: str  # transformers' class with the language model's head
 
+    numbers: frozenset[str] = frozenset()  # fields of ModelConfig that only some have: `facts.OPTIONAL_FACTS`
+
     # GGUF
     gguf: str = ""  # general.architecture; "": the name
     gguf_epsilon: str = "attention.layer_norm_rms_epsilon"
@@ -40,10 +42,21 @@ class Architecture:
         False  # rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together
     )
     nope_interval: int = 0  # each n-th layer is NoPE if a file does not list them; 0: none is
+    gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, without their prefix
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # where they differ from Llama's
+
+    wide_layers: int = 0  # files of this many layers mean scores times (d_model / n_heads) ** -0.5
+
+    # layers with a window, in both formats
+    full_interval: int = 0  # each n-th layer has none if a file does not list them; 0: all have one
+    local_rope: bool = False  # they rotate unscaled, by a base of their own if a file has one
+    local_theta: float | None = None  # that base if the file has none; None: the model's
 
     # config.json
     hf_epsilon: str = "rms_norm_eps"
+    hf_interleaved_rope: bool = False  # rows of q and k in safetensors are ordered in pairs too
+    hf_norm_offset: float = 0.0  # what is added to norms' weights; GGUF files hold them as they multiply
+    hf_activation: str = "hidden_act"
     activation: str = "silu"
     reads: frozenset[str] = frozenset()  # keys beyond the common ones
     ignores: frozenset[str] = frozenset()  # keys that files carry and the class does not read

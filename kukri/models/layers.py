@@ -5,7 +5,7 @@ Names are Hugging Face's. Layers keep no state between steps; shapes are those o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,30 @@ class LayerNorm:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
+class PostNormed:
+    """The last matrix of an attention or MLP whose result is normed before it joins the stream."""
+
+    def __init__(self, linear: Callable[..., Tensor], norm: RMSNorm, norm_tap: str) -> None:
+        self.linear, self.norm, self.norm_tap = linear, norm, norm_tap
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor, tap: tuple[str, int | None]) -> Tensor:
+        """residual + norm(x Wᵀ), the norm's result shown to `norm_tap` and `tap`."""
+        name, layer = tap
+        y = ops.tap(self.norm_tap, layer, self.norm(ops, self.linear(ops, x)))
+        return ops.add(ops.tap(name, layer, y), residual)
+
+
+class Scaled:
+    """The last matrix of an attention or MLP whose result is multiplied before it joins the stream."""
+
+    def __init__(self, linear: Callable[..., Tensor], factor: float) -> None:
+        self.linear, self.factor = linear, factor
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor, tap: tuple[str, int | None]) -> Tensor:
+        """residual + factor * x Wᵀ; `tap` shows what is added."""
+        return ops.add(ops.tap(*tap, ops.scale(self.linear(ops, x), self.factor)), residual)
+
+
 class Attention:
     """Grouped-query attention, with or without rotary positions, over the whole context or a window of it.
 
@@ -135,14 +159,15 @@ class Attention:
         self.layer = layer
         self.rope = None if this.rope is None else rope_frequencies(this.rope, config.max_context)
         self.spec = AttentionSpec(
-            layer, config.n_heads, this.n_kv_heads, this.d_head, this.scale, this.window
+            layer, config.n_heads, this.n_kv_heads, this.d_head, this.scale, this.window, this.softcap
         )
         self.cache_layer = KVLayer(this.n_kv_heads, this.d_head, this.window)
         parts = ["qkv"] if source.has(f"{name}.qkv_proj.weight") else ["q", "k", "v"]
         names = [f"{name}.{part}_proj" for part in parts]
         self.qkv = Linear(source, names, (n_q, n_kv, n_kv), config.d_model)
-        self.out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
-        self.parameters = self.qkv.parameters + self.out.parameters
+        out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
+        self.out: Callable[..., Tensor] = out
+        self.parameters = self.qkv.parameters + out.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
@@ -172,16 +197,21 @@ class GatedMLP:
         self.layer = layer
         names = [f"{name}.{part}" for part in self.in_names]
         self.gate_up = Linear(source, names, (config.d_ffn, config.d_ffn), config.d_model)
-        self.down = Linear(source, [f"{name}.down_proj"], (config.d_model,), config.d_ffn)
-        self.parameters = self.gate_up.parameters + self.down.parameters
+        down = Linear(source, [f"{name}.down_proj"], (config.d_model,), config.d_ffn)
+        self.down: Callable[..., Tensor] = down
+        self.parameters = self.gate_up.parameters + down.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""
         gate, up = self.gate_up.parts(ops, x)
         gate = ops.tap("mlp.hook_pre", self.layer, gate)
         up = ops.tap("mlp.hook_pre_linear", self.layer, up)
-        hidden = ops.tap("mlp.hook_post", self.layer, ops.silu_mul(gate, up))
+        hidden = ops.tap("mlp.hook_post", self.layer, self.activate(ops, gate, up))
         return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
+
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up; architectures with another activation say otherwise."""
+        return ops.silu_mul(gate, up)
 
 
 class MLP:

@@ -32,13 +32,14 @@ class Block:
     norm_type: Callable[..., Any] = RMSNorm
     attention_type = Attention
     mlp_type: Callable[..., Any] = GatedMLP
+    mlp_norm_name = "post_attention_layernorm"
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name, eps = f"model.layers.{layer}", config.norm_eps
         self.layer = layer
         self.attention_norm = self.norm_type(source, f"{name}.input_layernorm", config.d_model, eps)
         self.attention = self.attention_type(source, f"{name}.self_attn", config, layer)
-        self.mlp_norm = self.norm_type(source, f"{name}.post_attention_layernorm", config.d_model, eps)
+        self.mlp_norm = self.norm_type(source, f"{name}.{self.mlp_norm_name}", config.d_model, eps)
         self.mlp = self.mlp_type(source, f"{name}.mlp", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
@@ -77,13 +78,23 @@ class Llama:
         With a head for a task, that head's outputs; without any, the hidden states.
         """
         x = self.hidden(ops, batch)
-        if self.head is not None:
-            return self.head(ops, x)
-        return x if self.config.head.kind == "none" else self.embedding.logits(ops, x)
+        kind = self.config.head.kind
+        if kind == "none":
+            return x
+        y = self.embedding.logits(ops, x) if self.head is None else self.head(ops, x)
+        return self.adjust_logits(ops, y) if kind == "language_model" else y
+
+    def embed(self, ops: Ops, batch: Any) -> Tensor:
+        """The residual stream before the first block [T, D]."""
+        return self.embedding(ops, batch)
+
+    def adjust_logits(self, ops: Ops, logits: Tensor) -> Tensor:
+        """Logits [N, V] of the head as they are; architectures that scale or cap them say otherwise."""
+        return logits
 
     def hidden(self, ops: Ops, batch: Any) -> Tensor:
         """The same rows after the last norm [N, D], which the head reads."""
-        x = ops.tap("hook_embed", None, self.embedding(ops, batch))
+        x = ops.tap("hook_embed", None, self.embed(ops, batch))
         for block in self.blocks:
             x = block(ops, x, batch)
         return ops.tap("ln_final.hook_normalized", None, self.norm(ops, ops.logit_rows(x, batch)))

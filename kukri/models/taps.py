@@ -68,6 +68,12 @@ class _TapOps:
             self.tap(*tap, None)
         return None  # for what the tap shows is not the result: a residual is added
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return None
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return None
+
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         return (None,) * len(widths)
 
@@ -80,6 +86,12 @@ class _TapOps:
         return None
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return None
+
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return None
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
         return None
 
     def gelu(self, x: Tensor) -> Tensor:

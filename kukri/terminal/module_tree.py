@@ -11,17 +11,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kukri.formats.headers import StoredTensor
+from kukri.models import ARCHITECTURES
 
 # The order in which transformers' classes define their modules; others come after, as the file has them.
 _ORDER = (
     *("model", "transformer", "embed_tokens", "layers", "self_attn", "mlp", "norm", "final_layernorm"),
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense", "q_norm", "k_norm"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj"),
-    *("input_layernorm", "post_attention_layernorm", "lm_head", "qa_outputs", "score", "classifier"),
+    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
+    *("post_feedforward_layernorm", "lm_head", "qa_outputs", "score", "classifier"),
 )
 _MAX_DEPTH = 32  # of any sane model's modules
 # Modules of which transformers' class name is the architecture's and this
 _CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", "mlp": "MLP"}
+# and those that transformers calls otherwise
+_OWN_CLASSES = {
+    "Gemma2Embedding": "Gemma2TextScaledWordEmbedding",
+    "Gemma3Embedding": "Gemma3TextScaledWordEmbedding",
+    "Gemma3Model": "Gemma3TextModel",
+}
 
 
 @dataclass
@@ -110,7 +118,8 @@ def _describe(module: Module, name: str, prefix: str, norm_eps: float | None) ->
         return
     if module.children:
         numbered = all(child.isdecimal() for child in module.children)
-        module.kind = "ModuleList" if numbered else prefix + _CLASSES.get(name, "DecoderLayer")
+        kind = prefix + _CLASSES.get(name, "DecoderLayer")
+        module.kind = "ModuleList" if numbered else _OWN_CLASSES.get(kind, kind)
         return
     module.kind, module.facts = _leaf(name, module.tensors, prefix, norm_eps)
 
@@ -127,7 +136,7 @@ def _leaf(
     if len(weight.shape) == 2:
         n_out, n_in = weight.shape
         if "embed" in name:
-            return "Embedding", f"{n_out}, {n_in}, {weight.type}"
+            return _OWN_CLASSES.get(f"{prefix}Embedding", "Embedding"), f"{n_out}, {n_in}, {weight.type}"
         return "Linear", f"in_features={n_in}, out_features={n_out}, bias={has_bias}, {weight.type}"
     eps = "" if norm_eps is None else f", eps={norm_eps:g}"
     if has_bias:
@@ -150,5 +159,6 @@ def class_names(architecture: str, stated: Sequence[str]) -> tuple[str, str]:
     """Class of the whole and prefix of its parts' classes, by config.json's `architectures` or the family."""
     if stated and (match := re.fullmatch(r"(\w+?)(?:For\w+|Model)", stated[0])):
         return stated[0], match[1]
-    prefix = {"smollm3": "SmolLM3"}.get(architecture, architecture.capitalize())
-    return f"{prefix}ForCausalLM", prefix
+    known = ARCHITECTURES.get(architecture)
+    root = known.hf_class if known else f"{architecture.capitalize()}ForCausalLM"
+    return root, root.removesuffix("ForCausalLM")

@@ -44,10 +44,25 @@ def test_transformers_own_files_are_read(kind, full):
     assert (ours.n_heads, ours.n_kv_heads, ours.d_head, ours.n_vocab) == (4, 2, heads, 300)
     assert ours.norm_eps == getattr(config, ARCHITECTURES[kind].hf_epsilon)
     assert ours.tie_embeddings == config.tie_word_embeddings
-    assert ours.rope.theta == config.rope_parameters["rope_theta"]
-    assert ours.rope.rotary_dim == int(heads * config.rope_parameters.get("partial_rotary_factor", 1))
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert ours.rope.theta == rope["rope_theta"]
+    local = {layer.rope.theta for layer in ours.layers if layer.rope}
+    assert local == ({config.rope_parameters["sliding_attention"]["rope_theta"]} if local else set())
+    assert bool(local) == ("full_attention" in config.rope_parameters)
+    assert [layer.window for layer in ours.layers] == windows_of(config)
+    assert ours.rope.rotary_dim == int(heads * rope.get("partial_rotary_factor", 1))
     assert ours.rope.scaling is None
     assert ours.name == "dir"
+
+
+def windows_of(config):
+    """The windows that transformers' masks have, by layer."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    return [
+        window if types is None or kind == "sliding_attention" else None
+        for kind in types or [None] * config.num_hidden_layers
+    ]
 
 
 # of PreTrainedConfig: how a class is saved, run and labelled
@@ -69,7 +84,8 @@ def test_partial_rotary_factor_is_read_where_transformers_reads_it(kind):
     """Catches half a head rotated in a model that rotates all of it, and the other way round."""
     config = CLASSES[kind](**TINY, pad_token_id=0, partial_rotary_factor=0.5)
     model = tr.AutoModel.from_config(config)
-    rotated = 2 * len(model.rotary_emb.inv_freq)
+    frequencies = dict(model.rotary_emb.named_buffers())
+    rotated = 2 * len(frequencies.get("inv_freq", frequencies.get("full_attention_inv_freq")))
     ours = hf_model_config({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
     assert ours.rope.rotary_dim == rotated
     assert (rotated < ours.d_head) == (kind in ("phi", "phi3"))
@@ -172,7 +188,7 @@ def test_rope_scaling_of_both_generations(parameters, more, facts):
 @pytest.mark.parametrize(
     ("keys", "error", "message"),
     [
-        ({"model_type": "gpt9"}, UnsupportedError, "model_type 'gpt9' is not supported: kukri runs llama"),
+        ({"model_type": "gpt9"}, UnsupportedError, "model_type 'gpt9' is not supported: kukri runs .*llama"),
         ({"model_type": ["llama"]}, UnsupportedError, "is not supported"),
         ({"model_type": "absent"}, UnsupportedError, "model_type None"),
         ({"logit_softcap": 3}, UnsupportedError, "'logit_softcap' is unknown .* take it out of the file"),

@@ -42,11 +42,14 @@ def random_mask(rng, n_heads, n_tokens, n_context):
 
 @pytest.mark.parametrize(("n_context", "n_new"), [(1, 1), (63, 63), (65, 1), (200, 20)])
 @pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize(("group", "n_kv_heads", "d_head"), [(1, 3, 16), (3, 2, 64), (8, 1, 48)])
-def test_masked_attention(backend, group, n_kv_heads, d_head, per_head, n_context, n_new):
-    """Would catch a mask read at another token, head or key, and a window or causality that stays."""
+@pytest.mark.parametrize(
+    ("group", "n_kv_heads", "d_head", "softcap"), [(1, 3, 16, None), (3, 2, 64, 0.7), (8, 1, 48, None)]
+)
+def test_masked_attention(backend, group, n_kv_heads, d_head, softcap, per_head, n_context, n_new):
+    """Would catch a mask read at another token, head or key, causality that stays, a capped mask."""
     rng = np.random.default_rng(n_context)
-    program, batch, past = attention_case(rng, group, n_kv_heads, d_head, 10, [n_context], [n_new])
+    sizes = (group, n_kv_heads, d_head, 10, [n_context], [n_new])
+    program, batch, past = attention_case(rng, *sizes, softcap=softcap)
     mask = random_mask(rng, group * n_kv_heads if per_head else 1, n_new, n_context)
     batch = replace(batch, mask=mask)
     caches = copy_of(past), copy_of(past)

@@ -50,16 +50,67 @@ def test_rms_norm(backend, n_tokens, width):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("n_tokens", [1, 9, 65])
+@pytest.mark.parametrize("width", [16, 48, 96])
+@pytest.mark.parametrize("after", ["rms_norm", "scale", ""])
+def test_add(backend, n_tokens, width, after):
+    """Would catch a factor on the residual, a residual of another row, and a fused op that forgets to add."""
+    rng = np.random.default_rng(width)
+    rows, scale = f32_weight(rng.standard_normal((n_tokens, 2 * width))), rng.standard_normal(width)
+    norm = Vector(scale.astype(np.float32))
+
+    def program(ops, batch):
+        x, residual = ops.split(ops.embed(rows, batch), (width, width))
+        made = {"rms_norm": lambda: ops.rms_norm(x, norm, 1e-4), "scale": lambda: ops.scale(x, 0.3)}
+        return ops.logit_rows(ops.add(made.get(after, lambda: x)(), residual), batch)
+
+    assert_close(*both(backend, program, plain_batch(n_tokens)))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 9])
+@pytest.mark.parametrize("width", [16, 1040, 1043])
+def test_scale(backend, n_tokens, width):
+    """Would catch lost columns (work is cut every 512, and a vocabulary may be no multiple of 16)."""
+    rng = np.random.default_rng(width)
+    rows, head = f32_weight(rng.standard_normal((n_tokens, 16))), f32_weight(rng.standard_normal((width, 16)))
+
+    def program(ops, batch):
+        return ops.scale(ops.linear(ops.logit_rows(ops.embed(rows, batch), batch), (head,)), 1 / 3)
+
+    assert_close(*both(backend, program, plain_batch(n_tokens)), relative=1e-5)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 9])
+@pytest.mark.parametrize("width", [16, 1040, 1043])
+def test_softcap(backend, n_tokens, width):
+    """Would catch lost columns, a tanh that is off near 0 or in a tail, and NaN that becomes a number."""
+    rng = np.random.default_rng(width)
+    rows = f32_weight(np.eye(16)[rng.integers(0, 16, n_tokens)])  # so that a logit is an entry of the head
+    head = rng.standard_normal((width, 16))
+    head *= 10.0 ** rng.integers(-3, 4, (width, 1))
+    head[-1] = np.nan
+
+    def program(ops, batch):
+        logits = ops.linear(ops.logit_rows(ops.embed(rows, batch), batch), (f32_weight(head),))
+        return ops.softcap(logits, 30.0)
+
+    got, want = both(backend, program, plain_batch(n_tokens))
+    assert np.isnan(got[:, -1]).all()
+    assert np.abs(want[:, :-1]).max() > 29.9
+    assert_close(got[:, :-1], want[:, :-1], relative=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("n_tokens", [1, 3, 65])
 @pytest.mark.parametrize("width", [16, 96, 1040])
-def test_silu_mul(backend, n_tokens, width):
+def test_gated_activations(backend, kind, n_tokens, width):
     """Would catch lost columns (work is cut every 512) and an inexact exponential in either tail."""
     rng = np.random.default_rng(width)
     x = f32_weight(rng.standard_normal((n_tokens, 2 * width)) * 20)
 
     def program(ops, batch):
         gate, up = ops.split(ops.embed(x, batch), (width, width))
-        return ops.logit_rows(ops.silu_mul(gate, up), batch)
+        return ops.logit_rows(getattr(ops, kind)(gate, up), batch)
 
     assert_close(*both(backend, program, plain_batch(n_tokens)))
 
@@ -116,7 +167,7 @@ def test_gelu(backend, n_tokens, width):
     )
 
 
-@pytest.mark.parametrize("kind", ["silu, rms", "gelu, layer"])
+@pytest.mark.parametrize("kind", ["silu, rms", "gelu, layer", "silu, added", "geglu, rms"])
 def test_fused_and_separate_quantization_agree(backend, kind):
     """Would catch a producer whose int8 panels differ from quantizing its float result."""
     rng = np.random.default_rng(7)
@@ -124,10 +175,15 @@ def test_fused_and_separate_quantization_agree(backend, kind):
     norm, bias = map(Vector, rng.standard_normal((2, 64)).astype(np.float32))
 
     def activate(ops, gate, up):
-        return ops.silu_mul(gate, up) if kind == "silu, rms" else ops.gelu(gate)
+        if "geglu" in kind:
+            return ops.gelu_mul(gate, up)
+        return ops.gelu(gate) if "gelu" in kind else ops.silu_mul(gate, up)
 
     def normalize(ops, x):
-        return ops.rms_norm(x, norm, 1e-5) if kind == "silu, rms" else ops.layer_norm(x, norm, bias, 1e-5)
+        if "layer" in kind:
+            return ops.layer_norm(x, norm, bias, 1e-5)
+        normed = ops.tap("t3", None, ops.rms_norm(x, norm, 1e-5))
+        return ops.add(normed, x) if "added" in kind else normed
 
     def program(listen):
         def program(ops, batch):
@@ -137,7 +193,7 @@ def test_fused_and_separate_quantization_agree(backend, kind):
             normed = ops.tap("t2", None, normalize(ops, hidden))
             return ops.logit_rows(ops.linear(normed, (w,)), batch)
 
-        taps = frozenset({"t1", "t2"} if listen else ())
+        taps = frozenset({"t1", "t2", "t3"} if listen else ())
         compiled = backend.compile(program, PagedKV([KVLayer(1, 16)], 32), StepLimits(16, 1, 16, 8), taps)
         compiled.plan.memory.view(np.float32)[:] = np.nan
         return compiled(plain_batch(9), lambda name, x: None).numpy().copy()
@@ -181,6 +237,20 @@ def test_attention(backend, group, n_kv_heads, d_head, kv_type, window):
     assert_close(got, want, relative=1e-5)
     np.testing.assert_array_equal(caches[0].keys[0], caches[1].keys[0])
     np.testing.assert_array_equal(caches[0].values[0], caches[1].values[0])
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_attention_with_a_softcap(backend, kv_type):
+    """Would catch a cap after the mask, on partial results alone, or of scores before their scale."""
+    case = (3, 2, 64, 100, (1, 70, 200, 130, 64), (1, 1, 20, 130, 3), kv_type)
+    program, batch, past = attention_case(np.random.default_rng(5), *case, softcap=0.5)
+    plain, _, _ = attention_case(np.random.default_rng(5), *case)
+    got = run(backend, program, batch, copy_of(past), max_sequences=5)
+    want, without = (
+        run(ReferenceBackend(), p, batch, copy_of(past), max_sequences=5) for p in (program, plain)
+    )
+    assert_close(got, want, relative=1e-5)
+    assert np.abs(got - without).max() > 0.05
 
 
 def test_a_q8_0_cache_is_close_to_float16(backend):

@@ -17,6 +17,7 @@ from kukri.kernels.cpu.ops import Buffer, Value
 from kukri.kernels.cpu.passes import (
     add_attention_work,
     drop_unread,
+    fuse_add,
     fuse_rope_store,
     quantize_in_producer,
 )
@@ -226,6 +227,29 @@ def test_ops_are_left_as_recorded():
     drop_unread(quantize_in_producer(recorded), x)
     assert recorded[0].panels is None
     assert recorded[0].y is y
+
+
+def test_an_addition_joins_the_norm_or_factor_before_it():
+    """A residual lost or added twice, a factor on the residual, or a pass over memory more."""
+    x, y, z, residual = value(), value(), value(), value()
+    (fused,) = fuse_add([norm(x, y), ops.Add(z, y, residual)])
+    assert isinstance(fused, ops.RMSNorm)
+    assert (fused.x, fused.y, fused.residual, fused.kernel) == (x, z, residual, "rms_norm_add")
+    (fused,) = fuse_add([ops.Scale(y, x, 0.5), ops.Add(z, y, residual)])
+    assert isinstance(fused, ops.Add)
+    assert (fused.x, fused.y, fused.residual, fused.scale) == (x, z, residual, 0.5)
+
+
+def test_an_addition_stays_apart_from_what_others_read():
+    """A norm's result that a listener, another op or the residual itself needs, and that nothing writes."""
+    x, y, z, residual = value(), value(), value(), value()
+    for apart in (
+        [norm(x, y), ops.Tap("hook_attn_out", y), ops.Add(z, y, residual)],
+        [norm(x, y), ops.Add(z, y, residual), ops.Quantize(y, "q8", Buffer(99))],
+        [norm(x, y), ops.Add(z, y, y)],
+        [norm(x, y), ops.Add(z, residual, y)],
+    ):
+        assert fuse_add(apart) == apart
 
 
 @pytest.mark.parametrize("kind", ["q8x2", "q16", "q8t", "f32"])

@@ -109,7 +109,8 @@ def test_norms_activations_and_rope():
         x = ops.embed(table, batch)
         y = ops.layer_norm(ops.rms_norm(x, norm, 1e-5), norm, bias, 1e-3)
         q, k = ops.rope(ops.head_norm(y, head, 1e-6), ops.gelu(x), rope, spec, batch)
-        return ops.logit_rows(ops.silu_mul(q, k), batch)
+        gated = ops.add(ops.scale(ops.silu_mul(q, k), 0.3), ops.gelu_mul(k, q))
+        return ops.logit_rows(ops.softcap(gated, 0.7), batch)
 
     batch = one_sequence(np.arange(40, dtype=np.int32), rows=np.array([39, 2, 2], np.int32))
     got, want = run_both(program, [KVLayer(1, 16)], batch)
@@ -117,12 +118,12 @@ def test_norms_activations_and_rope():
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
-@pytest.mark.parametrize("window", [None, 5, 40])
-def test_attention_with_holes_and_poison(kv_type, window):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (40, 0.8)])
+def test_attention_with_holes_and_poison(kv_type, window, softcap):
     """NaN from unused cache, a page of another sequence, a window off by one, heads in another order."""
     rng = np.random.default_rng(4)
     layout = [KVLayer(1, 32), KVLayer(3, 32)]
-    spec = AttentionSpec(1, 6, 3, 32, 0.3, window)
+    spec = AttentionSpec(1, 6, 3, 32, 0.3, window, softcap)
     sequences = [(0, 150), (33, 1), (16, 1), (7, 3), (90, 1), (0, 1)]
     reference, tensors = ReferenceBackend(), TorchBackend()
     caches = [b.new_cache(layout, 60, kv_type=kv_type) for b in (reference, tensors)]
@@ -159,7 +160,7 @@ def test_attention_with_holes_and_poison(kv_type, window):
 def test_masks(n_mask_heads):
     """A mask on the wrong head, added to padding, or a token that sees nothing and gets NaN."""
     rng = np.random.default_rng(5)
-    spec = AttentionSpec(0, 4, 2, 16, 0.25, window=3)
+    spec = AttentionSpec(0, 4, 2, 16, 0.25, window=3, softcap=0.8)
     mask = rng.standard_normal((n_mask_heads, 7, 7), dtype=np.float32)
     mask[rng.random(mask.shape) < 0.4] = -np.inf
     mask[:, 3] = -np.inf

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_llama import TOLERANCE, residual_recorder
-from tiny_llama import Driver, TorchSource, hf_forward, random_ids
+from tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
 from tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
 
 from kukri.errors import FormatError, UnusedTensorError
@@ -22,6 +22,7 @@ from kukri.kernels.types import Backend
 from kukri.models import ARCHITECTURES, Model, load_model
 
 IDS = random_ids(N_TOKENS, V)
+DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
@@ -116,7 +117,7 @@ class WithInt8Inputs:
         return self.model(Int8Inputs(ops), batch)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "phi", "starcoder2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "phi", "starcoder2", *DECODERS, "qwen3_moe"])
 def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
     """An op that leaves stale or no int8 input to the packed matrices after it."""
     _, model = loaded(name, "gguf", tmp_path, "Q8_0")
@@ -134,14 +135,26 @@ def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Bac
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi", *DECODERS, "qwen3_moe"])
 def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
     """An op that works on a row differently when others are beside it."""
     _, config, source = make(name)
     model = load_model(source, config)
-    whole = Driver(model, backend, kv_type="f16").run(IDS, [N_TOKENS])
-    for chunks in ([1], [7, 16, 3]):
-        np.testing.assert_array_equal(Driver(model, backend, kv_type="f16").run(IDS, chunks), whole)
+    ids = random_ids(70, V)
+    whole = Driver(model, backend, kv_type="f16").run(ids, [len(ids)])
+    for chunks in ([1], [7, 16, 3], [64]):
+        np.testing.assert_array_equal(Driver(model, backend, kv_type="f16").run(ids, chunks), whole)
+
+
+@pytest.mark.parametrize("name", ["qwen2", *DECODERS])
+def test_a_neighbour_changes_no_bit(name: str, backend: Backend) -> None:
+    """A sequence that sees another's keys, or sums in another order beside it."""
+    _, config, source = make(name)
+    model = load_model(source, config)
+    first, second = random_ids(37, V, 3), random_ids(21, V, 4)
+    alone = [Driver(model, backend, kv_type="f16").run(ids, [len(ids)]) for ids in (first, second)]
+    together = run_together(model, backend, [first, second])
+    np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -186,6 +199,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     assert windows["qwen2"] == {None, 7}
     assert windows["phi3"] == {9}
     assert windows["starcoder2"] == {11}
+    assert windows["olmo3"] == windows["gemma2"] == windows["gemma3_text"] == {None, 7}
     assert all(window < N_TOKENS for found in windows.values() for window in found if window is not None)
     assert make("qwen2")[0].config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     assert {n: c.rope.rotary_dim for n, c in configs.items() if c.rope.rotary_dim != D_HEAD} == {
@@ -193,7 +207,13 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "phi": 8,
     }
     kinds = {name: c.rope.scaling.kind for name, c in configs.items() if c.rope.scaling}
-    assert kinds == {"llama": "llama3", "smollm3": "yarn", "phi3": "longrope"}
+    assert kinds == {
+        "llama": "llama3",
+        "smollm3": "yarn",
+        "phi3": "longrope",
+        "olmo3": "yarn",
+        "gemma3_text": "linear",
+    }
     assert ORIGINAL < N_TOKENS
     assert all(c.n_heads > c.n_kv_heads for n, c in configs.items() if n != "phi")
 
@@ -207,6 +227,10 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("phi3", "self_attn.qkv_proj.weight", "mlp.gate_proj.weight"),
         ("starcoder2", "mlp.c_proj.bias", "mlp.up_proj.weight"),
         ("qwen3_moe", "mlp.experts.gate_proj.weight", "mlp.gate_proj.weight"),
+        ("olmo2", "self_attn.q_norm.weight", "input_layernorm.weight"),
+        ("olmo3", "post_feedforward_layernorm.weight", "pre_feedforward_layernorm.weight"),
+        ("gemma2", "pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"),
+        ("gemma3_text", "self_attn.q_norm.weight", "lm_head.weight"),
         ("phi", "input_layernorm.bias", "post_attention_layernorm.weight"),
         ("phi", "mlp.fc1.bias", "mlp.gate_proj.weight"),
     ],

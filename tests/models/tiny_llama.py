@@ -172,5 +172,30 @@ class Driver:
         return np.concatenate(logits)
 
 
+def run_together(model: Model, backend: Backend, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Logits of all tokens of several texts in one step, one text after the other."""
+    lengths = [len(ids) for ids in texts]
+    n_pages = [-(-n // PAGE_TOKENS) for n in lengths]
+    table = np.zeros((len(texts), max(n_pages)), np.int32)
+    for row, (n, first) in enumerate(zip(n_pages, np.cumsum([0, *n_pages]))):
+        table[row, :n] = np.arange(first, first + n)[::-1]
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    owner = np.repeat(np.arange(len(texts)), lengths)
+    slots = table[owner, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+    n_tokens = sum(lengths)
+    cache = backend.new_cache(model.cache_layout, sum(n_pages), kv_type="f16")
+    program = backend.compile(model, cache, StepLimits(n_tokens, len(texts), n_tokens, max(n_pages)))
+    batch = ForwardBatch(
+        np.concatenate(texts).astype(np.int32),
+        positions,
+        slots.astype(np.int32),
+        np.cumsum([0, *lengths], dtype=np.int32),
+        np.array(lengths, np.int32),
+        table,
+        np.arange(n_tokens, dtype=np.int32),
+    )
+    return program(batch).numpy().copy()
+
+
 def random_ids(n: int, n_vocab: int, seed: int = 1) -> list[int]:
     return np.random.default_rng(seed).integers(0, n_vocab, n).tolist()

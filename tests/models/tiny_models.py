@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,18 @@ class Tiny:
     tensors: Mapping[str, Sequence[float]] | None = None
     tied: bool = False
     mixture: MixtureConfig | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)  # more of our configuration
+    norm_offset: float = 0.0  # what transformers' norms add to their weights
+    is_paired: bool = False  # transformers' rows of q and k are in pairs
 
 
 def _windows(*windows: int | None) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(window=window) for window in windows)
+
+
+def _local(window: int, theta: float) -> tuple[LayerConfig, ...]:
+    """A layer with a window and an unscaled RoPE of its own."""
+    return (LayerConfig(window=window, rope=RopeConfig(theta, D_HEAD)),)
 
 
 def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -53,6 +61,11 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 
 _YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL)
+_YARN_KEYS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": ORIGINAL,
+}
 _LLAMA3 = _rope(
     "llama3",
     factor=8.0,
@@ -81,8 +94,7 @@ TINY: dict[str, Tiny] = {
     "smollm3": Tiny(
         "SmolLM3", "smollm3", {"rope_parameters": _YARN}, layers=(FULL, FULL, FULL, NOPE), tied=True,
         scaling=RopeScaling("yarn", 8.0, ORIGINAL),
-        keys={"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0,
-              "rope.scaling.original_context_length": ORIGINAL},
+        keys=_YARN_KEYS,
     ),
     "smollm3-listed": Tiny(
         "SmolLM3", "smollm3", {"no_rope_layers": [1, 0, 0, 1]}, layers=(FULL, NOPE, NOPE, FULL), tied=True,
@@ -120,6 +132,43 @@ TINY: dict[str, Tiny] = {
         mixture=MixtureConfig(8, 3, 32, normalized=True),
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32},
     ),
+    "granite": Tiny(
+        "Granite", "granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.375, "residual_multiplier": 0.625,
+         "logits_scaling": 1.75, "attention_bias": True},
+        facts={"embedding_scale": 3.0, "attention_scale": 0.375, "residual_scale": 0.625,
+               "logits_divisor": 1.75},
+        keys={"embedding_scale": 3.0, "attention.scale": 0.375, "residual_scale": 0.625, "logit_scale": 1.75},
+    ),
+    "ernie4_5": Tiny("Ernie4_5", "ernie4_5", {"use_bias": True}, tied=True, is_paired=True),
+    "gemma2": Tiny(
+        "Gemma2", "gemma2",
+        {"sliding_window": 7, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
+         "final_logit_softcapping": 5.0},
+        layers=_windows(7, None, 7, None), tied=True, norm_offset=1.0,
+        facts={"attention_scale": 0.5, "attention_softcap": 2.0, "logit_softcap": 5.0},
+        keys={"attention.sliding_window": 7, "attention.scale": 0.5, "attn_logit_softcapping": 2.0,
+              "final_logit_softcapping": 5.0},
+    ),
+    "gemma3_text": Tiny(
+        "Gemma3Text", "gemma3",
+        {"sliding_window": 7, "sliding_window_pattern": 3, "query_pre_attn_scalar": 16,
+         "rope_parameters": {
+             "full_attention": _rope("linear", factor=4.0),
+             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+        layers=(*_local(7, 500.0) * 2, FULL, *_local(7, 500.0)), tied=True, norm_offset=1.0,
+        scaling=RopeScaling("linear", 4.0),
+        keys={"attention.sliding_window": 7, "attention.sliding_window_pattern": 3,
+              "rope.freq_base_swa": 500.0, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    ),
+    "olmo2": Tiny("Olmo2", "olmo2", {}),
+    "olmo3": Tiny(
+        "Olmo3", "olmo2",
+        {"sliding_window": 7,
+         "rope_parameters": {"full_attention": _YARN, "sliding_attention": _rope("default")}},
+        layers=(*_local(7, 10000.0) * 3, FULL), scaling=RopeScaling("yarn", 8.0, ORIGINAL),
+        keys={"attention.sliding_window": 7, **_YARN_KEYS},
+    ),
 }  # fmt: skip
 
 
@@ -147,12 +196,13 @@ def make(
     epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
     epsilon = {key: 1e-5 for key in epsilons if hasattr(config_class(), key)}
     hf_config = config_class(**{**common, **epsilon, **tiny.hf})
-    hf = getattr(transformers, f"{tiny.hf_type}ForCausalLM")(hf_config).eval()
+    hf = getattr(transformers, f"{tiny.hf_type.removesuffix('Text')}ForCausalLM")(hf_config).eval()
     kind = QUANT_TYPES[weight_type]
     with torch.no_grad():
         for key, parameter in hf.named_parameters():
             if "norm" in key or "bias" in key:  # else all ones or zeros, and a mistake would not show
-                parameter.copy_((0.0 if "bias" in key else 1.0) + 0.3 * torch.randn_like(parameter))
+                middle = 0.0 if "bias" in key else 1.0 - tiny.norm_offset
+                parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
             elif kind.name == "BF16":
                 parameter.copy_(parameter.bfloat16().float())
     config = ModelConfig(
@@ -170,9 +220,21 @@ def make(
         rope=RopeConfig(10000.0, tiny.rotary_dim, scaling),
         layers=tuple(tiny.layers),
         mixture=tiny.mixture,
+        **tiny.facts,
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
-    return hf, config, TorchSource(_with_experts_apart(state))
+    made = TorchSource(_with_experts_apart(state))
+    for key in made.arrays:
+        made.arrays[key] = made.arrays[key] + np.float32(tiny.norm_offset if "norm" in key else 0.0)
+    if tiny.is_paired:
+        rotated = [key for key in made.arrays if "q_proj" in key or "k_proj" in key]
+        made.arrays |= {key: _half_split(made.arrays[key]) for key in rotated}
+    return hf, config, made
+
+
+def _half_split(rows: np.ndarray) -> np.ndarray:
+    """Rows of q or k in pairs as kukri has them: the inverse of `_interleaved`."""
+    return rows.reshape(-1, D_HEAD // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -197,7 +259,8 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     names = gguf.get_tensor_name_map(arch, N_LAYERS)
     tensors: dict[str, Any] = {}
     for key, array in source.arrays.items():
-        if tiny.gguf_arch in ("llama", "smollm3") and ("q_proj" in key or "k_proj" in key):
+        in_pairs = tiny.gguf_arch in ("llama", "smollm3", "granite", "ernie4_5")
+        if in_pairs and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
         is_kept = array.ndim == 1 or key.endswith("mlp.gate.weight")  # routers, as llama.cpp keeps them
         kind = QUANT_TYPES["F32" if is_kept else weight_type]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,8 @@ DYNAMIC_KEY = "rope.scaling.dynamic_factor"
 HEAD_KEY, PROBLEM_KEY, PAD_KEY = "head.kind", "head.problem_type", "head.pad_token_id"
 LABELS_KEY = "classifier.output_labels"  # GGUF's own
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_LOCAL_THETA = "rope.freq_base_swa"
+_SCALE = "attention.scale"
 _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 
 # Of mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
@@ -119,7 +123,7 @@ AS_WITHOUT_WINDOW = {
     "attention.key_length_swa": "attention.key_length",
     "attention.value_length_swa": "attention.key_length",
     "rope.dimension_count_swa": "rope.dimension_count",
-    "rope.freq_base_swa": "rope.freq_base",
+    _LOCAL_THETA: "rope.freq_base",
 }
 
 
@@ -134,6 +138,9 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
     n_vocab, d_model = _embedding_shape(gguf)
     known = {"n_vocab": n_vocab, "n_layers": keys.whole("block_count", most=len(gguf.tensors))}
     numbers = read_numbers(keys, "gguf", architecture, known)
+    if architecture.wide_layers:
+        scale = keys.value(_SCALE) and keys.positive(_SCALE)
+        numbers["attention_scale"] = scale or _wide_scale(architecture, numbers)
     if numbers["d_model"] != d_model:
         message = f"is {numbers['d_model']}, but the width of tensor 'token_embd.weight' is {d_model}"
         raise keys.error("embedding_length", message)
@@ -142,12 +149,16 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         message = f"is {d_value}: kukri runs values as wide as keys ({numbers['d_head']})"
         raise keys.unsupported("attention.value_length", message)
     rope = _rope(keys, gguf, numbers["d_head"], numbers["max_context"])
+    layers = _layers(keys, architecture, numbers["n_layers"])
+    if architecture.local_rope:
+        theta = keys.positive(_LOCAL_THETA, architecture.local_theta or rope.theta)
+        layers = with_local_rope(layers, RopeConfig(theta, rope.rotary_dim))
     return ModelConfig(
         **{**numbers, "max_context": _stretched(rope.scaling, numbers["max_context"])},
         architecture=architecture.name,
         tie_embeddings="output.weight" not in gguf.tensors,
         rope=rope,
-        layers=_layers(keys, numbers["n_layers"], architecture.nope_interval),
+        layers=layers,
         name=Keys(gguf.metadata, gguf.path, "general.").text("name", gguf.path.stem),
         head=_head(keys, n_vocab),
         mixture=read_mixture(keys, "gguf", architecture, numbers["d_ffn"], _normalized(keys, architecture)),
@@ -157,6 +168,10 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
 def model_metadata(config: ModelConfig) -> dict[str, Any]:
     """The keys of a configuration. Raises UnsupportedError for settings without a key."""
     architecture = ARCHITECTURES[config.architecture]
+    local = local_rope(config, architecture)
+    implied = _wide_scale(architecture, vars(config)) or config.d_head**-0.5
+    scale = config.attention(0).scale
+    stated_scale = {} if math.isclose(scale, implied, rel_tol=1e-5) else {_SCALE: scale}
     nope = [i for i, layer in enumerate(config.layers) if not layer.use_rope]
     keys: dict[str, Any] = {
         **write_numbers(config, "gguf", architecture),
@@ -164,6 +179,8 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
         "rope.freq_base": float(config.rope.theta),
         "rope.dimension_count": config.rope.rotary_dim,
         **_window_keys(config, architecture),
+        **({_LOCAL_THETA: float(local.theta)} if local else {}),
+        **(stated_scale if architecture.wide_layers else {}),
         **(_scaling_keys(config.rope.scaling) if config.rope.scaling else {}),
         **({NOPE_KEY: np.array(nope, np.int32)} if architecture.nope_interval or nope else {}),
         **_head_keys(config),
@@ -175,6 +192,13 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
         "general.name": config.name or architecture.gguf,
         **{f"{architecture.gguf}.{key}": value for key, value in keys.items()},
     }
+
+
+def _wide_scale(architecture: Architecture, numbers: Mapping[str, Any]) -> float | None:
+    """The factor of scores in the largest model of an architecture, which llama.cpp knows by its layers."""
+    if numbers["n_layers"] != architecture.wide_layers:
+        return None
+    return float((numbers["d_model"] // numbers["n_heads"]) ** -0.5)
 
 
 def unknown_keys(gguf: GGUFFile) -> list[str]:
@@ -221,7 +245,8 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
     if name not in named:
         message = f"architecture {brief(name)} is not supported: kukri runs {', '.join(sorted(named))}"
         raise UnsupportedError(f"{gguf.path}: {message}")
-    return named[name], Keys(gguf.metadata, gguf.path, f"{name}.")
+    architecture = named[name]
+    return architecture, Keys(gguf.metadata, gguf.path, f"{name}.", architecture.gguf_defaults)
 
 
 def _check_neutral(keys: Keys, architecture: Architecture) -> None:
@@ -232,6 +257,10 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         neutral.pop("expert_count")
     if keys.value(_WINDOW, 0):
         neutral |= {key: (keys.value(base),) for key, base in AS_WITHOUT_WINDOW.items() if keys.has(base)}
+    read_here = {fact.gguf for fact in facts(architecture)}
+    read_here |= {_LOCAL_THETA} if architecture.local_rope else set()
+    read_here |= {_SCALE} if architecture.wide_layers else set()
+    neutral = {key: values for key, values in neutral.items() if key not in read_here}
     for key, values in neutral.items():
         if not keys.has(key):
             continue
@@ -305,27 +334,54 @@ def _embedding_shape(gguf: GGUFFile) -> tuple[int, int]:
     return embedding.shape[0], embedding.shape[1]
 
 
-def _layers(keys: Keys, n_layers: int, nope_interval: int) -> tuple[LayerConfig, ...]:
+def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[LayerConfig, ...]:
     """Which layers rotate, and which see a window only."""
-    nope = {i for i in range(n_layers) if nope_interval and i % nope_interval == nope_interval - 1}
+    nope = {i for i in range(n_layers) if is_nth(i, architecture.nope_interval)}
     if keys.has(NOPE_KEY):
         nope = set(keys.items(NOPE_KEY, int))
         if not nope <= set(range(n_layers)):
             raise keys.error(NOPE_KEY, f"names layers outside 0 to {n_layers - 1}")
     window = keys.whole(_WINDOW, 0, least=0) or None
-    windowed = _windowed(keys, n_layers)
+    windowed = _windowed(keys, architecture, n_layers)
     return tuple(
         LayerConfig(use_rope=i not in nope, window=window if windowed[i] else None) for i in range(n_layers)
     )
 
 
-def _windowed(keys: Keys, n_layers: int) -> list[bool]:
+def with_local_rope(layers: Sequence[LayerConfig], rope: RopeConfig) -> tuple[LayerConfig, ...]:
+    """The layers, those with a window rotating by `rope`."""
+    return tuple(replace(layer, rope=rope) if layer.window else layer for layer in layers)
+
+
+def local_rope(config: ModelConfig, architecture: Architecture) -> RopeConfig | None:
+    """The RoPE of layers with a window, if the architecture's files state it and there are any.
+
+    Raises UnsupportedError if layers rotate in ways for which no file has a key.
+    """
+    ropes = {layer.rope for layer in config.layers if layer.window} if architecture.local_rope else set()
+    others = {layer.rope for layer in config.layers if not (architecture.local_rope and layer.window)}
+    local = ropes.pop() if len(ropes) == 1 else None
+    if (
+        ropes
+        or others - {None}
+        or (local and (local.scaling, local.rotary_dim) != (None, config.rope.rotary_dim))
+    ):
+        raise UnsupportedError(f"files of {architecture.name} have no key for a RoPE of this layer or that")
+    return local
+
+
+def is_nth(layer: int, interval: int) -> bool:
+    """True for each layer at the end of `interval` layers; 0: for none."""
+    return interval > 0 and layer % interval == interval - 1
+
+
+def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:
     """Which layers the window is for: a truth for each, or n, if every n-th layer sees everything."""
     if not keys.has(_PATTERN):
-        return [True] * n_layers
+        return [not is_nth(i, architecture.full_interval) for i in range(n_layers)]
     if type(keys.value(_PATTERN)) is int:
         n = keys.whole(_PATTERN, least=0)
-        return [n == 0 or i % n < n - 1 for i in range(n_layers)]
+        return [not is_nth(i, n) for i in range(n_layers)]
     pattern = keys.items(_PATTERN, int)
     if len(pattern) != n_layers:
         raise keys.error(_PATTERN, f"has {len(pattern)} entries for {n_layers} layers")
@@ -337,11 +393,23 @@ def _window_keys(config: ModelConfig, architecture: Architecture) -> dict[str, A
     sizes = set(windows) - {None}
     if not sizes:
         # a phi3 file without the key would be read with a window by old versions of llama.cpp
-        return {_WINDOW: 0} if architecture.gguf == "phi3" else {}
+        return {_WINDOW: 0} if architecture.gguf == "phi3" or _WINDOW in architecture.gguf_defaults else {}
     if len(sizes) > 1:
         raise UnsupportedError(f"GGUF has no key for windows of several sizes: {sorted(sizes, key=str)}")
-    pattern = {_PATTERN: np.array([window is not None for window in windows])} if None in windows else {}
-    return {_WINDOW: sizes.pop(), **pattern}
+    return {_WINDOW: sizes.pop(), **_pattern_key([window is not None for window in windows], architecture)}
+
+
+def _pattern_key(windowed: list[bool], architecture: Architecture) -> dict[str, Any]:
+    """The key of the layers with a window, if it says more than its absence; n, if each n-th has none.
+
+    A reader that knows no key for an architecture takes its usual layers; where it knows one it takes n.
+    """
+    if windowed == [not is_nth(i, architecture.full_interval) for i in range(len(windowed))]:
+        return {}
+    for n in (0, *range(2, len(windowed))) if architecture.full_interval else ():
+        if windowed == [not is_nth(i, n) for i in range(len(windowed))]:
+            return {_PATTERN: n}
+    return {_PATTERN: np.array(windowed)}
 
 
 def _rope(keys: Keys, gguf: GGUFFile, d_head: int, max_context: int) -> RopeConfig:

@@ -19,6 +19,7 @@ from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS
 
 _MAX_LISTED = 8
+_ROTATED = re.compile(r".*\bself_attn\.[qk]_proj\.(?:weight|bias)")
 _BIAS = re.compile(r"blk\.\d+\.(?P<module>\w+)\.(?P<kind>weight|bias)")
 
 
@@ -93,15 +94,7 @@ class GGUFWeights:
 
     def _row_order(self, name: str, n_rows: int) -> npt.NDArray[Any] | None:
         """The rows of a q or k projection in half-split order, None if the file's order is right."""
-        if not self._architecture.interleaved_rope:
-            return None
-        if (
-            not name.removesuffix(".weight")
-            .removesuffix(".bias")
-            .endswith(("self_attn.q_proj", "self_attn.k_proj"))
-        ):
-            return None
-        return half_split_order(n_rows, self._config.d_head, self._config.rope.rotary_dim)
+        return rope_row_order(name, n_rows, self._config) if self._architecture.interleaved_rope else None
 
 
 def _check_biases(gguf: GGUFFile, architecture: Architecture) -> None:
@@ -116,6 +109,13 @@ def _check_biases(gguf: GGUFFile, architecture: Architecture) -> None:
         if bias not in gguf.tensors and (always or stored in some):
             reason = "this architecture has it" if always else f"{brief(some[stored])} is there"
             raise FormatError(f"is missing, but {reason}", path=gguf.path, tensor=bias)
+
+
+def rope_row_order(name: str, n_rows: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
+    """`half_split_order` for a projection of q or k, by its Hugging Face name; None for other tensors."""
+    if _ROTATED.fullmatch(name) is None:
+        return None
+    return half_split_order(n_rows, config.d_head, config.rope.rotary_dim)
 
 
 def half_split_order(n_rows: int, d_head: int, rotary_dim: int) -> npt.NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ from kukri.formats.facts import (
     write_numbers,
     write_scaling,
 )
-from kukri.formats.gguf.config import llama3_divisors
+from kukri.formats.gguf.config import is_nth, llama3_divisors, local_rope, with_local_rope
 from kukri.formats.keys import Keys
 from kukri.models import ARCHITECTURES, Architecture
 
@@ -97,16 +98,20 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
     """
     architecture, keys = _architecture(config, path)
     _check_neutral(keys, architecture)
-    keys.expect("hidden_act", architecture.activation)
+    keys.expect(architecture.hf_activation, architecture.activation)
     numbers = read_numbers(keys, "hf", architecture, {})
-    rope = _rope(keys, architecture, numbers["d_head"], numbers["max_context"])
+    if _QUERY_SCALAR in architecture.reads:
+        scalar = keys.positive(_QUERY_SCALAR)
+        numbers["attention_scale"] = None if scalar == numbers["d_head"] else scalar**-0.5
+    rope, local = _ropes(keys, architecture, numbers["d_head"], numbers["max_context"])
+    layers = _layers(keys, architecture, numbers["n_layers"])
     normalized = architecture.experts is not None and _flag(keys, architecture.experts.normalized)
     return ModelConfig(
         **numbers,
         architecture=architecture.name,
         tie_embeddings=keys.flag("tie_word_embeddings"),
         rope=rope,
-        layers=_layers(keys, architecture, numbers["n_layers"]),
+        layers=layers if local is None else with_local_rope(layers, local),
         name=name or path.parent.name,
         head=_head(keys),
         mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"], normalized),
@@ -134,10 +139,11 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         "model_type": architecture.name,
         "architectures": [architecture.hf_class],
         **write_numbers(config, "hf", architecture),
-        "hidden_act": architecture.activation,
+        architecture.hf_activation: architecture.activation,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope.theta,
         "rope_scaling": _scaling_keys(config.rope) if config.rope.scaling else None,
+        **_local_rope_keys(config, architecture),
         # the tokenizer's files say them; left out, each class has ids of its own that the vocabulary may lack
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **_window_keys(architecture, windows),
@@ -150,6 +156,8 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         made["no_rope_layers"] = [int(layer.use_rope) for layer in config.layers]
     elif not all(layer.use_rope for layer in config.layers):
         raise UnsupportedError(f"config.json of {architecture.name} has no key for layers without RoPE")
+    if _QUERY_SCALAR in architecture.reads:
+        made[_QUERY_SCALAR] = _query_scalar(config)
     if "original_max_position_embeddings" in architecture.reads:
         scaling = config.rope.scaling
         made["original_max_position_embeddings"] = scaling.original_context if scaling else config.max_context
@@ -165,6 +173,14 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
             of_part = (name for name in names if f".{part}." in name and name.endswith(".bias"))
             made[key] = made.get(key, False) or any(of_part)
     return made
+
+
+def _query_scalar(config: ModelConfig) -> int:
+    """The whole number whose inverse square root scales scores."""
+    wanted = config.attention(0).scale ** -2
+    if not math.isclose(wanted, round(wanted), rel_tol=1e-5):
+        raise UnsupportedError(f"{_QUERY_SCALAR} must be a whole number, and the model's is {wanted:g}")
+    return round(wanted)
 
 
 def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
@@ -211,7 +227,8 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         if key in known:
             continue
         if key in architecture.fixed:
-            keys.expect(key, architecture.fixed[key])
+            if value is not None:
+                keys.expect(key, architecture.fixed[key])
         elif key in _NEUTRAL:
             if value != _NEUTRAL[key]:
                 raise keys.unsupported(key, f"must be {_NEUTRAL[key]!r}: kukri runs nothing else")
@@ -257,6 +274,9 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
             )
 
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LOCAL_THETA = "rope_local_base_freq"
+_QUERY_SCALAR = "query_pre_attn_scalar"
 _HEAD_CLASSES = {
     "ForQuestionAnswering": "question_answering",
     "ForSequenceClassification": "sequence_classification",
@@ -335,13 +355,16 @@ def _windows(keys: Keys, architecture: Architecture, n_layers: int) -> list[int 
     window = keys.whole("sliding_window")
     if "layer_types" in reads and keys.value("layer_types") is not None:
         types = _per_layer(keys, "layer_types", str, n_layers)
-        if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        if unknown := set(types) - set(_LAYER_TYPES):
             raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs full and sliding")
         return [window if kind == "sliding_attention" else None for kind in types]
     if "max_window_layers" in reads:
         first = keys.whole("max_window_layers", least=0)
         return [window if layer >= first else None for layer in range(n_layers)]
-    return [window] * n_layers
+    interval = architecture.full_interval
+    if "sliding_window_pattern" in reads:
+        interval = keys.whole("sliding_window_pattern", interval)
+    return [None if is_nth(layer, interval) else window for layer in range(n_layers)]
 
 
 def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[str, Any]:
@@ -350,10 +373,14 @@ def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[
         raise UnsupportedError(f"config.json has no key for windows of several sizes: {sorted(sizes)}")
     size = min(sizes, default=None)
     if "layer_types" in architecture.reads:
-        if size is None:
-            return {"use_sliding_window": False}
+        switch = (
+            {"use_sliding_window": size is not None} if "use_sliding_window" in architecture.reads else {}
+        )
+        if size is None and switch:
+            return switch
         types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        return {"use_sliding_window": True, "sliding_window": size, "layer_types": types}
+        stated_size = {} if size is None else {"sliding_window": size}  # a class without one may not run
+        return {**switch, **stated_size, "layer_types": types}
     if "sliding_window" not in architecture.reads:
         if size is not None:
             raise UnsupportedError(f"config.json of {architecture.name} has no key for a window")
@@ -363,24 +390,58 @@ def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[
     return {"sliding_window": size}
 
 
-def _rope(keys: Keys, architecture: Architecture, d_head: int, max_context: int) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
+def _ropes(
+    keys: Keys, architecture: Architecture, d_head: int, max_context: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """RoPE from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
+
+    The second is that of layers with a window, if the architecture lets them differ.
+    """
     where = "rope_parameters" if keys.value("rope_parameters") is not None else "rope_scaling"
-    stated = keys.value(where)
-    if stated is None:
-        stated = {}
-    if not isinstance(stated, dict):
-        raise keys.error(where, f"must be an object, not {brief(stated)}")
+    stated = _object(keys, where, keys.value(where))
+    by_type = {name: value for name, value in stated.items() if name in _LAYER_TYPES}
+    if by_type and not architecture.local_rope:
+        raise keys.unsupported(where, "differs from layer to layer, which this architecture does not do")
+    if unknown := set(stated) - by_type.keys() if by_type else set():
+        raise keys.unsupported(where, f"names {brief(min(unknown))} among types of layers")
+    full = _object(keys, f"{where}.full_attention", by_type.get("full_attention")) if by_type else stated
     older = keys.value("rope_scaling") or {}
     if where == "rope_parameters" and isinstance(older, dict):
         older = {"rope_type" if key == "type" else key: value for key, value in older.items()}
-        if any(value != stated.get(key) for key, value in older.items()):
+        if any(value != full.get(key) for key, value in older.items()):
             raise keys.error(where, "and 'rope_scaling' say different things: keep the one that is right")
-    if any(isinstance(value, dict) for value in stated.values()):
-        raise keys.unsupported(where, "differs from layer to layer, which kukri does not run")
-    above = {name: keys.value(name) for name in ("rope_theta", "partial_rotary_factor")}
-    defaults = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-    defaults |= {name: value for name, value in above.items() if value is not None}
+    theta = keys.value("rope_theta")
+    size = d_head, max_context
+    place = f"{where}.full_attention" if by_type else where
+    rope = _rope(keys, architecture, place, full, 10000.0 if theta is None else theta, *size)
+    if not architecture.local_rope:
+        return rope, None
+    theta = keys.value(_LOCAL_THETA) if _LOCAL_THETA in architecture.reads else None
+    theta = theta or architecture.local_theta or rope.theta
+    place = f"{where}.sliding_attention" if by_type else _LOCAL_THETA
+    local = _object(keys, place, by_type.get("sliding_attention"))
+    return rope, _rope(keys, architecture, place, local, theta, *size)
+
+
+def _object(keys: Keys, key: str, value: Any) -> dict[str, Any]:
+    """A key's object, empty if it is null."""
+    if value is not None and not isinstance(value, dict):
+        raise keys.error(key, f"must be an object, not {brief(value)}")
+    return value or {}
+
+
+def _rope(
+    keys: Keys,
+    architecture: Architecture,
+    where: str,
+    stated: Mapping[str, Any],
+    theta: Any,
+    d_head: int,
+    max_context: int,
+) -> RopeConfig:
+    """RoPE of the parameters `stated` under the key `where`, with `theta` if they have none."""
+    share = keys.value("partial_rotary_factor")
+    defaults = {"rope_theta": theta, "partial_rotary_factor": 1.0 if share is None else share}
     named = {f"{where}.{name}": value for name, value in stated.items() if value is not None}
     parameters = Keys(named, keys.path, f"{where}.", defaults)
     theta = parameters.positive("rope_theta")
@@ -389,6 +450,20 @@ def _rope(keys: Keys, architecture: Architecture, d_head: int, max_context: int)
         return RopeConfig(theta, _rotary_dim(parameters, keys, architecture, d_head, scaling), scaling)
     except ConfigError as error:
         raise keys.error(where, f"makes no sense: {error}") from None
+
+
+def _local_rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """RoPE by types of layers, as transformers 5 has it, beside the keys of transformers 4."""
+    local = local_rope(config, architecture)
+    if local is None:
+        return {}
+    scaling = _scaling_keys(config.rope) if config.rope.scaling else {"rope_type": "default"}
+    types = {
+        "full_attention": {**scaling, "rope_theta": config.rope.theta},
+        "sliding_attention": {"rope_type": "default", "rope_theta": local.theta},
+    }
+    older = {_LOCAL_THETA: local.theta} if _LOCAL_THETA in architecture.reads else {}
+    return {"rope_parameters": types, **older}
 
 
 def _rotary_dim(

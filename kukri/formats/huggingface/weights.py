@@ -7,11 +7,16 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief
+from kukri.formats.gguf.weights import rope_row_order
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
+from kukri.models import ARCHITECTURES
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
@@ -60,7 +65,9 @@ class SafetensorsWeights:
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
         data, kind = self._take(name, shape)
-        return self._packed(data.reshape(shape[0], -1), kind, shape, name)
+        rows = data.reshape(shape[0], -1)
+        order = self._row_order(name, shape[0])
+        return self._packed(rows if order is None else rows[order], kind, shape, name)
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
         """Matrices (experts, out, in), as stored or packed: tensors of each expert, or parts of one of all.
@@ -86,7 +93,9 @@ class SafetensorsWeights:
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
         data, kind = self._take(name, (size,))
-        return dequantize(data.reshape(1, -1), kind).reshape(size)
+        values = dequantize(data.reshape(1, -1), kind).reshape(size) + norm_offset(name, self._config)
+        order = self._row_order(name, size)
+        return values if order is None else values[order]
 
     def has(self, name: str) -> bool:
         """True if the checkpoint has the tensor; does not take it."""
@@ -119,6 +128,11 @@ class SafetensorsWeights:
             return Weight(rows, kind, shape, name)
         return Weight(requantize(rows, kind, target, tensor=name), target, shape, name)
 
+    def _row_order(self, name: str, n_rows: int) -> npt.NDArray[np.int64] | None:
+        """The rows of a q or k projection in half-split order, None if the file's order is right."""
+        is_interleaved = ARCHITECTURES[self._config.architecture].hf_interleaved_rope
+        return rope_row_order(name, n_rows, self._config) if is_interleaved else None
+
     def _stored_name(self, name: str) -> str:
         return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
@@ -149,6 +163,12 @@ def expert_tensors(name: str) -> list[str]:
         return []
     parts = [part for part, fused in _FUSED.items() if fused == match["part"]] or [match["part"]]
     return [f"{match['layer']}.{part}.weight" for part in parts]
+
+
+def norm_offset(name: str, config: ModelConfig) -> np.float32:
+    """The number that the weight of a norm lacks in safetensors; 0 for other vectors."""
+    offset = ARCHITECTURES[config.architecture].hf_norm_offset if name.endswith("norm.weight") else 0.0
+    return np.float32(offset)
 
 
 def follows_from_config(name: str, tied: bool) -> bool:

@@ -14,11 +14,14 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError
+from kukri.formats.gguf.weights import rope_row_order
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
+from kukri.formats.huggingface.weights import norm_offset
 from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
 from kukri.mapped_files import release_pages
+from kukri.models import ARCHITECTURES
 from kukri.models.weights import WeightSource, expert_name
 from kukri.quant.types import QUANT_TYPES
 
@@ -74,9 +77,16 @@ def write_directory(
     """
     target, names = QUANT_TYPES[dtype], [*weights.matrices, *weights.stacks, *weights.vectors]
 
+    in_pairs = ARCHITECTURES[config.architecture].hf_interleaved_rope
+
+    def stored_order(name: str, n_rows: int) -> Any:
+        order = rope_row_order(name, n_rows, config) if in_pairs else None
+        return slice(None) if order is None else np.argsort(order)
+
     def made(weight: Weight) -> ByteArray:
         on_tensor(weight.name)
-        rows = requantize(weight.data, weight.type, target, tensor=weight.name)
+        rows = weight.data[stored_order(weight.name, weight.shape[0])]
+        rows = requantize(rows, weight.type, target, tensor=weight.name)
         release_pages(weight.data)
         return rows
 
@@ -91,7 +101,11 @@ def write_directory(
         return weights.experts(name, weights.stacks[name])
 
     def vector(name: str) -> Callable[[], ByteArray]:
-        return lambda: weights.vector(name, weights.vectors[name]).view(np.uint8)
+        def make() -> ByteArray:
+            values = weights.vector(name, weights.vectors[name]) - norm_offset(name, config)
+            return np.ascontiguousarray(values[stored_order(name, len(values))]).view(np.uint8)
+
+        return make
 
     tensors: dict[str, tuple[str, tuple[int, ...], Callable[[], ByteArray]]] = {
         name: (dtype, shape, matrix(name)) for name, shape in weights.matrices.items()

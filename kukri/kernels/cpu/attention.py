@@ -54,6 +54,7 @@ from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.simd import (
     exponential,
     fma,
+    hyperbolic_tangent,
     load_f16x16,
     load_f32x16,
     load_i8x16,
@@ -241,7 +242,17 @@ def _make_values(reader: _Reader, rows: int, d_head: int, together: int) -> Any:
     return weighted_values
 
 
-def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> Any:
+@device
+def _uncapped(scores, cap):
+    return scores
+
+
+@device
+def _capped(scores, cap):
+    return hyperbolic_tangent(scores / cap) * cap
+
+
+def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool, capped: Any) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
     row_scores = 4 * CHUNK_TOKENS
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
@@ -255,13 +266,13 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> 
     weighted_values = _make_values(reader, rows, d_head, together)
 
     @device
-    def softmax(scores, base, first, last, part, row):
+    def softmax(scores, cap, base, first, last, part, row):
         """Turns a row of scores into exponentials; stores their maximum and sum."""
         s = scores + row * row_scores
-        s0 = mask_outside(load_f32x16(s), base, first, last)
-        s1 = mask_outside(load_f32x16(s + 64), base + 16, first, last)
-        s2 = mask_outside(load_f32x16(s + 128), base + 32, first, last)
-        s3 = mask_outside(load_f32x16(s + 192), base + 48, first, last)
+        s0 = mask_outside(capped(load_f32x16(s), cap), base, first, last)
+        s1 = mask_outside(capped(load_f32x16(s + 64), cap), base + 16, first, last)
+        s2 = mask_outside(capped(load_f32x16(s + 128), cap), base + 32, first, last)
+        s3 = mask_outside(capped(load_f32x16(s + 192), cap), base + 48, first, last)
         largest = max(max_lanes(maximum(maximum(s0, s1), maximum(s2, s3))), _NO_SCORE)
         top = splat(largest)
         s0 = exponential(s0 - top)
@@ -276,7 +287,7 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> 
         store_f32(part + _SUMS + 4 * row, sum_lanes((s0 + s1) + (s2 + s3)))
 
     @device
-    def chunk_part(q, ranges, keys, values, pages, base, n_keys, part, scores):
+    def chunk_part(q, cap, ranges, keys, values, pages, base, n_keys, part, scores):
         """The partial result of keys base to base + n_keys - 1.
 
         `pages`: the byte offsets of their 4 pages and of the next.
@@ -285,22 +296,22 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool) -> 
             page_scores(q, keys, values, pages + 8 * page, scores + 64 * page)
         for row in range(rows):
             first = load_i64(ranges + 16 * row)
-            softmax(scores, base, first, load_i64(ranges + 16 * row + 8), part, row)
+            softmax(scores, cap, base, first, load_i64(ranges + 16 * row + 8), part, row)
         weighted_values(scores, values, pages, n_keys, part)
 
     return chunk_part
 
 
-def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int) -> Any:
+def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, capped: Any) -> Any:
     """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
     rows = group * n_query_tokens
-    chunk_part = _make_chunk(reader, rows, d_head, n_query_tokens == 1)
+    chunk_part = _make_chunk(reader, rows, d_head, n_query_tokens == 1, capped)
     scratch_bytes = partial_bytes(rows, d_head)
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
 
     @device
     def entry_part(
-        batch, entry, head, q, q_stride, scale, keys, values, page_stride, window, partials, y, y_stride
+        batch, entry, head, q, q_stride, scale, cap, keys, values, page_stride, window, partials, y, y_stride
     ):
         sequence = load_i64(entry + WORK_SEQUENCE)
         token = load_i64(entry + WORK_TOKEN)
@@ -333,7 +344,7 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int) -
             for page in range(CHUNK_PAGES + 1):
                 index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
                 store_i64(pages + 8 * page, load_i32(table + 4 * index) * page_stride)
-            chunk_part(rows_q, ranges, keys, values, pages, base, n_keys, part, scores)
+            chunk_part(rows_q, cap, ranges, keys, values, pages, base, n_keys, part, scores)
             _merge(state, part, rows, d_head)
         if partial >= 0:
             for i in range(0, scratch_bytes, 64):
@@ -346,15 +357,30 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int) -
     return entry_part
 
 
-def _make_attend(reader: _Reader, group: int, d_head: int) -> KernelSource:
-    """`attend_f16[group,d_head]`: every work entry for every key head."""
-    one_token = _make_entry(reader, group, 1, d_head)
-    many_tokens = _make_entry(reader, group, query_tokens(group), d_head)
+def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> KernelSource:
+    """`attend_f16[group,d_head]`: every work entry for every key head; `attend_f16_softcap` caps scores."""
+    capped = _capped if is_capped else _uncapped
+    one_token = _make_entry(reader, group, 1, d_head, capped)
+    many_tokens = _make_entry(reader, group, query_tokens(group), d_head, capped)
     head_bytes = _head_bytes(reader, d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
-    def attend(
-        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, page_stride, window, partials, y, y_stride
+    @device
+    def run(
+        tile,
+        batch,
+        q,
+        q_stride,
+        scale,
+        cap,
+        n_kv_heads,
+        keys,
+        values,
+        page_stride,
+        window,
+        partials,
+        y,
+        y_stride,
     ):
         if tile < 0:
             return load_i64(batch + N_WORK) * n_kv_heads
@@ -364,12 +390,70 @@ def _make_attend(reader: _Reader, group: int, d_head: int) -> KernelSource:
         k = keys + head * head_bytes
         v = values + head * head_bytes
         s = splat(f32_of_bits(scale))
+        c = splat(f32_of_bits(cap))
         if load_i64(entry + WORK_N_TOKENS) == 1:
-            one_token(batch, entry, head, q, q_stride, s, k, v, page_stride, window, partial, y, y_stride)
+            one_token(batch, entry, head, q, q_stride, s, c, k, v, page_stride, window, partial, y, y_stride)
         else:
-            many_tokens(batch, entry, head, q, q_stride, s, k, v, page_stride, window, partial, y, y_stride)
+            many_tokens(
+                batch, entry, head, q, q_stride, s, c, k, v, page_stride, window, partial, y, y_stride
+            )
         return 0
 
+    def attend(
+        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, page_stride, window, partials, y, y_stride
+    ):
+        return run(
+            tile,
+            batch,
+            q,
+            q_stride,
+            scale,
+            0,
+            n_kv_heads,
+            keys,
+            values,
+            page_stride,
+            window,
+            partials,
+            y,
+            y_stride,
+        )
+
+    def attend_softcap(
+        tile,
+        batch,
+        q,
+        q_stride,
+        scale,
+        softcap,
+        n_kv_heads,
+        keys,
+        values,
+        page_stride,
+        window,
+        partials,
+        y,
+        y_stride,
+    ):
+        return run(
+            tile,
+            batch,
+            q,
+            q_stride,
+            scale,
+            softcap,
+            n_kv_heads,
+            keys,
+            values,
+            page_stride,
+            window,
+            partials,
+            y,
+            y_stride,
+        )
+
+    if is_capped:
+        return KernelSource(f"attend_{reader.kv_type}_softcap[{group},{d_head}]", attend_softcap)
     return KernelSource(f"attend_{reader.kv_type}[{group},{d_head}]", attend)
 
 
@@ -412,6 +496,7 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
 
 
 KERNELS = {
-    **{f"attend_{reader.kv_type}": partial(_make_attend, reader) for reader in _READERS},
+    **{f"attend_{reader.kv_type}": partial(_make_attend, reader, False) for reader in _READERS},
+    **{f"attend_{reader.kv_type}_softcap": partial(_make_attend, reader, True) for reader in _READERS},
     "attend_finish": _make_attend_finish,
 }

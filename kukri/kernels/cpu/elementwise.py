@@ -38,6 +38,7 @@ from kukri.kernels.cpu.simd import (
     absolute,
     exponential,
     fma,
+    hyperbolic_tangent,
     load_f32x16,
     max_lanes,
     maximum,
@@ -272,6 +273,16 @@ def _scaled(i, x, factor, weight):
 
 
 @device
+def _scaled_and_added(i, x, factor, weight, residual):
+    return load_f32x16(x + i) * factor * load_f32x16(weight + i) + load_f32x16(residual + i)
+
+
+@device
+def _sum(i, x, scale, residual):
+    return load_f32x16(x + i) * scale + load_f32x16(residual + i)
+
+
+@device
 def _centred(i, x, mean, factor, weight, bias):
     return (load_f32x16(x + i) - mean) * factor * load_f32x16(weight + i) + load_f32x16(bias + i)
 
@@ -290,8 +301,24 @@ def _gelu_tanh(i, x):
     return v / (splat(1.0) + exponential(u))
 
 
+@device
+def _gelu_gated(i, gate, up):
+    return _gelu_tanh(i, gate) * load_f32x16(up + i)
+
+
+PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
+
+
+@device
+def activation_parts(n):
+    """Parts of a row of n columns."""
+    return (n + PART_COLUMNS - 1) // PART_COLUMNS
+
+
 _write_scaled, _write_centred = _make_write(_scaled), _make_write(_centred)
+_write_scaled_and_added, _write_sum = _make_write(_scaled_and_added), _make_write(_sum)
 _write_gated, _write_gelu = _make_write(_gated), _make_write(_gelu_tanh)
+_write_gelu_gated = _make_write(_gelu_gated)
 
 
 def rms_norm(row, x, x_stride, n, weight, eps, y, y_stride, panels):
@@ -299,6 +326,39 @@ def rms_norm(row, x, x_stride, n, weight, eps, y, y_stride, panels):
     source = x + row * x_stride
     factor = _inverse_deviation(source, n, splat(0.0), eps)
     _write_scaled(row, 0, 4 * n, n, y, y_stride, panels, source, factor, weight)
+
+
+def rms_norm_add(row, x, x_stride, n, weight, eps, residual, residual_stride, y, y_stride, panels):
+    """y = x / sqrt(mean(x^2) + eps) * weight + residual."""
+    source = x + row * x_stride
+    factor = _inverse_deviation(source, n, splat(0.0), eps)
+    added = residual + row * residual_stride
+    _write_scaled_and_added(row, 0, 4 * n, n, y, y_stride, panels, source, factor, weight, added)
+
+
+def add(row, x, x_stride, n, residual, residual_stride, scale, y, y_stride, panels):
+    """y = x * scale + residual."""
+    source = x + row * x_stride
+    added = residual + row * residual_stride
+    _write_sum(row, 0, 4 * n, n, y, y_stride, panels, source, splat(f32_of_bits(scale)), added)
+
+
+def scale(row, part, x, x_stride, n, factor, y, y_stride):
+    """y = x * factor, in whole vectors: rows have room for them."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    for i in range(start, stop, 64):
+        store_f32x16(y + row * y_stride + i, load_f32x16(x + row * x_stride + i) * splat(f32_of_bits(factor)))
+
+
+def softcap(row, part, x, x_stride, n, cap, y, y_stride):
+    """y = cap * tanh(x / cap), in whole vectors: rows have room for them."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    most = splat(f32_of_bits(cap))
+    for i in range(start, stop, 64):
+        value = hyperbolic_tangent(load_f32x16(x + row * x_stride + i) / most) * most
+        store_f32x16(y + row * y_stride + i, value)
 
 
 def head_norm(row, x, x_stride, n_heads, d_head, weight, eps):
@@ -321,20 +381,18 @@ def layer_norm(row, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
     _write_centred(row, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
 
 
-PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
-
-
-@device
-def activation_parts(n):
-    """Parts of a row of n columns."""
-    return (n + PART_COLUMNS - 1) // PART_COLUMNS
-
-
 def silu_mul(row, part, gate, up, x_stride, n, y, y_stride, panels):
     """y = silu(gate) * up."""
     start = 4 * PART_COLUMNS * part
     stop = min(start + 4 * PART_COLUMNS, 4 * n)
     _write_gated(row, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
+
+
+def gelu_mul(row, part, gate, up, x_stride, n, y, y_stride, panels):
+    """y = GELU of gate, tanh form, times up."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    _write_gelu_gated(row, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
 
 
 def gelu(row, part, x, x_stride, n, y, y_stride, panels):
@@ -460,10 +518,11 @@ def gather_rows(row, indices, x, x_stride, n, y, y_stride):
 
 
 _WHOLE_ROWS = (
-    panel_q8, panel_q8x2, panel_q16, panel_q8t, panel_f32, rms_norm, head_norm, layer_norm, gather_rows,
+    panel_q8, panel_q8x2, panel_q16, panel_q8t, panel_f32, rms_norm, rms_norm_add, add, head_norm, layer_norm,
+    gather_rows,
 )  # fmt: skip
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
-_ROW_KERNELS += [row_kernel(each, activation_parts) for each in (silu_mul, gelu)]
+_ROW_KERNELS += [row_kernel(each, activation_parts) for each in (scale, softcap, silu_mul, gelu_mul, gelu)]
 _ROPE_STORES = [
     KernelSource(kernel.__name__, kernel)
     for kernel in (

@@ -28,6 +28,7 @@ from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.simd import (
     exponential,
     fma,
+    hyperbolic_tangent,
     load_f16x16,
     load_f32x16,
     mask_outside,
@@ -47,8 +48,9 @@ def _make_attend_masked(d_head: int) -> KernelSource:
     head_bytes = 2 * d_head * PAGE_TOKENS
 
     def attend_masked(
-        tile, batch, q, q_stride, scale, n_heads, n_kv_heads, keys, values, page_stride, y, y_stride
+        tile, batch, q, q_stride, scale, softcap, n_heads, n_kv_heads, keys, values, page_stride, y, y_stride
     ):
+        """`softcap` may be 0: none."""
         if tile < 0:
             return load_i64(batch + N_TOKENS) * n_heads
         token = tile // n_heads
@@ -61,6 +63,7 @@ def _make_attend_masked(d_head: int) -> KernelSource:
         n_context = load_i32(load_i64(batch + CONTEXT_LEN))
         table = load_i64(batch + PAGE_TABLE)
         factor = splat(f32_of_bits(scale))
+        cap = splat(f32_of_bits(softcap))
         weights = stack_bytes(64)
         for i in range(0, row_bytes, 64):
             store_f32x16(out + i, splat(0.0))
@@ -71,7 +74,10 @@ def _make_attend_masked(d_head: int) -> KernelSource:
             scores = splat(0.0)
             for d in range(d_head):
                 scores = fma(load_f16x16(keys + start + 32 * d), splat(load_f32(query + 4 * d)), scores)
-            scores = fma(scores, factor, load_f32x16(mask + 64 * page))
+            if softcap != 0:
+                scores = hyperbolic_tangent(scores * factor / cap) * cap + load_f32x16(mask + 64 * page)
+            else:
+                scores = fma(scores, factor, load_f32x16(mask + 64 * page))
             scores = mask_outside(scores, page * PAGE_TOKENS, 0, n_context - 1)  # what lies there may be NaN
             new_top = max(top, max_lanes(scores))
             if new_top == _NOTHING:

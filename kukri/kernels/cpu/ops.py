@@ -164,16 +164,64 @@ class Embed(Op):
 
 @dataclass(eq=False)
 class RMSNorm(Producer):
-    """x / rms(x) * weight."""
+    """x / rms(x) * weight, and `residual` added to that if it is there."""
 
     x: Value
     weight: Vector
     eps: float
-    kernel = "rms_norm"
+    residual: Value | None = None
+
+    @property
+    def kernel(self) -> str:
+        return "rms_norm" if self.residual is None else "rms_norm_add"
 
     def record(self, at: Addresses) -> dict[str, int]:
         norm = {"weight": at.of_array(self.weight.data), "eps": float_bits(self.eps)}
+        if self.residual is not None:
+            norm |= {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
         return _rows_of(self.x, at) | self.outputs(at) | norm
+
+
+@dataclass(eq=False)
+class Scale(Op):
+    """x * factor; whole vectors of a row, what lies behind its columns too."""
+
+    y: Value
+    x: Value
+    factor: float
+    kernel = "scale"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        result = {"y": at.of(self.y), "y_stride": self.y.stride}
+        return _rows_of(self.x, at) | result | {"factor": float_bits(self.factor)}
+
+
+@dataclass(eq=False)
+class Softcap(Op):
+    """cap * tanh(x / cap), in whole vectors too."""
+
+    y: Value
+    x: Value
+    cap: float
+    kernel = "softcap"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        result = {"y": at.of(self.y), "y_stride": self.y.stride}
+        return _rows_of(self.x, at) | result | {"cap": float_bits(self.cap)}
+
+
+@dataclass(eq=False)
+class Add(Producer):
+    """x * scale + residual."""
+
+    x: Value
+    residual: Value
+    scale: float = 1.0
+    kernel = "add"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        added = {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
+        return _rows_of(self.x, at) | self.outputs(at) | added | {"scale": float_bits(self.scale)}
 
 
 @dataclass(eq=False)
@@ -203,12 +251,12 @@ class Gelu(Producer):
 
 
 @dataclass(eq=False)
-class SiluMul(Producer):
-    """silu(gate) * up, both columns of one buffer."""
+class Gated(Producer):
+    """An activation of gate, times up, both columns of one buffer."""
 
     gate: Value
     up: Value
-    kernel = "silu_mul"
+    kernel: str  # silu_mul or gelu_mul
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
@@ -478,13 +526,19 @@ class Attend(Op):
 
     @property
     def kernel(self) -> str:
-        return f"attend_{self.kv_type}[{self.spec.group},{self.spec.d_head}]"
+        family = f"attend_{self.kv_type}" + ("" if self.spec.softcap is None else "_softcap")
+        return f"{family}[{self.spec.group},{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return _attention(self.q, self.y, self.spec, at) | {
-            "window": self.spec.window or 1 << 40,
-            "partials": at.of(self.partials),
-        }
+        capped = {} if self.spec.softcap is None else {"softcap": float_bits(self.spec.softcap)}
+        return (
+            _attention(self.q, self.y, self.spec, at)
+            | capped
+            | {
+                "window": self.spec.window or 1 << 40,
+                "partials": at.of(self.partials),
+            }
+        )
 
 
 @dataclass(eq=False)
@@ -520,7 +574,9 @@ class AttendMasked(Op):
         return f"attend_masked[{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return _attention(self.q, self.y, self.spec, at) | {"n_heads": self.spec.n_heads}
+        softcap = 0 if self.spec.softcap is None else float_bits(self.spec.softcap)
+        more = {"n_heads": self.spec.n_heads, "softcap": softcap}
+        return _attention(self.q, self.y, self.spec, at) | more
 
 
 @dataclass(eq=False)

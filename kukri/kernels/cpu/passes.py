@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
 from kukri.kernels.cpu.ops import (
+    Add,
     Attend,
     AttentionWork,
     Buffer,
     Op,
     Producer,
     Quantize,
+    RMSNorm,
     RopeStore,
+    Scale,
     Value,
     group_tokens,
 )
@@ -21,7 +25,7 @@ from kukri.kernels.cpu.ops import (
 
 def run_passes(ops: Sequence[Op], result: Value) -> list[Op]:
     """All passes, in their order. `result` is the value read after the last op."""
-    fused = quantize_in_producer(fuse_rope_store(ops))
+    fused = quantize_in_producer(fuse_add(fuse_rope_store(ops)))
     return add_attention_work(drop_unread(fused, result))
 
 
@@ -43,6 +47,23 @@ def _joins(rotation: RopeStore, store: RopeStore) -> bool:
         and (rotation.v is None, rotation.rope is None) == (True, False)
         and (store.v is None, store.rope is None) == (False, True)
     )
+
+
+def fuse_add(ops: Sequence[Op]) -> list[Op]:
+    """Makes one op of an addition and the norm or factor before it, whose result nothing else reads."""
+    n_reads = Counter(buffer for op in ops for buffer in op.read_buffers())
+    fused: list[Op] = []
+    for op in ops:
+        last = fused[-1] if fused else None
+        if isinstance(op, Add) and n_reads[op.x.buffer] == 1 and op.residual is not op.x:
+            if isinstance(last, RMSNorm) and last.y is op.x:
+                fused[-1] = replace(last, y=op.y, residual=op.residual)
+                continue
+            if isinstance(last, Scale) and last.y is op.x:
+                fused[-1] = Add(op.y, last.x, op.residual, last.factor)
+                continue
+        fused.append(op)
+    return fused
 
 
 def quantize_in_producer(ops: Sequence[Op]) -> list[Op]:

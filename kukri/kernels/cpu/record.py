@@ -101,10 +101,17 @@ class Recorder:
 
     def silu_mul(self, gate: Value, up: Value) -> Value:
         """See Ops.silu_mul. Both must be column views of one buffer."""
+        return self._gated(gate, up, "silu_mul")
+
+    def gelu_mul(self, gate: Value, up: Value) -> Value:
+        """See Ops.gelu_mul. Both must be column views of one buffer."""
+        return self._gated(gate, up, "gelu_mul")
+
+    def _gated(self, gate: Value, up: Value, kernel: str) -> Value:
         if gate.stride != up.stride:
-            raise ShapeError("silu_mul needs gate and up side by side")
+            raise ShapeError(f"{kernel} needs gate and up side by side")
         y = self._like(gate, "the FFN width")
-        self._add(ops.SiluMul(y, gate, up))
+        self._add(ops.Gated(y, gate, up, kernel))
         return y
 
     def linear(
@@ -136,6 +143,24 @@ class Recorder:
             panels = self._quantized(x, kind)
             self._add(ops.Linear(panels, kind, packed, y, column, padded, residual))
             column += packed.n_rows
+        return y
+
+    def add(self, x: Value, residual: Value) -> Value:
+        """See Ops.add."""
+        y = self._like(x, "the model width")
+        self._add(ops.Add(y, x, residual))
+        return y
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """See Ops.scale."""
+        y = self._value(x.rows, x.width)
+        self._add(ops.Scale(y, x, factor))
+        return y
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """See Ops.softcap."""
+        y = self._value(x.rows, x.width)
+        self._add(ops.Softcap(y, x, cap))
         return y
 
     def split(self, x: Value, widths: Sequence[int]) -> tuple[Value, ...]:

@@ -527,3 +527,11 @@ def exponential(x):
     p = fma(p, r, splat(5.0000001201e-1))
     p = fma(p, r * r, r) + splat(1.0)
     return zero_below(x, -87.3, p * power_of_two(to_i32(n)))
+
+
+@device
+def hyperbolic_tangent(x):
+    """tanh(x) of 16 lanes, within 2e-7; nan stays nan."""
+    limited = maximum(splat(-10.0), minimum(splat(10.0), x))  # nan comes through as the second argument
+    tanh = splat(1.0) - splat(2.0) / (exponential(limited + limited) + splat(1.0))
+    return fma(limited, splat(0.0), tanh)

@@ -148,6 +148,14 @@ class TorchOps:
             y = self.tap(*tap, y)
         return y if residual is None else y + residual
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + residual."""
+        return x + residual
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor."""
+        return x * factor
+
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         """Column views of x."""
         return torch.split(x, list(widths), -1)
@@ -172,6 +180,14 @@ class TorchOps:
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate * sigmoid(gate) * up."""
         return F.silu(gate) * up
+
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) * up."""
+        return self.gelu(gate) * up
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap)."""
+        return torch.tanh(x / cap) * cap
 
     def gelu(self, x: Tensor) -> Tensor:
         """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
@@ -248,6 +264,8 @@ class TorchOps:
         heads = q.reshape(n_sequences, n, n_kv_heads, -1, d_head).permute(0, 2, 3, 1, 4)  # [S, G, H/G, n, K]
         scores = heads.reshape(n_sequences, n_kv_heads, -1, d_head) @ keys.transpose(-1, -2)
         scores = scores.view(n_sequences, n_kv_heads, -1, n, keys.shape[2]) * spec.scale
+        if spec.softcap is not None:
+            scores = self.softcap(scores, spec.softcap)
         is_visible = group.is_visible(spec.window)[:, None, None]
         if mask is not None:
             by_head = (n_kv_heads, -1) if len(mask) > 1 else (1, 1)

@@ -1,0 +1,101 @@
+"""Gemma 2 (Gemma team 2024): norms on both sides of attention and MLP, GeGLU, softcaps, windows.
+
+Every other layer sees a window.
+Embeddings are multiplied by the square root of the width. The norms' weights are stored in safetensors as
+what is added to 1, and in GGUF files as they multiply, which is how they come here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import Ops, Tensor
+from kukri.models.architecture import Architecture
+from kukri.models.layers import GatedMLP, Parameter, PostNormed, RMSNorm
+from kukri.models.llama import Block, Llama
+
+if TYPE_CHECKING:
+    from kukri.models.weights import WeightSource
+
+
+class GemmaMLP(GatedMLP):
+    """down(gelu(gate(x)) * up(x)): GeGLU (Shazeer 2020)."""
+
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) * up."""
+        return ops.gelu_mul(gate, up)
+
+
+class Gemma2Block(Block):
+    """One layer: attention and MLP, each between two norms, each added to the residual stream."""
+
+    mlp_type = GemmaMLP
+    mlp_norm_name = "pre_feedforward_layernorm"
+
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, config, layer)
+        name, d_model, eps = f"model.layers.{layer}", config.d_model, config.norm_eps
+        self.post_norms = [
+            RMSNorm(source, f"{name}.{norm}", d_model, eps)
+            for norm in ("post_attention_layernorm", "post_feedforward_layernorm")
+        ]
+        first, second = self.post_norms
+        self.attention.out = PostNormed(self.attention.out, first, "ln1_post.hook_normalized")
+        self.mlp.down = PostNormed(self.mlp.down, second, "ln2_post.hook_normalized")
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every tensor of the layer."""
+        return super().parameters + [parameter for norm in self.post_norms for parameter in norm.parameters]
+
+
+class Gemma2(Llama):
+    """The whole model."""
+
+    block_type = Gemma2Block
+
+    def embed(self, ops: Ops, batch: Any) -> Tensor:
+        """The embeddings, multiplied [T, D]."""
+        return ops.scale(self.embedding(ops, batch), self.config.d_model**0.5)
+
+    def adjust_logits(self, ops: Ops, logits: Tensor) -> Tensor:
+        """The logits, capped [N, V]."""
+        cap = self.config.logit_softcap
+        return logits if cap is None else ops.softcap(logits, cap)
+
+
+GEMMA2 = Architecture(
+    "gemma2",
+    Gemma2,
+    "Gemma2ForCausalLM",
+    numbers=frozenset(["attention_softcap", "logit_softcap"]),
+    gguf_defaults={
+        "attention.sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    wide_layers=46,
+    full_interval=2,
+    tensor_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    hf_norm_offset=1.0,
+    hf_activation="hidden_activation",
+    activation="gelu_pytorch_tanh",
+    reads=frozenset(["sliding_window", "layer_types", "attention_bias", "query_pre_attn_scalar"]),
+    ignores=frozenset(["hidden_activation", "cache_implementation"]),
+    fixed={"use_bidirectional_attention": False},
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    biases={"self_attn": "attention_bias"},
+)

@@ -1,0 +1,42 @@
+"""Gemma 3's text models (Gemma team 2025): Gemma 2 with normed heads, two RoPEs and more windows.
+
+Five of six layers have a window, and rotate by a base of their own; the sixth may have a scaling. Scores
+have no softcap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block
+from kukri.models.qwen3 import Qwen3Attention
+
+
+class Gemma3Block(Gemma2Block):
+    """A layer whose query and key heads are normed as in Qwen3."""
+
+    attention_type = Qwen3Attention
+
+
+class Gemma3(Gemma2):
+    """The whole model."""
+
+    block_type = Gemma3Block
+
+
+GEMMA3_TEXT = replace(
+    GEMMA2,
+    name="gemma3_text",
+    model=Gemma3,
+    hf_class="Gemma3ForCausalLM",
+    numbers=frozenset(["logit_softcap"]),
+    gguf="gemma3",
+    gguf_defaults={},
+    wide_layers=62,
+    full_interval=6,
+    local_rope=True,
+    local_theta=1e4,
+    reads=GEMMA2.reads | {"sliding_window_pattern", "rope_local_base_freq"},
+    ignores=GEMMA2.ignores | {"attn_logit_softcapping", "_sliding_window_pattern"},
+    defaults={**GEMMA2.defaults, "rope_theta": 1e6, "final_logit_softcapping": None},
+)

@@ -1,0 +1,82 @@
+"""OLMo 2 (Walsh et al. 2024): Llama with its norms behind attention and MLP, and with normed q and k.
+
+Attention and MLP read the residual stream as it is, and what each adds to it is normed. One norm runs over
+all query heads together, one over all key heads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import Ops, Tensor
+from kukri.models.architecture import Architecture
+from kukri.models.layers import Attention, GatedMLP, HeadNorm, Parameter, PostNormed, RMSNorm
+from kukri.models.llama import Llama
+
+if TYPE_CHECKING:
+    from kukri.models.weights import WeightSource
+
+
+class Olmo2Attention(Attention):
+    """Attention with a norm of all queries of a token, and one of all its keys."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        n_q, n_kv = self.spec.n_heads * self.spec.d_head, self.spec.n_kv_heads * self.spec.d_head
+        self.q_norm = HeadNorm(source, f"{name}.q_norm", n_q, config.norm_eps)  # as one wide head
+        self.k_norm = HeadNorm(source, f"{name}.k_norm", n_kv, config.norm_eps)
+        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
+
+    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, H*K] and k [T, G*K], each normed as one row."""
+        return self.q_norm(ops, q), self.k_norm(ops, k)
+
+
+class Olmo2Block:
+    """One layer: attention and MLP, the result of each normed and added to the residual stream."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
+        name, eps = f"model.layers.{layer}", config.norm_eps
+        self.layer = layer
+        self.attention = Olmo2Attention(source, f"{name}.self_attn", config, layer)
+        self.mlp = GatedMLP(source, f"{name}.mlp", config, layer)
+        # TransformerLens calls these norms ln1 and ln2, wherever they stand
+        self.attention_norm = RMSNorm(source, f"{name}.post_attention_layernorm", config.d_model, eps)
+        self.mlp_norm = RMSNorm(source, f"{name}.post_feedforward_layernorm", config.d_model, eps)
+        self.attention.out = PostNormed(self.attention.out, self.attention_norm, "ln1.hook_normalized")
+        self.mlp.down = PostNormed(self.mlp.down, self.mlp_norm, "ln2.hook_normalized")
+
+    def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        x = ops.tap("hook_resid_pre", self.layer, x)
+        x = ops.tap("hook_resid_mid", self.layer, self.attention(ops, x, x, batch))
+        return ops.tap("hook_resid_post", self.layer, self.mlp(ops, x, x))
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every tensor of the layer."""
+        parts = (self.attention, self.mlp, self.attention_norm, self.mlp_norm)
+        return [parameter for part in parts for parameter in part.parameters]
+
+
+class Olmo2(Llama):
+    """The whole model."""
+
+    block_type = Olmo2Block
+
+
+OLMO2 = Architecture(
+    "olmo2",
+    Olmo2,
+    "Olmo2ForCausalLM",
+    full_interval=4,
+    local_rope=True,
+    tensor_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    reads=frozenset(["attention_bias"]),
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5},
+    biases={"self_attn": "attention_bias"},
+)
