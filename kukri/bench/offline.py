@@ -141,7 +141,8 @@ class BenchReport:
     machine: MachineCard
     model: ModelCard
     n_threads: int
-    device: str | None  # as the user chose; None: the CPU
+    device: str | None  # of PyTorch
+    backend: str
     quantize: str | None  # what a directory's matrices were packed to
     rope_scaling: str | None  # as the user asked
     rope_factor: float | None
@@ -162,6 +163,7 @@ def run_bench(
     *,
     n_threads: int | None = None,
     device: str | None = None,
+    backend: str | None = None,
     quantize: str | None = None,
     rope_scaling: str | None = None,
     rope_factor: float | None = None,
@@ -181,7 +183,7 @@ def run_bench(
             raise ConfigError(f"{name} must be at least 1, not {value}")
     if n_threads is not None and n_threads < 1:
         raise ConfigError(f"n_threads must be at least 1, not {n_threads}")
-    _, found = choose_backend(None, device)
+    backend, found = choose_backend(backend, device)
     console = Console(quiet=json_only, highlight=False)
     path = hub.resolve(model)
     if quantize is not None and not path.is_dir():
@@ -195,6 +197,7 @@ def run_bench(
     _print_cards(console, machine, card)
     options = {
         "device": found,
+        "backend": backend,
         "quantize": quantize,
         "rope_scaling": rope_scaling,
         "rope_factor": rope_factor,

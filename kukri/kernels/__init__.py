@@ -21,9 +21,9 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and 
 def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | None]:
     """The name of the backend to make and of its device, by two options that may each be left out.
 
-    Without either it is the CPU backend. A device other than the CPU is the torch backend's; "auto" is the
-    first such device there is, else the CPU. "gpu" is the torch backend on a device that is not the CPU.
-    Raises ConfigError on options that contradict each other, without PyTorch, or without such a device.
+    Without either it is the CPU backend. A device other than the CPU is the gpu backend's, torch with Triton
+    kernels; "auto" is the first such device there is, else the CPU. Raises ConfigError on options that
+    contradict each other, without PyTorch, or without such a device.
     """
     if backend is not None and backend not in BACKENDS:
         raise UnsupportedError(f"no backend {backend!r}: choose one of {', '.join(BACKENDS)}")
@@ -41,17 +41,18 @@ def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | 
     if device not in (None, "auto"):
         if backend == "gpu" and device == "cpu":
             raise ConfigError("backend gpu does not run on the cpu: choose backend torch, or another device")
-        return "torch", str(devices.find_device(str(device)))
-    found = devices.accelerator()
-    if found is not None:
-        return "torch", found
+        found = str(devices.find_device(str(device)))
+        return ("torch" if backend == "torch" or found == "cpu" else "gpu"), found
+    first = devices.accelerator()
+    if first is not None:
+        return backend or "gpu", first
     if backend == "gpu":
         raise ConfigError(f"PyTorch {devices.version()} sees no GPU here: choose --device cpu (device)")
     return ("cpu", None) if backend is None else ("torch", "cpu")
 
 
 def make_backend(name: str, n_threads: int | None = None, device: str | None = None) -> Backend:
-    """A backend by name; `device` is the torch backend's. Raises as `choose_backend` does."""
+    """A backend by name, on a device; gpu is torch where Triton is not. Raises as `choose_backend` does."""
     name, device = choose_backend(name, device)
     if name == "reference":
         from kukri.kernels.reference import ReferenceBackend
@@ -61,6 +62,10 @@ def make_backend(name: str, n_threads: int | None = None, device: str | None = N
         from kukri.kernels.cpu import CpuBackend
 
         return CpuBackend(n_threads=n_threads)
+    if name == "gpu" and str(device).startswith("cuda") and importlib.util.find_spec("triton") is not None:
+        from kukri.kernels.gpu.backend import GpuBackend
+
+        return GpuBackend(str(device), n_threads)
     from kukri.kernels.pytorch import TorchBackend
 
     return TorchBackend(device or "cpu", n_threads)

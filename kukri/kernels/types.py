@@ -479,8 +479,10 @@ class Backend(Protocol):
     name: str
     exact_kv_type: KVType  # the widest numbers that its KV cache can hold
     page_tokens: int  # tokens of a page of its caches
-    # True: a token's result has the same bits whatever else is in its step, and however prompts are cut
-    is_batch_invariant: bool
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True if a token's result has the same bits whatever else is in its step, and for any chunks."""
 
     @property
     def sampling(self) -> SamplingBackend:

@@ -159,6 +159,9 @@ class ModelOptions:
     device: str | None = option(
         "cpu, cuda, cuda:1, mps, xpu, or auto for a GPU if there is one. [default: cpu]", metavar="NAME"
     )
+    backend: Literal["cpu", "torch", "gpu", "reference"] | None = option(
+        "How to compute there; torch is PyTorch without Triton. [default: by the device]"
+    )
     quantize: str | None = option("Pack a safetensors model while loading: Q8_0, Q4_K …", metavar="TYPE")
     rope_scaling: str | None = option("Extend the context: linear, dynamic or yarn.", metavar="KIND")
     rope_factor: float | None = option("Factor of --rope-scaling: 4 for four times the context.", metavar="X")

@@ -1,7 +1,8 @@
-"""Triton kernels for GPUs. No backend calls them yet.
+"""The gpu backend: Triton kernels, the op set on them, and CUDA graphs of decode steps.
 
-Importing this package is cheap; its modules but `pack` and `tiles` import torch, `launch` and `*_kernels`
-Triton.
+`backend.py` is the torch backend on the ops of `ops.py`, which launch kernels by `launch.py`; `graphs.py`
+captures decode steps. Importing this package is cheap; its modules but `pack` and `tiles` import torch, and
+most of them Triton.
 """
 
 import os

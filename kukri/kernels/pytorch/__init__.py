@@ -33,16 +33,18 @@ from kukri.kernels.types import (
 
 
 class TorchBackend:
-    """Runs models with PyTorch. Keeps a model's constants on the device once they were used."""
+    """Runs models with PyTorch. Keeps a model's constants on the device once they were used.
+
+    Not batch-invariant: the libraries' matrix products sum in an order that depends on their shape.
+    """
 
     name = "torch"
     page_tokens = PAGE_TOKENS
-    is_batch_invariant = False  # the libraries' matrix products sum in an order that depends on their shape
 
     def __init__(
         self, device: str = "cpu", n_threads: int | None = None, unpacked_bytes: int | None = None
     ) -> None:
-        """`unpacked_bytes`: memory for matrices dequantized once; None: half of it.
+        """`unpacked_bytes` is memory for matrices dequantized once, None for half of what caches leave free.
 
         Raises ConfigError if there is no such device.
         """
@@ -61,6 +63,11 @@ class TorchBackend:
         """The model's constants. First used when a program is compiled, after its cache was allocated."""
         n_bytes = free_bytes(self.device) // 2 if self._unpacked_bytes is None else self._unpacked_bytes
         return DeviceConstants(self.device, matrix_dtype(self.device), n_bytes)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """See Backend.is_batch_invariant."""
+        return False
 
     @property
     def device_name(self) -> str:
@@ -86,7 +93,10 @@ class TorchBackend:
     ) -> CompiledProgram:
         """See Backend.compile. The program runs eagerly."""
         assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
-        return TorchProgram(program, TorchOps(self.constants, cache, taps), limits)
+        return TorchProgram(program, self._ops(cache, taps), limits)
+
+    def _ops(self, cache: TensorCache, taps: frozenset[str]) -> TorchOps:
+        return TorchOps(self.constants, cache, taps)
 
     @property
     def sampling(self) -> CpuSampling:
@@ -129,6 +139,6 @@ class TorchProgram:
         with torch.no_grad():
             on_device = DeviceBatch(batch, self._inputs, self._ops.constants.device)
             try:
-                return TensorLogits(self._program(self._ops, on_device))
+                return TensorLogits(self._ops.floats(self._program(self._ops, on_device)))
             except StoppedError:
                 return TensorLogits(torch.empty(0, 0))

@@ -109,10 +109,11 @@ class TorchOps:
         self.constants, self.cache, self.taps = constants, cache, taps
         self.on_tap: Hook | None = None  # of the step
         self.stop: str | None = None  # the tap that ends the step
+        self.n_vocab = 0  # rows of the embedding, once it was used
 
     def embed(self, weight: Weight, batch: DeviceBatch) -> Tensor:
         """Rows of `weight` [V, D] for the token ids -> [T, D]. Raises ShapeError on ids beyond V."""
-        ids = batch.host.token_ids
+        ids, self.n_vocab = batch.host.token_ids, weight.shape[0]
         if ids.min() < 0 or ids.max() >= weight.shape[0]:
             raise ShapeError("bad step: a token id outside the vocabulary")
         return self.constants.matrix(weight).rows(batch.token_ids).float()
@@ -254,7 +255,12 @@ class TorchOps:
         if full_name == self.stop:
             raise StoppedError
         # an array that was edited in place is to be read too
-        return torch.from_numpy(array if replacement is None else replacement).to(x.device)
+        shown = array if replacement is None else replacement
+        return torch.from_numpy(np.ascontiguousarray(shown)).to(x.device)
+
+    def floats(self, x: Tensor) -> Tensor:
+        """A value as float32 [rows, width]: every value is."""
+        return x
 
     def _attend(self, q: Tensor, spec: AttentionSpec, group: AttentionGroup, mask: Tensor | None) -> Tensor:
         """Attention of q [S, n, H*K] over the sequences' pages -> [S, n, H*K]."""

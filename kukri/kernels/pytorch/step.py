@@ -89,6 +89,9 @@ class DeviceBatch:
         self.rope_positions = on_device["positions"][:n_tokens]
         if batch.rope_positions is not None:
             self.rope_positions = torch.from_numpy(np.ascontiguousarray(rotated_by)).to(device)
+        self.max_context = int(batch.context_len.max())
+        self.is_decode = n_tokens == n_sequences  # one token for each
+        self.kept: dict[object, Tensor] = {}  # of what layers have in common
         self.mask = None if batch.mask is None else torch.from_numpy(batch.mask).to(device)
         self._device = device
 

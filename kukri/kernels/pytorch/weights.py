@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy.typing as npt
@@ -163,9 +164,14 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return _grouped(quants, _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8))
 
 
+@cache
+def _iq4_table(device: torch.device) -> Tensor:
+    """The values that quants of 4 bits stand for. Kept, as a graph may not copy from the host."""
+    return torch.from_numpy(IQ4_VALUES).to(device)
+
+
 def _iq4_values(packed: Tensor) -> Tensor:
-    values = torch.from_numpy(IQ4_VALUES).to(packed.device)
-    return values[_bit_fields(packed, 4, 16).int()]
+    return _iq4_table(packed.device)[_bit_fields(packed, 4, 16).int()]
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:

@@ -1,0 +1,86 @@
+"""The gpu backend: the torch backend with Triton kernels in place of plain ops, where there are any."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from kukri.kernels.gpu.graphs import Capture, CaptureOnCuda, DecodeGraphs
+from kukri.kernels.gpu.ops import PackedConstants, TritonOps
+from kukri.kernels.host_step import check_sizes
+from kukri.kernels.pytorch import TorchBackend, TorchProgram
+from kukri.kernels.pytorch.cache import TensorCache
+from kukri.kernels.pytorch.devices import matrix_dtype
+from kukri.kernels.pytorch.step import TensorLogits, check_indices
+from kukri.kernels.types import (
+    Cache,
+    CompiledProgram,
+    ForwardBatch,
+    Hook,
+    KVType,
+    Program,
+    StepLimits,
+)
+
+
+class GpuBackend(TorchBackend):
+    """Runs models on CUDA and ROCm devices, and under Triton's interpreter on the CPU, for tests."""
+
+    name = "gpu"
+
+    def __init__(
+        self, device: str = "cpu", n_threads: int | None = None, capture: Capture | None = None
+    ) -> None:
+        """`capture` records graphs, None for the device's own. Raises ConfigError if there is no device."""
+        super().__init__(device, n_threads)
+        self.exact_kv_type: KVType = "f16"
+        self._capture = capture
+        if capture is None and self.device.type == "cuda":
+            self._capture = CaptureOnCuda()
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True while no plain op took part whose sums may depend on the step: see docs/gpu.md."""
+        return self.constants.is_batch_invariant
+
+    @cached_property
+    def constants(self) -> PackedConstants:
+        """The model's constants, packed for the kernels."""
+        return PackedConstants(self.device, matrix_dtype(self.device))
+
+    def compile(
+        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
+    ) -> CompiledProgram:
+        """See Backend.compile. Decode steps are captured as graphs, unless something is tapped."""
+        assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
+        ops = TritonOps(self.constants, cache, taps)
+        return GpuProgram(program, ops, limits, None if taps else self._capture)
+
+
+class GpuProgram(TorchProgram):
+    """A model bound to a cache: see CompiledProgram. Decode steps replay graphs."""
+
+    def __init__(self, program: Program, ops: TritonOps, limits: StepLimits, capture: Capture | None) -> None:
+        super().__init__(program, ops, limits)
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self._graphs = DecodeGraphs(program, ops, self._inputs, limits, capture)
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        on_tap: Hook | None = None,
+        *,
+        start: str | None = None,
+        stop: str | None = None,
+    ) -> TensorLogits:
+        """See CompiledProgram."""
+        if self._graphs is None or not self._graphs.takes(batch):
+            return super().__call__(batch, on_tap, start=start, stop=stop)
+        check_sizes(batch, self._limits)
+        check_indices(batch, self._ops.cache.n_pages)
+        if batch.inputs is not self.inputs:
+            self.inputs.copy(batch)
+        with torch.no_grad():
+            return TensorLogits(self._graphs.run(batch))

@@ -1,0 +1,262 @@
+"""The op set on Triton kernels: those of `launch.py`, and plain PyTorch ops for what they do not cover.
+
+A norm, a SwiGLU and a rotation are put off until their reader is known: a matrix reads them quantized,
+attention rotates as it stores. A tap reads floats. So a step has no launch whose result is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kukri.kernels.gpu import launch, tiles
+from kukri.kernels.gpu.pack import PACKED_TYPES, Planes, pack
+from kukri.kernels.pytorch.cache import LayerKV, TensorCache
+from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps
+from kukri.kernels.pytorch.step import DeviceBatch
+from kukri.kernels.types import AttentionSpec, Experts, RopeFrequencies, Vector, Weight, tap_name
+
+_HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Deferred:
+    """A value computed when it is read, and kept: as float32, or as int8 rows for a matrix."""
+
+    def __init__(self, floats: Callable[[], Tensor], q8: Callable[[], launch.Q8Rows]) -> None:
+        self._floats, self._q8 = floats, q8
+
+    @cached_property
+    def floats(self) -> Tensor:
+        """float32 [rows, width]."""
+        return self._floats()
+
+    @cached_property
+    def q8(self) -> launch.Q8Rows:
+        """The same rows, quantized."""
+        return self._q8()
+
+
+@dataclass(frozen=True, eq=False)
+class Rotated:
+    """Queries or keys that attention is to rotate."""
+
+    x: Tensor
+    frequencies: RopeFrequencies
+
+
+class PackedConstants(DeviceConstants):
+    """Constants with the kernels' packed matrices. Plain ops dequantize the file's blocks at each use."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype, unpacked_bytes=0)
+        self._packed: dict[tuple[Weight, ...], launch.Matrix] = {}
+        self.is_batch_invariant = True  # until a plain op takes part whose sums may depend on shapes
+
+    def packed(self, weights: tuple[Weight, ...]) -> launch.Matrix:
+        """Matrices of one type, one above the other, packed on first use."""
+        if weights not in self._packed:
+            self._packed[weights] = launch.to_device(_stacked([pack(w) for w in weights]), self.device)
+        return self._packed[weights]
+
+
+class TritonOps(TorchOps):
+    """The op set on a device, for one program."""
+
+    constants: PackedConstants
+
+    def __init__(
+        self, constants: PackedConstants, cache: TensorCache, taps: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(constants, cache, taps)
+        self.is_capturable = True  # False once an op has read the device: a graph cannot
+        self._pages = {layer: _paged(kv) for layer, kv in cache.kv.items()}
+
+    def rms_norm(self, x: Any, weight: Vector, eps: float) -> Any:
+        """See Ops.rms_norm."""
+        x, w = self.floats(x), self.constants.vector(weight)
+        return Deferred(lambda: launch.rms_norm(x, w, eps), lambda: launch.rms_norm_q8(x, w, eps))
+
+    def head_norm(self, x: Any, weight: Vector, eps: float) -> Tensor:
+        """See Ops.head_norm."""
+        x = self.floats(x)
+        heads = x.reshape(-1, len(weight))
+        return launch.rms_norm(heads, self.constants.vector(weight), eps).view(x.shape)
+
+    def layer_norm(self, x: Any, weight: Vector, bias: Vector, eps: float) -> Tensor:
+        """See Ops.layer_norm: the mean is PyTorch's."""
+        self.constants.is_batch_invariant = False
+        x = self.floats(x)
+        centred = (x - x.mean(-1, keepdim=True)).contiguous()
+        return launch.rms_norm(centred, self.constants.vector(weight), eps) + self.constants.vector(bias)
+
+    def linear(
+        self,
+        x: Any,
+        weights: Sequence[Weight],
+        bias: Vector | None = None,
+        residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Tensor:
+        """See Ops.linear. Neighbours of one type are one launch, which adds bias and residual too."""
+        is_tapped = tap is not None and tap_name(*tap) in self.taps
+        n_rows = len(x.q8.quants) if isinstance(x, Deferred) and _all_packed(weights) else len(self.floats(x))
+        n_out = sum(weight.shape[0] for weight in weights)
+        y = torch.empty((n_rows, n_out), dtype=torch.float32, device=self.constants.device)
+        source = x if isinstance(x, Deferred) else Deferred(lambda: x, lambda: launch.quantize(x))
+        residual = None if residual is None else residual.contiguous()
+        start = 0
+        for run in _runs(weights):
+            stop = start + sum(weight.shape[0] for weight in run)
+            columns = slice(start, stop)
+            added = None if bias is None else self.constants.vector(bias)[columns]
+            beside = None if residual is None or is_tapped else residual[:, columns]
+            self._product(source, run, y[:, columns], added, beside)
+            start = stop
+        if tap is None or not is_tapped:
+            return y
+        y = self.floats(self.tap(*tap, y))
+        return y if residual is None else y + residual
+
+    def rope(
+        self, q: Any, k: Any, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
+    ) -> tuple[Any, Any]:
+        """See Ops.rope: attention rotates, unless a tap wants to see it."""
+        taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
+        if batch.mask is not None or not self.taps.isdisjoint(taps):
+            return super().rope(q, k, rope, spec, batch)
+        return Rotated(q, rope), Rotated(k, rope)
+
+    def attention(self, q: Any, k: Any, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
+        """See Ops.attention: in one pass, or split by chunks of keys if all decode and a context is long."""
+        if batch.mask is not None:
+            return super().attention(q, k, v, spec, batch)
+        table = None
+        if isinstance(q, Rotated):
+            rope = self.constants.rope_table(q.frequencies)
+            rope.ensure(batch.max_position + 1)
+            table, q, k = (rope.cos, rope.sin), q.x, k.x
+        cache = self._pages[spec.layer]
+        queries = launch.rope_and_store(q, k, v, table, batch.rope_positions, batch.slots, cache, spec)
+        arguments = (queries, cache, batch.query_start, batch.context_len, batch.page_table)
+        work = self._work(spec, batch)
+        n_chunks = -(-batch.max_context // launch.CHUNK)
+        if batch.is_decode and n_chunks > 1:
+            out = launch.decode_split(*arguments, spec, n_chunks)
+        else:
+            out = launch.attention(*arguments, work, spec, is_prefill=not batch.is_decode)
+        return out.view(len(out), -1)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Any:
+        """See Ops.silu_mul."""
+        return Deferred(lambda: launch.silu_mul(gate, up), lambda: launch.silu_mul_q8(gate, up))
+
+    def expert_linear(
+        self, x: Any, routes: Any, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> Tensor:
+        """See Ops.expert_linear: a product for each expert in use, whose numbers the host reads."""
+        self.is_capturable = self.constants.is_batch_invariant = False
+        return super().expert_linear(self.floats(x), routes, experts, bias)
+
+    def gelu(self, x: Any) -> Tensor:
+        """See Ops.gelu."""
+        return super().gelu(self.floats(x))
+
+    def split(self, x: Any, widths: Sequence[int]) -> tuple[Tensor, ...]:
+        """See Ops.split."""
+        return super().split(self.floats(x), widths)
+
+    def logit_rows(self, x: Any, batch: DeviceBatch) -> Tensor:
+        """See Ops.logit_rows."""
+        return super().logit_rows(self.floats(x), batch)
+
+    def tap(self, name: str, layer: int | None, x: Any) -> Any:
+        """See Ops.tap: only a value that is shown is computed for it."""
+        if self.on_tap is None or tap_name(name, layer) not in self.taps:
+            return x
+        return super().tap(name, layer, self.floats(x))
+
+    def floats(self, x: Any) -> Tensor:
+        """A value as float32, computed if it was put off."""
+        floats: Tensor = x.floats if isinstance(x, Deferred) else x
+        return floats
+
+    def _product(
+        self,
+        x: Deferred,
+        weights: tuple[Weight, ...],
+        y: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> None:
+        """Writes x times matrices of one type, with bias and residual, to y."""
+        name = weights[0].type.name
+        if name in PACKED_TYPES:
+            launch.linear(x.q8, self.constants.packed(weights), y, bias, residual)
+        elif name in _HALVES:
+            self._half_product(x.floats, weights, y, bias, residual)
+        else:
+            self.constants.is_batch_invariant = False
+            plain = super().linear(x.floats, weights)
+            plain = plain if bias is None else plain + bias
+            y.copy_(plain if residual is None else plain + residual)
+
+    def _half_product(
+        self, x: Tensor, weights: tuple[Weight, ...], y: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> None:
+        narrow, start = x.to(self.constants.dtype), 0
+        for weight in weights:
+            columns = slice(start, start + weight.shape[0])
+            launch.linear_float(
+                narrow,
+                self.constants.matrix(weight).data,
+                y[:, columns],
+                None if bias is None else bias[columns],
+                None if residual is None else residual[:, columns],
+            )
+            start += weight.shape[0]
+
+    def _work(self, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
+        """(sequence, first token) of each tile of queries, int32 [tiles, 2]; kept for other layers."""
+        rows = tiles.attention_tile(spec.group, spec.d_head, is_prefill=not batch.is_decode).rows
+        key = (rows, spec.group)
+        if key not in batch.kept:
+            work = launch.prefill_tiles(batch.host.query_start.tolist(), spec, rows)
+            batch.kept[key] = torch.tensor(work, dtype=torch.int32, device=self.constants.device)
+        return batch.kept[key]
+
+
+def _all_packed(weights: Sequence[Weight]) -> bool:
+    return all(weight.type.name in PACKED_TYPES for weight in weights)
+
+
+def _runs(weights: Sequence[Weight]) -> Iterator[tuple[Weight, ...]]:
+    """Neighbouring weights of one type."""
+    return (tuple(run) for _, run in groupby(weights, key=lambda weight: weight.type.name))
+
+
+def _stacked(parts: list[Planes]) -> Planes:
+    """Matrices one above the other."""
+    if len(parts) == 1:
+        return parts[0]
+    high = parts[0].high if parts[0].high.ndim == 1 else np.concatenate([p.high for p in parts])
+    return replace(
+        parts[0],
+        n_rows=sum(p.n_rows for p in parts),
+        quants=np.concatenate([p.quants for p in parts]),
+        high=high,
+        scales=np.concatenate([p.scales for p in parts]),
+    )
+
+
+def _paged(kv: LayerKV) -> launch.PagedTensors:
+    """A layer's cache as the kernels take it: without scales, the numbers stand in for them."""
+    key_scales = kv.keys if kv.key_scales is None else kv.key_scales
+    value_scales = kv.values if kv.value_scales is None else kv.value_scales
+    return launch.PagedTensors(kv.keys, kv.values, key_scales, value_scales)

@@ -1,0 +1,140 @@
+"""Whole models on Triton kernels under the interpreter: against the reference, and to the bit by batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny_llama import Driver, random_ids
+from tiny_models import V, make
+
+from kukri.engine.batch_builder import BatchBuilder, Chunk
+from kukri.kernels.cpu.quantize import quantize
+from kukri.kernels.gpu import launch
+from kukri.kernels.gpu.backend import GpuBackend
+from kukri.kernels.reference import ReferenceBackend
+from kukri.kernels.types import StepLimits, Weight
+from kukri.models import load_model
+from kukri.quant.types import QUANT_TYPES
+
+IDS = random_ids(4, V)
+SLOW = pytest.mark.slow  # the interpreter takes seconds for a step
+
+
+def model_of(name, n_layers=4):
+    """A tiny model with packed matrices."""
+    _, config, source = make(name)
+    plain, type = source.matrix, QUANT_TYPES["Q8_0"]
+
+    def packed(key, shape):
+        return Weight(quantize(plain(key, shape).data.view(np.float32), type), type, shape, key)
+
+    source.matrix = packed
+    model = load_model(source, config)
+    model.blocks = model.blocks[:n_layers]
+    return model
+
+
+class Int8Inputs:
+    """A model whose matrices read inputs that are rounded as the kernels round them."""
+
+    def __init__(self, model):
+        self.model, self.cache_layout = model, model.cache_layout
+
+    def __call__(self, ops, batch):
+        plain = ops.linear
+
+        def linear(x, weights, *rest):
+            blocks = x.reshape(len(x), -1, 32)
+            scale = np.abs(blocks).max(-1, keepdims=True) / 127
+            return plain((np.rint(blocks / scale) * scale).reshape(x.shape), weights, *rest)
+
+        ops.linear = linear
+        try:
+            return self.model(ops, batch)
+        finally:
+            del ops.linear
+
+
+class Sequence:
+    """A token sequence on one page."""
+
+    def __init__(self, tokens, page):
+        self.tokens, self.page_row = np.array(tokens, np.int32), np.array([page], np.int32)
+
+
+def assert_near(got, want):
+    """The last bit of a float may tip an int8 by one step, as on the CPU backend."""
+    assert got.shape == want.shape
+    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "phi", *(pytest.param(n, marks=SLOW) for n in ("llama", "phi3", "starcoder2"))]
+)
+def test_logits_are_those_of_the_reference(name):
+    """An op under another name, a bias or residual that no launch adds, a rotation left out."""
+    model, backend = model_of(name, 1), GpuBackend()
+    want = Driver(Int8Inputs(model), ReferenceBackend(), kv_type="f16").run(IDS, [4])
+    assert_near(Driver(model, backend, kv_type="f16").run(IDS, [3, 1]), want)
+    assert backend.is_batch_invariant == (name not in ("phi", "starcoder2"))
+
+
+def test_a_crowd_changes_no_bit():
+    """A launch whose tiles, or order of sums, follow the batch."""
+    model, backend = model_of("qwen3", 1), GpuBackend()
+    program = backend.compile(model, backend.new_cache(model.cache_layout, 4), StepLimits(8, 3, 8, 1))
+    builder = BatchBuilder(program.inputs, 16)
+    other = Sequence(random_ids(4, V, seed=1), 1)
+    alone, beside = Sequence(IDS, 3), Sequence(IDS, 0)
+
+    def logits(*chunks):
+        return program(builder.build([Chunk(*chunk) for chunk in chunks])).numpy()
+
+    # token by token, as the interpreter's matrix products round by the shape of a prompt's tiles
+    for i in range(2):
+        got = logits((other, i, 1, 0), (beside, i, 1, 1))
+        np.testing.assert_array_equal(got, logits((alone, i, 1, 1)))
+
+
+def test_hooks_see_floats_and_edits_are_computed():
+    """A norm that is put off and never shown, or quantized before its hook has edited it."""
+    model = model_of("llama", 1)
+    taps = ["blocks.0.ln1.hook_normalized", "blocks.0.mlp.hook_post", "blocks.0.attn.hook_rot_q"]
+    taps += ["blocks.0.hook_attn_out", "ln_final.hook_normalized"]
+    seen = {}
+    for backend in (ReferenceBackend(), GpuBackend()):
+        kept = seen[backend.name] = {}
+
+        def listen(name, x, kept=kept):
+            kept[name] = x.copy()
+            x *= 0.5 if name == taps[0] else 1
+
+        rounded = Int8Inputs(model) if backend.name == "reference" else model
+        hooks = {name: [listen] for name in taps}
+        kept["logits"] = Driver(rounded, backend, hooks, kv_type="f16").run(IDS[:2], [2])
+    for name in (*taps, "logits"):
+        assert_near(seen["gpu"][name], seen["reference"][name])
+
+
+def test_launches_of_a_decode_step(monkeypatch):
+    """A launch more than needed: a value that nobody reads, matrices of one type one by one."""
+    model = model_of("llama", 2)
+    driver = Driver(model, GpuBackend(), kv_type="f16")
+    driver.step(IDS[:1])
+    counts = {}
+
+    def counting(name, launched):
+        def counted(*args, **kwargs):
+            counts[name] = counts.get(name, 0) + 1
+            return launched(*args, **kwargs)
+
+        return counted
+
+    for name in ("linear", "rms_norm", "rms_norm_q8", "quantize", "silu_mul", "silu_mul_q8", "rope_and_store",
+                 "attention", "decode_split", "linear_float"):  # fmt: skip
+        monkeypatch.setattr(launch, name, counting(name, getattr(launch, name)))
+    driver.step(IDS[1:2])
+    assert counts == {
+        "rms_norm_q8": 2 * 2 + 1, "linear": 2 * 4 + 1, "rope_and_store": 2, "attention": 2, "quantize": 2,
+        "silu_mul_q8": 2,
+    }  # fmt: skip
