@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from kukri import __version__
 from kukri.errors import KukriError, RequestError
 from kukri.llm import LLM
+from kukri.server import ollama, ollama_models, ollama_schema
 from kukri.server.chat_completions import complete_chat
 from kukri.server.completions import complete
 from kukri.server.embeddings import EmbeddingBody, embed
@@ -25,6 +26,15 @@ from kukri.server.loading_reply import answered
 from kukri.server.messages import answer_message, count_tokens
 from kukri.server.messages_schema import MessageErrorBody, MessagesBody, PromptBody
 from kukri.server.middleware import Middleware
+from kukri.server.ollama_schema import (
+    KeepAlive,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaPullBody,
+)
 from kukri.server.page import add_page
 from kukri.server.registry import ModelEntry, ModelRegistry
 from kukri.server.responses import respond
@@ -37,6 +47,7 @@ from kukri.server.schema import (
     TemplateBody,
     TokenizeBody,
 )
+from kukri.server.service import Service
 from kukri.server.settings import ServedModel, ServerSettings
 
 log = logging.getLogger("kukri.server")
@@ -52,6 +63,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer"}
 }
+_LINES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "application/x-ndjson": {}}, "description": "The answer"}
+}
+_OLLAMA_VERSION = "0.12.0"  # whose API this is: clients ask for a least one
 _MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {
     status: {**described, "model": MessageErrorBody} for status, described in _ERRORS.items()
 }
@@ -98,12 +113,13 @@ def create_app(llm: LLM | None, settings: ServerSettings, models: Sequence[Serve
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients have many of their own
             expose_headers=["request-id", "retry-after", "x-request-id"],
         )
     _add_openai_routes(app, registry)
     _add_anthropic_routes(app, registry)
+    _add_ollama_routes(app, registry)
     _add_token_routes(app, registry)
     _add_state_routes(app, registry)
     if settings.has_page:
@@ -178,6 +194,107 @@ def _add_anthropic_routes(app: FastAPI, registry: ModelRegistry) -> None:
         """Counts the tokens of its prompt."""
         service = await registry.acquire(registry.find(body.model), request.scope)
         return await count_tokens(service, body)
+
+
+def _add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    async def with_model(
+        body: KeepAlive, request: Request, make: Callable[[Service], Awaitable[Response]], *, stream: bool
+    ) -> Response:
+        def kept(service: Service) -> Awaitable[Response]:
+            registry.keep(registry.find(body.model), body.keep_alive_s)
+            return make(service)
+
+        return await answered(registry, body.model, request, kept, stream=stream, form=ollama.NDJSON)
+
+    async def with_prompt(
+        body: ollama_schema.GenerationBody,
+        request: Request,
+        make: Callable[[Service], Awaitable[Response]],
+        *,
+        is_empty: bool,
+    ) -> Response:
+        """Answers; a body without a prompt loads the model, or unloads it with keep_alive 0."""
+        if not is_empty:
+            return await with_model(body, request, make, stream=body.stream)
+        entry, seconds = registry.find(body.model), body.keep_alive_s
+        if seconds == 0 and not entry.spec.is_pinned:
+            await registry.unload(entry, "request")
+            return ollama.loaded_answer(body, entry.name, "unload")
+
+        async def loaded(service: Service) -> Response:
+            return ollama.loaded_answer(body, entry.name, "load")
+
+        return await with_model(body, request, loaded, stream=False)
+
+    @app.post("/api/chat", responses=_LINES)
+    async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
+        """Answers a conversation, in Ollama's form."""
+        return await with_prompt(
+            body, request, lambda service: ollama.chat(service, body, request), is_empty=not body.messages
+        )
+
+    @app.post("/api/generate", responses=_LINES)
+    async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
+        """Answers a prompt, in Ollama's form."""
+        return await with_prompt(
+            body, request, lambda service: ollama.generate(service, body, request), is_empty=not body.prompt
+        )
+
+    @app.post("/api/embed", response_class=JSONResponse)
+    async def ollama_embed(body: OllamaEmbedBody, request: Request) -> Response:
+        """A vector for each text, in Ollama's form."""
+        return await with_model(
+            body, request, lambda service: ollama.embed(service, body, request), stream=False
+        )
+
+    @app.post("/api/embeddings", response_class=JSONResponse)
+    async def ollama_embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
+        """A vector for one text, in Ollama's older form."""
+        return await with_model(
+            body, request, lambda service: ollama.embed_one(service, body, request), stream=False
+        )
+
+    @app.get("/api/tags", response_class=JSONResponse)
+    async def ollama_tags() -> Response:
+        """Lists the models on this machine."""
+        return await ollama_models.tags(registry)
+
+    @app.get("/api/ps", response_class=JSONResponse)
+    async def ollama_ps() -> Response:
+        """Lists the loaded models."""
+        return await ollama_models.running(registry)
+
+    @app.post("/api/show", response_class=JSONResponse)
+    async def ollama_show(body: OllamaBody) -> Response:
+        """Describes a model."""
+        return await ollama_models.show(registry, body.model)
+
+    @app.post("/api/pull", responses=_LINES)
+    async def ollama_pull(body: OllamaPullBody) -> Response:
+        """Fetches a model, if clients may."""
+        return await ollama_models.pull(registry, body.model, stream=body.stream)
+
+    @app.delete("/api/delete", response_class=Response)
+    async def ollama_delete(body: OllamaBody) -> Response:
+        """Removes a model, if clients may."""
+        return await ollama_models.delete(registry, body.model)
+
+    @app.get("/api/version")
+    async def ollama_version() -> JSONResponse:
+        """The version of Ollama whose API this is."""
+        return JSONResponse({"version": _OLLAMA_VERSION, "kukri": __version__})
+
+    @app.head("/", include_in_schema=False)
+    async def is_there() -> Response:
+        """Says that a server is there, as Ollama's clients ask first."""
+        return Response()
+
+    if not registry.settings.has_page:
+
+        @app.get("/", include_in_schema=False)
+        async def is_running() -> Response:
+            """Says so in words."""
+            return Response("kukri is running", media_type="text/plain")
 
 
 def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class ChatRequest:
     effort: str | None = None
     thinking_budget: int | None = None  # tokens
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    max_context: int | None = None  # tokens of prompt and answer
     user: str = ""  # the queue is fair among users
     priority: int = 0
     names: Mapping[str, str] = field(default_factory=dict)

@@ -44,21 +44,33 @@ class EmbeddingBody(Body):
 
 async def embed(service: Service, body: EmbeddingBody, http: Request) -> Response:
     """The response to an embedding request. A client that leaves ends the work."""
-    model, width = service.check_model(body.model), service.llm.config.d_model
+    texts = await _token_ids(service, body.input)
+    vectors = await vectors_of(service, body, texts, http)
+    if vectors is None:
+        return _Silence()
+    model, n_tokens = service.check_model(body.model), sum(map(len, texts))
+    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    head = {"object": "list", "model": model, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
+    content = await asyncio.to_thread(_body, head, vectors, body.encoding_format == "base64")
+    return Response(content, media_type="application/json")
+
+
+async def vectors_of(
+    service: Service, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
+) -> FloatArray | None:
+    """The vectors [n, D] of texts, by the options of a body; None if the client has left meanwhile."""
+    width = service.llm.config.d_model
     if body.dimensions not in (None, width):
         raise RequestError(
             f"dimensions can only be {width}: the model's vectors are not made to be cut",
             param="dimensions",
             code="unsupported_parameter",
         )
-    texts = await _token_ids(service, body.input)
     work = asyncio.create_task(_vectors(service, body, texts, http))
     watcher = asyncio.create_task(disconnected(http.receive))
     try:
         await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            return _Silence()
-        vectors = work.result()
+        return work.result() if work.done() else None
     except ContextLengthError as error:
         error.param = "input"
         raise
@@ -67,11 +79,6 @@ async def embed(service: Service, body: EmbeddingBody, http: Request) -> Respons
     finally:
         work.cancel()
         watcher.cancel()
-    n_tokens = sum(map(len, texts))
-    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
-    head = {"object": "list", "model": model, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
-    content = await asyncio.to_thread(_body, head, vectors, body.encoding_format == "base64")
-    return Response(content, media_type="application/json")
 
 
 async def _token_ids(service: Service, given: Any) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them, {"error": {"message", "type", "param", "code"}}, and as Anthropic does."""
+"""Errors as OpenAI writes them, {"error": {"message", "type", "param", "code"}}, Anthropic or Ollama."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kukri.errors import CapacityError, KukriError, RequestError
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES = "/v1/messages"  # paths below it have Anthropic's form of errors
+_OLLAMA = "/api/"
 _MESSAGE_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
@@ -56,8 +57,12 @@ class _ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it."""
+        content: dict[str, Any] | None = None
         if scope["path"].startswith(_MESSAGES):
             content = message_error_body(self._message, self.status_code, scope.get("kukri.id"))
+        elif scope["path"].startswith(_OLLAMA):
+            content = {"error": self._message}
+        if content is not None:
             self.body = json.dumps(content).encode()
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)

@@ -214,7 +214,7 @@ class MessageWriter:
     def body(self) -> dict[str, Any]:
         """The message."""
         blocks = [
-            {**block, "input": _object(block["input"])} if block["type"] == "tool_use" else block
+            {**block, "input": arguments_object(block["input"])} if block["type"] == "tool_use" else block
             for block in self._blocks
         ]
         return self._message(blocks, self._stop_reason, self._stop_sequence)
@@ -297,7 +297,7 @@ class MessageWriter:
         }
 
 
-def _object(text: str) -> dict[str, Any]:
+def arguments_object(text: str) -> dict[str, Any]:
     """The arguments of a call; those that are no JSON object, such as cut-off ones, below `_raw`."""
     try:
         value = json.loads(text)

@@ -25,7 +25,9 @@ from starlette.types import Scope
 
 from kukri.engine.loop import EngineStatus
 from kukri.errors import CapacityError, KukriError
-from kukri.formats.model_cache import cached_models
+from kukri.formats.hub import MODELS
+from kukri.formats.model_cache import cached_models, cached_path
+from kukri.formats.repos import parse_name
 from kukri.llm import LLM
 from kukri.loading import MemoryNeed, ModelOptions, memory_need
 from kukri.machine import available_bytes
@@ -50,6 +52,8 @@ class ModelEntry:
     def __init__(self, spec: ServedModel, service: Service | None = None) -> None:
         self.spec, self.service = spec, service
         self.is_owned = service is None  # else whoever opened the model closes it
+        self.found: Path | None = None  # its files in the directory or the cache: it goes with them
+        self.is_cached = False  # clients may delete it, if they may delete models
         self.created = int(time.time())
         self.n_bytes = 0  # estimated, of the loaded model
         self.loaded_s = self.used_s = 0.0  # monotonic: when it was loaded, and when it was last used
@@ -82,6 +86,11 @@ class ModelEntry:
         if self.service is not None:
             return "loaded"
         return "unloaded" if self.task is None else "loading"
+
+    @property
+    def is_gone(self) -> bool:
+        """True if its files have left the directory or the cache, and nothing uses it."""
+        return self.found is not None and self.state == "unloaded" and not self.found.exists()
 
     @property
     def is_idle(self) -> bool:
@@ -140,15 +149,19 @@ class ModelRegistry:
         if name is None:
             return self.default
         plain = name.removesuffix(":latest")
-        for again in (False, True):
-            for entry in self.entries:
-                if name in entry.spec.names or plain in entry.spec.names:
-                    return entry
-            if not again:
-                self._find_models()
+        entry = self._named(name, plain)
+        if entry is None:
+            self._find_models()
+            self._find_cached(plain)
+            entry = self._named(name, plain)
+        if entry is not None:
+            return entry
         if self.settings.any_model:
             return self.default
         raise ModelNotFoundError(name, [name for entry in self.entries for name in entry.spec.names])
+
+    def _named(self, *names: str) -> ModelEntry | None:
+        return next((one for one in self.entries if not {*names}.isdisjoint(one.spec.names)), None)
 
     def listed(self) -> list[ModelEntry]:
         """Every model, those that have come to the directory or the cache since the last time included."""
@@ -156,15 +169,32 @@ class ModelRegistry:
         return list(self.entries)
 
     def _find_models(self) -> None:
-        """Adds the models that are in the directory and, if clients may pull, in the cache."""
-        found: dict[str, str] = {}
+        """Adds the models of the directory and, if clients may pull, of the cache; drops those that left."""
+        self.entries = [entry for entry in self.entries if not entry.is_gone]
         if self.settings.model_dir is not None:
-            found |= {name: str(path) for name, path in models_in(self.settings.model_dir)}
+            for name, path in models_in(self.settings.model_dir):
+                self._add(name, path)
         if self.settings.manages_models:
-            found |= {model.name: str(model.path) for model in cached_models()}
-        known = {name for entry in self.entries for name in entry.spec.names}
-        for name in found.keys() - known:
-            self.entries.append(ModelEntry(ServedModel((name,), ModelOptions(model=found[name]))))
+            for model in cached_models():
+                self._add(model.name, model.path, is_cached=True)
+
+    def _add(self, name: str, path: Path, *, is_cached: bool = False) -> None:
+        """Serves the model at a path, unless the name is taken."""
+        if all(name not in entry.spec.names for entry in self.entries):
+            entry = ModelEntry(ServedModel((name,), ModelOptions(model=str(path))))
+            entry.found, entry.is_cached = path, is_cached
+            self.entries.append(entry)
+
+    def add_cached(self, name: str) -> None:
+        """Serves a model of the cache by a name that `kukri pull` takes. Raises KukriError without it."""
+        self._add(name, cached_path(name), is_cached=True)
+
+    def _find_cached(self, name: str) -> None:
+        """Adds a model of the cache under another name than its file's, such as org/repo:Q4_K_M."""
+        is_name = name in MODELS or parse_name(name) is not None
+        if self.settings.manages_models and is_name and not Path(name).expanduser().exists():
+            with suppress(KukriError, OSError):
+                self.add_cached(name)
 
     def forget(self, entry: ModelEntry) -> None:
         """Serves a model no longer; it has been unloaded."""

@@ -77,7 +77,8 @@ class Service:
             if grammar is not None:
                 grammar = self.prompts.with_reasoning(grammar, prompt, request)
             limit = self.prompts.reasoning_limit(request.thinking_budget, prompt)
-            params = self.params({**request.sampling, "grammar": grammar, "reasoning_limit": limit})
+            sampling = self.within_context(request, len(prompt))
+            params = self.params({**sampling, "grammar": grammar, "reasoning_limit": limit})
             call = await self.submit(
                 [prompt],
                 params,
@@ -90,6 +91,20 @@ class Service:
             raise request.error(error) from None
         is_inside = self.prompts.ends_in_reasoning(prompt)
         return Chat(call, [Choice(answer, inside=is_inside, toolbox=toolbox) for answer in call.answers])
+
+    @staticmethod
+    def within_context(request: ChatRequest, n_prompt: int) -> dict[str, Any]:
+        """The request's sampling parameters, whose answer ends where its own limit of the context does.
+
+        Raises ContextLengthError if the prompt leaves no room there: a prompt is never cut.
+        """
+        sampling, limit = dict(request.sampling), request.max_context
+        if limit is not None:
+            if n_prompt >= limit:
+                raise ContextLengthError(n_prompt, limit)
+            most = sampling.get("max_tokens")
+            sampling["max_tokens"] = limit - n_prompt if most is None else min(most, limit - n_prompt)
+        return sampling
 
     def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """The fields that a client set, on top of the model's defaults."""

@@ -1,0 +1,90 @@
+"""Client packages against `kukri serve`, each used as its documentation shows: how many cases pass.
+
+    python -m venv clients && clients/bin/pip install ollama openai anthropic litellm langchain-openai \\
+        instructor "pydantic-ai-slim[openai]"
+    python -m benchmarks.conformance --python clients/bin/python
+
+A server with the default model is started, unless `--url` names one; the cases run in a process of the
+clients' own environment (`conformance_cases.py`), so that their requirements meet nobody else's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_CASES = Path(__file__).with_name("conformance_cases.py")
+_START_S = 120.0
+
+
+@contextmanager
+def running_server() -> Iterator[str]:
+    """The URL of a `kukri serve` of the default model that lives within the block."""
+    command = [sys.executable, "-m", "kukri", "serve", "--port", "0", "--max-requests", "4", "--any-model"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None, "it is a pipe"
+    try:
+        for line in server.stderr:
+            found = re.search(r"http://\S+:\d+(?=/v1)", line)
+            if found is not None:
+                break
+        else:
+            raise SystemExit("the server did not start")
+        # what it logs from here on is read by nobody
+        subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
+        yield found[0]
+    finally:
+        server.terminate()
+        server.wait(_START_S)
+
+
+def run_cases(python: str, url: str, only: list[str]) -> list[dict[str, Any]]:
+    """The outcome of each case: package, version, case, and the error of one that failed, else None."""
+    environment = {**os.environ, "PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(
+        [python, str(_CASES), url, *only], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def table(outcomes: list[dict[str, Any]]) -> str:
+    """The number of cases that passed for each package, as Markdown."""
+    lines = ["| package | version | passed | cases |", "| --- | --- | --- | --- |"]
+    for package in dict.fromkeys(outcome["package"] for outcome in outcomes):
+        own = [outcome for outcome in outcomes if outcome["package"] == package]
+        passed = sum(outcome["error"] is None for outcome in own)
+        names = ", ".join(o["case"] + ("" if o["error"] is None else " (fails)") for o in own)
+        lines.append(f"| {package} | {own[0]['version']} | {passed} of {len(own)} | {names} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs the cases, prints the table, what failed, and one line of JSON; exits with 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="Python with the client packages")
+    parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
+    parser.add_argument("packages", nargs="*", help="those to run; all if none is named")
+    given = parser.parse_args()
+    if given.url:
+        outcomes = run_cases(given.python, given.url, given.packages)
+    else:
+        with running_server() as url:
+            outcomes = run_cases(given.python, url, given.packages)
+    print(table(outcomes))
+    failed = [outcome for outcome in outcomes if outcome["error"] is not None]
+    for outcome in failed:
+        print(f"{outcome['package']}: {outcome['case']}: {outcome['error']}", file=sys.stderr)
+    print(json.dumps({"n_cases": len(outcomes), "n_passed": len(outcomes) - len(failed)}))
+    raise SystemExit(1 if failed or not outcomes else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,472 @@
+"""The cases of `benchmarks.conformance`: run by the Python of an environment that has the client packages.
+
+    python conformance_cases.py URL [PACKAGE]...
+
+Prints a line of JSON for each case. Nothing of kukri is imported. A package that is not installed is a
+failure of all its cases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+MODEL = "smollm2-135m"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_time", "description": "The time in a city", "parameters": PARAMETERS},
+}
+CASES: dict[str, list[Callable[[str], None]]] = {}
+
+
+def case(package: str) -> Callable[[Callable[[str], None]], Callable[[str], None]]:
+    """Adds a case of a package: a function of the server's URL that fails by an exception."""
+
+    def add(function: Callable[[str], None]) -> Callable[[str], None]:
+        CASES.setdefault(package, []).append(function)
+        return function
+
+    return add
+
+
+def check(truth: Any, shown: Any = "") -> None:
+    """Raises AssertionError, showing what was found, unless `truth`."""
+    if not truth:
+        raise AssertionError(repr(shown)[:300])
+
+
+def check_person(text: str) -> None:
+    """Raises unless a text follows SCHEMA."""
+    person = json.loads(text)
+    check(set(person) == {"name", "age"} and isinstance(person["age"], int), text)
+
+
+# --- ollama
+
+
+@case("ollama")
+def chat(url: str) -> None:
+    """A whole answer."""
+    import ollama
+
+    answer = ollama.Client(url).chat(MODEL, QUESTION, options={"num_predict": 16, "temperature": 0})
+    check(answer.message.content and answer.eval_count, answer)
+
+
+@case("ollama")
+def stream(url: str) -> None:
+    """An answer in parts."""
+    import ollama
+
+    parts = list(ollama.Client(url).chat(MODEL, QUESTION, stream=True, options={"num_predict": 16}))
+    check(len(parts) > 1 and parts[-1].done, parts)
+
+
+@case("ollama")
+def async_stream(url: str) -> None:
+    """The same from asyncio."""
+    import ollama
+
+    async def run() -> int:
+        parts = await ollama.AsyncClient(url).chat(MODEL, QUESTION, stream=True, options={"num_predict": 16})
+        return len([part async for part in parts])
+
+    check(asyncio.run(run()) > 1)
+
+
+@case("ollama")
+def generate(url: str) -> None:
+    """A prompt."""
+    import ollama
+
+    check(ollama.Client(url).generate(MODEL, "Name a fruit.", options={"num_predict": 8}).response)
+
+
+@case("ollama")
+def tools(url: str) -> None:
+    """A tool that may be called: its call is read or there is none."""
+    import ollama
+
+    answer = ollama.Client(url).chat(MODEL, QUESTION, tools=[TOOL], options={"num_predict": 64})
+    check(answer.message.tool_calls or answer.message.content, answer)
+
+
+@case("ollama")
+def structured(url: str) -> None:
+    """A schema."""
+    import ollama
+
+    check_person(ollama.Client(url).chat(MODEL, QUESTION, format=SCHEMA).message.content or "")
+
+
+@case("ollama")
+def embed(url: str) -> None:
+    """Vectors of two texts."""
+    import ollama
+
+    check(len(ollama.Client(url).embed(MODEL, ["a", "b"]).embeddings) == 2)
+
+
+@case("ollama")
+def models(url: str) -> None:
+    """Lists and descriptions."""
+    import ollama
+
+    client = ollama.Client(url)
+    check(client.list().models and client.ps().models and client.show(MODEL).modelinfo)
+
+
+# --- openai
+
+
+def _openai(url: str) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{url}/v1", api_key="none", _strict_response_validation=True)
+
+
+@case("openai")
+def chat_completion(url: str) -> None:
+    """A chat, strictly validated."""
+    answer = _openai(url).chat.completions.create(
+        model=MODEL, messages=QUESTION, max_completion_tokens=16, temperature=0
+    )
+    check(answer.choices[0].message.content, answer)
+
+
+@case("openai")
+def chat_stream(url: str) -> None:
+    """Chunks with usage."""
+    chunks = _openai(url).chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        max_tokens=16,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    check(list(chunks)[-1].usage.completion_tokens)
+
+
+@case("openai")
+def parse(url: str) -> None:
+    """A pydantic class as the form of an answer."""
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    create = _openai(url).chat.completions.parse
+    answer = create(model=MODEL, messages=QUESTION, response_format=Person, max_tokens=200)
+    check(answer.choices[0].message.parsed is not None, answer)
+
+
+@case("openai")
+def required_tool(url: str) -> None:
+    """A call that is required."""
+    answer = _openai(url).chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=[TOOL], tool_choice="required", max_tokens=100
+    )
+    (call, *_) = answer.choices[0].message.tool_calls
+    check(json.loads(call.function.arguments)["city"] in ("Paris", "Rome"), call)
+
+
+@case("openai")
+def completion(url: str) -> None:
+    """A text that is continued."""
+    check(_openai(url).completions.create(model=MODEL, prompt="One, two,", max_tokens=4).choices[0].text)
+
+
+@case("openai")
+def responses(url: str) -> None:
+    """The newer form."""
+    check(_openai(url).responses.create(model=MODEL, input="Hi!", max_output_tokens=8).output_text)
+
+
+@case("openai")
+def responses_stream(url: str) -> None:
+    """Its events."""
+    events = _openai(url).responses.create(model=MODEL, input="Hi!", max_output_tokens=8, stream=True)
+    check(list(events)[-1].type in ("response.completed", "response.incomplete"))
+
+
+@case("openai")
+def embeddings(url: str) -> None:
+    """Vectors, which the client asks for as base64."""
+    check(len(_openai(url).embeddings.create(model=MODEL, input=["a", "b"]).data) == 2)
+
+
+@case("openai")
+def model_list(url: str) -> None:
+    """The list of models."""
+    check(MODEL in [model.id for model in _openai(url).models.list()])
+
+
+# --- anthropic
+
+
+def _anthropic(url: str) -> Any:
+    from anthropic import Anthropic
+
+    return Anthropic(base_url=url, api_key="none", _strict_response_validation=True)
+
+
+@case("anthropic")
+def message(url: str) -> None:
+    """A message, strictly validated."""
+    answer = _anthropic(url).messages.create(model=MODEL, messages=QUESTION, max_tokens=16)
+    check(answer.content[0].text, answer)
+
+
+@case("anthropic")
+def message_stream(url: str) -> None:
+    """Events, gathered by the client."""
+    with _anthropic(url).messages.stream(model=MODEL, messages=QUESTION, max_tokens=16) as events:
+        check("".join(events.text_stream))
+
+
+@case("anthropic")
+def tool_use(url: str) -> None:
+    """A call that is required."""
+    tool = {"name": "get_time", "description": "The time in a city", "input_schema": PARAMETERS}
+    answer = _anthropic(url).messages.create(
+        model=MODEL, messages=QUESTION, max_tokens=100, tools=[tool], tool_choice={"type": "any"}
+    )
+    check(answer.stop_reason == "tool_use" and answer.content[-1].input["city"], answer)
+
+
+@case("anthropic")
+def count_tokens(url: str) -> None:
+    """The length of a prompt."""
+    check(_anthropic(url).messages.count_tokens(model=MODEL, messages=QUESTION).input_tokens > 5)
+
+
+# --- litellm
+
+
+def _litellm(url: str, **options: Any) -> Any:
+    import litellm
+
+    litellm.suppress_debug_info = True
+    given = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none", "max_tokens": 100}
+    return litellm.completion(messages=QUESTION, **{**given, **options})
+
+
+@case("litellm")
+def litellm_chat(url: str) -> None:
+    """A chat by OpenAI's API."""
+    check(_litellm(url).choices[0].message.content)
+
+
+@case("litellm")
+def litellm_stream(url: str) -> None:
+    """A stream."""
+    check("".join(chunk.choices[0].delta.content or "" for chunk in _litellm(url, stream=True)))
+
+
+@case("litellm")
+def litellm_tools(url: str) -> None:
+    """A call that is required."""
+    check(_litellm(url, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls)
+
+
+@case("litellm")
+def litellm_schema(url: str) -> None:
+    """A schema."""
+    format = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    check_person(_litellm(url, response_format=format).choices[0].message.content)
+
+
+@case("litellm")
+def litellm_ollama(url: str) -> None:
+    """A chat by Ollama's API."""
+    check(_litellm(url, model=f"ollama_chat/{MODEL}", api_base=url).choices[0].message.content)
+
+
+@case("litellm")
+def litellm_ollama_stream(url: str) -> None:
+    """A stream by Ollama's API."""
+    chunks = _litellm(url, model=f"ollama_chat/{MODEL}", api_base=url, stream=True)
+    check("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+
+
+@case("litellm")
+def litellm_embedding(url: str) -> None:
+    """Vectors."""
+    import litellm
+
+    given = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
+    check(len(litellm.embedding(input=["a", "b"], encoding_format="float", **given).data) == 2)
+
+
+# --- langchain-openai
+
+
+def _langchain(url: str) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=MODEL, max_tokens=100)  # type: ignore
+
+
+@case("langchain-openai")
+def invoke(url: str) -> None:
+    """A chat, with a name in a message."""
+    check(_langchain(url).invoke([("system", "Be brief."), ("user", "Hi!")]).content)
+
+
+@case("langchain-openai")
+def langchain_stream(url: str) -> None:
+    """A stream."""
+    check("".join(chunk.content for chunk in _langchain(url).stream("Hi!")))
+
+
+@case("langchain-openai")
+def bind_tools(url: str) -> None:
+    """A call that is required."""
+    check(_langchain(url).bind_tools([TOOL], tool_choice="required").invoke("Time?").tool_calls)
+
+
+@case("langchain-openai")
+def structured_output(url: str) -> None:
+    """A schema, by its three methods."""
+    for method in ("json_schema", "function_calling", "json_mode"):
+        schema = {**SCHEMA, "title": "person", "description": "A person"}
+        model = _langchain(url).with_structured_output(schema, method=method)
+        check(model.invoke("Invent a person, as JSON.") is not None, method)
+
+
+@case("langchain-openai")
+def batch(url: str) -> None:
+    """Several at a time."""
+    check(len(_langchain(url).batch(["a", "b", "c"])) == 3)
+
+
+# --- instructor
+
+
+def _instructor(url: str, mode: str) -> None:
+    import instructor
+    from openai import OpenAI
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: str = Field(max_length=20)
+        age: int = Field(le=99)
+
+    client = instructor.from_openai(
+        OpenAI(base_url=f"{url}/v1", api_key="none"), mode=getattr(instructor.Mode, mode)
+    )
+    person = client.chat.completions.create(
+        model=MODEL, response_model=Person, messages=QUESTION, max_tokens=200, max_retries=1, temperature=0
+    )
+    check(isinstance(person.name, str), person)
+
+
+@case("instructor")
+def mode_tools(url: str) -> None:
+    """A call that fills the class."""
+    _instructor(url, "TOOLS")
+
+
+@case("instructor")
+def mode_json(url: str) -> None:
+    """JSON whose schema is in the prompt alone: a small model has to follow it by itself."""
+    _instructor(url, "JSON")
+
+
+@case("instructor")
+def mode_json_schema(url: str) -> None:
+    """A schema that is enforced."""
+    _instructor(url, "JSON_SCHEMA")
+
+
+# --- pydantic-ai
+
+
+def _agent(url: str, **options: Any) -> Any:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
+    settings = {"max_tokens": 200, "temperature": 0.0}
+    return Agent(model, model_settings=settings, retries=1, **options)  # type: ignore
+
+
+def _person_class() -> Any:
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: str = Field(max_length=20)
+        age: int = Field(le=99)
+
+    return Person
+
+
+@case("pydantic-ai-slim")
+def text(url: str) -> None:
+    """A text."""
+    check(_agent(url).run_sync("Hi!").output)
+
+
+@case("pydantic-ai-slim")
+def text_stream(url: str) -> None:
+    """A stream."""
+
+    async def run() -> str:
+        async with _agent(url).run_stream("Hi!") as result:
+            return "".join([piece async for piece in result.stream_text(delta=True)])
+
+    check(asyncio.run(run()))
+
+
+@case("pydantic-ai-slim")
+def native_output(url: str) -> None:
+    """A class as a response format."""
+    from pydantic_ai import NativeOutput
+
+    check(_agent(url, output_type=NativeOutput(_person_class())).run_sync("Invent a person.").output.name)
+
+
+@case("pydantic-ai-slim")
+def tool_output(url: str) -> None:
+    """A class as a call that is required."""
+    from pydantic_ai import ToolOutput
+
+    check(_agent(url, output_type=ToolOutput(_person_class())).run_sync("Invent a person.").output.name)
+
+
+def main() -> None:
+    """Runs the cases of the named packages, or all."""
+    url, *only = sys.argv[1:]
+    for package, cases in CASES.items():
+        if only and package not in only:
+            continue
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            installed = "not installed"
+        for function in cases:
+            error = None
+            try:
+                function(url)
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
+            outcome = {"package": package, "version": installed, "case": function.__name__, "error": error}
+            print(json.dumps(outcome), flush=True)
+
+
+if __name__ == "__main__":
+    main()

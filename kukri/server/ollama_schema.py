@@ -1,0 +1,219 @@
+"""The bodies of Ollama's API, and the one place where its options become kukri's.
+
+Options that concern only speed or a device are ignored, as are unknown ones: Ollama takes them too. One that
+would change the answer and cannot be honoured is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from kukri.errors import ConfigError, RequestError
+from kukri.sampling import Grammar
+from kukri.server.schema import TEXT_ONLY, Body, Refused, Tool
+from kukri.server.settings import duration_s
+
+_FOREVER_S = -1.0
+
+# names of kukri's fields in errors, and Ollama's
+NAMES = {
+    "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
+    "reasoning_effort": "think", "prompt": "messages",
+    **{name: f"options.{name}" for name in (
+        "temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop", "repeat_last_n",
+        "presence_penalty", "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta",
+    )},
+}  # fmt: skip
+
+
+class Options(Body):
+    """Sampling options, and the context that a client counts on; those of loading a model are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+    refused: ClassVar[Refused] = {
+        "tfs_z": ((1, 1.0), "there is no tail-free sampling"),
+        "penalize_newline": ((True,), "penalties hold for all tokens"),
+    }
+    num_ctx: Annotated[int, Field(ge=1)] | None = None
+    num_predict: int | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_k: int | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of SamplingParams that are set. Below 0, num_predict and seed ask for nothing."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        given: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in (
+                *("temperature", "top_p", "min_p", "typical_p", "repeat_last_n", "presence_penalty"),
+                *("frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta"),
+            )
+        }
+        given["top_k"] = None if self.top_k is None else max(self.top_k, 0)
+        given["repetition_penalty"] = self.repeat_penalty
+        given["seed"] = None if self.seed is None or self.seed < 0 else self.seed
+        given["stop"] = [text for text in stop or () if text] or None
+        set_ones = {name: value for name, value in given.items() if value is not None}
+        n_most = self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
+        return {**set_ones, "max_tokens": n_most}
+
+
+class OllamaBody(Body):
+    """A body of Ollama's API: unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+    model: Annotated[str, Field(min_length=1)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_name(cls, data: Any) -> Any:
+        """Takes `name`, which was the field before `model`."""
+        if isinstance(data, dict) and "model" not in data and isinstance(data.get("name"), str):
+            return {**data, "model": data["name"]}
+        return data
+
+
+class KeepAlive(OllamaBody):
+    """A body that says how long its model stays in memory: seconds, or a text such as "5m"."""
+
+    keep_alive: float | str | None = None
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Seconds; below 0 for ever, None if the body does not say. Raises RequestError."""
+        if self.keep_alive is None or self.keep_alive == "":
+            return None
+        try:
+            seconds = duration_s(self.keep_alive, "keep_alive")
+        except ConfigError as error:
+            raise RequestError(str(error), param="keep_alive") from None
+        return seconds if seconds >= 0 else _FOREVER_S
+
+
+class GenerationBody(KeepAlive):
+    """The fields that chat and generate share."""
+
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @field_validator("stream", mode="before")
+    @classmethod
+    def _streams(cls, value: Any) -> Any:
+        return True if value is None else value
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of SamplingParams that are set."""
+        logprobs = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+        return {**(self.options or Options()).sampling(), **logprobs}
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens of prompt and answer; None for what the model has."""
+        return self.options.num_ctx if self.options is not None else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The form of the answer."""
+        if not self.format:
+            return None
+        return Grammar.json(self.format if isinstance(self.format, dict) else None, param="format")
+
+    @property
+    def effort(self) -> str | None:
+        """The effort to reason."""
+        if isinstance(self.think, bool):
+            return "medium" if self.think else "none"
+        return self.think
+
+
+class CalledFunction(Body):
+    """A function that was called; its arguments are an object."""
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class OllamaCall(Body):
+    """A call of an earlier turn."""
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+    function: CalledFunction
+
+
+class OllamaMessage(Body):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+    refused: ClassVar[Refused] = {"images": (([],), TEXT_ONLY)}
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None  # whose result it is
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaChatBody(GenerationBody):
+    """A request to /api/chat; without messages it loads the model, or unloads it."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+
+
+class OllamaGenerateBody(GenerationBody):
+    """A request to /api/generate; without a prompt it loads the model, or unloads it."""
+
+    refused: ClassVar[Refused] = {
+        "images": (([],), TEXT_ONLY),
+        "suffix": (("",), "the model does not fill in the middle"),
+        "template": (("",), "the model's own is used"),
+        "context": (([],), "send the conversation to /api/chat"),
+    }
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None  # the prompt is no message
+
+
+class OllamaEmbedBody(KeepAlive):
+    """A request to /api/embed."""
+
+    input: str | Annotated[list[str], Field(max_length=2048)]
+    truncate: bool | None = None  # texts that are too long, unless false
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class OllamaEmbeddingsBody(KeepAlive):
+    """A request to /api/embeddings, the older form."""
+
+    prompt: str | None = None
+
+
+class OllamaPullBody(OllamaBody):
+    """A request to /api/pull."""
+
+    stream: bool = True
+
+    @field_validator("stream", mode="before")
+    @classmethod
+    def _streams(cls, value: Any) -> Any:
+        return True if value is None else value

@@ -1,0 +1,267 @@
+"""Ollama's API, by its own Python package and by plain requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import ollama
+import pytest
+from conftest import MODEL, Served, serving
+from families import FAMILIES, write_family
+from forcing import force
+from pydantic import BaseModel, ConfigDict, Field
+from tiny_gguf import write_tiny
+
+from kukri import LLM
+from kukri.formats import hub
+from kukri.loading import ModelOptions
+from kukri.server.settings import ServedModel
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"temperature": 0, "frequency_penalty": 0, "num_predict": 12}
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> ollama.Client:
+    return ollama.Client(served.url)
+
+
+@pytest.fixture(scope="module")
+def expected(offline) -> str:
+    return offline.chat(QUESTION, temperature=0, frequency_penalty=0, max_tokens=12).text
+
+
+def test_a_chat_is_that_of_the_other_apis(client, expected):
+    """Catches a prompt, options or text that differ from OpenAI's endpoint, and counts or times left out."""
+    answer = client.chat(MODEL, QUESTION, options=GREEDY)
+    assert (answer.message.role, answer.message.content) == ("assistant", expected)
+    assert (answer.done, answer.done_reason, answer.model) == (True, "length", MODEL)
+    assert answer.eval_count == 12
+    assert answer.prompt_eval_count > 10
+    assert answer.total_duration > answer.eval_duration > 0
+    assert answer.prompt_eval_duration > 0
+    assert answer.created_at.endswith("Z")
+    stopped = client.chat(f"{MODEL}:latest", QUESTION, options={**GREEDY, "stop": [expected[6:10]]})
+    assert (stopped.done_reason, stopped.message.content) == ("stop", expected.partition(expected[6:10])[0])
+
+
+def test_streams_are_lines(client, served, expected):
+    """Catches a last line without counts, and lines that are no JSON of their own."""
+    parts = list(client.chat(MODEL, QUESTION, options=GREEDY, stream=True))
+    assert "".join(part.message.content for part in parts) == expected
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].eval_count == 12
+    with served.http() as http:
+        response = http.post("/api/chat", json={"model": MODEL, "messages": QUESTION, "options": GREEDY})
+    assert response.headers["content-type"] == "application/x-ndjson"
+    assert all(json.loads(line)["model"] == MODEL for line in response.text.splitlines())
+
+
+def test_generate_is_a_message_or_raw(client, expected, offline):
+    """Catches a raw prompt that gets the template, a prompt without it, and a system text lost."""
+    prompt = QUESTION[0]["content"]
+    assert client.generate(MODEL, prompt, options=GREEDY).response == expected
+    parts = client.generate(MODEL, prompt, options=GREEDY, stream=True)
+    assert "".join(part.response for part in parts) == expected
+    raw = client.generate(MODEL, "Once upon a time", raw=True, options=GREEDY)
+    same = {"temperature": 0, "frequency_penalty": 0, "max_tokens": 12}
+    assert raw.response == offline.generate("Once upon a time", **same).text
+    messages = [{"role": "system", "content": "Answer in French."}, *QUESTION]
+    french = client.generate(MODEL, prompt, system="Answer in French.", options=GREEDY)
+    assert french.response == offline.chat(messages, **same).text
+
+
+def test_many_at_a_time_from_the_async_client(served, expected):
+    """Catches a client's stream that waits for another's."""
+
+    async def ask() -> list[str]:
+        client = ollama.AsyncClient(served.url)
+
+        async def one() -> str:
+            parts = await client.chat(MODEL, QUESTION, options=GREEDY, stream=True)
+            return "".join([part.message.content async for part in parts])
+
+        whole = await client.chat(MODEL, QUESTION, options=GREEDY)
+        return [whole.message.content, *await asyncio.gather(*(one() for _ in range(4)))]
+
+    assert asyncio.run(ask()) == [expected] * 5
+
+
+class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=20)
+    population: int = Field(ge=0, le=10**8)
+
+
+def test_answers_have_the_form_that_is_asked_for(client):
+    """Catches a schema that is left out."""
+    options = {**GREEDY, "num_predict": 80}
+    answer = client.chat(MODEL, QUESTION, format=City.model_json_schema(), options=options)
+    assert City.model_validate_json(answer.message.content).name
+    free = client.generate(MODEL, "A person, as JSON", format="json", options={**GREEDY, "num_predict": 4})
+    assert free.response.startswith("{")
+
+
+def get_time(city: str) -> str:
+    """The time in a city.
+
+    Args:
+      city: its name
+    """
+    return f"12:30 in {city}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_are_called_and_answered(tmp_path, monkeypatch, stream):
+    """Catches arguments that are text, a call that is streamed in pieces, and results without their calls."""
+    family, wanted = FAMILIES["qwen"], [("get_time", {"city": "Paris"}), ("get_time", {"city": "Rome"})]
+    model = MODEL
+    with LLM(write_family(tmp_path / "tiny.gguf", family), max_requests=2) as llm, serving(llm) as served:
+        client = ollama.Client(served.url)
+        force(served.service, monkeypatch, family.before + family.write(wanted), with_marks=True)
+        given: Any = client.chat(model, QUESTION, tools=[get_time], stream=stream, options={"temperature": 0})
+        parts = list(given) if stream else [given]
+        calls = [call for part in parts for call in part.message.tool_calls or ()]
+        assert [(call.function.name, call.function.arguments) for call in calls] == wanted
+        assert "".join(part.message.content for part in parts) == family.before.rstrip()
+        history = [*QUESTION, {"role": "assistant", "tool_calls": [call.model_dump() for call in calls]}]
+        results = [
+            {"role": "tool", "tool_name": "get_time", "content": get_time(city)} for city in ("Paris", "Rome")
+        ]
+        assert client.chat(model, [*history, *results], tools=[get_time]).done
+
+
+def test_vectors_are_those_of_the_other_api(client, served, offline):
+    """Catches vectors of other lengths, and the older form."""
+    texts = ["a cat", "a train"]
+    expected = offline.embed(texts)
+    np.testing.assert_allclose(client.embed(MODEL, texts).embeddings, expected, atol=1e-6)
+    np.testing.assert_allclose(client.embed(MODEL, texts[0]).embeddings, expected[:1], atol=1e-6)
+    np.testing.assert_allclose(client.embeddings(MODEL, texts[0]).embedding, expected[0], atol=1e-6)
+    long = "word " * 3000
+    assert len(client.embed(MODEL, long).embeddings[0]) == len(expected[0])
+    with pytest.raises(ollama.ResponseError, match="context"):
+        client.embed(MODEL, long, truncate=False)
+
+
+def test_the_models_are_listed_and_described(client, served):
+    """Catches lists that the client's types do not take, and sizes of nothing."""
+    (first, _) = client.list().models
+    assert first.model == f"{MODEL}:latest"
+    assert first.size > 9e7
+    assert (first.details.family, first.details.format, first.details.parameter_size) == (
+        "llama",
+        "gguf",
+        "134.52M",
+    )
+    (running,) = client.ps().models
+    assert running.context_length == 1024
+    shown = client.show(MODEL)
+    assert shown.modelinfo["llama.context_length"] == 8192
+    assert "<|im_start|>" in shown.template
+    assert "completion" in shown.capabilities
+    with served.http() as http:
+        assert http.head("/").status_code == 200
+        assert http.get("/api/version").json()["version"]
+
+
+def test_errors_have_ollamas_form(client, served):
+    """Catches OpenAI's errors, which its clients do not read, and prompts cut in silence."""
+    with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
+        client.chat("gpt-9", QUESTION)
+    assert caught.value.status_code == 404
+    for body, words in (
+        ({"messages": QUESTION, "options": {"temperature": -1}}, "options.temperature"),
+        ({"messages": QUESTION, "options": {"num_ctx": 4}}, "the context holds 4"),
+        ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "images is not supported"),
+        ({"messages": QUESTION, "format": {"type": "array", "uniqueItems": True}}, "format"),
+        ({"messages": QUESTION, "keep_alive": "soon"}, "keep_alive must be a time"),
+    ):
+        with served.http() as http:
+            response = http.post("/api/chat", json={"model": MODEL, "stream": False, **body})
+        assert response.status_code == 400
+        assert words in response.json()["error"]
+    cut = client.chat(MODEL, QUESTION, options={**GREEDY, "num_predict": -1, "num_ctx": 40})
+    assert (cut.prompt_eval_count + cut.eval_count, cut.done_reason) == (40, "length")
+
+
+def test_a_model_is_loaded_and_unloaded_by_keep_alive(tmp_path):
+    """Catches keep_alive that is ignored: seconds, for ever, or not at all."""
+    path = write_tiny(tmp_path / "tiny.gguf")
+    models = [ServedModel(("tiny",), ModelOptions(model=str(path), max_requests=2))]
+    with serving(None, models) as served:
+        client = ollama.Client(served.url)
+        assert client.ps().models == []
+        loaded = client.generate("tiny", keep_alive=-1)
+        assert (loaded.done_reason, len(client.ps().models)) == ("load", 1)
+        assert client.ps().models[0].expires_at.year > 9000
+        client.generate("tiny", "Hi", keep_alive="1h", options={"num_predict": 2})
+        assert served.registry.find("tiny").keep_alive_s == 3600
+        assert client.generate("tiny", keep_alive=0).done_reason == "unload"
+        assert client.ps().models == []
+        client.chat("tiny", [{"role": "user", "content": "Hi"}], keep_alive=0, options={"num_predict": 2})
+        served.wait_until(lambda: client.ps().models == [])
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch) -> str:
+    """The name of a known model that pulling puts into the cache, without a network."""
+    monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    spec = hub.MODELS[hub.DEFAULT_MODEL]
+
+    def pull(name: str, *, progress: hub.Progress, **_: Any) -> Any:
+        progress(10, 100)
+        spec.path.parent.mkdir(parents=True)
+        progress(100, 100)
+        return write_tiny(spec.path)
+
+    monkeypatch.setattr(hub, "pull", pull)
+    return spec.name
+
+
+def test_models_are_pulled_and_deleted_if_allowed(cached):
+    """Catches a client that changes a server which does not allow it, and a model served that is gone."""
+    with serving(None, manages_models=True) as served:
+        client = ollama.Client(served.url)
+        steps = [step.status for step in client.pull(cached, stream=True)]
+        assert (steps[0], steps[-1]) == ("pulling manifest", "success")
+        assert client.generate(cached, "Hi", options={"num_predict": 2}).eval_count == 2
+        assert [model.model for model in client.list().models] == [f"{cached}:latest"]
+        assert client.delete(cached).status == "success"
+        assert client.list().models == []
+        assert not hub.MODELS[cached].path.exists()
+        with pytest.raises(ollama.ResponseError, match="no model"):
+            client.pull("/etc/passwd")
+
+
+def test_models_are_not_changed_unless_allowed(client, tmp_path):
+    """Catches a server whose models any client deletes."""
+    for change in (client.pull, client.delete):
+        with pytest.raises(ollama.ResponseError, match="--manage-models") as caught:
+            change(MODEL)
+        assert caught.value.status_code == 403
+    path = write_tiny(tmp_path / "tiny.gguf")
+    with (
+        serving(None, [ServedModel(("tiny",), ModelOptions(model=str(path)))], manages_models=True) as served,
+        pytest.raises(ollama.ResponseError, match="was given to the server"),
+    ):
+        ollama.Client(served.url).delete("tiny")
+    assert path.exists()
+
+
+def test_keys_and_hosts_hold_here_too(tmp_path):
+    """Catches routes that need no key."""
+    models = [ServedModel(("tiny",), ModelOptions(model=str(write_tiny(tmp_path / "tiny.gguf"))))]
+    with serving(None, models, api_keys=("k",), allowed_hosts=("127.0.0.1",)) as served:
+        with pytest.raises(ollama.ResponseError, match="API key") as caught:
+            ollama.Client(served.url).list()
+        assert caught.value.status_code == 401
+        ollama.Client(served.url, headers={"authorization": "Bearer k"}).list()
+        with served.http(headers={"authorization": "Bearer k", "host": "evil.example"}) as http:
+            assert http.get("/api/tags").json() == {"error": http.get("/api/tags").json()["error"]}
+            assert http.get("/api/tags").status_code == 403
