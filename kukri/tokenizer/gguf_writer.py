@@ -12,7 +12,7 @@ from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.huggingface_reader import Parts
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 from kukri.tokenizer.tokenizer import merges_from_scores
-from kukri.tokenizer.vocabulary import SPACE_MARK, Vocabulary, ends_by_text
+from kukri.tokenizer.vocabulary import SPACE_MARK, USER_DEFINED, Vocabulary, ends_by_text
 
 # Text that every two pre-tokenizers cut differently: contractions in both cases, digits, scripts, line ends.
 _PROBES = (
@@ -32,14 +32,16 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
     adds_bos, adds_eos = parts.adds(text)
     keys: dict[str, Any] = {
         "model": vocabulary.kind,
-        "tokens": [token or f"[PAD{i}]" for i, token in enumerate(vocabulary.tokens)],
+        "tokens": [_stored_text(vocabulary, i) for i in range(len(vocabulary.tokens))],
         "token_type": np.array(vocabulary.types, np.int32),
     }
     merges = [" ".join(pair) for pair in parts.merges()]
     if vocabulary.kind == "llama":
-        scores = _scores(vocabulary, merges)
+        # readers match user-defined tokens in the text before anything merges
+        learned = [pair for pair in parts.merges() if not {*pair, "".join(pair)} & {*vocabulary.user_defined}]
+        scores = _scores(vocabulary, learned)
         implied = merges_from_scores(vocabulary, {"tokenizer.ggml.scores": scores}, files.path)
-        if set(implied) != set(parts.merges()):
+        if set(implied) != set(learned):
             raise UnsupportedError(
                 f"{files.path}: its merges are not those of a SentencePiece model, which GGUF needs"
             )
@@ -83,11 +85,19 @@ def _cut(pre_tokenizer: Any, probe: str, normalizer: Any) -> list[str]:
     return [word for word, _ in pre_tokenizer.pre_tokenize_str(normal)]
 
 
-def _scores(vocabulary: Vocabulary, merges: list[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _stored_text(vocabulary: Vocabulary, i: int) -> str:
+    """A token's text in GGUF, where a user-defined one of SentencePiece has the spaces that texts have."""
+    text = vocabulary.tokens[i]
+    if vocabulary.kind == "llama" and vocabulary.types[i] == USER_DEFINED:
+        text = text.replace(SPACE_MARK, " ")
+    return text or f"[PAD{i}]"
+
+
+def _scores(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """SentencePiece's scores in effect: the first merge scores highest."""
     scores = np.zeros(len(vocabulary.tokens), np.float32)
     for rank in range(len(merges) - 1, -1, -1):
-        scores[vocabulary.id_of[merges[rank].replace(" ", "")]] = -rank
+        scores[vocabulary.id_of["".join(merges[rank])]] = -rank
     return scores
 
 

@@ -21,10 +21,12 @@ def tokenizer_files(gguf: GGUFFile) -> dict[str, Any]:
     unused = {i for i, kind in enumerate(vocabulary.types) if kind == UNUSED}
     made["model"]["vocab"] = {token: i for token, i in vocabulary.id_of.items() if i not in unused}
     defined = {i for i, kind in enumerate(vocabulary.types) if kind == USER_DEFINED}
+    among_marks = vocabulary.kind == "llama" and not tokenizer.drops_leading_space
     made["added_tokens"] = [
         {
             **{"id": i, "content": vocabulary.tokens[i], "special": i in vocabulary.special_ids},
-            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+            **dict.fromkeys(("single_word", "lstrip", "rstrip"), False),
+            "normalized": among_marks and i in defined,
         }
         for i in sorted(vocabulary.special_ids | defined)
         if vocabulary.tokens[i]

@@ -275,12 +275,14 @@ def _sentencepiece(
     spaces = normalizers.Replace(" ", SPACE_MARK)
     prefix = [normalizers.Prepend(SPACE_MARK)] if add_space else []
     text.normalizer = normalizers.Sequence([*prefix, spaces])
-    _add_user_defined(text, vocabulary)
+    # Gemma's runs of spaces are found among marks, as SentencePiece does; a prefix would go before each
+    _add_user_defined(text, vocabulary, normalized=not add_space)
     return text
 
 
-def _add_user_defined(text: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
-    added = [AddedToken(token, normalized=False, special=False) for token in vocabulary.user_defined]
+def _add_user_defined(text: tokenizers.Tokenizer, vocabulary: Vocabulary, normalized: bool = False) -> None:
+    """Has user-defined tokens found in the text before all else, or in what its normalizer makes of it."""
+    added = [AddedToken(token, normalized=normalized, special=False) for token in vocabulary.user_defined]
     if added:
         text.add_tokens(added)
 

@@ -8,17 +8,21 @@ from typing import Any
 
 import gguf
 import pytest
+import sentencepiece
+import transformers as tr
 from hard_texts import HARD_TEXTS
-from test_huggingface_reader import byte_level, files, prepending, save
+from test_huggingface_reader import byte_level, files, plain_ids, prepending, save, whole
 from tiny_tokenizers import CORPUS, train_sentencepiece
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.tokenization_utils_base import generate_merges
 
 from kukri.errors import UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
 from kukri.tokenizer import Tokenizer, load_tokenizer
 from kukri.tokenizer.gguf_writer import tokenizer_metadata
+from kukri.tokenizer.huggingface_writer import tokenizer_files
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 
 
@@ -63,6 +67,68 @@ def sentencepiece_json() -> HFTokenizer:
     )
     made.add_special_tokens(["<unk>", "<s>", "</s>", "<|im_end|>"])
     return made
+
+
+def gemma_model() -> sentencepiece.SentencePieceProcessor:
+    """A SentencePiece model with Gemma's settings: no space in front, runs of white space as tokens."""
+    return train_sentencepiece(
+        add_dummy_prefix=False,
+        user_defined_symbols=[*("▁" * n for n in range(2, 9)), "\n\n", "\n\n\n", "<h1>"],
+        control_symbols=["<start_of_turn>", "<end_of_turn>"],
+        **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
+        **{"eos_piece": "<eos>", "bos_piece": "<bos>"},
+    )
+
+
+def gemma_json(trained: sentencepiece.SentencePieceProcessor) -> HFTokenizer:
+    """That model as Gemma's tokenizer.json has it: byte fallback, ▁ for spaces, BOS in front."""
+    pieces = {trained.id_to_piece(i): i for i in range(trained.get_piece_size())}
+    scores = {piece: trained.get_score(i) for piece, i in pieces.items()}
+    special = [piece for piece, i in pieces.items() if trained.is_control(i) or trained.is_unknown(i)]
+    merges = generate_merges(pieces, scores, skip_tokens=special)
+    made = HFTokenizer(
+        models.BPE(vocab=pieces, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(special)
+    defined = [piece for piece in pieces if piece.startswith(("▁▁", "\n\n", "<h1>"))]
+    made.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in defined])
+    made.post_processor = processors.TemplateProcessing("<bos> $A", "<bos> $A $B", [("<bos>", 2)])
+    return made
+
+
+def test_gemmas_tokenizer_in_both_formats(tmp_path: Path) -> None:
+    """A space in front of the text, runs of spaces cut otherwise, merges refused for user-defined tokens."""
+    trained = gemma_model()
+    tokenizer = gemma_json(trained)
+    settings = {"eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    theirs = tr.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+    theirs.save_pretrained(tmp_path / "hf")
+    source = files(tmp_path / "hf", eos_token_id=[1])
+    ours, metadata = load_tokenizer(source), tokenizer_metadata(source)
+    from_gguf = read_back(metadata, tmp_path / "m.gguf")
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        written = HFTokenizer.from_str(tokenizer_files(file)["tokenizer.json"])
+    back = tr.PreTrainedTokenizerFast(tokenizer_object=written, **settings)
+    assert metadata["tokenizer.ggml.add_space_prefix"] is False
+    assert {"  ", "   "} <= set(metadata["tokenizer.ggml.tokens"])
+    for text in [*HARD_TEXTS, "a<h1>b  c", "def f():\n    return  1\n\n\n"]:
+        ids = ours.encode(text)
+        clean = whole(text)
+        assert ids == plain_ids(theirs, text) == plain_ids(back, text), text
+        assert from_gguf.encode(text) == trained.encode(clean), text
+        assert from_gguf.encode(text, add_special=True) == [2, *ids], text
+        assert ours.decode(ids) == from_gguf.decode(ids) == clean.replace("▁", " ")
+    turn = "<bos><start_of_turn>user\nHi<end_of_turn>\n"
+    assert (
+        from_gguf.encode_marked(turn)
+        == ours.encode_marked(turn)
+        == theirs.encode(turn, add_special_tokens=False)
+        == back.encode(turn, add_special_tokens=False)
+    )
+    assert trained.piece_to_id("<end_of_turn>") in from_gguf.eos_ids
 
 
 def without_nfc() -> HFTokenizer:
