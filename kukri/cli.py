@@ -208,6 +208,66 @@ def batch(
 
 
 @command(app)
+def embed(
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts. [default: lines of piped text]")
+    ] = None,
+    model_option: ModelOption = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model's own prompt, such as query.")
+    ] = None,
+    dimensions: Annotated[int | None, typer.Option(metavar="N", help="Cut vectors to N numbers.")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    *,
+    loading: ModelOptions,
+    json: Json = False,
+) -> None:
+    """Print a vector for each text, by minilm or -m."""
+    from kukri.terminal.embed import show_vectors
+
+    show_vectors(
+        texts or [],
+        model=model_option,
+        prompt_name=prompt,
+        dimensions=dimensions,
+        truncate=truncate,
+        loading=given(loading),
+        as_json=json,
+    )
+
+
+@command(app)
+def rerank(
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are to answer.")],
+    documents: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DOCUMENT]...", help="Documents. [default: lines of piped text]"),
+    ] = None,
+    model_option: ModelOption = None,
+    top_n: Annotated[int | None, typer.Option("--top-n", metavar="N", help="Print the N best alone.")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    *,
+    loading: ModelOptions,
+    json: Json = False,
+) -> None:
+    """Rank documents by a query, with minilm or -m.
+
+    A cross-encoder reads both together; other models compare embeddings.
+    """
+    from kukri.terminal.embed import show_ranking
+
+    show_ranking(
+        query,
+        documents or [],
+        model=model_option,
+        top_n=top_n,
+        truncate=truncate,
+        loading=given(loading),
+        as_json=json,
+    )
+
+
+@command(app)
 def pull(
     model: ModelArgument = None,
     model_option: ModelOption = None,

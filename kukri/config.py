@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kukri.errors import ConfigError
@@ -13,6 +14,7 @@ MAX_ROPE_FACTOR = 1 << 20
 # Larger claims of a file are damage, and memory is reserved by these.
 MAX_CONTEXT = 1 << 24  # tokens
 MAX_HEAD = 1 << 10  # d_head
+MAX_TOKEN_TYPES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,9 @@ class ModelConfig:
     logits_divisor: float = 1.0
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     logit_softcap: float | None = None  # and so do logits
+    is_causal: bool = True  # False: an encoder, whose tokens see the whole text
+    n_token_types: int = 0  # embeddings that tell the texts of a pair apart; 0: none
+    n_positions: int = 0  # rows of an embedding of positions; 0: none
 
     def __post_init__(self) -> None:
         """Raises ConfigError on shapes no transformer can have."""
@@ -238,6 +243,21 @@ def _check_heads(n_heads: int, n_kv_heads: int, d_head: int, rope: RopeConfig | 
         raise ConfigError(f"n_heads {n_heads} is not a multiple of n_kv_heads {n_kv_heads}")
     if rope is not None and (not 0 <= rope.rotary_dim <= d_head or rope.rotary_dim % 2):
         raise ConfigError(f"rotary_dim {rope.rotary_dim} must be even and at most d_head {d_head}")
+
+
+Pooling = Literal["mean", "last", "cls"]
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """How a text becomes one vector, as the model's files say it."""
+
+    pooling: Pooling = "mean"  # of the tokens' hidden states; "cls" is the first
+    normalizes: bool = True  # to length 1
+    max_tokens: int | None = None  # of a text; None: the model's context
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: put before a text
+    default_prompt: str | None = None  # the name of the one that is used unless another is chosen
+    score: str = "sigmoid"  # of a cross-encoder's output: sigmoid or identity
 
 
 Speculation = Literal["off", "ngram", "draft"]

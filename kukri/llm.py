@@ -12,11 +12,10 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-import numpy as np
-
 from kukri import tasks
 from kukri.calls import EngineCalls, Message, Prompt, close_matches, is_many
-from kukri.config import Speculation
+from kukri.config import Pooling, Speculation
+from kukri.embedding import Ranked, check_pooling, ranked
 from kukri.engine import Engine
 from kukri.errors import HookError, KukriError, RequestError
 from kukri.kernels.types import FloatArray, Hook
@@ -59,7 +58,7 @@ class LLM:
     general.sampling.* of GGUF), else by kukri's own defaults. Keyword arguments are set on top of these.
 
     Attributes: options, path, config (of the file), engine_config, tokenizer, model, engine, default_params,
-    calls (under way).
+    calls (under way), text_encoder.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class LLM:
         loaded = open_model(self.options, progress)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config
         self.tokenizer, self.model = loaded.tokenizer, loaded.model
-        self.default_params = loaded.default_params
+        self.default_params, self.text_encoder = loaded.default_params, loaded.text_encoder
         self._backend = loaded.backend
         self.calls = EngineCalls(loaded)
 
@@ -159,6 +158,7 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int]) -> FloatArray:
         """Logits float32 [T, V]: row t is about the token after `token_ids[: t + 1]`."""
+        self.calls.check_generates()
         request = self.engine.make_output_request(token_ids, "logits")
         (rows,) = self.calls.compute([request])
         return rows
@@ -189,25 +189,63 @@ class LLM:
         return tasks.classify_tokens(self.model, self._outputs, self.tokenizer, text)
 
     def embed(
-        self, texts: str | Sequence[str], *, pooling: tasks.Pooling = "mean", normalize: bool = True
+        self,
+        texts: str | Sequence[str],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        dimensions: int | None = None,
     ) -> FloatArray:
         """A vector for each text, float32 [n, D], or [D] for a single text; any checkpoint has them.
 
-        `pooling` is the mean over all tokens, the last or the first ("cls"), of what the last norm gives.
-        `normalize` makes vectors of length 1.
+        `pooling` is the mean over all tokens, the last or the first ("cls"), of the last hidden states;
+        `normalize` makes vectors of length 1. None is what the model's files say: sentence-transformers' or
+        GGUF's pooling type, else the mean, normalized. `prompt` is put before each text, or one of the
+        model's own by `prompt_name` ("query"). An encoder's vectors may be cut to `dimensions`.
+
+        Raises ContextLengthError for a text beyond the model's limit; with `truncate` it is cut, and a
+        warning is logged.
         """
         if not isinstance(texts, Sequence):
             raise RequestError(
                 f"texts must be str or a list of them, not {type(texts).__name__}", param="texts"
             )
         many = [texts] if isinstance(texts, str) else texts
-        tasks.check_pooling(pooling)
-        ids = [self.tokenizer.encode(text, add_special=True) for text in many]
-        requests = tasks.embedding_requests(self.calls.engine, ids, pooling)
-        vectors = np.array(self.calls.compute(requests), np.float32).reshape(-1, self.config.d_model)
-        if normalize:
-            vectors = tasks.normalized(vectors)
+        check_pooling(pooling)
+        encoder = self.text_encoder
+        encoder.check_dimensions(dimensions)
+        encoded = encoder.encode(many, prompt=prompt, prompt_name=prompt_name, truncate=truncate)
+        requests = encoder.requests(self.calls.engine, encoded.ids, pooling)
+        vectors = encoder.vectors(self.calls.compute(requests), normalize, dimensions)
         return vectors[0] if isinstance(texts, str) else vectors
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, truncate: bool = False
+    ) -> list[Ranked]:
+        """The documents by how well they answer the query, the best first, `top_n` of them.
+
+        A cross-encoder (`...ForSequenceClassification` with one label) reads query and document together, and
+        its score is what sentence-transformers gives; of other models it is the cosine of their embeddings.
+        `truncate` is that of `embed`.
+        """
+        if isinstance(documents, str) or not isinstance(query, str):
+            raise RequestError("query must be a text and documents a list of texts", param="documents")
+        if top_n is not None and top_n < 1:
+            raise RequestError(f"top_n must be at least 1, not {top_n}", param="top_n")
+        encoder = self.text_encoder
+        encoder.check_ranks()
+        if encoder.is_cross_encoder:
+            pairs = encoder.encode_pairs(query, documents, truncate=truncate)
+            scores = encoder.scores(self.calls.compute(encoder.pair_requests(self.calls.engine, pairs.ids)))
+        else:
+            for_query, for_document = encoder.rank_prompts()
+            asked = self.embed(query, normalize=True, prompt_name=for_query, truncate=truncate)
+            found = self.embed(documents, normalize=True, prompt_name=for_document, truncate=truncate)
+            scores = [float(vector @ asked) for vector in found]
+        return ranked(documents, scores, top_n)
 
     @contextmanager
     def hooks(self, hooks: Mapping[str, Hook]) -> Iterator[None]:
@@ -313,11 +351,9 @@ class LLM:
     def engine(self) -> Engine:
         """The engine below, to be stepped by this LLM alone.
 
-        Raises KukriError after `close`, UnsupportedError if the head is no language model's.
+        Raises KukriError after `close`.
         """
-        engine = self.calls.engine
-        self.calls.check_generates()
-        return engine
+        return self.calls.engine
 
     def close(self) -> None:
         """Ends all calls under way, with an error, and the backend's threads. The LLM is of no use after."""
@@ -353,7 +389,9 @@ class LLM:
 
     def _outputs(self, token_ids: list[int]) -> FloatArray:
         """The outputs of the model's head for each token: float32 [T, width]."""
-        (rows,) = self.calls.compute([self.calls.engine.make_output_request(token_ids, "logits")])
+        types = self.text_encoder.token_types(token_ids)
+        request = self.calls.engine.make_output_request(token_ids, "logits", token_types=types)
+        (rows,) = self.calls.compute([request])
         return rows
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from kukri.config import EngineConfig, ModelConfig, Speculation
+from kukri.embedding import TextEncoder
 from kukri.engine import Engine
 from kukri.engine.engine import cache_type
 from kukri.engine.kv_size import choose_kv_size
@@ -76,9 +77,11 @@ class LoadedModel:
     backend: Backend
     engine: Engine
     default_params: SamplingParams  # as the files advise
+    text_encoder: TextEncoder
 
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
+_MAX_TEXTS = 64  # of an encoder side by side: short ones share a step
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
 
 
@@ -98,7 +101,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         backend=backend_name,
         device=device,
         max_context=options.max_context,
-        max_requests=_MAX_REQUESTS if options.max_requests is None else options.max_requests,
+        max_requests=options.max_requests or _MAX_REQUESTS,
         max_step_tokens=options.max_step_tokens,
         kv_bytes=options.kv_bytes,
         kv_type=options.kv_type,
@@ -118,6 +121,13 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
             )
         used = _within(config, options.max_context)
         model = load_model(checkpoint.weights(used), used)
+        text_encoder = TextEncoder(
+            model, tokenizer, checkpoint.embedding, checkpoint.dense, options.max_context
+        )
+    if not config.is_causal:
+        if options.draft_model is not None:
+            raise ConfigError(f"{path} is an encoder and generates no text: it takes no draft_model")
+        engine_config = replace(engine_config, max_requests=options.max_requests or _MAX_TEXTS)
     backend = make_backend(backend_name, options.n_threads, device)
     model.bind(backend)
     draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
@@ -126,12 +136,14 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         _report_packing(backend, models, progress)
     engine_config = _sized(engine_config, models, backend)
     engine = Engine(model, backend, engine_config, eos_ids=tokenizer.eos_ids, draft_model=draft_model)
-    return LoadedModel(path, config, engine_config, tokenizer, model, backend, engine, defaults)
+    return LoadedModel(path, config, engine_config, tokenizer, model, backend, engine, defaults, text_encoder)
 
 
 def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> EngineConfig:
     """The configuration with a KV pool, and a context, that the free memory holds."""
     kv_type = cache_type(config, backend)
+    if config.kv_bytes is None and not models[0].config.is_causal:
+        config = replace(config, kv_bytes=_encoder_kv_bytes(config, models[0], backend))
     page_bytes = [backend.page_bytes(m.cache_layout, kv_type) for m in models]
     weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
     free_bytes = backend.free_bytes()
@@ -218,6 +230,13 @@ def _weight_bytes(headers: Headers, quantize: str | None) -> int:
     ]
     embedding = max(sizes, default=0) if headers.config is not None and headers.config.tie_embeddings else 0
     return int(sum(sizes) + embedding)
+
+
+def _encoder_kv_bytes(config: EngineConfig, encoder: Model, backend: Backend) -> int:
+    """Bytes of the cache of an encoder: the pages of one step's texts, which keep them no longer."""
+    n_tokens = max(config.max_step_tokens, config.max_context or encoder.config.max_context)
+    n_pages = n_tokens // backend.page_tokens + config.max_requests
+    return n_pages * backend.page_bytes(encoder.cache_layout, cache_type(config, backend))
 
 
 def _report_packing(backend: Backend, models: list[Model], progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""Tasks other than generation: extractive question answering, classification, embeddings.
+"""Tasks other than generation: extractive question answering and classification.
 
 Scores are computed as transformers' pipelines compute them. Offsets count characters of the caller's text.
 The model's outputs come from requests to the engine (`Request.output`).
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.config import HeadConfig
-from kukri.engine import Engine, Request
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.kernels.types import FloatArray
 from kukri.models import Model
 from kukri.tokenizer import Tokenizer
 
-Pooling = Literal["mean", "last", "cls"]
 Outputs = Callable[[list[int]], FloatArray]  # token ids -> the outputs of the model's head [T, width]
 
 
@@ -100,7 +97,8 @@ def classify(model: Model, outputs: Outputs, tokenizer: Tokenizer, text: str) ->
     head = _require(model, "sequence_classification")
     ids = tokenizer.encode(text, add_special=True)
     _check_length(model, ids)
-    logits = outputs(ids)[last_token(ids, head.pad_id)]
+    # an encoder's first token stands for the text, the last one in a model that sees earlier tokens alone
+    logits = outputs(ids)[last_token(ids, head.pad_id) if model.config.is_causal else 0]
     if head.problem_type == "regression":
         scores: npt.NDArray[np.float64] = logits.astype(np.float64)
     elif head.problem_type == "multi_label_classification" or len(logits) == 1:
@@ -123,45 +121,6 @@ def classify_tokens(model: Model, outputs: Outputs, tokenizer: Tokenizer, text: 
             best, (start, stop) = int(scores.argmax()), _without_spaces(text, *span)
             labels.append(TokenLabel(text[start:stop], head.labels[best], float(scores[best]), start, stop))
     return labels
-
-
-def embedding_requests(
-    engine: Engine, texts: Sequence[Sequence[int]], pooling: Pooling, client: str = ""
-) -> list[Request]:
-    """The requests whose `rows` are the sequences' vectors [D] when they have ended; checked, not queued.
-
-    Raises RequestError for a sequence without tokens and for ids outside the vocabulary, ContextLengthError
-    for one that is too long.
-    """
-    n_vocab = engine.model.config.n_vocab
-    for ids in texts:
-        _check_length(engine.model, ids)
-        wrong = next((i for i in ids if not 0 <= i < n_vocab), None)
-        if wrong is not None:
-            raise RequestError(
-                f"token id {str(wrong)[:30]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}",
-                param="texts",
-            )
-    requests: list[Request] = []
-    for ids in texts:
-        if pooling == "cls":
-            ids = ids[:1]  # no later token changes the state of the first
-        first_row = len(ids) - 1 if pooling == "last" else 0
-        requests.append(engine.make_output_request(ids, "pooled", first_row=first_row, client=client))
-    return requests
-
-
-def check_pooling(pooling: str) -> None:
-    """Raises RequestError unless it is one of `Pooling`."""
-    if pooling not in get_args(Pooling):
-        raise RequestError(f"pooling must be one of {', '.join(get_args(Pooling))}", param="pooling")
-
-
-def normalized(vectors: FloatArray) -> FloatArray:
-    """The vectors [n, D] with length 1; those of length 0 stay."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    scaled: FloatArray = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32, copy=False)
-    return scaled
 
 
 def last_token(ids: Sequence[int], pad_id: int | None) -> int:

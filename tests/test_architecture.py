@@ -18,13 +18,14 @@ PACKAGE = Path(kukri.__file__).parent
 # Each part may import itself and these; `__init__` is the face of the package and imports lazily.
 LAYERS = (
     *("errors", "machine", "config", "mapped_files", "quant", "kernels"),
-    *("models", "formats", "engine", "tasks", "answer", "loading", "interp", "results", "calls", "llm"),
-    "async_llm",
+    *("models", "formats", "engine", "tasks", "embedding", "answer", "loading", "interp", "results"),
+    *("calls", "llm", "async_llm"),
 )
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
 ALLOWED["tokenizer"] = {"errors", "formats"}
 ALLOWED["sampling"] = {"errors", "kernels"}
 ALLOWED["tasks"] |= {"tokenizer"}
+ALLOWED["embedding"] |= {"tokenizer"}
 ALLOWED["engine"] |= {"sampling", "tokenizer"}
 for part in ("answer", "loading", "results", "calls", "llm", "async_llm"):
     ALLOWED[part] |= {"sampling", "tokenizer"}

@@ -12,17 +12,19 @@ from kukri.kernels.types import ForwardBatch, IntArray, StepInputs
 
 
 class CachedSequence(Protocol):
-    """A token sequence and its row of the page table."""
+    """A token sequence and its row of the page table; the types of its tokens, or None: all 0."""
 
     tokens: IntArray
     page_row: IntArray
+    token_types: IntArray | None
 
 
 @dataclass(eq=False, slots=True)  # frozen ones take 2 us to make
 class Chunk:
     """Tokens `start` to `start + n_tokens - 1` of a sequence; the last `n_logits` of them want logits.
 
-    The last `n_drafts` are draft tokens, which lie in its `tokens` beyond its own.
+    The last `n_drafts` are draft tokens, which lie in its `tokens` beyond its own; or `n_after` tokens follow
+    those that want logits.
     """
 
     sequence: CachedSequence
@@ -30,13 +32,14 @@ class Chunk:
     n_tokens: int
     n_logits: int
     n_drafts: int = 0
+    n_after: int = 0
 
 
 class BatchBuilder:
-    """Fills a program's inputs."""
+    """Fills a program's inputs, token types only if the model `has_types`."""
 
-    def __init__(self, inputs: StepInputs, page_tokens: int) -> None:
-        self._inputs, self._page_tokens = inputs, page_tokens
+    def __init__(self, inputs: StepInputs, page_tokens: int, *, has_types: bool = False) -> None:
+        self._inputs, self._page_tokens, self._has_types = inputs, page_tokens, has_types
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
@@ -57,11 +60,15 @@ class BatchBuilder:
                 inputs.positions[t : t + n_tokens] = positions
                 pages = sequence.page_row[positions // page_tokens]
                 inputs.slots[t : t + n_tokens] = pages * page_tokens + positions % page_tokens
+            if self._has_types:
+                types = sequence.token_types
+                inputs.token_types[t : t + n_tokens] = 0 if types is None else types[start:stop]
             t += n_tokens
             inputs.query_start[s + 1] = t
             inputs.context_len[s] = stop
             inputs.page_table[s] = sequence.page_row
-            for row in range(t - chunk.n_logits, t - chunk.n_drafts):
+            stop_row = t - chunk.n_drafts - chunk.n_after
+            for row in range(t - chunk.n_logits - chunk.n_after, stop_row):
                 inputs.logit_rows[n_rows] = row
                 n_rows += 1
             if chunk.n_drafts:

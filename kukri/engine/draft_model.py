@@ -28,6 +28,8 @@ _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is
 class ModelDrafts:
     """A draft model's state for one request: cached tokens, pages, and its last drafts."""
 
+    token_types: IntArray | None = None
+
     def __init__(self, pool: PagePool, page_row: IntArray, max_context: int, price: float) -> None:
         self.price, self.page_row = price, page_row
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array

@@ -58,6 +58,9 @@ class Engine:
         n_pages: int | None = None,
         draft_model: Model | None = None,
     ) -> None:
+        if not (is_causal := model.config.is_causal):
+            # what a token keeps depends on those after it
+            config = replace(config, caches_prefixes=False)
         self.model, self.config = model, config
         self.max_context = _max_context(config, model)
         self.eos_ids = frozenset(eos_ids)
@@ -66,9 +69,10 @@ class Engine:
         page_bytes = backend.page_bytes(model.cache_layout, kv_type)
         n_pages = _n_pages(config, page_bytes, max_pages) if n_pages is None else n_pages
         is_large = model.config.head.kind == "language_model"
-        n_rows = min(_ROWS_PER_STEP, config.max_step_tokens) if is_large else config.max_step_tokens
+        n_tokens = config.max_step_tokens if is_causal else max(config.max_step_tokens, self.max_context)
+        n_rows = min(_ROWS_PER_STEP, n_tokens) if is_large else n_tokens
         max_rows = config.max_requests + n_rows
-        limits = StepLimits(config.max_step_tokens, config.max_requests, max_rows, max_pages)
+        limits = StepLimits(n_tokens, config.max_requests, max_rows, max_pages)
         try:
             self.runner = Runner(model, backend, n_pages, limits, kv_type)
         except MemoryError:
@@ -85,6 +89,7 @@ class Engine:
             config.max_prompt_tokens,
             max_rows,
             caches_prefixes=config.caches_prefixes,
+            takes_whole=not is_causal,
         )
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
@@ -116,6 +121,10 @@ class Engine:
         RequestError on an empty prompt or ids outside the vocabulary, ContextLengthError on a prompt longer
         than the context.
         """
+        kind = self.model.config.head.kind
+        if kind != "language_model":
+            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
+            raise RequestError(f"the model has {head} and generates no text", param="model")
         prompt = self._checked_prompt(prompt_ids)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         stop_ids = eos_ids.union(params.stop_token_ids)
@@ -149,12 +158,15 @@ class Engine:
         output: Output,
         *,
         first_row: int = 0,
+        stop_row: int | None = None,
+        token_types: IntArray | None = None,
         priority: int = 0,
         client: str = "",
     ) -> Request:
-        """A request for the rows of `output` of the tokens from `first_row` on: see `Request`.
+        """A request for the rows of `output` of the tokens from `first_row` to `stop_row` - 1: see `Request`.
 
-        It is checked, and not yet queued. Raises what `make_requests` raises.
+        `token_types` tell the texts of a pair apart, int32 of as many. It is checked, and not yet queued.
+        Raises what `make_requests` raises.
         """
         ids = self._checked_prompt(token_ids)
         return Request(
@@ -169,6 +181,8 @@ class Engine:
             client=client,
             output=output,
             first_row=first_row,
+            stop_row=stop_row,
+            token_types=token_types,
         )
 
     def add_request(self, request: Request) -> None:
@@ -349,7 +363,8 @@ class Engine:
         """Copies a chunk's rows to its request. NaN is a result too, which no other request may read."""
         request, stop = chunk.request, chunk.start + chunk.n_tokens
         if len(rows):
-            n_wanted, last = request.n_prompt - request.first_row, stop - request.first_row
+            n_wanted = request.stop_row - request.first_row
+            last = min(stop, request.stop_row) - request.first_row
             if request.output == "pooled":
                 before = rows[:0] if request.rows is None else request.rows[None]
                 # row after row, so that the sum does not depend on chunks

@@ -55,8 +55,9 @@ class Request:
     """A prompt, its sampling parameters, and its result so far. Tokens and pages belong to the scheduler.
 
     With another `output` than "tokens" it generates nothing and ends when `rows` has that output, of
-    the prompt's tokens from `first_row` on: "logits" (or the outputs of a head for a task) and "hidden", the
-    last norm's outputs, are float32 [tokens, width]; "pooled" is the mean of the latter, float32 [D].
+    the prompt's tokens from `first_row` to `stop_row` - 1: "logits" (or the outputs of a head for a task) and
+    "hidden", the last norm's outputs, are float32 [tokens, width]; "pooled" is the mean of the latter,
+    float32 [D].
     """
 
     __slots__ = (
@@ -65,7 +66,7 @@ class Request:
         "max_drafts", "max_length", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "next_row", "output",
         "page_row", "params", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
-        "started_s", "state", "stop_ids", "stop_reason", "tokens",
+        "started_s", "state", "stop_ids", "stop_reason", "stop_row", "token_types", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +86,8 @@ class Request:
         max_drafts: int = 0,
         output: Output = "tokens",
         first_row: int = 0,
+        stop_row: int | None = None,
+        token_types: IntArray | None = None,
     ) -> None:
         self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
         self.priority, self.client = priority, client
@@ -100,6 +103,8 @@ class Request:
         else:
             self.max_length = self.n_prompt
         self.first_row = self.next_row = first_row  # the next token whose row of output is wanted
+        self.stop_row = self.max_length if stop_row is None else stop_row
+        self.token_types = token_types  # [n_prompt]: of a pair of texts; None: all 0
         self.rows: FloatArray | None = None  # see the class; "pooled" is a sum until its end
         self.tokens = np.empty(self.max_length, np.int32)  # prompt, generated, and in a step drafts
         self.tokens[: self.n_prompt] = prompt_ids

@@ -55,7 +55,9 @@ class Runner:
         if kind == "hidden":  # its rows are small: there is room for all tokens of a step
             model, limits = self.model.hidden, replace(limits, max_logit_rows=limits.max_tokens)
         program = self.backend.compile(model, self.cache, limits, taps)
-        return Compiled(program, BatchBuilder(program.inputs, self.cache.page_tokens))
+        has_types = self.model.config.n_token_types > 0
+        builder = BatchBuilder(program.inputs, self.cache.page_tokens, has_types=has_types)
+        return Compiled(program, builder)
 
 
 class Compiled(NamedTuple):

@@ -72,7 +72,8 @@ class Scheduler:
     """The queue, the running requests in order of their turn, and their pages.
 
     `max_step_tokens` bounds a step; `max_prompt_tokens` what prompts get of it beside requests that generate,
-    `max_logit_rows` the rows of logits. With `caches_prefixes` the pages of requests outlive them.
+    `max_logit_rows` the rows of logits. With `caches_prefixes` the pages of requests outlive them. With
+    `takes_whole` a prompt is computed in one step, of its own if it is longer than a step should be.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Scheduler:
         max_logit_rows: int | None = None,
         *,
         caches_prefixes: bool = True,
+        takes_whole: bool = False,
     ) -> None:
+        self.takes_whole = takes_whole
         self.pool, self.max_requests, self.max_step_tokens = pool, max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
@@ -144,7 +147,7 @@ class Scheduler:
         if self.n_preemptions == n_preemptions:  # a request just preempted must not be admitted at once
             while self.waiting and budget.n_tokens and budget.n_prompt_tokens:
                 request = self.waiting.first(lambda r: r.program == program and _may_run(r))
-                if request is None or not self._admit(request):
+                if request is None or not budget.has_room(request) or not self._admit(request):
                     break
                 self._schedule(request, budget, step)
         return step
@@ -273,7 +276,8 @@ class Scheduler:
         n_tokens, n_logits = budget.take(request)
         if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens, step.copies):
             return
-        step.chunks.append(ScheduledChunk(request, start, n_tokens, n_logits))
+        n_after = max(start + n_tokens - request.stop_row, 0)
+        step.chunks.append(ScheduledChunk(request, start, n_tokens, n_logits, n_after=n_after))
         budget.spend(request, n_tokens, n_logits)
 
     def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
@@ -424,6 +428,7 @@ class _Budget:
     """Remaining budgets of a step: tokens, prefill tokens, and rows of logits."""
 
     def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
+        self.takes_whole, self.is_unspent = scheduler.takes_whole, True
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
         for request in scheduler.running:
             if _generates(request):
@@ -434,18 +439,27 @@ class _Budget:
         if program == "logits":
             self.n_rows = scheduler.max_logit_rows - scheduler.max_requests
 
+    def has_room(self, request: Request) -> bool:
+        """False if all of the request must be in a step and this one is too full."""
+        return not self.takes_whole or self.is_unspent or request.n_tokens <= self.n_tokens
+
     def take(self, request: Request) -> tuple[int, int]:
         """(tokens, logit rows) that the request may have."""
         n_left = request.n_tokens - request.n_cached
+        if self.takes_whole:
+            n_rows = request.stop_row - request.first_row
+            return (n_left, n_rows) if self.has_room(request) else (0, 0)
         if _generates(request):
             return min(n_left, self.n_tokens), 1
         n_without = request.next_row - request.n_cached  # tokens that come before the first row
         n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens, n_without + 1 + self.n_rows)
-        return n_tokens, max(n_tokens - n_without, 0)
+        n_after = max(request.n_cached + n_tokens - request.stop_row, 0)
+        return n_tokens, max(n_tokens - n_without - n_after, 0)
 
     def spend(self, request: Request, n_tokens: int, n_logits: int) -> None:
         """Subtracts a request's share."""
-        self.n_tokens -= n_tokens
+        self.is_unspent = False
+        self.n_tokens = max(self.n_tokens - n_tokens, 0)
         if not _generates(request):
             self.n_prompt_tokens -= n_tokens
             self.n_rows -= max(n_logits - 1, 0)

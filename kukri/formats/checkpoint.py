@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kukri.config import ModelConfig
+from kukri.config import EmbeddingConfig, ModelConfig
 from kukri.errors import ConfigError, brief
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
@@ -19,6 +20,7 @@ from kukri.formats.huggingface.directory import TokenizerFiles, directory_config
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
+from kukri.formats.sentence_transformers import DenseLayer, directory_embedding, gguf_embedding
 from kukri.models.weights import WeightSource
 
 _log = logging.getLogger("kukri.formats")
@@ -34,6 +36,8 @@ class Checkpoint:
     tokenizer: GGUFFile | TokenizerFiles
     weights: Callable[[ModelConfig], WeightSource]
     sampling: Mapping[str, Any]  # fields of SamplingParams that the files advise, unchecked
+    embedding: EmbeddingConfig
+    dense: tuple[DenseLayer, ...] = ()  # on top of pooled vectors
 
 
 @contextmanager
@@ -53,7 +57,9 @@ def open_checkpoint(path: Path, quantize: str | None = None) -> Iterator[Checkpo
     with GGUFFile(path) as gguf:
         _report_unknown(path, unknown_keys(gguf))
         advice = gguf_advice(gguf.metadata)
-        yield Checkpoint(path, model_config(gguf), gguf, lambda config: GGUFWeights(gguf, config), advice)
+        embedding = gguf_embedding(gguf.metadata, str(gguf.metadata.get("general.architecture")))
+        weights = partial(GGUFWeights, gguf)
+        yield Checkpoint(path, model_config(gguf), gguf, weights, advice, embedding)
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
@@ -67,6 +73,7 @@ def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
         tokenizer_files(directory, stated, config.n_vocab),
         lambda used: _weights(directory, stated, used, quantize),
         huggingface_advice(read_json(generation) if generation.is_file() else {}),
+        *directory_embedding(directory, stated),
     )
 
 

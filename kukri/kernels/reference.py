@@ -7,6 +7,7 @@ backend.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from kukri.kernels.types import (
     Cache,
     CacheLayout,
     CompiledProgram,
+    EmbedBy,
     Experts,
     FloatArray,
     ForwardBatch,
@@ -41,6 +43,7 @@ from kukri.machine import available_bytes
 from kukri.quant.blocks import dequantize
 
 Array = npt.NDArray[Any]
+_ERF = np.vectorize(math.erf, otypes=[np.float64])  # NumPy has none
 
 
 class ReferenceBackend:
@@ -126,9 +129,19 @@ class ReferenceOps:
         self._matrices = {} if matrices is None else matrices
         self._rope_rows = {} if rope_rows is None else rope_rows
 
-    def embed(self, weight: Weight, batch: ForwardBatch) -> FloatArray:
-        """Rows of `weight` [V, D] for the token ids -> [T, D]."""
-        return self._matrix(weight)[batch.token_ids]
+    def embed(
+        self,
+        weight: Weight,
+        batch: ForwardBatch,
+        by: EmbedBy = "token_ids",
+        residual: FloatArray | None = None,
+    ) -> FloatArray:
+        """Rows of `weight` [n, D] for the token ids, positions or token types, plus `residual` -> [T, D]."""
+        indices = getattr(batch, by)
+        rows: FloatArray = self._matrix(weight)[
+            np.zeros(batch.n_tokens, np.int32) if indices is None else indices
+        ]
+        return rows if residual is None else rows + residual
 
     def rms_norm(self, x: FloatArray, weight: Vector, eps: float) -> FloatArray:
         """x / sqrt(mean(x^2) + eps) * weight, along each row."""
@@ -203,8 +216,11 @@ class ReferenceOps:
             start, stop, n_context = batch.query_start[s], batch.query_start[s + 1], batch.context_len[s]
             keys, values = self._context(spec.layer, batch.page_table[s], n_context)
             for t in range(start, stop):
-                n_visible = n_context - (stop - 1 - t)  # causal, and all of the cache before this step
-                first = 0 if spec.window is None else max(0, n_visible - spec.window)
+                position = n_context - (stop - t)  # all of the cache comes before this step
+                first = 0 if spec.window is None else max(0, position + 1 - spec.window)
+                n_visible = min(
+                    n_context, position + 1 + (0 if spec.is_causal else (spec.window or n_context) - 1)
+                )
                 heads = q[t].reshape(
                     spec.n_kv_heads, -1, spec.d_head
                 )  # [G, H/G, K]: query heads by their KV head
@@ -245,11 +261,18 @@ class ReferenceOps:
         y: FloatArray = np.tanh(x / np.float32(cap)) * np.float32(cap)
         return y
 
-    def gelu(self, x: FloatArray) -> FloatArray:
-        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
-        y: FloatArray = (
-            x / 2 * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
-        )
+    def gelu(self, x: FloatArray, is_exact: bool = False) -> FloatArray:
+        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))); with `is_exact` by the error function."""
+        if is_exact:
+            u: Array = _ERF(x / np.sqrt(2)).astype(np.float32)
+        else:
+            u = np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3))
+        y: FloatArray = x / 2 * (1 + u)
+        return y
+
+    def tanh(self, x: FloatArray) -> FloatArray:
+        """The hyperbolic tangent."""
+        y: FloatArray = np.tanh(x)
         return y
 
     def route(

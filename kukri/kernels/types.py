@@ -130,7 +130,7 @@ class ForwardBatch:
     `positions` count a sequence's tokens; if RoPE is to rotate by other numbers, `rope_positions` has them.
     `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): float32
     [1 or H, T, context_len[0]], added to scores in place of causality and windows; a token that sees nothing
-    gets zeros.
+    gets zeros. `token_types` say to which of a pair of texts a token belongs; None: all to the first.
     """
 
     token_ids: IntArray  # [T]
@@ -142,6 +142,7 @@ class ForwardBatch:
     logit_rows: IntArray  # [N]
     rope_positions: IntArray | None = None  # [T]
     mask: FloatArray | None = None
+    token_types: IntArray | None = None  # [T]
     inputs: StepInputs | None = field(default=None, init=False)  # whose arrays these are; None: others
 
     @property
@@ -160,6 +161,7 @@ class ForwardBatch:
         return len(self.logit_rows)
 
 
+EmbedBy = Literal["token_ids", "positions", "token_types"]
 KVType = Literal["f16", "q8_0", "f32"]
 
 
@@ -217,7 +219,11 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention. `scale` multiplies scores; `window` in tokens, None sees all."""
+    """One layer's attention. `scale` multiplies scores.
+
+    A token sees itself and earlier ones, `window` of them (None: all); if attention is not causal, as many
+    later ones too.
+    """
 
     layer: int
     n_heads: int
@@ -226,6 +232,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    is_causal: bool = True
 
     @property
     def group(self) -> int:
@@ -242,8 +249,13 @@ Hook = Callable[[str, FloatArray], FloatArray | None]
 class Ops(Protocol):
     """The op set that models are written against. Values are float32, row-major [rows, width]."""
 
-    def embed(self, weight: Weight, batch: Any) -> Tensor:
-        """Rows of `weight` [V, D] for the batch's token ids -> [T, D]."""
+    def embed(
+        self, weight: Weight, batch: Any, by: EmbedBy = "token_ids", residual: Tensor | None = None
+    ) -> Tensor:
+        """Rows of `weight` [n, D] for the batch's token ids, positions or token types -> [T, D].
+
+        `residual` [T, D] is added.
+        """
 
     def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, along each row (Zhang & Sennrich 2019)."""
@@ -294,8 +306,14 @@ class Ops(Protocol):
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""
 
-    def gelu(self, x: Tensor) -> Tensor:
-        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))): GELU by tanh (Hendrycks and Gimpel 2016)."""
+    def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
+        """GELU (Hendrycks and Gimpel 2016): x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+
+        With `is_exact` x / 2 * (1 + erf(x / sqrt(2))).
+        """
+
+    def tanh(self, x: Tensor) -> Tensor:
+        """The hyperbolic tangent of each number."""
 
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:
         """Chooses experts by the logits [T, E] of a router; of equal logits, the first -> routes.
@@ -371,16 +389,17 @@ class StepInputs:
     context_len: IntArray
     page_table: IntArray
     logit_rows: IntArray
+    token_types: IntArray
     _batch: ForwardBatch | None = None
 
     @classmethod
     def zeros(cls, limits: StepLimits) -> StepInputs:
         """Arrays for steps within `limits`."""
         t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
-        token_ids, positions, slots, logit_rows = (np.zeros(n, np.int32) for n in (t, t, t, n))
+        token_ids, positions, slots, logit_rows, types = (np.zeros(n, np.int32) for n in (t, t, t, n, t))
         page_table = np.zeros((s, limits.max_pages), np.int32)
         starts, lengths = np.zeros(s + 1, np.int32), np.zeros(s, np.int32)
-        return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows)
+        return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows, types)
 
     def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
         """The arrays' contents as a step: views of them, valid until they are filled again."""
@@ -395,6 +414,7 @@ class StepInputs:
             self.context_len[:n_sequences],
             self.page_table[:n_sequences],
             self.logit_rows[:n_logit_rows],
+            token_types=self.token_types[:n_tokens],
         )
         object.__setattr__(batch, "inputs", self)
         return batch
@@ -409,6 +429,7 @@ class StepInputs:
         self.context_len[:n_sequences] = batch.context_len
         self.page_table[:n_sequences, :n_pages] = batch.page_table
         self.logit_rows[: batch.n_logit_rows] = batch.logit_rows
+        self.token_types[:n_tokens] = 0 if batch.token_types is None else batch.token_types
 
 
 class Logits(Protocol):

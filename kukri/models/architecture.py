@@ -31,7 +31,12 @@ class Architecture:
 
     name: str  # transformers' model_type
     model: Callable[[ModelConfig, WeightSource], Any]
-    hf_class: str  # transformers' class with the language model's head
+    hf_class: str  # transformers' class with the language model's head, or without any
+    is_causal: bool = True  # False: an encoder, whose tokens see the whole text
+    has_rope: bool = True  # False: positions are embedded
+    layers: str = "model.layers"  # the list of layers
+    embedding: str = "model.embed_tokens"  # of the tokens
+    unused: str = ""  # pattern of names: tensors that files carry and the model may leave
 
     numbers: frozenset[str] = frozenset()  # fields of ModelConfig that only some have: `facts.OPTIONAL_FACTS`
 

@@ -181,7 +181,8 @@ class Forward:
             n = -(-batch.n_tokens // _MASK_TOKENS) * _MASK_TOKENS
             limits = StepLimits(n, 1, n, n_pages, mask_heads)
         else:
-            limits = StepLimits(_STEP_TOKENS, min(cache.batch_size, _STEP_TOKENS), _STEP_TOKENS, n_pages)
+            n = max(_STEP_TOKENS, -(-batch.n_tokens // _MASK_TOKENS) * _MASK_TOKENS)
+            limits = StepLimits(n, min(cache.batch_size, n), n, n_pages)
         compiled = self.backend.compile(program, cache.kv, limits, key.taps)
         kept = {k: p for k, p in cache.programs.items() if k.taps in (frozenset(), key.taps)}
         cache.programs = {**kept, key: (limits, compiled)}
@@ -195,6 +196,9 @@ class _Call:
         self, config: ModelConfig, ids: IntArray, cache: KVCache, attention_mask: Any, positions: Any
     ) -> None:
         self.ids, self.cache = ids, cache
+        self.is_causal = config.is_causal
+        if cache.n_tokens and not self.is_causal:
+            raise _error("an encoder reads a text at once: its cache holds one already (crop it)", "cache")
         self.n_past, self.n_total = cache.n_tokens, cache.n_tokens + ids.shape[1]
         self.positions = _positions(positions, ids.shape, self.n_past, config.max_context)
         self.is_token: _BoolArray = np.ones(ids.shape, np.bool_)
@@ -213,7 +217,7 @@ class _Call:
         """(row, column, batch): where in [B, T] each token of a batch belongs."""
         columns = [np.flatnonzero(is_token) for is_token in self.is_token]
         n_stored = self.cache.stored().sum(axis=1)
-        size = _STEP_TOKENS if self.mask is None else 0
+        size = _STEP_TOKENS if self.mask is None and self.is_causal else 0
         for step in _steps([len(found) for found in columns], size):
             row_of = np.concatenate([np.full(stop - start, row) for row, start, stop in step])
             column_of = np.concatenate([columns[row][start:stop] for row, start, stop in step])

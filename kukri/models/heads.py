@@ -6,13 +6,48 @@ Tensors are those of transformers' `...ForQuestionAnswering`, `...ForSequenceCla
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kukri.config import ModelConfig
-from kukri.models.layers import Linear
+from kukri.kernels.types import Ops, Tensor
+from kukri.models.layers import Linear, Parameter
 
 if TYPE_CHECKING:
     from kukri.models.weights import WeightSource
+
+
+class Head(Protocol):
+    """What makes the model's outputs of its last hidden states."""
+
+    parameters: list[Parameter]
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [N, D] -> [N, outputs]."""
+
+
+class PooledHead:
+    """A classification of the pooled first token: classifier(tanh(dense(x)))."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, pooler: str) -> None:
+        d_model = config.d_model
+        source.vector(f"{pooler}.bias", d_model)  # not optional, as biases are elsewhere
+        self.pooler = Linear(source, [pooler], (d_model,), d_model)
+        self.classifier = Linear(source, ["classifier"], (len(config.head.labels),), d_model)
+        self.parameters = self.pooler.parameters + self.classifier.parameters
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [N, D] -> [N, labels]."""
+        return self.classifier(ops, ops.tanh(self.pooler(ops, x)))
+
+
+def encoder_head(source: WeightSource, config: ModelConfig, pooler: str) -> Head | None:
+    """The head of an encoder; a classification of texts reads the first token through `pooler`."""
+    kind = config.head.kind
+    if kind == "sequence_classification":
+        return PooledHead(source, config, pooler)
+    if kind == "token_classification":
+        return Linear(source, ["classifier"], (len(config.head.labels),), config.d_model)
+    return output_head(source, config)
 
 
 def output_head(source: WeightSource, config: ModelConfig) -> Linear | None:

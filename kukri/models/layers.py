@@ -151,6 +151,8 @@ class Attention:
     The checkpoint may hold q, k and v apart or as one `qkv_proj`.
     """
 
+    in_names = ("q_proj", "k_proj", "v_proj")
+    fused_name = "qkv_proj"
     out_name = "o_proj"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
@@ -159,11 +161,18 @@ class Attention:
         self.layer = layer
         self.rope = None if this.rope is None else rope_frequencies(this.rope, config.max_context)
         self.spec = AttentionSpec(
-            layer, config.n_heads, this.n_kv_heads, this.d_head, this.scale, this.window, this.softcap
+            layer,
+            config.n_heads,
+            this.n_kv_heads,
+            this.d_head,
+            this.scale,
+            this.window,
+            this.softcap,
+            config.is_causal,
         )
         self.cache_layer = KVLayer(this.n_kv_heads, this.d_head, this.window)
-        parts = ["qkv"] if source.has(f"{name}.qkv_proj.weight") else ["q", "k", "v"]
-        names = [f"{name}.{part}_proj" for part in parts]
+        is_fused = source.has(f"{name}.{self.fused_name}.weight")
+        names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else self.in_names)]
         self.qkv = Linear(source, names, (n_q, n_kv, n_kv), config.d_model)
         out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
         self.out: Callable[..., Tensor] = out
@@ -219,6 +228,7 @@ class MLP:
 
     up_name = "fc1"
     down_name = "fc2"
+    is_exact = False  # GELU by tanh
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
@@ -229,7 +239,7 @@ class MLP:
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""
         hidden = ops.tap("mlp.hook_pre", self.layer, self.up(ops, x))
-        hidden = ops.tap("mlp.hook_post", self.layer, ops.gelu(hidden))
+        hidden = ops.tap("mlp.hook_post", self.layer, ops.gelu(hidden, self.is_exact))
         return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
 
 

@@ -19,7 +19,7 @@ from kukri.errors import KukriError
 from kukri.kernels.types import Backend, FloatArray, KVLayer, Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
-from kukri.models.heads import output_head
+from kukri.models.heads import Head, output_head
 from kukri.models.layers import Attention, Embedding, GatedMLP, Parameter, RMSNorm
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Llama:
         self.embedding = Embedding(source, "model.embed_tokens", config.n_vocab, config.d_model)
         self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
         self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
-        self.head = output_head(source, config)
+        self.head: Head | None = output_head(source, config)
         self._forward: Forward | None = None
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:

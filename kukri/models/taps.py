@@ -7,6 +7,7 @@ from typing import Any
 
 from kukri.kernels.types import (
     AttentionSpec,
+    EmbedBy,
     Experts,
     Program,
     RopeFrequencies,
@@ -42,7 +43,9 @@ class _TapOps:
         self.names: list[str] = []
         self.inputs: dict[str, str] = {}
 
-    def embed(self, weight: Weight, batch: Any) -> Tensor:
+    def embed(
+        self, weight: Weight, batch: Any, by: EmbedBy = "token_ids", residual: Tensor | None = None
+    ) -> Tensor:
         return None
 
     def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
@@ -94,7 +97,10 @@ class _TapOps:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return None
 
-    def gelu(self, x: Tensor) -> Tensor:
+    def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
+        return None
+
+    def tanh(self, x: Tensor) -> Tensor:
         return None
 
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:

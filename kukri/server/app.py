@@ -37,6 +37,7 @@ from kukri.server.ollama_schema import (
 )
 from kukri.server.page import add_page
 from kukri.server.registry import ModelEntry, ModelRegistry
+from kukri.server.rerank import RerankBody, rerank
 from kukri.server.responses import respond
 from kukri.server.responses_schema import ResponseBody
 from kukri.server.schema import (
@@ -163,6 +164,13 @@ def _add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         """A vector for each text."""
         service = await registry.acquire(registry.find(body.model), request.scope)
         return await embed(service, body, request)
+
+    @app.post("/v1/rerank", response_class=JSONResponse)
+    @app.post("/rerank", response_class=JSONResponse, include_in_schema=False)
+    async def reranked(body: RerankBody, request: Request) -> Response:
+        """Ranks documents by how well they answer a query."""
+        service = await registry.acquire(registry.find(body.model), request.scope)
+        return await rerank(service, body, request)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Coroutine, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.embedding import Encoded
+from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, KukriError, RequestError
 from kukri.kernels.types import FloatArray
 from kukri.server.loading_reply import disconnected
 from kukri.server.schema import Body, TokenIds
 from kukri.server.service import Service
-from kukri.tasks import embedding_requests, normalized
 
 _MAX_TEXTS = 2048  # as in OpenAI's API
+T = TypeVar("T")
 _Text = Annotated[str, Field(min_length=1)]
 
 
@@ -40,17 +42,26 @@ class EmbeddingBody(Body):
 
     pooling: Literal["mean", "last", "cls"] | None = None  # as in `LLM.embed`
     normalize: bool | None = None
+    prompt_name: str | None = None
+    truncate: bool | None = None
 
 
 async def embed(service: Service, body: EmbeddingBody, http: Request) -> Response:
     """The response to an embedding request. A client that leaves ends the work."""
-    texts = await _token_ids(service, body.input)
-    vectors = await vectors_of(service, body, texts, http)
+    try:
+        texts = await _encoded(service, body)
+    except RequestError as error:
+        raise _named(error) from None
+    vectors = await vectors_of(service, body, texts.ids, http)
     if vectors is None:
-        return _Silence()
-    model, n_tokens = service.check_model(body.model), sum(map(len, texts))
+        return SILENCE
+    model = service.check_model(body.model)
+    n_tokens = sum(map(len, texts.ids))
     http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
-    head = {"object": "list", "model": model, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
+    head: dict[str, Any] = {"object": "list", "model": model}
+    head["usage"] = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    if texts.truncated:
+        head["truncated"] = texts.truncated
     content = await asyncio.to_thread(_body, head, vectors, body.encoding_format == "base64")
     return Response(content, media_type="application/json")
 
@@ -58,54 +69,73 @@ async def embed(service: Service, body: EmbeddingBody, http: Request) -> Respons
 async def vectors_of(
     service: Service, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
 ) -> FloatArray | None:
-    """The vectors [n, D] of texts, by the options of a body; None if the client has left meanwhile."""
-    width = service.llm.config.d_model
-    if body.dimensions not in (None, width):
-        raise RequestError(
-            f"dimensions can only be {width}: the model's vectors are not made to be cut",
-            param="dimensions",
-            code="unsupported_parameter",
-        )
-    work = asyncio.create_task(_vectors(service, body, texts, http))
+    """The vectors [n, width] of texts, by the options of a body; None if the client has left meanwhile."""
+    service.llm.text_encoder.check_dimensions(body.dimensions)
+    try:
+        return await while_connected(http, _vectors(service, body, texts, http))
+    except RequestError as error:
+        raise _named(error) from None
+
+
+def _named(error: RequestError) -> RequestError:
+    """The error under the names of a body's fields."""
+    if isinstance(error, ContextLengthError):
+        error.param = "input"
+        return error
+    return RequestError(str(error), param="prompt_name" if error.param == "prompt_name" else "input")
+
+
+async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of the work; None, and the work is cancelled, if the client disconnects before."""
+    task = asyncio.create_task(work)
     watcher = asyncio.create_task(disconnected(http.receive))
     try:
-        await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-    except ContextLengthError as error:
-        error.param = "input"
-        raise
-    except RequestError as error:
-        raise RequestError(str(error), param="input") from None
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
-        work.cancel()
+        task.cancel()
         watcher.cancel()
 
 
-async def _token_ids(service: Service, given: Any) -> list[list[int]]:
-    """The token ids of each text."""
-    if isinstance(given, str) or isinstance(given[0], int):
-        given = [given]
-    return [await service.encode(one) if isinstance(one, str) else one for one in given]
-
-
-async def _vectors(
-    service: Service, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
-) -> FloatArray:
-    """The vectors [n, D] of all texts, a batch of them after another."""
-    llm, client = service.llm, f"{http.scope['kukri.client']}/{body.user or ''}"
-    requests = embedding_requests(llm.engine, texts, body.pooling or "mean", client)
-    service.metrics.on_prompt(sum(map(len, texts)))
-    n = min(llm.engine_config.max_requests, service.bridge.loop.max_waiting)  # so that others find room
+async def rows_of(service: Service, requests: Sequence[EngineRequest]) -> list[FloatArray]:
+    """The rows of requests, a batch of them after another, so that others find room."""
+    service.metrics.on_prompt(sum(request.n_prompt for request in requests))
+    n = min(service.llm.engine_config.max_requests, service.bridge.loop.max_waiting)
     try:
         async with asyncio.timeout(service.settings.deadline_s):
             for start in range(0, len(requests), n):
                 await service.bridge.compute(requests[start : start + n])
     except TimeoutError:
         raise CapacityError(f"the answer was not done within {service.settings.deadline_s:g} s") from None
-    vectors = np.array([request.rows for request in requests], np.float32)
-    if not np.isfinite(vectors).all():  # JSON has no such numbers
+    rows = [request.rows for request in requests if request.rows is not None]
+    if not all(np.isfinite(row).all() for row in rows):  # JSON has no such numbers
         raise KukriError("the model's vectors are not finite: its weights may be damaged")
-    return vectors if body.normalize is False else normalized(vectors)
+    return rows
+
+
+async def _encoded(service: Service, body: EmbeddingBody) -> Encoded:
+    """The token ids of each text."""
+    given: Any = body.input
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]
+    if isinstance(given[0], str):
+        return await asyncio.to_thread(
+            service.llm.text_encoder.encode,
+            given,
+            prompt_name=body.prompt_name,
+            truncate=bool(body.truncate),
+        )
+    return Encoded(given)
+
+
+async def _vectors(
+    service: Service, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
+) -> FloatArray:
+    """The vectors [n, width] of all texts."""
+    llm, client = service.llm, f"{http.scope['kukri.client']}/{body.user or ''}"
+    requests = llm.text_encoder.requests(llm.engine, texts, body.pooling, client)
+    rows = await rows_of(service, requests)
+    return llm.text_encoder.vectors(rows, body.normalize, body.dimensions)
 
 
 def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:
@@ -124,3 +154,6 @@ class _Silence(Response):
 
     async def __call__(self, *_: Any) -> None:
         """Sends nothing."""
+
+
+SILENCE = _Silence()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -234,10 +235,8 @@ def loaded_answer(body: GenerationBody, name: str, reason: str) -> Response:
 async def embed(service: Service, body: OllamaEmbedBody, http: Request) -> Response:
     """The response to texts to embed: a vector each, of length 1."""
     started_s, texts = monotonic(), [body.input] if isinstance(body.input, str) else body.input
-    limit = service.llm.engine.max_context
-    ids = [await service.encode(text) for text in texts]
-    if body.truncate is not False:
-        ids = [one[:limit] for one in ids]
+    encode = service.llm.text_encoder.encode
+    ids = (await asyncio.to_thread(encode, texts, truncate=body.truncate is not False)).ids
     vectors = await _vectors(service, body.model, ids, body.dimensions, http)
     load_s = http.scope.get("kukri.load_s", 0.0)
     return JSONResponse(

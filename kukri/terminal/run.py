@@ -87,7 +87,7 @@ def _stream(llm: LLM, request: Any, params: SamplingParams) -> Result:
 
 def _full_prompt(prompt: str | None) -> str:
     """The prompt argument and piped text, an empty line between them. Raises RequestError if empty."""
-    piped = _piped_text()
+    piped = piped_text()
     parts = [part for part in (prompt, piped) if part is not None]
     if not parts:
         raise RequestError("no prompt: give one as an argument, or pipe text in", param="prompt")
@@ -104,7 +104,7 @@ def _full_prompt(prompt: str | None) -> str:
     return text
 
 
-def _piped_text() -> str | None:
+def piped_text() -> str | None:
     """The text of a pipe or file on stdin, without its last line end; None if stdin is neither."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode

@@ -53,9 +53,9 @@ class Parts:
     def __init__(self, files: TokenizerFiles) -> None:
         self.files = files
         self.model = self._object("model")
-        if self.model.get("type", "BPE") != "BPE":
+        if (model_type := self.model.get("type", "BPE")) not in ("BPE", "WordPiece"):
             raise UnsupportedError(
-                f"{files.path}: the tokenizer's model is {brief(self.model.get('type'))}; kukri reads BPE"
+                f"{files.path}: the tokenizer's model is {brief(model_type)}; kukri reads BPE and WordPiece"
             )
         self._unknown = self.model.get("unk_token")
         if self._unknown is not None and not isinstance(self._unknown, str):
@@ -64,11 +64,15 @@ class Parts:
         self.added = self._added_tokens()
         self.id_of |= {token: entry["id"] for token, entry in self.added.items()}
         self.named = {name: self._named_token(name) for name in _NAMED_TOKENS}
+        for name, encoders_name in (("bos_token", "cls_token"), ("eos_token", "sep_token")):
+            self.named[name] = self.named[name] or self._named_token(encoders_name)
         decoders = _flat(files.tokenizer.get("decoder"), "decoders")
         self.kind = "gpt2" if any(part.get("type") == "ByteLevel" for part in decoders) else "llama"
+        if model_type == "WordPiece":
+            self.kind = "bert"
         if self.kind == "llama" and not decoders:
             raise UnsupportedError(f"{files.path}: the tokenizer has no decoder that kukri knows")
-        self.drops_leading_space = any(map(_drops_space, decoders))
+        self.drops_leading_space = self.kind == "bert" or any(map(_drops_space, decoders))
         specials = {token for token, entry in self.added.items() if entry.get("special") is True}
         specials |= {token for token in self.named.values() if token is not None}
         self.tokens = self._tokens()
@@ -90,13 +94,15 @@ class Parts:
     def build(self) -> tokenizers.Tokenizer:
         """The tokenizer of plain text."""
         plain = [entry for token, entry in self.added.items() if token not in self.special_texts]
-        vocabulary, merges = self.text_ids(), self.merges()
+        model = {**self.model, "vocab": self.text_ids()}
+        if self.kind != "bert":
+            model["merges"] = self.merges()
         contents = {
             **self.files.tokenizer,
             "truncation": None,
             "padding": None,
             "added_tokens": plain,
-            "model": {**self.model, "vocab": vocabulary, "merges": merges},
+            "model": model,
         }
         try:
             return tokenizers.Tokenizer.from_str(json.dumps(contents, ensure_ascii=False))

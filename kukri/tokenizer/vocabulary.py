@@ -16,6 +16,7 @@ from kukri.errors import FormatError, RequestError, UnsupportedError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 SPACE_MARK = "▁"  # SentencePiece's spelling of a space
+CONTINUATION = "##"  # WordPiece's mark of a piece that continues a word
 
 # Tokens that end a turn or a document, whatever the metadata calls them: llama.cpp, src/llama-vocab.cpp at
 # commit 00ad355e. The last three lines end a piece of code in fill-in-the-middle and repository formats.
@@ -43,7 +44,7 @@ _BYTE_TEXTS = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens. `kind` is "gpt2" (byte-level BPE) or "llama" (SentencePiece BPE).
+    """A model's tokens. `kind` is "gpt2" (byte-level BPE), "llama" (SentencePiece BPE) or "bert" (WordPiece).
 
     special_ids are control and unknown tokens: text becomes one only when asked to, and decoding can skip
     them.
@@ -78,6 +79,8 @@ class Vocabulary:
         """The bytes a token stands for; raises RequestError for an id outside the vocabulary."""
         i = self.checked(token_id)
         text, kind = self.tokens[i], self.types[i] if self.types else NORMAL
+        if self.kind == "bert":  # words, and pieces that continue one
+            return text[2:].encode() if text.startswith(CONTINUATION) else f" {text}".encode()
         if self.kind == "llama":
             if text in _BYTE_TEXTS and (kind == BYTE or not self.types):
                 return _BYTE_TEXTS[text]

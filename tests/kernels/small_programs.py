@@ -87,12 +87,15 @@ def fill(array, rng):
         array[:] = rng.standard_normal(array.shape)
 
 
-def attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_type="f16", softcap=None):
+def attention_case(
+    rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_type="f16", softcap=None, is_causal=True
+):
     """A program and a batch of several sequences, their pages scattered, on caches with the same past."""
     n_tokens = sum(n_new)
     width = (group + 2) * n_kv_heads * d_head
     x = f32_weight(rng.standard_normal((n_tokens, width)))
-    spec = AttentionSpec(0, group * n_kv_heads, n_kv_heads, d_head, d_head**-0.5, window, softcap)
+    heads = (group * n_kv_heads, n_kv_heads, d_head)
+    spec = AttentionSpec(0, *heads, d_head**-0.5, window, softcap, is_causal)
     n_pages = [-(-c // PAGE_TOKENS) for c in contexts]
     free = rng.permutation(sum(n_pages) + 5).astype(np.int32)  # pages with holes between them
     table = np.zeros((len(contexts), max(n_pages)), np.int32)

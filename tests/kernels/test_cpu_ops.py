@@ -6,6 +6,8 @@ also runs under other CPU names (test_cpu_lowerings.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from small_programs import (
@@ -167,6 +169,52 @@ def test_gelu(backend, n_tokens, width):
     )
 
 
+@pytest.mark.parametrize("n_tokens", [1, 65])
+@pytest.mark.parametrize("width", [16, 1040])
+def test_exact_gelu_and_tanh(backend, n_tokens, width):
+    """Would catch the form by tanh, an error function that is wrong in a tail, and lost columns."""
+    values = np.random.default_rng(width).standard_normal((n_tokens, width)) * 8
+    values[0, :4] = 0, -0.0, 60, -60
+    x = f32_weight(values)
+
+    def gelu(ops, batch):
+        return ops.logit_rows(ops.gelu(ops.embed(x, batch), is_exact=True), batch)
+
+    def tanh(ops, batch):
+        return ops.logit_rows(ops.tanh(ops.embed(x, batch)), batch)
+
+    got, want = both(backend, gelu, plain_batch(n_tokens))
+    np.testing.assert_allclose(got, want, rtol=3e-6, atol=2e-6)  # the formula's 1.5e-7, times x
+    got, want = both(backend, tanh, plain_batch(n_tokens))
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("type_name", ["F32", "BF16", "Q8_0"])
+def test_embeddings_of_positions_and_types(backend, type_name):
+    """Would catch rows by another number of the token, and a residual that is lost or added twice."""
+    rng = np.random.default_rng(6)
+    tokens, positions, types = (weight(rng, type_name, n, 64) for n in (12, 12, 3))
+
+    def program(ops, batch):
+        x = ops.embed(positions, batch, "positions", ops.embed(tokens, batch))
+        return ops.logit_rows(ops.embed(types, batch, "token_types", x), batch)
+
+    def short(ops, batch):  # of 3 positions
+        return ops.logit_rows(ops.embed(types, batch, "positions", ops.embed(tokens, batch)), batch)
+
+    step = plain_batch(12)
+    typed = replace(step, token_ids=step.token_ids[::-1].copy(), token_types=step.token_ids % 3)
+    for batch in (step, typed):
+        got, want = both(backend, program, batch)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    assert np.abs(got - both(backend, program, step)[0]).max() > 1e-2
+    wrong = replace(step, token_types=np.full(12, 3, np.int32))
+    with pytest.raises(ShapeError, match="token type"):
+        run(backend, program, wrong)
+    with pytest.raises(ShapeError, match="context longer"):
+        run(backend, short, step)
+
+
 @pytest.mark.parametrize("kind", ["silu, rms", "gelu, layer", "silu, added", "geglu, rms"])
 def test_fused_and_separate_quantization_agree(backend, kind):
     """Would catch a producer whose int8 panels differ from quantizing its float result."""
@@ -251,6 +299,22 @@ def test_attention_with_a_softcap(backend, kv_type):
     )
     assert_close(got, want, relative=1e-5)
     assert np.abs(got - without).max() > 0.05
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 65])
+@pytest.mark.parametrize(("group", "kv_type"), [(1, "f16"), (4, "f16"), (2, "q8_0")])
+def test_attention_to_later_tokens(backend, group, kv_type, window):
+    """Would catch texts that are read causally, a neighbour's or the page's last keys, a window's other side,
+    and chunks of a long text that its first tokens do not reach."""
+    rng = np.random.default_rng(group)
+    lengths = (1, 70, 3, 150, 64)
+    program, batch, past = attention_case(
+        rng, group, 2, 32, window, lengths, lengths, kv_type, is_causal=False
+    )
+    caches = copy_of(past), copy_of(past)
+    got = run(backend, program, batch, caches[0], max_sequences=5)
+    want = run(ReferenceBackend(), program, batch, caches[1], max_sequences=5)
+    assert_close(got, want, relative=1e-5)
 
 
 def test_a_q8_0_cache_is_close_to_float16(backend):

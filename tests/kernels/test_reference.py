@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,9 @@ def test_head_norm_layer_norm_and_gelu_match_torch() -> None:
     want = torch.nn.functional.gelu(t(x), approximate="tanh")
     np.testing.assert_allclose(ops.gelu(x), want.numpy(), **CLOSE)
     assert (torch.nn.functional.gelu(t(x)) - want).abs().max() > 1e-4
+    exact = torch.nn.functional.gelu(t(x))
+    np.testing.assert_allclose(ops.gelu(x, is_exact=True), exact.numpy(), **CLOSE)
+    np.testing.assert_allclose(ops.tanh(x), torch.tanh(t(x)).numpy(), **CLOSE)
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8])
@@ -139,6 +144,22 @@ def test_rope_refuses_a_position_beyond_its_context() -> None:
     ops_without_cache().rope(normal(1, 16), normal(1, 16), rope, spec, last)
     with pytest.raises(ShapeError, match="position 500"):
         ops_without_cache().rope(normal(1, 16), normal(1, 16), rope, spec, beyond)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_attention_to_later_tokens_matches_torch(window: int | None) -> None:
+    """Causality left in, a window of one side, and a neighbour's keys."""
+    spec = AttentionSpec(0, 2, 2, 16, 0.3, window, is_causal=False)
+    lengths = [(0, 37), (0, 1), (0, 20)]
+    batch, _ = make_batch(lengths, 24)
+    q, k, v = (normal(58, 32) for _ in range(3))
+    got = ReferenceOps(PagedKV([KVLayer(2, 16)], 24, kv_type="f32")).attention(q, k, v, spec, batch)
+    for start, stop in pairwise(batch.query_start):
+        parts = (torch.from_numpy(x[start:stop]).reshape(-1, 2, 16).transpose(0, 1) for x in (q, k, v))
+        at = torch.arange(stop - start)
+        visible = (at[:, None] - at).abs() < (window or 1 << 30)
+        want = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=visible, scale=0.3)
+        np.testing.assert_allclose(got[start:stop], want.transpose(0, 1).reshape(-1, 32).numpy(), **CLOSE)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])

@@ -46,6 +46,7 @@ NOPE_KEY = "attention.nope_layers"
 DYNAMIC_KEY = "rope.scaling.dynamic_factor"
 HEAD_KEY, PROBLEM_KEY, PAD_KEY = "head.kind", "head.problem_type", "head.pad_token_id"
 LABELS_KEY = "classifier.output_labels"  # GGUF's own
+CAUSAL_KEY, POOLING_KEY, RANK = "attention.causal", "pooling_type", 4  # llama.cpp's number of rank pooling
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LOCAL_THETA = "rope.freq_base_swa"
 _SCALE = "attention.scale"
@@ -68,7 +69,7 @@ READ = frozenset(
 # choose; and other architectures' keys, which llama.cpp's own saver writes into every file (softcaps of 50).
 IGNORED_KEYS = frozenset(
     [
-        *("tensor_data_layout", "rope.scaling.finetuned", "pooling_type", "decoder_start_token_id"),
+        *("tensor_data_layout", "rope.scaling.finetuned", POOLING_KEY, "decoder_start_token_id"),
         *("features_length", "embedding_length_out", "attn_logit_softcapping", "final_logit_softcapping"),
         *("router_logit_softcapping", "token_shift_count", "swin_norm", "rescale_every_n_layers"),
         *("time_decay_extra_dim", "time_mix_extra_dim", "deepstack_mapping", "attention.rope_pattern"),
@@ -148,7 +149,9 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
     if d_value != numbers["d_head"]:
         message = f"is {d_value}: kukri runs values as wide as keys ({numbers['d_head']})"
         raise keys.unsupported("attention.value_length", message)
-    rope = _rope(keys, gguf, numbers["d_head"], numbers["max_context"])
+    rope = RopeConfig()
+    if architecture.has_rope:
+        rope = _rope(keys, gguf, numbers["d_head"], numbers["max_context"])
     layers = _layers(keys, architecture, numbers["n_layers"])
     if architecture.local_rope:
         theta = keys.positive(_LOCAL_THETA, architecture.local_theta or rope.theta)
@@ -160,8 +163,11 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         rope=rope,
         layers=layers,
         name=Keys(gguf.metadata, gguf.path, "general.").text("name", gguf.path.stem),
-        head=_head(keys, n_vocab),
+        head=_head(keys, n_vocab, architecture),
         mixture=read_mixture(keys, "gguf", architecture, numbers["d_ffn"], _normalized(keys, architecture)),
+        is_causal=architecture.is_causal,
+        n_token_types=_n_rows(gguf, "token_types.weight"),
+        n_positions=_n_rows(gguf, "position_embd.weight"),
     )
 
 
@@ -173,16 +179,16 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
     scale = config.attention(0).scale
     stated_scale = {} if math.isclose(scale, implied, rel_tol=1e-5) else {_SCALE: scale}
     nope = [i for i, layer in enumerate(config.layers) if not layer.use_rope]
+    states_nope = architecture.has_rope and bool(architecture.nope_interval or nope)
     keys: dict[str, Any] = {
         **write_numbers(config, "gguf", architecture),
         "attention.value_length": config.d_head,
-        "rope.freq_base": float(config.rope.theta),
-        "rope.dimension_count": config.rope.rotary_dim,
+        **(_rope_keys(config) if architecture.has_rope else {}),
+        **({} if config.is_causal else {CAUSAL_KEY: False}),
         **_window_keys(config, architecture),
         **({_LOCAL_THETA: float(local.theta)} if local else {}),
         **(stated_scale if architecture.wide_layers else {}),
-        **(_scaling_keys(config.rope.scaling) if config.rope.scaling else {}),
-        **({NOPE_KEY: np.array(nope, np.int32)} if architecture.nope_interval or nope else {}),
+        **({NOPE_KEY: np.array(nope, np.int32)} if states_nope else {}),
         **_head_keys(config),
         **_mixture_keys(config, architecture),
     }
@@ -255,6 +261,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     if architecture.experts is not None:
         neutral |= {key: (value,) for key, value in NEUTRAL_OF_MIXTURES.items()}
         neutral.pop("expert_count")
+    neutral[CAUSAL_KEY] = (architecture.is_causal,)
     if keys.value(_WINDOW, 0):
         neutral |= {key: (keys.value(base),) for key, base in AS_WITHOUT_WINDOW.items() if keys.has(base)}
     read_here = {fact.gguf for fact in facts(architecture)}
@@ -295,10 +302,19 @@ def _mixture_keys(config: ModelConfig, architecture: Architecture) -> dict[str, 
     return write_mixture(mixture, "gguf", architecture)
 
 
-def _head(keys: Keys, n_vocab: int) -> HeadConfig:
+def _n_rows(gguf: GGUFFile, name: str) -> int:
+    """Rows of a matrix; 0 if there is none."""
+    tensor = gguf.tensors.get(name)
+    return 0 if tensor is None else tensor.shape[0]
+
+
+def _head(keys: Keys, n_vocab: int, architecture: Architecture) -> HeadConfig:
     """The head of the keys; labels alone mean a sequence classification, as in llama.cpp."""
     labels = keys.items(LABELS_KEY, str) if keys.has(LABELS_KEY) else []
-    kind = keys.text(HEAD_KEY, "sequence_classification" if labels else "language_model")
+    default = "language_model" if architecture.is_causal else "none"
+    if keys.value(POOLING_KEY, 0) == RANK and not labels:
+        labels = ["LABEL_0"]
+    kind = keys.text(HEAD_KEY, "sequence_classification" if labels else default)
     problem = keys.text(PROBLEM_KEY) if keys.has(PROBLEM_KEY) else None
     if problem not in (None, *PROBLEM_TYPES):
         raise keys.unsupported(PROBLEM_KEY, f"is {brief(problem)}: kukri knows {', '.join(PROBLEM_TYPES)}")
@@ -311,7 +327,7 @@ def _head(keys: Keys, n_vocab: int) -> HeadConfig:
 
 def _head_keys(config: ModelConfig) -> dict[str, Any]:
     head = config.head
-    if head.kind == "language_model":
+    if head.kind == "language_model" or (head.kind == "none" and not config.is_causal):
         return {}
     keys: dict[str, Any] = {HEAD_KEY: head.kind}
     if head.labels:
@@ -336,6 +352,8 @@ def _embedding_shape(gguf: GGUFFile) -> tuple[int, int]:
 
 def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[LayerConfig, ...]:
     """Which layers rotate, and which see a window only."""
+    if not architecture.has_rope:
+        return (LayerConfig(use_rope=False),) * n_layers
     nope = {i for i in range(n_layers) if is_nth(i, architecture.nope_interval)}
     if keys.has(NOPE_KEY):
         nope = set(keys.items(NOPE_KEY, int))
@@ -410,6 +428,12 @@ def _pattern_key(windowed: list[bool], architecture: Architecture) -> dict[str, 
         if windowed == [not is_nth(i, n) for i in range(len(windowed))]:
             return {_PATTERN: n}
     return {_PATTERN: np.array(windowed)}
+
+
+def _rope_keys(config: ModelConfig) -> dict[str, Any]:
+    rope = config.rope
+    keys = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.rotary_dim}
+    return keys | (_scaling_keys(rope.scaling) if rope.scaling else {})
 
 
 def _rope(keys: Keys, gguf: GGUFFile, d_head: int, max_context: int) -> RopeConfig:

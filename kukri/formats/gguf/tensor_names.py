@@ -33,18 +33,16 @@ _NAMES = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
-_OUTSIDE = re.compile(r"model\..+|lm_head|score|qa_outputs")
-_NAME = re.compile(
-    r"(?:(?P<prefix>model\.layers|blk)\.(?P<layer>0|[1-9]\d*)\.)?(?P<module>.+)\.(?P<kind>weight|bias)"
-)
+_OUTSIDE = re.compile(r"model\..+|lm_head|score|classifier|qa_outputs")
 
 
 def gguf_name(name: str, architecture: str = "llama") -> str:
     """`model.norm.weight` -> `output_norm.weight`. Raises UnsupportedError for a name it does not know."""
-    match = _NAME.fullmatch(name)
+    layers = ARCHITECTURES[architecture].layers
+    match = _pattern(layers).fullmatch(name)
     if match and match["module"] in (table := _table(architecture)):
         in_layer = _OUTSIDE.fullmatch(match["module"]) is None
-        if match["prefix"] == ("model.layers" if in_layer else None):
+        if match["prefix"] == (layers if in_layer else None):
             prefix = f"blk.{match['layer']}." if in_layer else ""
             return f"{prefix}{table[match['module']]}.{match['kind']}"
     raise _unknown(name)
@@ -52,12 +50,12 @@ def gguf_name(name: str, architecture: str = "llama") -> str:
 
 def hf_name(name: str, architecture: str = "llama") -> str:
     """`output_norm.weight` -> `model.norm.weight`. Raises UnsupportedError for a name it does not know."""
-    match = _NAME.fullmatch(name)
+    match = _pattern("blk").fullmatch(name)
     if match and match["module"] in (table := _reverse_table(architecture)):
         module = table[match["module"]]
         in_layer = _OUTSIDE.fullmatch(module) is None
         if match["prefix"] == ("blk" if in_layer else None):
-            prefix = f"model.layers.{match['layer']}." if in_layer else ""
+            prefix = f"{ARCHITECTURES[architecture].layers}.{match['layer']}." if in_layer else ""
             return f"{prefix}{module}.{match['kind']}"
     raise _unknown(name)
 
@@ -65,6 +63,14 @@ def hf_name(name: str, architecture: str = "llama") -> str:
 def module_name(stored: str, architecture: str) -> str | None:
     """`attn_q` -> `self_attn.q_proj`, in a layer; None for a name it does not know."""
     return _reverse_table(architecture).get(stored)
+
+
+@cache
+def _pattern(layers: str) -> re.Pattern[str]:
+    """A tensor's name: `layers` and a number if it is in a layer, module, and weight or bias."""
+    return re.compile(
+        rf"(?:(?P<prefix>{re.escape(layers)})\.(?P<layer>0|[1-9]\d*)\.)?(?P<module>.+)\.(?P<kind>weight|bias)"
+    )
 
 
 @cache

@@ -12,6 +12,7 @@ import numpy as np
 
 from kukri.config import (
     MAX_CONTEXT,
+    MAX_TOKEN_TYPES,
     PROBLEM_TYPES,
     ROPE_SCALINGS,
     HeadConfig,
@@ -103,9 +104,12 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
     if _QUERY_SCALAR in architecture.reads:
         scalar = keys.positive(_QUERY_SCALAR)
         numbers["attention_scale"] = None if scalar == numbers["d_head"] else scalar**-0.5
-    rope, local = _ropes(keys, architecture, numbers["d_head"], numbers["max_context"])
+    rope, local = RopeConfig(), None
+    if architecture.has_rope:
+        rope, local = _ropes(keys, architecture, numbers["d_head"], numbers["max_context"])
     layers = _layers(keys, architecture, numbers["n_layers"])
     normalized = architecture.experts is not None and _flag(keys, architecture.experts.normalized)
+    has_types = "type_vocab_size" in architecture.reads
     return ModelConfig(
         **numbers,
         architecture=architecture.name,
@@ -113,8 +117,11 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         rope=rope,
         layers=layers if local is None else with_local_rope(layers, local),
         name=name or path.parent.name,
-        head=_head(keys),
+        head=_head(keys, architecture),
         mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"], normalized),
+        is_causal=architecture.is_causal,
+        n_token_types=keys.whole("type_vocab_size", most=MAX_TOKEN_TYPES) if has_types else 0,
+        n_positions=0 if architecture.has_rope else numbers["max_context"],
     )
 
 
@@ -247,7 +254,10 @@ def _writable(name: str, has_windows: bool) -> Architecture:
     return own
 
 
-_MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.(?P<module>(?:self_attn|mlp)\.\w+(?<!norm))\.weight")
+_MATRIX = re.compile(
+    r"(?:.*\.)?(?:layers\.\d+\.(?P<module>(?:self_attn|mlp)\.\w+(?<!norm))"
+    r"|encoder\.layer\.\d+\.(?P<encoder_module>\w+(?:\.\w+)+(?<!LayerNorm)))\.weight"
+)
 
 
 def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) -> None:
@@ -260,7 +270,7 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
         match = _MATRIX.fullmatch(name)
         if match is None:
             continue
-        rule = architecture.bias_rule(match["module"])
+        rule = architecture.bias_rule(match["module"] or match["encoder_module"])
         expected = _flag(keys, rule)
         bias = name.removesuffix("weight") + "bias"
         if expected != (bias in names):
@@ -286,14 +296,15 @@ _HEAD_CLASSES = {
 _MAX_LABELS = 1 << 20
 
 
-def _head(keys: Keys) -> HeadConfig:
-    """The head of the class that wrote the checkpoint; a language model's if that is not known."""
+def _head(keys: Keys, architecture: Architecture) -> HeadConfig:
+    """The head of the class that wrote the checkpoint; if that is not known a language model's, or none."""
+    default = "language_model" if architecture.is_causal else "none"
     classes = keys.value("architectures")
     if not isinstance(classes, list) or not classes or not isinstance(classes[0], str):
-        return HeadConfig()
+        return HeadConfig(default)
     kind = next((kind for ending, kind in _HEAD_CLASSES.items() if classes[0].endswith(ending)), None)
     if kind is None or not kind.endswith("classification"):
-        return HeadConfig(kind or "language_model")
+        return HeadConfig(kind or default)
     problem_type, pad_id = keys.value("problem_type"), keys.value("pad_token_id")
     if problem_type is not None and problem_type not in PROBLEM_TYPES:
         raise keys.unsupported("problem_type", f"is {brief(problem_type)}: kukri knows {PROBLEM_TYPES}")
@@ -318,7 +329,7 @@ def _labels(keys: Keys) -> tuple[str, ...]:
 
 def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[LayerConfig, ...]:
     """Which layers rotate and which see a window, by the rules of each configuration class."""
-    use_rope, windows = [True] * n_layers, _windows(keys, architecture, n_layers)
+    use_rope, windows = [architecture.has_rope] * n_layers, _windows(keys, architecture, n_layers)
     if "no_rope_layers" in architecture.reads:
         use_rope = _rotating(keys, n_layers)
         if keys.value("layer_types") is None:  # then windows are for the layers without RoPE

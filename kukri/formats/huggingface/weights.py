@@ -16,17 +16,19 @@ from kukri.formats.gguf.weights import rope_row_order
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
-from kukri.models import ARCHITECTURES
+from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
+_HEADS = ("lm_head", "score", "classifier", "qa_outputs", "cls")  # outside of the model below them
 _RUNS = ("F32", "F16", "BF16")
 _MAX_LISTED = 8
 
 # Tensors that old checkpoints carry and that follow from the configuration: frequencies and causal masks.
 _IGNORABLE = re.compile(
-    r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|self_attn\.(?:bias|masked_bias))"
+    r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|self_attn\.(?:bias|masked_bias)"
+    r"|embeddings\.(?:position_ids|token_type_ids))"
 )
 
 PACKED_TYPES = tuple(name for name in BLOCKS if QUANT_TYPES[name].block_size > 1)  # while loading
@@ -41,7 +43,7 @@ _EXPERTS = re.compile(
 _ROUTER = re.compile(r".+\.mlp\.(?:gate|router)\.weight")
 
 # The model below a head, or on its own, has other names in front than a language model's.
-_PREFIXES = ("model.", "transformer.", "")
+_PREFIXES = ("model.", "transformer.", "bert.", "")
 
 
 class SafetensorsWeights:
@@ -59,7 +61,8 @@ class SafetensorsWeights:
         self.path, self._config = Path(directory), config
         self._target = None if quantize_to is None else packed_type(quantize_to)
         self._files = open_files(self.path)
-        self._prefix = model_prefix(self._files)
+        self._architecture = ARCHITECTURES[config.architecture]
+        self._prefix = model_prefix(self._files, self._architecture)
         self._taken: set[str] = set()
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
@@ -111,7 +114,9 @@ class SafetensorsWeights:
         unused = [
             name
             for name in self._files
-            if name not in self._taken and not follows_from_config(name, self._config.tie_embeddings)
+            if name not in self._taken
+            and not follows_from_config(name, self._config.tie_embeddings)
+            and not re.fullmatch(self._architecture.unused, canonical_name(name, self._prefix))
         ]
         if unused:
             listed = ", ".join(map(brief, unused[:_MAX_LISTED]))
@@ -177,10 +182,17 @@ def follows_from_config(name: str, tied: bool) -> bool:
     return (tied and name == "lm_head.weight") or _IGNORABLE.fullmatch(name) is not None
 
 
-def model_prefix(names: Collection[str]) -> str:
+def model_prefix(names: Collection[str], architecture: Architecture) -> str:
     """The name prefix of the model below a head, in a checkpoint with tensors of these names."""
-    found = (prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in names)
+    embedding = architecture.embedding.removeprefix("model.")
+    found = (prefix for prefix in _PREFIXES if f"{prefix}{embedding}.weight" in names)
     return next(found, _PREFIXES[0])
+
+
+def canonical_name(name: str, prefix: str) -> str:
+    """A stored tensor's name as models know it; `prefix` is that of `model_prefix`."""
+    is_head = not prefix and name.partition(".")[0] in _HEADS
+    return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) and not is_head else name
 
 
 def packed_type(name: str) -> QuantType:

@@ -146,7 +146,10 @@ class CpuProgram:
                 "n_vocab": recorder.n_vocab,
                 "n_pages": cache.n_pages,
                 "max_pages": limits.max_pages,
-                "n_positions": min((r.frequencies.max_context for r in self.plan.ropes), default=1 << 31),
+                "n_positions": min(
+                    recorder.n_positions, *(r.frequencies.max_context for r in self.plan.ropes), 1 << 31
+                ),
+                "n_types": recorder.n_types,
             },
         )
         self._failed_check = ctypes.c_int64()
@@ -223,6 +226,7 @@ class BatchMemory:
             abi.CONTEXT_LEN: inputs.context_len,
             abi.PAGE_TABLE: inputs.page_table,
             abi.LOGIT_ROWS: inputs.logit_rows,
+            abi.TOKEN_TYPES: inputs.token_types,
             abi.WORK: np.zeros((n_tokens + max_partials(limits)) * abi.WORK_BYTES, np.uint8),
             abi.TOKEN_PARTS: np.zeros((n_tokens, 2), np.int64),
             abi.ROPE_POSITIONS: np.zeros(n_tokens, np.int32),

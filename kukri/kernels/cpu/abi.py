@@ -55,6 +55,7 @@ MASK = 120
 MASK_STRIDE = 128
 MASK_HEAD_STRIDE = 136
 N_POSITIONS = 144  # filled by `check_batch`: positions that RoPE rotates by, 0 to one less
+TOKEN_TYPES = 152
 BATCH_BYTES = 192
 
 # One attention work entry (int64 each): some new tokens of one sequence against some of its chunks.
@@ -110,4 +111,5 @@ BATCH_CHECKS = (
     "a page outside the cache",
     "a position that does not match its sequence",
     "a position to rotate by outside the model's context",
+    "a token type that the model does not have",
 )

@@ -1,4 +1,4 @@
-"""Causal attention over KV pages, for decoding and prompts alike.
+"""Attention over KV pages, for decoding and prompts alike, and for texts that see all of themselves.
 
 Keys are taken in *chunks* of 64, fixed in absolute position. A chunk gives a partial result per query row
 (its maximum, its sum of exponentials and its weighted values); partials are merged in chunk order, as in
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from kukri.kernels.cpu.abi import (
     CHUNK_PAGES,
     CHUNK_TOKENS,
+    CONTEXT_LEN,
     KEY_BLOCK_BYTES,
     MAX_PAGES,
     MAX_TILE_ROWS,
@@ -311,13 +312,28 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
 
     @device
     def entry_part(
-        batch, entry, head, q, q_stride, scale, cap, keys, values, page_stride, window, partials, y, y_stride
+        batch,
+        entry,
+        head,
+        q,
+        q_stride,
+        scale,
+        cap,
+        keys,
+        values,
+        page_stride,
+        window,
+        n_ahead,
+        partials,
+        y,
+        y_stride,
     ):
         sequence = load_i64(entry + WORK_SEQUENCE)
         token = load_i64(entry + WORK_TOKEN)
         n_tokens = load_i64(entry + WORK_N_TOKENS)
         positions = load_i64(batch + POSITIONS)
         table = load_i64(batch + PAGE_TABLE) + 4 * sequence * load_i64(batch + MAX_PAGES)
+        last = load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence) - 1
         rows_q = stack_bytes(q_bytes)
         ranges = stack_bytes(range_bytes)
         scores = stack_bytes(score_bytes)
@@ -331,8 +347,8 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
                 store_f32x16(rows_q + row * (4 * d_head) + i, load_f32x16(source + i) * scale)
             position = load_i32(positions + 4 * t)
             store_i64(ranges + 16 * row, max(position - window + 1, 0))
-            store_i64(ranges + 16 * row + 8, position)
-        n_context = load_i32(positions + 4 * (token + n_tokens - 1)) + 1
+            store_i64(ranges + 16 * row + 8, min(position + n_ahead, last))
+        n_context = load_i64(ranges + 16 * (rows - 1) + 8) + 1
         first_visible = load_i64(ranges)
         partial = load_i64(entry + WORK_PARTIAL)
         _start(state, rows, d_head)
@@ -378,6 +394,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
         values,
         page_stride,
         window,
+        n_ahead,
         partials,
         y,
         y_stride,
@@ -392,16 +409,47 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
         s = splat(f32_of_bits(scale))
         c = splat(f32_of_bits(cap))
         if load_i64(entry + WORK_N_TOKENS) == 1:
-            one_token(batch, entry, head, q, q_stride, s, c, k, v, page_stride, window, partial, y, y_stride)
+            one_token(
+                batch,
+                entry,
+                head,
+                q,
+                q_stride,
+                s,
+                c,
+                k,
+                v,
+                page_stride,
+                window,
+                n_ahead,
+                partial,
+                y,
+                y_stride,
+            )
         else:
             many_tokens(
-                batch, entry, head, q, q_stride, s, c, k, v, page_stride, window, partial, y, y_stride
+                batch,
+                entry,
+                head,
+                q,
+                q_stride,
+                s,
+                c,
+                k,
+                v,
+                page_stride,
+                window,
+                n_ahead,
+                partial,
+                y,
+                y_stride,
             )
         return 0
 
     def attend(
-        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, page_stride, window, partials, y, y_stride
-    ):
+        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, page_stride, window, n_ahead, partials, y,
+        y_stride,
+    ):  # fmt: skip
         return run(
             tile,
             batch,
@@ -414,6 +462,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
             values,
             page_stride,
             window,
+            n_ahead,
             partials,
             y,
             y_stride,
@@ -431,6 +480,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
         values,
         page_stride,
         window,
+        n_ahead,
         partials,
         y,
         y_stride,
@@ -447,6 +497,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
             values,
             page_stride,
             window,
+            n_ahead,
             partials,
             y,
             y_stride,

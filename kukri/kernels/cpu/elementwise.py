@@ -306,6 +306,28 @@ def _gelu_gated(i, gate, up):
     return _gelu_tanh(i, gate) * load_f32x16(up + i)
 
 
+@device
+def _gelu_erf(i, x):
+    """x / 2 * (1 + erf(x / sqrt(2))), erf by formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7."""
+    v = load_f32x16(x + i)
+    a = absolute(v) * splat(0.70710678118)
+    t = splat(1.0) / fma(a, splat(0.3275911), splat(1.0))
+    p = fma(t, splat(1.061405429), splat(-1.453152027))
+    p = fma(p, t, splat(1.421413741))
+    p = fma(p, t, splat(-0.284496736))
+    p = fma(p, t, splat(0.254829592)) * t
+    tail = p * exponential(splat(0.0) - a * a)  # 1 - erf(a)
+    # of a negative v the half is v / 2 * tail, of a positive one v - v / 2 * tail
+    return maximum(v, splat(0.0)) - absolute(v) * splat(0.5) * tail
+
+
+@device
+def _tanh(i, x):
+    """2 / (1 + exp(-2x)) - 1."""
+    v = load_f32x16(x + i)
+    return splat(2.0) / (splat(1.0) + exponential(v * splat(-2.0))) - splat(1.0)
+
+
 PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
 
 
@@ -319,6 +341,7 @@ _write_scaled, _write_centred = _make_write(_scaled), _make_write(_centred)
 _write_scaled_and_added, _write_sum = _make_write(_scaled_and_added), _make_write(_sum)
 _write_gated, _write_gelu = _make_write(_gated), _make_write(_gelu_tanh)
 _write_gelu_gated = _make_write(_gelu_gated)
+_write_gelu_exact, _write_tanh = _make_write(_gelu_erf), _make_write(_tanh)
 
 
 def rms_norm(row, x, x_stride, n, weight, eps, y, y_stride, panels):
@@ -400,6 +423,20 @@ def gelu(row, part, x, x_stride, n, y, y_stride, panels):
     start = 4 * PART_COLUMNS * part
     stop = min(start + 4 * PART_COLUMNS, 4 * n)
     _write_gelu(row, start, stop, n, y, y_stride, panels, x + row * x_stride)
+
+
+def gelu_exact(row, part, x, x_stride, n, y, y_stride, panels):
+    """y = GELU of x by the error function."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    _write_gelu_exact(row, start, stop, n, y, y_stride, panels, x + row * x_stride)
+
+
+def tanh(row, part, x, x_stride, n, y, y_stride, panels):
+    """y = the hyperbolic tangent of x."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    _write_tanh(row, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
 # --- positions and cache ------------------------------------------------------------------------------
@@ -522,7 +559,10 @@ _WHOLE_ROWS = (
     gather_rows,
 )  # fmt: skip
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
-_ROW_KERNELS += [row_kernel(each, activation_parts) for each in (scale, softcap, silu_mul, gelu_mul, gelu)]
+_ROW_KERNELS += [
+    row_kernel(each, activation_parts)
+    for each in (scale, softcap, silu_mul, gelu_mul, gelu, gelu_exact, tanh)
+]
 _ROPE_STORES = [
     KernelSource(kernel.__name__, kernel)
     for kernel in (

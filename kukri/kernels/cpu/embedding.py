@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels.cpu.abi import N_TOKENS, TOKEN_IDS
+from kukri.kernels.cpu.abi import N_TOKENS
 from kukri.kernels.cpu.elementwise import first_row, row_tiles, stop_row
 from kukri.kernels.cpu.intrinsics import (
     device,
@@ -23,7 +23,7 @@ from kukri.kernels.cpu.intrinsics import (
 )
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import LAYOUTS
-from kukri.kernels.cpu.simd import load_bf16, load_f16
+from kukri.kernels.cpu.simd import load_bf16, load_f16, load_f32x16, store_f32x16
 from kukri.quant.blocks import IQ4_VALUES
 
 _IQ4 = tuple(np.float32(value) for value in IQ4_VALUES)
@@ -197,17 +197,24 @@ def _make_embed(block: Any, weight_type: str) -> KernelSource:
     layout = LAYOUTS[weight_type]
     block_bytes, target_step = layout.block_bytes, 4 * layout.block_size
 
-    def embed(tile, batch, w, n_blocks, y, y_stride):
-        """y[t] = the row of `w` (as in the file) for token t."""
+    def embed(tile, batch, indices, w, n_blocks, residual, residual_stride, y, y_stride):
+        """y[t] = the row of `w` (as in the file) for token t's number, plus residual[t] unless that is 0.
+
+        `indices` is the address of the int32 array's address. With a residual, rows are of 16 n numbers.
+        """
         n_rows = load_i64(batch + N_TOKENS)
         if tile < 0:
             return row_tiles(n_rows)
-        token_ids = load_i64(batch + TOKEN_IDS)
+        numbers = load_i64(indices)
         for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-            source = w + load_i32(token_ids + 4 * row) * (n_blocks * block_bytes)
+            source = w + load_i32(numbers + 4 * row) * (n_blocks * block_bytes)
             target = y + row * y_stride
             for b in range(n_blocks):
                 block(source + b * block_bytes, target + b * target_step)
+            if residual != 0:
+                for i in range(0, n_blocks * target_step, 64):
+                    added = load_f32x16(residual + row * residual_stride + i)
+                    store_f32x16(target + i, load_f32x16(target + i) + added)
         return 0
 
     return KernelSource(f"embed_{weight_type}", embed)

@@ -17,7 +17,10 @@ from kukri.kernels.cpu.abi import (
     MAX_ENTRY_ROWS,
     N_LOGIT_ROWS,
     N_TOKENS,
+    POSITIONS,
     ROUTE_BYTES,
+    TOKEN_IDS,
+    TOKEN_TYPES,
     query_tokens,
 )
 from kukri.kernels.cpu.kernel_cache import float_bits
@@ -26,7 +29,10 @@ from kukri.kernels.cpu.memory import address_of
 from kukri.kernels.cpu.pack import PackedExperts, PackedWeight
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import AttentionSpec, FloatArray, KVType, Routing, Vector, Weight
+from kukri.kernels.types import AttentionSpec, EmbedBy, FloatArray, KVType, Routing, Vector, Weight
+
+_ALL = 1 << 40  # tokens: more than there are
+_INDICES = {"token_ids": TOKEN_IDS, "positions": POSITIONS, "token_types": TOKEN_TYPES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,10 +149,12 @@ class Producer(Op):
 
 @dataclass(eq=False)
 class Embed(Op):
-    """Rows of a matrix, as it is in its file, for the step's tokens."""
+    """Rows of a matrix, as it is in its file, for the step's tokens; `residual` added."""
 
     weight: Weight
     y: Value
+    by: EmbedBy = "token_ids"
+    residual: Value | None = None
 
     @property
     def kernel(self) -> str:
@@ -155,6 +163,9 @@ class Embed(Op):
     def record(self, at: Addresses) -> dict[str, int]:
         return {
             "batch": at.batch,
+            "indices": at.batch + _INDICES[self.by],
+            "residual": 0 if self.residual is None else at.of(self.residual),
+            "residual_stride": 0 if self.residual is None else self.residual.stride,
             "w": at.of_array(self.weight.data),
             "n_blocks": self.weight.shape[1] // self.weight.type.block_size,
             "y": at.of(self.y),
@@ -240,11 +251,11 @@ class LayerNorm(Producer):
 
 
 @dataclass(eq=False)
-class Gelu(Producer):
-    """GELU, by tanh."""
+class Activation(Producer):
+    """A function of each number of x: the kernel `gelu`, `gelu_exact` or `tanh`."""
 
     x: Value
-    kernel = "gelu"
+    kernel: str
 
     def record(self, at: Addresses) -> dict[str, int]:
         return _rows_of(self.x, at) | self.outputs(at)
@@ -505,18 +516,22 @@ class RopeStore(Op):
 
 @dataclass(eq=False)
 class AttentionWork(Op):
-    """Cuts the step's attention into work entries of `group_tokens` tokens for `Attend`."""
+    """Cuts the step's attention into work entries of `group_tokens` tokens for `Attend`.
+
+    A token sees `n_ahead` later ones.
+    """
 
     group_tokens: int
+    n_ahead: int
     kernel = "attention_work"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return {"batch": at.batch, "group_tokens": self.group_tokens}
+        return {"batch": at.batch, "group_tokens": self.group_tokens, "n_ahead": self.n_ahead}
 
 
 @dataclass(eq=False)
 class Attend(Op):
-    """Causal attention over the cache; contexts that are cut into chunks leave partial results."""
+    """Attention over the cache; contexts that are cut into chunks leave partial results."""
 
     q: Value
     y: Value
@@ -535,7 +550,8 @@ class Attend(Op):
             _attention(self.q, self.y, self.spec, at)
             | capped
             | {
-                "window": self.spec.window or 1 << 40,
+                "window": self.spec.window or _ALL,
+                "n_ahead": n_ahead(self.spec),
                 "partials": at.of(self.partials),
             }
         )
@@ -613,6 +629,11 @@ class Tap(Op):
 def group_tokens(spec: AttentionSpec) -> int:
     """New tokens of a sequence that attend together: the fields of a work entry."""
     return query_tokens(spec.group)
+
+
+def n_ahead(spec: AttentionSpec) -> int:
+    """Later tokens that a token sees."""
+    return 0 if spec.is_causal else (spec.window or _ALL) - 1
 
 
 def _count(rows: Rows, at: Addresses) -> int:

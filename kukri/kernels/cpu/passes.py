@@ -20,6 +20,7 @@ from kukri.kernels.cpu.ops import (
     Scale,
     Value,
     group_tokens,
+    n_ahead,
 )
 
 
@@ -100,16 +101,21 @@ def add_attention_work(ops: Sequence[Op]) -> list[Op]:
     """Adds the op that cuts a step's attention into work entries.
 
     It comes first, so that the first layer does not wait for it, and again before each layer whose entries
-    have another number of tokens than those of the layer before.
+    have another number of tokens, or see others, than those of the layer before.
     """
-    sizes = [group_tokens(op.spec) for op in ops if isinstance(op, Attend)]
-    if not sizes:
+    cuts = [_cut(op) for op in ops if isinstance(op, Attend)]
+    if not cuts:
         return list(ops)
-    size = sizes[0]
-    made: list[Op] = [AttentionWork(size)]
+    cut = cuts[0]
+    made: list[Op] = [AttentionWork(*cut)]
     for op in ops:
-        if isinstance(op, Attend) and group_tokens(op.spec) != size:
-            size = group_tokens(op.spec)
-            made.append(AttentionWork(size))
+        if isinstance(op, Attend) and _cut(op) != cut:
+            cut = _cut(op)
+            made.append(AttentionWork(*cut))
         made.append(op)
     return made
+
+
+def _cut(op: Attend) -> tuple[int, int]:
+    """Tokens of an entry, and later tokens that a token sees."""
+    return group_tokens(op.spec), n_ahead(op.spec)

@@ -24,6 +24,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     AttentionSpec,
+    EmbedBy,
     Experts,
     FloatArray,
     KVType,
@@ -46,7 +47,9 @@ class Routes:
 
 
 class Recorder:
-    """The op set, whose values are handles. Attributes: ops, the list so far; n_vocab of the embedding.
+    """The op set, whose values are handles.
+
+    Attributes: ops, the list so far; n_vocab, n_positions and n_types, the rows of embeddings.
 
     Only taps named in `taps` are recorded. `pack` and `pack_experts` give the tiles of weights of one type,
     `rope_rows` cos and sin. Raises MissingKernelError on sizes that no kernel takes.
@@ -65,14 +68,24 @@ class Recorder:
         self._pack, self._pack_experts, self._rope_rows = pack, pack_experts, rope_rows
         self._panels: dict[tuple[Value, PanelKind], Buffer] = {}
         self.ops: list[Op] = []
-        self.n_vocab = 0
+        self.n_vocab = self.n_types = 0
+        self.n_positions = 1 << 31
 
-    def embed(self, weight: Weight, batch: Any) -> Value:
+    def embed(
+        self, weight: Weight, batch: Any, by: EmbedBy = "token_ids", residual: Value | None = None
+    ) -> Value:
         """See Ops.embed. Rows are read from the file, as it is."""
         layout_of(weight)
-        self.n_vocab = weight.shape[0]
+        if by == "token_ids":
+            self.n_vocab = weight.shape[0]
+        elif by == "positions":
+            self.n_positions = min(self.n_positions, weight.shape[0])
+        else:
+            self.n_types = weight.shape[0]
+        if residual is not None:
+            _require_multiple("the model width", weight.shape[1], 16)
         y = self._value("T", weight.shape[1])
-        self._add(ops.Embed(weight, y))
+        self._add(ops.Embed(weight, y, by, residual))
         return y
 
     def rms_norm(self, x: Value, weight: Vector, eps: float) -> Value:
@@ -93,10 +106,16 @@ class Recorder:
         self._add(ops.LayerNorm(y, x, weight, bias, eps))
         return y
 
-    def gelu(self, x: Value) -> Value:
+    def gelu(self, x: Value, is_exact: bool = False) -> Value:
         """See Ops.gelu."""
         y = self._like(x, "the FFN width")
-        self._add(ops.Gelu(y, x))
+        self._add(ops.Activation(y, x, "gelu_exact" if is_exact else "gelu"))
+        return y
+
+    def tanh(self, x: Value) -> Value:
+        """See Ops.tanh."""
+        y = self._like(x, "the model width")
+        self._add(ops.Activation(y, x, "tanh"))
         return y
 
     def silu_mul(self, gate: Value, up: Value) -> Value:

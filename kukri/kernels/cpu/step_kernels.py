@@ -19,6 +19,7 @@ from kukri.kernels.cpu.abi import (
     SLOTS,
     TOKEN_IDS,
     TOKEN_PARTS,
+    TOKEN_TYPES,
     WORK,
     WORK_BYTES,
     WORK_CHUNK,
@@ -43,7 +44,7 @@ def _outside(array, n, limit):
     return False
 
 
-def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions):
+def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types):
     """0 if no index of the batch leads outside its array, else which check failed (see BATCH_CHECKS)."""
     n_tokens = load_i64(batch + N_TOKENS)
     n_sequences = load_i64(batch + N_SEQUENCES)
@@ -73,6 +74,8 @@ def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions):
     rotates_by = load_i64(batch + ROPE_POSITIONS)
     if rotates_by != load_i64(batch + POSITIONS) and _outside(rotates_by, n_tokens, n_positions):
         return 8
+    if n_types > 0 and _outside(load_i64(batch + TOKEN_TYPES), n_tokens, n_types):
+        return 9
     highest = 0
     for t in range(n_tokens):
         highest = max(highest, load_i32(rotates_by + 4 * t))
@@ -92,8 +95,11 @@ def _add_work(batch, n_work, sequence, token, n_tokens, chunk, chunk_stop, parti
     return n_work + 1
 
 
-def attention_work(tile, batch, group_tokens):
-    """Cuts the step into work entries of `group_tokens` tokens; few tokens with a long context by chunk."""
+def attention_work(tile, batch, group_tokens, n_ahead):
+    """Cuts the step into work entries of `group_tokens` tokens; few tokens with a long context by chunk.
+
+    A token sees `n_ahead` tokens after it.
+    """
     if tile < 0:
         return 1
     parts = load_i64(batch + TOKEN_PARTS)
@@ -105,7 +111,7 @@ def attention_work(tile, batch, group_tokens):
         context = load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence)
         for token in range(start, stop, group_tokens):
             n_tokens = min(group_tokens, stop - token)
-            visible = context - (stop - token - n_tokens)
+            visible = context - max(stop - token - n_tokens - n_ahead, 0)
             n_chunks = (visible + CHUNK_TOKENS - 1) // CHUNK_TOKENS
             is_split = stop - start <= group_tokens and n_chunks > 1
             for t in range(token, token + n_tokens):

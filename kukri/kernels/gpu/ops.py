@@ -129,13 +129,15 @@ class TritonOps(TorchOps):
     ) -> tuple[Any, Any]:
         """See Ops.rope: attention rotates, unless a tap wants to see it."""
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
-        if batch.mask is not None or not self.taps.isdisjoint(taps):
+        if batch.mask is not None or not spec.is_causal or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
         return Rotated(q, rope), Rotated(k, rope)
 
     def attention(self, q: Any, k: Any, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """See Ops.attention: in one pass, or split by chunks of keys if all decode and a context is long."""
-        if batch.mask is not None:
+        if not spec.is_causal:  # PyTorch's: its kernels are for texts that grow
+            self.is_capturable = self.constants.is_batch_invariant = False
+        if batch.mask is not None or not spec.is_causal:
             return super().attention(q, k, v, spec, batch)
         table = None
         if isinstance(q, Rotated):
@@ -164,9 +166,13 @@ class TritonOps(TorchOps):
         self.is_capturable = self.constants.is_batch_invariant = False
         return super().expert_linear(self.floats(x), routes, experts, bias)
 
-    def gelu(self, x: Any) -> Tensor:
+    def gelu(self, x: Any, is_exact: bool = False) -> Tensor:
         """See Ops.gelu."""
-        return super().gelu(self.floats(x))
+        return super().gelu(self.floats(x), is_exact)
+
+    def tanh(self, x: Any) -> Tensor:
+        """See Ops.tanh."""
+        return super().tanh(self.floats(x))
 
     def split(self, x: Any, widths: Sequence[int]) -> tuple[Tensor, ...]:
         """See Ops.split."""

@@ -24,6 +24,7 @@ from kukri.kernels.pytorch.weights import DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     AttentionSpec,
+    EmbedBy,
     Experts,
     Hook,
     RopeFrequencies,
@@ -111,12 +112,23 @@ class TorchOps:
         self.stop: str | None = None  # the tap that ends the step
         self.n_vocab = 0  # rows of the embedding, once it was used
 
-    def embed(self, weight: Weight, batch: DeviceBatch) -> Tensor:
-        """Rows of `weight` [V, D] for the token ids -> [T, D]. Raises ShapeError on ids beyond V."""
-        ids, self.n_vocab = batch.host.token_ids, weight.shape[0]
-        if ids.min() < 0 or ids.max() >= weight.shape[0]:
-            raise ShapeError("bad step: a token id outside the vocabulary")
-        return self.constants.matrix(weight).rows(batch.token_ids).float()
+    def embed(
+        self, weight: Weight, batch: DeviceBatch, by: EmbedBy = "token_ids", residual: Tensor | None = None
+    ) -> Tensor:
+        """Rows of `weight` [n, D] for token ids, positions or token types, plus `residual` -> [T, D].
+
+        Raises ShapeError on numbers beyond n.
+        """
+        if by == "token_ids":
+            self.n_vocab = weight.shape[0]
+        numbers = getattr(batch.host, by)
+        if numbers is not None and (numbers.min() < 0 or numbers.max() >= weight.shape[0]):
+            what = by.removesuffix("s").replace("_", " ")
+            raise ShapeError(
+                f"bad step: a {what} outside the {'vocabulary' if by == 'token_ids' else 'model'}"
+            )
+        rows = self.constants.matrix(weight).rows(getattr(batch, by)).float()
+        return rows if residual is None else rows + residual
 
     def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, along each row."""
@@ -174,7 +186,7 @@ class TorchOps:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
         self._store(k, v, spec, batch)
         out = torch.empty((len(q), spec.n_heads * spec.d_head), dtype=torch.float32, device=q.device)
-        for group in batch.attention_groups:
+        for group in batch.attention_groups(spec.is_causal):
             out[group.tokens] = self._attend(q[group.tokens], spec, group, batch.mask)
         return out
 
@@ -190,9 +202,13 @@ class TorchOps:
         """cap * tanh(x / cap)."""
         return torch.tanh(x / cap) * cap
 
-    def gelu(self, x: Tensor) -> Tensor:
-        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
-        return F.gelu(x, approximate="tanh")
+    def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
+        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))); with `is_exact` by the error function."""
+        return F.gelu(x, approximate="none" if is_exact else "tanh")
+
+    def tanh(self, x: Tensor) -> Tensor:
+        """The hyperbolic tangent."""
+        return torch.tanh(x)
 
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         """The softmax of the largest n_used logits of each row, or their shares in that of all."""
@@ -272,7 +288,7 @@ class TorchOps:
         scores = scores.view(n_sequences, n_kv_heads, -1, n, keys.shape[2]) * spec.scale
         if spec.softcap is not None:
             scores = self.softcap(scores, spec.softcap)
-        is_visible = group.is_visible(spec.window)[:, None, None]
+        is_visible = group.is_visible(spec.window, spec.is_causal)[:, None, None]
         if mask is not None:
             by_head = (n_kv_heads, -1) if len(mask) > 1 else (1, 1)
             scores[..., : mask.shape[-1]] += mask.view(*by_head, *mask.shape[1:])

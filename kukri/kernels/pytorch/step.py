@@ -17,7 +17,10 @@ from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.types import FloatArray, ForwardBatch, StepInputs, StepLimits
 
 _QUERY_TOKENS = 128  # of a prompt that attend at a time, which bounds the memory of their scores
-_NAMES = ("token_ids", "positions", "slots", "query_start", "context_len", "page_table", "logit_rows")
+_NAMES = (
+    *("token_ids", "positions", "slots", "query_start", "context_len", "page_table", "logit_rows"),
+    "token_types",
+)
 
 
 class DeviceInputs:
@@ -79,6 +82,8 @@ class DeviceBatch:
         self.host, on_device = batch, inputs.device
         n_tokens, n_sequences = batch.n_tokens, batch.n_sequences
         self.token_ids = on_device["token_ids"][:n_tokens]
+        self.token_types = on_device["token_types"][:n_tokens]
+        self.positions = on_device["positions"][:n_tokens]
         self.slots = on_device["slots"][:n_tokens]
         self.query_start = on_device["query_start"][: n_sequences + 1]
         self.context_len = on_device["context_len"][:n_sequences]
@@ -86,7 +91,7 @@ class DeviceBatch:
         self.logit_rows = on_device["logit_rows"][: batch.n_logit_rows]
         rotated_by = batch.positions if batch.rope_positions is None else batch.rope_positions
         self.max_position = int(rotated_by.max())
-        self.rope_positions = on_device["positions"][:n_tokens]
+        self.rope_positions = self.positions
         if batch.rope_positions is not None:
             self.rope_positions = torch.from_numpy(np.ascontiguousarray(rotated_by)).to(device)
         self.max_context = int(batch.context_len.max())
@@ -94,10 +99,15 @@ class DeviceBatch:
         self.kept: dict[object, Tensor] = {}  # of what layers have in common
         self.mask = None if batch.mask is None else torch.from_numpy(batch.mask).to(device)
         self._device = device
+        self._groups: dict[bool, list[AttentionGroup]] = {}
 
-    @cached_property
-    def attention_groups(self) -> list[AttentionGroup]:
+    def attention_groups(self, is_causal: bool) -> list[AttentionGroup]:
         """The step's tokens in groups: all sequences that decode, and each piece of a prompt."""
+        if is_causal not in self._groups:
+            self._groups[is_causal] = self._attention_groups(is_causal)
+        return self._groups[is_causal]
+
+    def _attention_groups(self, is_causal: bool) -> list[AttentionGroup]:
         batch = self.host
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
         groups = []
@@ -113,15 +123,27 @@ class DeviceBatch:
             elif stop - start > 1:
                 for first in range(start, stop, _QUERY_TOKENS):
                     last = min(stop, first + _QUERY_TOKENS)
-                    groups.append(self._group([s], [first], last - first, [contexts[s] - (stop - last)]))
+                    seen = contexts[s] - (stop - last)
+                    n_keys = [seen if is_causal else contexts[s]]
+                    groups.append(self._group([s], [first], last - first, [seen], n_keys))
         return groups
 
-    def _group(self, sequences: list[int], starts: list[int], n: int, contexts: list[int]) -> AttentionGroup:
-        n_pages = -(-max(contexts) // PAGE_TOKENS)
+    def _group(
+        self,
+        sequences: list[int],
+        starts: list[int],
+        n: int,
+        contexts: list[int],
+        n_keys: list[int] | None = None,
+    ) -> AttentionGroup:
+        """`contexts` end with the last of the n tokens; `n_keys` are to be seen, None for as many."""
+        n_keys = n_keys or contexts
+        n_pages = -(-max(n_keys) // PAGE_TOKENS)
         rows = torch.tensor(sequences, device=self._device)
         return AttentionGroup(
             tokens=torch.tensor([list(range(start, start + n)) for start in starts], device=self._device),
             context_len=torch.tensor(contexts, device=self._device),
+            n_keys=torch.tensor(n_keys, device=self._device),
             pages=self.page_table[rows, :n_pages].long(),
         )
 
@@ -131,27 +153,29 @@ class AttentionGroup:
     """n tokens of each of S sequences, the last of their contexts."""
 
     tokens: Tensor  # [S, n] indices into the step
-    context_len: Tensor  # [S] tokens that the last of the n sees
+    context_len: Tensor  # [S] tokens up to the last of the n
+    n_keys: Tensor  # [S] tokens that may be seen
     pages: Tensor  # [S, pages]
-    _visible: dict[int | None, Tensor] = field(default_factory=dict)
+    _visible: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
 
     @cached_property
     def is_key(self) -> Tensor:
         """Which places of the pages hold keys of the sequence: bool [S, places]."""
-        return self._places < self.context_len[:, None]
+        return self._places < self.n_keys[:, None]
 
-    def is_visible(self, window: int | None) -> Tensor:
-        """Which places each token sees, causally and within a window: bool [S, n, places]; kept."""
-        if window not in self._visible:
-            self._visible[window] = self._seen(window)
-        return self._visible[window]
+    def is_visible(self, window: int | None, is_causal: bool) -> Tensor:
+        """Which places each token sees, causally or not, within a window: bool [S, n, places]; kept."""
+        if (window, is_causal) not in self._visible:
+            self._visible[window, is_causal] = self._seen(window, is_causal)
+        return self._visible[window, is_causal]
 
-    def _seen(self, window: int | None) -> Tensor:
+    def _seen(self, window: int | None, is_causal: bool) -> Tensor:
         n = self.tokens.shape[1]
         back = torch.arange(n - 1, -1, -1, device=self.tokens.device)
         positions = self.context_len[:, None] - 1 - back  # [S, n]
-        seen = self._places <= positions[..., None]
-        return seen if window is None else seen & (self._places > positions[..., None] - window)
+        ahead = self._places - positions[..., None]  # [S, n, places]
+        seen = ahead <= 0 if is_causal else self.is_key[:, None].expand(ahead.shape)
+        return seen if window is None else seen & (ahead > -window) & (ahead < window)
 
     @cached_property
     def _places(self) -> Tensor:

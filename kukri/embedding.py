@@ -1,0 +1,286 @@
+"""Texts to vectors, and queries and documents to scores, as the model's files say it.
+
+The hidden states come from requests to the engine (`Request.output`); prompts, lengths, pooling, dense layers
+and the length of vectors are those of sentence-transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import numpy as np
+
+from kukri.config import EmbeddingConfig, Pooling
+from kukri.engine import Engine, Request
+from kukri.errors import ContextLengthError, RequestError, UnsupportedError
+from kukri.formats.sentence_transformers import DenseLayer
+from kukri.kernels.types import FloatArray, IntArray
+from kukri.models import Model
+from kukri.tokenizer import Tokenizer
+
+logger = logging.getLogger("kukri.embedding")
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A document by its place in the list that was given, its text, and its score: the higher, the closer."""
+
+    index: int
+    document: str
+    score: float
+
+
+@dataclass
+class Encoded:
+    """Texts as token ids; `truncated` are the places of those that were too long."""
+
+    ids: list[list[int]] = field(default_factory=list)
+    truncated: list[int] = field(default_factory=list)
+
+
+class TextEncoder:
+    """A model's way from texts to vectors and scores. Attributes: config, max_tokens of a text."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        config: EmbeddingConfig,
+        dense: Sequence[DenseLayer] = (),
+        max_context: int | None = None,
+    ) -> None:
+        """`max_context` is the user's own limit, which stands before that of the files."""
+        self.model, self.tokenizer, self.config, self._dense = model, tokenizer, config, tuple(dense)
+        limit = model.config.max_context
+        self.max_tokens = min(limit, max_context or config.max_tokens or limit)
+        width = model.config.d_model
+        for layer in self._dense:
+            if layer.weight.shape[1] != width:
+                raise UnsupportedError(f"a dense layer takes {layer.weight.shape[1]} numbers, not {width}")
+            width = len(layer.weight)
+        self.width = width  # of a vector
+
+    @property
+    def is_cross_encoder(self) -> bool:
+        """True if the model scores a query and a document together."""
+        return not self.model.config.is_causal and self.model.config.head.kind == "sequence_classification"
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+    ) -> Encoded:
+        """The token ids of texts, each behind the prompt.
+
+        A text beyond the limit is cut with `truncate`, which is logged as a warning, and raises
+        ContextLengthError without. Raises RequestError for a prompt name that the model does not have.
+        """
+        before = self._prompt(prompt, prompt_name)
+        found = Encoded()
+        for i, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise RequestError(f"text must be str, not {type(text).__name__}", param="texts")
+            most = None if truncate else self.max_tokens
+            ids = self.tokenizer.encode(before + text, add_special=True, max_tokens=most)
+            if len(ids) > self.max_tokens:
+                if not truncate:
+                    raise ContextLengthError(len(ids), self.max_tokens)
+                found.truncated.append(i)
+                ids = self._cut(ids)
+            found.ids.append(ids)
+        self._report(found)
+        return found
+
+    def encode_pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> Encoded:
+        """The token ids of the query and each document: BOS, query, EOS, document, EOS.
+
+        With `truncate` the longer of the two is cut until both fit; else as `encode`.
+        """
+        found = Encoded()
+        first = self.tokenizer.encode(query, add_special=True)
+        for i, document in enumerate(documents):
+            second = self._behind(document)
+            n_tokens = len(first) + len(second)
+            if n_tokens > self.max_tokens:
+                if not truncate:
+                    raise ContextLengthError(n_tokens, self.max_tokens)
+                found.truncated.append(i)
+            n_first, n_second = _fit(len(first), len(second), self.max_tokens)
+            found.ids.append(self._cut(first, n_first) + self._cut(second, n_second))
+        self._report(found)
+        return found
+
+    def requests(
+        self,
+        engine: Engine,
+        texts: Sequence[Sequence[int]],
+        pooling: Pooling | None = None,
+        client: str = "",
+    ) -> list[Request]:
+        """The requests whose `rows` are the pooled states [D] of texts when they have ended; not queued.
+
+        Raises RequestError for a sequence without tokens and for ids outside the vocabulary,
+        ContextLengthError for one that is too long.
+        """
+        self._check(texts)
+        pooling = pooling or self.config.pooling
+        made: list[Request] = []
+        for ids in texts:
+            first_row, stop_row = 0, None
+            if pooling == "cls" and self.model.config.is_causal:
+                ids = ids[:1]  # no later token changes the state of the first
+            elif pooling == "cls":
+                stop_row = 1
+            elif pooling == "last":
+                first_row = len(ids) - 1
+            made.append(
+                engine.make_output_request(
+                    ids, "pooled", first_row=first_row, stop_row=stop_row, client=client
+                )
+            )
+        return made
+
+    def pair_requests(
+        self, engine: Engine, pairs: Sequence[Sequence[int]], client: str = ""
+    ) -> list[Request]:
+        """The requests whose `rows` are the head's outputs [1, labels] for pairs of texts; not queued."""
+        self._check(pairs)
+        return [
+            engine.make_output_request(
+                ids, "logits", stop_row=1, token_types=self.token_types(ids), client=client
+            )
+            for ids in pairs
+        ]
+
+    def token_types(self, ids: Sequence[int]) -> IntArray | None:
+        """0 for the first of a pair of texts and 1 for the second, int32 [T]; None if the model has none."""
+        if self.model.config.n_token_types < 2:
+            return None
+        is_end = np.asarray(ids) == self.tokenizer.vocabulary.eos_id
+        is_end[-1:] = False
+        return np.concatenate([[0], np.minimum(np.cumsum(is_end[:-1]), 1)]).astype(np.int32)
+
+    def vectors(
+        self, pooled: Iterable[FloatArray], normalize: bool | None = None, dimensions: int | None = None
+    ) -> FloatArray:
+        """The vectors float32 [n, width] of pooled states: dense layers applied, cut and normalized."""
+        rows = list(pooled)
+        for layer in self._dense:
+            rows = [layer(row) for row in rows]
+        vectors = np.array(rows, np.float32).reshape(-1, self.width)
+        if dimensions is not None:
+            vectors = vectors[:, :dimensions]
+        return (
+            normalized(vectors) if (self.config.normalizes if normalize is None else normalize) else vectors
+        )
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raises RequestError for a number of dimensions that vectors cannot be cut to."""
+        if dimensions is None or dimensions == self.width:
+            return
+        if self.model.config.is_causal:
+            raise RequestError(
+                f"dimensions can only be {self.width}: the model's vectors are not made to be cut",
+                param="dimensions",
+                code="unsupported_parameter",
+            )
+        if not 1 <= dimensions <= self.width:
+            raise RequestError(f"dimensions go from 1 to {self.width}, not {dimensions}", param="dimensions")
+
+    def check_ranks(self) -> None:
+        """Raises UnsupportedError for a model that cannot rank documents."""
+        head = self.model.config.head
+        if head.kind not in ("none", "language_model") and not (
+            self.is_cross_encoder and len(head.labels) == 1
+        ):
+            kind = head.kind.replace("_", " ")
+            raise UnsupportedError(
+                f"this checkpoint has a head for {kind}: ranking needs an encoder's of a single label, or a "
+                "model of embeddings"
+            )
+
+    def scores(self, rows: Sequence[FloatArray]) -> list[float]:
+        """The scores of a cross-encoder's outputs: a sigmoid of them, unless the files say otherwise."""
+        raw = np.array([row[0, 0] for row in rows], np.float64)
+        scores: list[float] = (1 / (1 + np.exp(-raw)) if self.config.score == "sigmoid" else raw).tolist()
+        return scores
+
+    def rank_prompts(self) -> tuple[str | None, str | None]:
+        """The names of the prompts for queries and for documents, if the model has them."""
+        names = self.config.prompts
+        document = next((name for name in ("document", "passage") if name in names), None)
+        return "query" if "query" in names else None, document
+
+    def _prompt(self, prompt: str | None, name: str | None) -> str:
+        if prompt is not None:
+            return prompt
+        name = self.config.default_prompt if name is None else name
+        if name is not None and name not in self.config.prompts:
+            known = ", ".join(self.config.prompts) or "none"
+            raise RequestError(f"the model has no prompt {name!r}: it has {known}", param="prompt_name")
+        return "" if name is None else self.config.prompts[name]
+
+    def _behind(self, text: str) -> list[int]:
+        """A text's ids as the second of a pair: without BOS."""
+        ids = self.tokenizer.encode(text, add_special=True)
+        return ids[1:] if self.tokenizer.add_bos else ids
+
+    def _cut(self, ids: list[int], n_tokens: int | None = None) -> list[int]:
+        """The first tokens of a text, and its EOS."""
+        n_tokens = self.max_tokens if n_tokens is None else n_tokens
+        n_last = int(self.tokenizer.add_eos and len(ids) > n_tokens)
+        return ids[: max(n_tokens - n_last, 0)] + ids[len(ids) - n_last :] if n_last else ids[:n_tokens]
+
+    def _report(self, found: Encoded) -> None:
+        if found.truncated:
+            logger.warning(
+                "%d of %d texts were cut to %d tokens",
+                len(found.truncated), len(found.ids), self.max_tokens,
+            )  # fmt: skip
+
+    def _check(self, texts: Sequence[Sequence[int]]) -> None:
+        n_vocab = self.model.config.n_vocab
+        for ids in texts:
+            if not ids:
+                raise RequestError("a text is empty, and the model adds no token of its own", param="texts")
+            if len(ids) > self.max_tokens:
+                raise ContextLengthError(len(ids), self.max_tokens)
+            wrong = next((i for i in ids if not 0 <= i < n_vocab), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"token id {str(wrong)[:30]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}",
+                    param="texts",
+                )
+
+
+def _fit(n_first: int, n_second: int, n_most: int) -> tuple[int, int]:
+    """The lengths of two texts after tokens are taken from the longer one until both fit."""
+    shorter = min(n_first, n_second, n_most // 2)
+    if n_first + n_second <= n_most:
+        return n_first, n_second
+    return (shorter, n_most - shorter) if n_first <= n_second else (n_most - shorter, shorter)
+
+
+def check_pooling(pooling: str | None) -> None:
+    """Raises RequestError unless it is one of `Pooling`, or None."""
+    if pooling is not None and pooling not in get_args(Pooling):
+        raise RequestError(f"pooling must be one of {', '.join(get_args(Pooling))}", param="pooling")
+
+
+def normalized(vectors: FloatArray) -> FloatArray:
+    """The vectors [n, D] with length 1; those of length 0 stay."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    scaled: FloatArray = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32, copy=False)
+    return scaled
+
+
+def ranked(documents: Sequence[str], scores: Sequence[float], top_n: int | None) -> list[Ranked]:
+    """The documents by their scores, the best first, of equals the first; `top_n` of them."""
+    order = sorted(range(len(documents)), key=lambda i: -scores[i])
+    return [Ranked(i, documents[i], scores[i]) for i in order[:top_n]]

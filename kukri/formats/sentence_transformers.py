@@ -1,0 +1,191 @@
+"""How a checkpoint's texts become vectors: the files of sentence-transformers, and GGUF's pooling type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kukri.config import MAX_CONTEXT, EmbeddingConfig, Pooling
+from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.formats.huggingface.safetensors import open_files
+from kukri.formats.json_files import read_json
+from kukri.formats.keys import Keys
+from kukri.kernels.types import FloatArray
+from kukri.quant.blocks import dequantize
+from kukri.quant.types import QUANT_TYPES
+
+_MAX_BYTES = 1_000_000  # of modules.json
+_MAX_WIDTH = 1 << 16  # of a dense layer
+_MODES: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+_POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
+_GGUF_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's; 0 is none, 4 is rank
+_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayer:
+    """A layer on top of a pooled vector: activation(weight @ x + bias)."""
+
+    weight: FloatArray  # [out, in]
+    bias: FloatArray | None
+    activation: str  # identity or tanh
+
+    def __call__(self, x: FloatArray) -> FloatArray:
+        """x [in] -> [out]."""
+        y: FloatArray = self.weight @ x
+        if self.bias is not None:
+            y = y + self.bias
+        return np.tanh(y) if self.activation == "tanh" else y
+
+
+def directory_embedding(
+    directory: Path, stated: Mapping[str, Any]
+) -> tuple[EmbeddingConfig, tuple[DenseLayer, ...]]:
+    """How the texts of a directory whose config.json holds `stated` become vectors, and its dense layers.
+
+    Without modules.json it is the mean of all tokens, normalized. Raises FormatError for broken files and
+    UnsupportedError for modules that kukri does not run.
+    """
+    prompts, default = _prompts(directory)
+    max_tokens = _max_tokens(directory)
+    pooling: Pooling = "mean"
+    normalizes, layers = True, list[DenseLayer]()
+    if (directory / "modules.json").is_file():
+        normalizes = False
+        for kind, path in _modules(directory):
+            if kind == "Pooling":
+                pooling = _pooling(path / "config.json")
+            elif kind == "Dense":
+                layers.append(_dense(path))
+            elif kind == "Normalize":
+                normalizes = True
+            elif kind != "Transformer":
+                raise UnsupportedError(
+                    f"{directory / 'modules.json'}: module {brief(kind)} is not supported: kukri runs "
+                    "Transformer, Pooling, Dense and Normalize"
+                )
+    config = EmbeddingConfig(
+        pooling, normalizes, max_tokens, prompts, default, score=_score(directory, stated)
+    )
+    return config, tuple(layers)
+
+
+def gguf_embedding(metadata: Mapping[str, Any], architecture: str) -> EmbeddingConfig:
+    """How the texts of a GGUF file become vectors: `{architecture}.pooling_type`."""
+    pooling = metadata.get(f"{architecture}.pooling_type")
+    if isinstance(pooling, int | np.integer) and int(pooling) in _GGUF_POOLINGS:
+        return EmbeddingConfig(_GGUF_POOLINGS[int(pooling)])
+    return EmbeddingConfig()
+
+
+def gguf_pooling(config: EmbeddingConfig) -> int:
+    """llama.cpp's number of a pooling."""
+    return next(number for number, pooling in _GGUF_POOLINGS.items() if pooling == config.pooling)
+
+
+def _modules(directory: Path) -> list[tuple[str, Path]]:
+    """(the last part of its type, its directory) of each module, in order."""
+    path = directory / "modules.json"
+    if path.stat().st_size > _MAX_BYTES:
+        raise FormatError(f"is larger than {_MAX_BYTES} bytes", path=path)
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"is not JSON: {' '.join(str(error).split())[:100]}", path=path) from None
+    if not isinstance(modules, list):
+        raise FormatError("must hold a list of modules", path=path)
+    found = []
+    for module in modules:
+        kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(folder, str):
+            raise FormatError(f"module {brief(module)} has no type and path", path=path)
+        if Path(folder).is_absolute() or ".." in Path(folder).parts:
+            raise FormatError(f"module {brief(kind)} lies outside of the directory", path=path)
+        found.append((kind.rpartition(".")[2], directory / folder))
+    return found
+
+
+def _pooling(path: Path) -> Pooling:
+    stated = read_json(path)
+    if stated.get("include_prompt") is False:
+        raise UnsupportedError(f"{path}: key 'include_prompt' is false: kukri pools the prompt's tokens too")
+    mode = stated.get("pooling_mode")
+    if mode is None:
+        modes = [key for key, value in stated.items() if key.startswith("pooling_mode_") and value is True]
+        mode = _MODES.get(modes[0], modes[0]) if len(modes) == 1 else modes
+    pooling = _POOLINGS.get(str(mode))
+    if pooling is None:
+        raise UnsupportedError(f"{path}: pooling {brief(mode)} is not supported: kukri runs mean, cls, last")
+    return pooling
+
+
+def _dense(directory: Path) -> DenseLayer:
+    path = directory / "config.json"
+    stated = read_json(path)
+    keys = Keys(stated, path)
+    n_in, n_out = (keys.whole(name, most=_MAX_WIDTH) for name in ("in_features", "out_features"))
+    activation = _activation(stated.get("activation_function"), path)
+    if activation == "sigmoid":
+        raise keys.unsupported("activation_function", "is Sigmoid: kukri runs Identity and Tanh")
+    files = open_files(directory)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> FloatArray:
+        if name not in files:
+            raise FormatError("is missing", path=directory, tensor=name)
+        found = files[name].tensors[name]
+        if found.shape != shape or found.dtype not in ("F32", "F16", "BF16"):
+            raise FormatError(f"is {found.dtype} {found.shape}, not {shape}", path=directory, tensor=name)
+        rows = files[name].data(found).reshape(shape[0] if len(shape) > 1 else 1, -1)
+        return dequantize(rows.copy(), QUANT_TYPES[found.dtype]).reshape(shape)
+
+    bias = tensor("linear.bias", (n_out,)) if stated.get("bias", True) else None
+    return DenseLayer(tensor("linear.weight", (n_out, n_in)), bias, activation)
+
+
+def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
+    """The prompts by name, and the name of the one that is used if none is chosen."""
+    path = directory / "config_sentence_transformers.json"
+    if not path.is_file():
+        return {}, None
+    stated = read_json(path)
+    prompts, default = stated.get("prompts") or {}, stated.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise FormatError("key 'prompts' must hold texts by name", path=path)
+    if default is not None and default not in prompts:
+        raise FormatError(f"key 'default_prompt_name' is {brief(default)}, which is no prompt", path=path)
+    return prompts, default
+
+
+def _max_tokens(directory: Path) -> int | None:
+    path = directory / "sentence_bert_config.json"
+    if not path.is_file():
+        return None
+    keys = Keys(read_json(path), path)
+    return (
+        keys.whole("max_seq_length", most=MAX_CONTEXT) if keys.value("max_seq_length") is not None else None
+    )
+
+
+def _score(directory: Path, stated: Mapping[str, Any]) -> str:
+    """The function that a cross-encoder's output goes through, as sentence-transformers chooses it."""
+    own = stated.get("sentence_transformers")
+    chosen = own.get("activation_fn") if isinstance(own, dict) else None
+    chosen = chosen or stated.get("sbert_ce_default_activation_function")
+    return "sigmoid" if chosen is None else _activation(chosen, directory / "config.json")
+
+
+def _activation(stated: Any, path: Path) -> str:
+    """A class of torch by the last part of its name; none is the identity."""
+    name = "Identity" if stated is None else str(stated).rpartition(".")[2]
+    if name not in _ACTIVATIONS:
+        raise UnsupportedError(f"{path}: activation {brief(stated)} is not supported")
+    return _ACTIVATIONS[name]

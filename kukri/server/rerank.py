@@ -1,0 +1,87 @@
+"""/v1/rerank: documents by how well they answer a query, in Cohere's and Jina's form at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.embedding import normalized, ranked
+from kukri.errors import ContextLengthError, RequestError, UnsupportedError
+from kukri.server.embeddings import SILENCE, rows_of, while_connected
+from kukri.server.schema import Body
+from kukri.server.service import Service
+
+_MAX_DOCUMENTS = 2048
+
+
+class Document(Body):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(Body):
+    """A request to /v1/rerank. A document that is too long is an error, or cut with `truncate`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(["max_chunks_per_doc", "max_tokens_per_doc", "priority"])
+
+    model: str | None = None
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=_MAX_DOCUMENTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = None  # None is true, as Jina has it
+    truncate: bool | None = None
+    user: str | None = None
+
+
+async def rerank(service: Service, body: RerankBody, http: Request) -> Response:
+    """The response to a request for a ranking. A client that leaves ends the work."""
+    documents = [one if isinstance(one, str) else one.text for one in body.documents]
+    found = await while_connected(http, _scored(service, body, documents, http))
+    if found is None:
+        return SILENCE
+    scores, n_tokens, truncated = found
+    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    results = []
+    for one in ranked(documents, scores, body.top_n):
+        document = {} if body.return_documents is False else {"document": {"text": one.document}}
+        results.append({"index": one.index, "relevance_score": one.score, **document})
+    answer: dict[str, Any] = {
+        "id": http.scope["kukri.id"],
+        "model": service.check_model(body.model),
+        "results": results,
+        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        "meta": {"billed_units": {"search_units": 1}, "tokens": {"input_tokens": n_tokens}},
+    }
+    return JSONResponse(answer | ({"truncated": truncated} if truncated else {}))
+
+
+async def _scored(
+    service: Service, body: RerankBody, documents: list[str], http: Request
+) -> tuple[list[float], int, list[int]]:
+    """Each document's score, the tokens read, and the places of texts that were cut."""
+    llm, encoder, cuts = service.llm, service.llm.text_encoder, bool(body.truncate)
+    client = f"{http.scope['kukri.client']}/{body.user or ''}"
+    try:
+        encoder.check_ranks()
+        if encoder.is_cross_encoder:
+            pairs = await asyncio.to_thread(encoder.encode_pairs, body.query, documents, truncate=cuts)
+            rows = await rows_of(service, encoder.pair_requests(llm.engine, pairs.ids, client))
+            return encoder.scores(rows), sum(map(len, pairs.ids)), pairs.truncated
+        for_query, for_document = encoder.rank_prompts()
+        asked = await asyncio.to_thread(encoder.encode, [body.query], prompt_name=for_query, truncate=cuts)
+        texts = await asyncio.to_thread(encoder.encode, documents, prompt_name=for_document, truncate=cuts)
+        ids = [*asked.ids, *texts.ids]
+        rows = await rows_of(service, encoder.requests(llm.engine, ids, None, client))
+    except ContextLengthError as error:
+        error.param = "documents"
+        raise
+    except (RequestError, UnsupportedError) as error:
+        raise RequestError(str(error), param="documents") from None
+    vectors = normalized(encoder.vectors(rows, normalize=True))
+    return (vectors[1:] @ vectors[0]).astype(np.float64).tolist(), sum(map(len, ids)), texts.truncated

@@ -1,0 +1,78 @@
+"""`kukri embed` and `kukri rerank`: texts to vectors, documents to a ranking."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kukri.errors import RequestError
+from kukri.llm import LLM
+from kukri.terminal.output import allow_any_text, write_text
+from kukri.terminal.progress import loading_bar
+from kukri.terminal.run import piped_text
+
+DEFAULT_ENCODER = "minilm"
+
+
+def show_vectors(
+    texts: Sequence[str],
+    *,
+    model: str | None,
+    prompt_name: str | None,
+    dimensions: int | None,
+    truncate: bool,
+    loading: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Prints the vector of each text, or of each line of piped text, as a line of JSON."""
+    given = _texts(texts, "text")
+    with _open(model, loading) as llm:
+        vectors = llm.embed(given, prompt_name=prompt_name, dimensions=dimensions, truncate=truncate)
+        if as_json:
+            print(json.dumps({"model": llm.config.name, "embeddings": vectors.tolist()}, ensure_ascii=False))
+            return
+    for vector in vectors:
+        print(json.dumps(vector.tolist()))
+
+
+def show_ranking(
+    query: str,
+    documents: Sequence[str],
+    *,
+    model: str | None,
+    top_n: int | None,
+    truncate: bool,
+    loading: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Prints the documents, or lines of piped text, by their score, the best first."""
+    given = _texts(documents, "document")
+    with _open(model, loading) as llm:
+        found = llm.rerank(query, given, top_n=top_n, truncate=truncate)
+        name = llm.config.name
+    if as_json:
+        print(
+            json.dumps(
+                {"model": name, "query": query, "results": [vars(one) for one in found]}, ensure_ascii=False
+            )
+        )
+        return
+    allow_any_text()
+    for one in found:
+        write_text(f"{one.score:.4f}  {one.document}\n")
+
+
+def _open(model: str | None, loading: dict[str, Any]) -> LLM:
+    with loading_bar() as progress:
+        return LLM(DEFAULT_ENCODER if model is None else model, progress=progress, **loading)
+
+
+def _texts(given: Sequence[str], what: str) -> list[str]:
+    """The arguments, or the lines of piped text that are not empty. Raises RequestError without any."""
+    if given:
+        return list(given)
+    lines = [line for line in (piped_text() or "").splitlines() if line.strip()]
+    if not lines:
+        raise RequestError(f"no {what}: give one as an argument, or pipe lines in", param="texts")
+    return lines

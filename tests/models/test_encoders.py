@@ -1,0 +1,192 @@
+"""Every encoder against transformers on tiny random models: hidden states, heads, batches, both backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_encoders import CONTEXT, ENCODERS, N_LAYERS, V, hf_states, load, save
+from tiny_llama import Driver, random_ids
+
+from kukri import LLM
+from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError, UnsupportedError
+from kukri.kernels import make_backend
+
+IDS = random_ids(37, V)
+TOLERANCES = {"reference": 1e-4, "cpu": 2e-3, "torch": 1e-4}  # float16 keys and values on the CPU
+TEXTS = ["the cat sat on the mat.", "a", "cats, sitting! " * 9, "", "the mat"]
+STREAMS = {"bert": "hook_normalized_resid_post"}  # the tap of what transformers calls hidden states
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_hidden_states_match_transformers_layer_by_layer(name: str, backend: str, tmp_path: Path) -> None:
+    """Any mistake of an architecture: names, norms before or after, activation, mask, positions."""
+    hf = save(tmp_path, name)
+    model = load(tmp_path)
+    wanted = hf_states(hf, IDS)
+    states: dict[str, np.ndarray] = {}
+    names = [f"blocks.{i}.{STREAMS[name]}" for i in range(N_LAYERS)]
+    made = make_backend(backend)  # type: ignore[arg-type]
+    try:
+        hooks: dict[str, list[Any]] = {n: [lambda n, x: states.update({n: x.copy()})] for n in names}
+        kv_type = made.exact_kv_type
+        got = Driver(model, made, hooks, kv_type=kv_type).run(IDS, [len(IDS)])
+    finally:
+        getattr(made, "close", lambda: None)()
+    assert len(wanted) == N_LAYERS + 1
+    for tap, state in zip(names, wanted[1:], strict=True):
+        np.testing.assert_allclose(states[tap], state, atol=TOLERANCES[backend] * np.abs(state).max(), rtol=0)
+    np.testing.assert_allclose(got, wanted[-1], atol=TOLERANCES[backend] * np.abs(got).max(), rtol=0)
+    changed = [*IDS[:-1], (IDS[-1] + 1) % V]  # the premise: the first token sees the last one
+    assert np.abs(hf_states(hf, changed)[-1][0] - wanted[-1][0]).max() > 1e-3
+
+
+def wanted_vectors(hf: Any, llm: LLM, texts: list[str], pooling: str) -> np.ndarray:
+    rows = []
+    for text in texts:
+        state = hf_states(hf, llm.tokenizer.encode(text, add_special=True))[-1]
+        row = {"mean": state.mean(0), "cls": state[0], "last": state[-1]}[pooling]
+        rows.append(row / np.linalg.norm(row))
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_texts_in_a_batch_are_those_alone_to_the_bit(name: str, pooling: Any, tmp_path: Path) -> None:
+    """Attention that reaches a neighbour in the step, and sums whose order depends on the batch."""
+    hf = save(tmp_path, name)
+    with LLM(tmp_path, n_threads=2) as llm:
+        together = llm.embed(TEXTS, pooling=pooling)
+        np.testing.assert_allclose(together, wanted_vectors(hf, llm, TEXTS, pooling), atol=2e-3, rtol=0)
+        alone = np.array([llm.embed(text, pooling=pooling) for text in TEXTS])
+        np.testing.assert_array_equal(together, alone)
+        assert llm.engine.scheduler.n_prefix_hit == 0
+        llm.engine.check_integrity()
+    with LLM(tmp_path, n_threads=1, max_requests=3, max_step_tokens=16) as llm:
+        np.testing.assert_array_equal(llm.embed(TEXTS * 3, pooling=pooling), np.tile(together, (3, 1)))
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_cross_encoder_scores_pairs_as_transformers(name: str, tmp_path: Path) -> None:
+    """Token types of the second text, the pooler, and documents that lose their places."""
+    hf = save(tmp_path, name, "ForSequenceClassification", num_labels=1)
+    documents = ["the mat", "cats", "a cat sat on a mat, sitting"]
+    with LLM(tmp_path, n_threads=1) as llm:
+        encoder = llm.text_encoder
+        wanted = []
+        for document in documents:
+            ids = encoder.encode_pairs("cat?", [document]).ids[0]
+            types = encoder.token_types(ids)
+            more = {} if types is None else {"token_type_ids": torch.tensor(types[None]).long()}
+            with torch.no_grad():
+                wanted.append(float(torch.sigmoid(hf(torch.tensor([ids]), **more).logits[0, 0])))
+        found = llm.rerank("cat?", documents)
+        assert [one.index for one in found] == sorted(range(3), key=lambda i: -wanted[i])
+        np.testing.assert_allclose([one.score for one in found], sorted(wanted, reverse=True), atol=2e-3)
+        assert llm.rerank("cat?", documents, top_n=2) == found[:2]
+        with torch.no_grad():
+            alone = hf(torch.tensor([llm.tokenizer.encode("the cat", add_special=True)])).logits[0, 0]
+        assert llm.classify("the cat")[0].score == pytest.approx(float(torch.sigmoid(alone)), abs=2e-3)
+        with pytest.raises(RequestError, match="top_n"):
+            llm.rerank("cat?", documents, top_n=0)
+
+
+@pytest.mark.parametrize("head", ["ForTokenClassification", "ForQuestionAnswering"])
+def test_other_heads_of_bert(head: str, tmp_path: Path) -> None:
+    """A pooler that a head of tokens does not have, and a question whose types are not heard."""
+    hf = save(tmp_path, "bert", head, num_labels=2)
+    with LLM(tmp_path, n_threads=1, backend="reference") as llm:
+        if head == "ForTokenClassification":
+            ids = llm.tokenizer.encode("the cat sat", add_special=True)
+            with torch.no_grad():
+                wanted = hf(torch.tensor([ids])).logits[0].softmax(-1).max(-1).values[1:-1]
+            found = llm.classify_tokens("the cat sat")
+            np.testing.assert_allclose([one.score for one in found], wanted, atol=1e-4)
+        else:
+            ids, spans = llm.tokenizer.encode_spans("the cat sat", before="cat?")
+            types = torch.tensor([int(i > ids.index(3)) for i in range(len(ids))])[None]
+            with torch.no_grad():
+                out = hf(torch.tensor([ids]), token_type_ids=types)
+            start = out.start_logits[0][[s is not None for s in spans]].softmax(0)
+            stop = out.end_logits[0][[s is not None for s in spans]].softmax(0)
+            best = max(float(start[i] * stop[j]) for i in range(3) for j in range(i, 3))
+            assert llm.answer("cat?", "the cat sat")[0].score == pytest.approx(best, abs=1e-4)
+
+
+def test_word_pieces_are_those_of_transformers(tmp_path: Path) -> None:
+    """Case, accents, punctuation, unknown words, and control tokens that a text must not become."""
+    import transformers
+
+    save(tmp_path, "bert")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with LLM(tmp_path, n_threads=1, backend="reference") as llm:
+        ours = llm.tokenizer
+        for text in ("The CAT sat, on the mats!", "càts", "日本 cat", "", " the\tcat\n", "sittings 123 w3"):
+            assert ours.encode(text, add_special=True) == theirs(text).input_ids
+        assert 3 not in ours.encode("[SEP]")
+        assert 2 not in ours.encode("[CLS] cat")
+        assert ours.decode(ours.encode("the cats sat")) == "the cats sat"
+
+
+def test_long_texts_and_generation_are_clear_errors(tmp_path: Path, caplog: Any) -> None:
+    """A text that is cut in silence, or an error of the engine's where the caller is wrong."""
+    hf = save(tmp_path, "bert")
+    long = "the cat " * CONTEXT
+    with LLM(tmp_path, n_threads=1) as llm:
+        with pytest.raises(ContextLengthError):
+            llm.embed(["a", long])
+        cut = llm.embed(["a", long], truncate=True)
+        assert "1 of 2 texts were cut to 96 tokens" in caplog.text
+        ids = llm.tokenizer.encode(long, add_special=True)
+        state = hf_states(hf, [*ids[: CONTEXT - 1], ids[-1]])[-1].mean(0)
+        np.testing.assert_allclose(cut[1], state / np.linalg.norm(state), atol=2e-3)
+        with pytest.raises(ContextLengthError):
+            llm.rerank("cat", [long])
+        assert len(llm.rerank(long, [long, "a"], truncate=True)) == 2
+        for call in (
+            lambda: llm.generate("a"),
+            lambda: llm.chat([{"role": "user", "content": "a"}]),
+            lambda: llm.logits([1, 2]),
+            lambda: next(llm.stream("a")),
+        ):
+            with pytest.raises(UnsupportedError, match=r"generates no text: use embed\(\)"):
+                call()
+        with pytest.raises(RequestError, match="no prompt 'query'"):
+            llm.embed("a", prompt_name="query")
+        with pytest.raises(RequestError, match="dimensions go from 1 to 64"):
+            llm.embed("a", dimensions=65)
+        assert llm.embed("a", dimensions=16).shape == (16,)
+        assert np.linalg.norm(llm.embed("a", dimensions=16)) == pytest.approx(1)
+
+
+def test_a_lost_bias_is_an_error(tmp_path: Path) -> None:
+    """A damaged file that loads with zeros in place of a bias."""
+    from safetensors.numpy import load_file, save_file
+
+    save(tmp_path, "bert")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["encoder.layer.1.attention.self.key.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=r"1.attention.self.key.bias.*is missing"):
+        load(tmp_path)
+
+
+def test_forward_is_transformers_own(tmp_path: Path) -> None:
+    """Rows cut over steps, padding that is seen, and a cache that an encoder cannot use."""
+    hf = save(tmp_path, "bert")
+    with LLM(tmp_path, n_threads=1, backend="reference") as llm:
+        ids = np.array([random_ids(30, V, 1), random_ids(30, V, 2)])
+        mask = np.ones_like(ids)
+        mask[1, 20:] = 0
+        got = llm.model.forward(ids, mask)
+        np.testing.assert_allclose(got[0], hf_states(hf, ids[0])[-1], atol=1e-4)
+        np.testing.assert_allclose(got[1, :20], hf_states(hf, ids[1, :20])[-1], atol=1e-4)
+        cache = llm.model.new_cache(1, 64)
+        llm.model.forward(ids[:1], cache=cache)
+        with pytest.raises(KukriError, match="encoder"):
+            llm.model.forward(ids[:1], cache=cache)

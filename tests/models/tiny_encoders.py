@@ -1,0 +1,76 @@
+"""A tiny random encoder of each architecture: transformers', and the config and weights of the same here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from kukri.formats.checkpoint import open_checkpoint
+from kukri.models import Model, load_model
+
+N_LAYERS, D, F, V, HEADS, CONTEXT = 3, 64, 96, 80, 4, 96
+
+
+@dataclass(frozen=True)
+class TinyEncoder:
+    """transformers' <hf_type>Config and <hf_type>Model, and what the configuration says beyond the sizes."""
+
+    hf_type: str
+    hf: Mapping[str, Any]
+
+
+ENCODERS: dict[str, TinyEncoder] = {
+    "bert": TinyEncoder("Bert", {"layer_norm_eps": 1e-5}),
+}
+
+
+def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more: Any) -> Any:
+    """transformers' model, saved to the directory with a tokenizer; norms and biases are far from 1 and 0."""
+    tiny = ENCODERS[name]
+    torch.manual_seed(seed)
+    common = {
+        "hidden_size": D, "intermediate_size": F, "num_attention_heads": HEADS, "num_hidden_layers": N_LAYERS,
+        "vocab_size": V, "max_position_embeddings": CONTEXT, "initializer_range": 0.15, "pad_token_id": 0,
+        "attn_implementation": "eager",
+    }  # fmt: skip
+    config = getattr(transformers, f"{tiny.hf_type}Config")(**{**common, **tiny.hf, **more})
+    hf = getattr(transformers, f"{tiny.hf_type}{head}")(config).eval()
+    with torch.no_grad():
+        for key, parameter in hf.named_parameters():
+            if "norm" in key.lower() or "bias" in key:
+                parameter.copy_((0.0 if "bias" in key else 1.0) + 0.3 * torch.randn_like(parameter))
+    hf.save_pretrained(directory)
+    word_pieces(directory)
+    return hf
+
+
+def word_pieces(directory: Path) -> None:
+    """A WordPiece tokenizer of V tokens, as transformers saves it."""
+    pieces = [*"abcdefghijklmnopqrstuvwxyz", "the", "cat", "sat", "##s", "##ing", "on", "mat", ",", ".", "!"]
+    pieces += [f"##{letter}" for letter in "abcdefghijklmnopqrtuvwxyz"]
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+    tokens += [f"w{i}" for i in range(V - len(tokens))]
+    (directory / "vocab.txt").write_text("\n".join(tokens))
+    made = transformers.BertTokenizer(vocab={token: i for i, token in enumerate(tokens)})
+    made.save_pretrained(directory)
+
+
+def load(directory: Path) -> Model:
+    """The model of a directory here."""
+    with open_checkpoint(directory) as checkpoint:
+        return load_model(checkpoint.weights(checkpoint.config), checkpoint.config)
+
+
+def hf_states(hf: Any, ids: Sequence[int], types: Sequence[int] | None = None) -> list[np.ndarray]:
+    """transformers' hidden states [T, D]: of the embeddings, and after each layer."""
+    base = getattr(hf, hf.base_model_prefix, hf)
+    more = {} if types is None else {"token_type_ids": torch.tensor([list(types)])}
+    with torch.no_grad():
+        out = base(torch.tensor([list(ids)]), output_hidden_states=True, **more)
+    return [state[0].numpy() for state in out.hidden_states]

@@ -1,0 +1,68 @@
+"""/v1/rerank and /v1/embeddings of encoders: their own numbers, and a 400 for whatever is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import MODEL, serving
+
+from kukri import LLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_encoders import save
+
+DOCUMENTS = ["the mat", "cats", "a cat sat on a mat, sitting"]
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "Model"])
+def test_rankings_over_http(head: str, tmp_path: Path) -> None:
+    """Scores of another document, fields of one of the two forms, errors that are a 500."""
+    more = {"num_labels": 1} if head != "Model" else {}
+    save(tmp_path, "bert", head, **more)
+    with LLM(tmp_path, n_threads=1) as llm:
+        wanted = [(one.index, one.score) for one in llm.rerank("cat?", DOCUMENTS)]
+    with LLM(tmp_path, n_threads=1) as llm, serving(llm) as server, server.http() as http:
+
+        def post(path: str = "/v1/rerank", **fields: object) -> tuple[int, dict]:
+            body = {"model": MODEL, "query": "cat?", "documents": DOCUMENTS, **fields}
+            answer = http.post(path, json=body)
+            return answer.status_code, answer.json()
+
+        status, jina = post()
+        assert status == 200, jina
+        got = [(one["index"], one["relevance_score"]) for one in jina["results"]]
+        assert [i for i, _ in got] == [i for i, _ in wanted]
+        np.testing.assert_allclose([s for _, s in got], [s for _, s in wanted], rtol=1e-6)
+        assert jina["results"][0]["document"] == {"text": DOCUMENTS[wanted[0][0]]}
+        assert jina["usage"]["total_tokens"] > 9
+        objects = [{"text": text} for text in DOCUMENTS]
+        cohere = post("/rerank", documents=objects, top_n=1, return_documents=False)[1]
+        assert [set(one) for one in cohere["results"]] == [{"index", "relevance_score"}]
+        assert cohere["meta"]["billed_units"]
+        long = "cat " * 200
+        for wrong in (
+            {"documents": [long]},
+            {"documents": []},
+            {"documents": [5]},
+            {"query": ""},
+            {"top_n": 0},
+            {"query": None},
+        ):
+            status, answer = post(**wrong)
+            assert status == 400, wrong
+            assert answer["error"]["message"]
+        status, answer = post(documents=["a", long], truncate=True)
+        assert (status, answer["truncated"]) == (200, [1])
+        if head == "Model":
+            embed = {"model": MODEL, "input": ["a", long]}
+            assert http.post("/v1/embeddings", json=embed).status_code == 400
+            cut = http.post("/v1/embeddings", json={**embed, "truncate": True, "dimensions": 8}).json()
+            assert cut["truncated"] == [1]
+            assert {len(one["embedding"]) for one in cut["data"]} == {8}
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
+        answer = http.post("/v1/chat/completions", json=chat)
+        assert answer.status_code == 400
+        assert http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}).status_code == 400

@@ -1,0 +1,60 @@
+"""all-MiniLM-L6-v2 itself: transformers' vectors, its limits, and a converted file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kukri import LLM
+from kukri.errors import ContextLengthError
+from kukri.formats import hub
+
+STRANGE = ["Straße", "naïve", "東京", "don't", "(2026)", "e.g.", "co-operate", "3.14", "€"]
+WORDS = [*Path(__file__).read_text().split(), *STRANGE]
+
+
+def texts_of(n_texts: int, n_most: int) -> list[str]:
+    """Texts of some 1 to `n_most` tokens."""
+    random = np.random.default_rng(0)
+    lengths = np.geomspace(1, n_most / 2.5, n_texts).astype(int)
+    return [" ".join(random.choice(WORDS, n)) for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    return hub.pull("minilm")
+
+
+def test_fifty_texts_have_transformers_vectors(minilm: Path) -> None:
+    """Any difference that tiny models do not show: word pieces of real text, 512 positions, truncation."""
+    texts = texts_of(50, 500)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    theirs = transformers.AutoModel.from_pretrained(minilm).eval()
+    n_tokens = []
+    with LLM(minilm, n_threads=2, max_context=512) as llm:
+        ours = llm.embed(texts, truncate=True)
+    for text, vector in zip(texts, ours, strict=True):
+        encoded = tokenizer(text, return_tensors="pt", truncation=True, max_length=512)
+        n_tokens.append(encoded.input_ids.shape[1])
+        with torch.inference_mode():
+            mean = theirs(**encoded).last_hidden_state[0].mean(0)
+        assert vector @ torch.nn.functional.normalize(mean, dim=0).numpy() >= 0.9999
+    assert min(n_tokens) <= 4
+    assert max(n_tokens) > 400
+
+
+def test_the_limit_is_that_of_its_files(minilm: Path) -> None:
+    """A text cut in silence, as sentence-transformers does at 256 tokens."""
+    long = "cat " * 300
+    with LLM(minilm, n_threads=1, backend="reference") as llm:
+        with pytest.raises(ContextLengthError, match="256"):
+            llm.embed(long)
+        np.testing.assert_array_equal(llm.embed(long, truncate=True), llm.embed("cat " * 254))
+        best = llm.rerank(
+            "What is the capital of France?", ["Berlin is large.", "Paris is France's capital."]
+        )
+        assert best[0].index == 1
