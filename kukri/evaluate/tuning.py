@@ -90,7 +90,7 @@ def tune(
         }
         fitting = {name: _fitting(types, weight) for name, weight in matrices.items()}
         matrices = {name: weight for name, weight in matrices.items() if fitting[name]}
-        n_kept = trials.n_bytes - sum(weight.data.nbytes for weight in matrices.values())
+        n_kept = trials.n_bytes - sum(weight.stored.nbytes for weight in matrices.values())
         n_weights = sum(weight.shape[0] * weight.shape[1] for weight in matrices.values())
         bits = 8 * (n_bytes - n_kept) / n_weights
         tried = {name: _nearest(options, bits) for name, options in fitting.items()}

@@ -24,24 +24,34 @@ ByteArray = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A matrix of `shape` (out, in) as stored: `data` is uint8 [out, bytes per row], a view of the file.
+    """A matrix of `shape` (out, in): `stored` is uint8 [out, bytes per row], a view of the file.
 
-    `per_token` requests activations of one scale a token, if it is Q4_0 (`kukri.quant.per_token`).
+    Row i is row `row_order[i]` of `stored`, if there is an order. `per_token` requests activations of one
+    scale a token, if it is Q4_0 (`kukri.quant.per_token`).
     """
 
-    data: ByteArray
+    stored: ByteArray
     type: QuantType
     shape: tuple[int, int]
     name: str = ""
     per_token: bool = False
+    row_order: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ShapeError unless `data` holds exactly the rows that `shape` and `type` imply."""
-        expected = (self.shape[0], self.type.row_bytes(self.shape[1]))
-        if self.data.dtype != np.uint8 or self.data.shape != expected or self.shape[1] % self.type.block_size:
+        """Raises ShapeError unless `stored` and `row_order` hold exactly what `shape` and `type` imply."""
+        expected, stored = (self.shape[0], self.type.row_bytes(self.shape[1])), self.stored
+        if stored.dtype != np.uint8 or stored.shape != expected or self.shape[1] % self.type.block_size:
             raise ShapeError(
-                f"weight {self.name!r}: {self.type.name} {self.shape} does not fit bytes {self.data.shape}"
+                f"weight {self.name!r}: {self.type.name} {self.shape} does not fit bytes {stored.shape}"
             )
+        order = self.row_order
+        if order is not None and not np.array_equal(np.sort(order), np.arange(self.shape[0])):
+            raise ShapeError(f"weight {self.name!r}: its row order is not one of its {self.shape[0]} rows")
+
+    @property
+    def data(self) -> ByteArray:
+        """The rows in order, uint8 [out, bytes per row]: a view, or a copy if they are stored in another."""
+        return self.stored if self.row_order is None else self.stored[self.row_order]
 
 
 @dataclass(frozen=True, eq=False)

@@ -245,7 +245,7 @@ class MLP:
 
 def matrix_parameter(name: str, weight: Weight) -> Parameter:
     """The listing of a matrix."""
-    return Parameter(name, weight.shape, weight.type.name, weight.data.nbytes)
+    return Parameter(name, weight.shape, weight.type.name, weight.stored.nbytes)
 
 
 def vector_parameter(vector: Vector) -> Parameter:

@@ -24,7 +24,7 @@ class ExpertLinear:
             source.experts(f"{name}.weight", (n_experts, n, n_in)) for name, n in zip(names, n_outs)
         )
         self.parameters = [
-            Parameter(each.name, each.shape, each.type.name, sum(w.data.nbytes for w in each.weights))
+            Parameter(each.name, each.shape, each.type.name, sum(w.stored.nbytes for w in each.weights))
             for each in self.experts
         ]
 

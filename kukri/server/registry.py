@@ -476,7 +476,7 @@ def warm_up(llm: LLM) -> None:
     in the middle of every stream, and memory would grow for as long as new tokens come up.
     """
     model: Any = llm.model
-    fetch_pages(model.embedding.weight.data)
+    fetch_pages(model.embedding.weight.stored)
     first = llm.tokenizer.bos_id or 0
     for temperature in (0.0, 1.0):
         llm.generate([first], max_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)

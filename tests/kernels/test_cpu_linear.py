@@ -22,6 +22,7 @@ from small_programs import (
     weight,
 )
 
+from kukri.errors import ShapeError
 from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.types import Vector, Weight
 from kukri.quant.blocks import dequantize
@@ -94,7 +95,7 @@ def test_a_tile_that_starts_inside_another_ends_in_its_row(backend, sizes):
 
 
 def per_token(w):
-    return Weight(w.data, w.type, w.shape, w.name, per_token=True)
+    return Weight(w.stored, w.type, w.shape, w.name, per_token=True)
 
 
 def shifted_rows(rng, n_rows, n):
@@ -194,6 +195,29 @@ def test_logit_rows_are_more_exact(backend, type_name):
         plain_batch(16),
     )
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 1e-4
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_rows_stored_in_another_order(backend, per_token):
+    """Catches tiles, or row sums, of the rows as they lie in the file."""
+    rng = np.random.default_rng(11)
+    stored, order = random_rows(rng, "Q4_0", (40, 64)), rng.permutation(40)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    results = [
+        both(
+            backend,
+            lambda ops, batch, w=w: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+            plain_batch(3),
+        )
+        for w in (
+            Weight(stored, QUANT_TYPES["Q4_0"], (40, 64), "turned", per_token, order),
+            Weight(stored[order], QUANT_TYPES["Q4_0"], (40, 64), "copied", per_token),
+        )
+    ]
+    np.testing.assert_array_equal(results[0], results[1])
+    for wrong in (order[1:], np.zeros_like(order), order + 1):
+        with pytest.raises(ShapeError, match="row order"):
+            Weight(stored, QUANT_TYPES["Q4_0"], (40, 64), row_order=wrong)
 
 
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])

@@ -41,7 +41,7 @@ class GGUFWeights:
         tensor = self._take(name, shape)
         data = self._gguf.data(tensor.name)
         order = self._row_order(name, shape[0])
-        return Weight(data if order is None else data[order], tensor.type, shape, name, self._per_token)
+        return Weight(data, tensor.type, shape, name, self._per_token, order)
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
         """Matrices (experts, out, in) as stored. Raises FormatError if missing or of another shape."""

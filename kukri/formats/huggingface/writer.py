@@ -87,7 +87,7 @@ def write_directory(
         on_tensor(weight.name)
         rows = weight.data[stored_order(weight.name, weight.shape[0])]
         rows = requantize(rows, weight.type, target, tensor=weight.name)
-        release_pages(weight.data)
+        release_pages(weight.stored)
         return rows
 
     def matrix(name: str) -> Callable[[], ByteArray]:

@@ -100,7 +100,7 @@ class CpuBackend:
         if weights not in self._packed:
             self._packed[weights] = pack(weights, self.pool)
             if self.on_packed is not None:
-                self.on_packed(sum(weight.data.nbytes for weight in weights))
+                self.on_packed(sum(weight.stored.nbytes for weight in weights))
         return self._packed[weights]
 
     def packed_experts(self, experts: tuple[Experts, ...]) -> PackedExperts:
@@ -108,7 +108,7 @@ class CpuBackend:
         if experts not in self._packed_experts:
             self._packed_experts[experts] = pack_experts(experts, self.pool)
             if self.on_packed is not None:
-                self.on_packed(sum(w.data.nbytes for each in experts for w in each.weights))
+                self.on_packed(sum(w.stored.nbytes for each in experts for w in each.weights))
         return self._packed_experts[experts]
 
     def rope_rows(self, frequencies: RopeFrequencies) -> RopeRows:

@@ -98,17 +98,18 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> tuple[ByteArr
     blocks_bytes = n_blocks * layout.tile_block_bytes
     tile_bytes = blocks_bytes + (ROW_SUM_BYTES if per_token else 0)
     tiles = aligned_zeros(len(groups) * n_row_tiles * tile_bytes).reshape(len(groups), -1)
-    data = [[np.ascontiguousarray(w.data) for w in weights] for weights in groups]
-    zero_row = np.zeros(max(first.data.shape[1], 64), np.uint8)
+    stored = [[np.ascontiguousarray(w.stored) for w in weights] for weights in groups]
+    zero_row = np.zeros(max(first.stored.shape[1], 64), np.uint8)
     addresses = np.full((len(groups), n_row_tiles * ROWS), address_of(zero_row), np.int64)
     sums = np.zeros(addresses.shape if per_token else (0, 0), np.float32)
-    for group, parts in enumerate(data):
+    for group, weights in enumerate(groups):
         start = 0
-        for rows in parts:
+        for rows, weight in zip(stored[group], weights, strict=True):
             stop = start + len(rows)
-            addresses[group, start:stop] = address_of(rows) + np.arange(len(rows)) * rows.shape[1]
+            order = np.arange(len(rows)) if weight.row_order is None else weight.row_order
+            addresses[group, start:stop] = address_of(rows) + order * rows.shape[1]
             if per_token:
-                sums[group, start:stop] = row_sums(rows)
+                sums[group, start:stop] = row_sums(rows)[order]
             start = stop
     pool.run_kernel(
         "pack",
@@ -128,5 +129,5 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> tuple[ByteArr
         tiles.reshape(-1, tile_bytes)[:, blocks_bytes:] = sums.reshape(-1, ROWS).view(np.uint8)
     for weights in groups:
         for w in weights:
-            release_pages(w.data)
+            release_pages(w.stored)
     return tiles, n_blocks
