@@ -1,0 +1,139 @@
+"""Sweeps of patches and ablations, against one run with a hook for each cell; pictures of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tl_models import session
+
+from kukri.errors import RequestError
+from kukri.interp import patching, plots
+
+RNG = np.random.default_rng(3)
+CLEAN = RNG.integers(3, 80, (2, 19), np.int32)
+CORRUPT = CLEAN.copy()
+CORRUPT[:, 4] = 60
+SWEEPS = [
+    ("resid_pre", "layer pos"),
+    ("resid_mid", "layer pos"),
+    ("attn_out", "layer pos"),
+    ("mlp_out", "layer pos"),
+    ("resid_post", "layer pos"),
+    ("z", "layer head"),
+    ("k", "layer head"),
+    ("pattern", "layer head"),
+    ("q", "layer pos head"),
+    ("v", "layer pos head"),
+]
+
+
+def metric(logits):
+    """Of the last position, and of every text."""
+    return logits[0, -1, 7] - logits[1, -1, 9]
+
+
+def everything(logits):
+    return float(np.abs(logits).sum())
+
+
+def cell_by_cell(own, name, axes, values, layer, metric):
+    """The same of one layer, a whole run for each cell."""
+    point = own.point((name, layer))
+    shape = values.shape[1:2] if axes == "layer pos" else values.shape[2:3]
+    if axes == "layer head" and name == "pattern":
+        shape = values.shape[1:2]
+    if axes == "layer pos head":
+        shape = values.shape[1:3]
+    found = np.empty(shape, np.float32)
+    for index in np.ndindex(*shape):
+
+        def hook(value, hook, index=index):
+            at = (slice(None), *index)
+            if axes == "layer head" and name != "pattern":
+                at = (slice(None), slice(None), *index)
+            value[at] = values[at]
+
+        found[index] = metric(own.run_with_hooks(CORRUPT, [(point.name, hook)]))
+    return found
+
+
+@pytest.mark.parametrize(("name", "axes"), SWEEPS)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_sweep_is_its_cells_one_by_one(name, axes, backend):
+    """A cell that sees another's keys, a stream of another layer, a page copied too late, a wrong head."""
+    own = session("smollm3", backend)
+    llm = SimpleNamespace(interp=own)
+    _, clean = own.run_with_cache(CLEAN)
+    for layer in (0, 2):
+        expected = cell_by_cell(own, name, axes, clean[name, layer], layer, metric)
+        found = patching.sweep(
+            llm, CORRUPT, metric, name, lambda i: clean[name, i], axes, logits="last", layers=[layer]
+        )
+        # patterns are mixed in another order than the kernel's
+        tolerance = 2e-2 if name == "pattern" and backend == "cpu" else 1e-5
+        np.testing.assert_allclose(found[0], expected, atol=tolerance)
+        assert np.ptp(found) > 1e-3
+
+
+def test_all_logits_and_all_layers():
+    """Positions before a cell's that are another cell's, or a layer left out."""
+    own = session("phi")
+    llm = SimpleNamespace(interp=own)
+    _, clean = own.run_with_cache(CLEAN)
+    found = patching.get_act_patch_resid_pre(llm, CORRUPT, clean, everything)
+    assert found.shape == (4, 19)
+    expected = cell_by_cell(own, "resid_pre", "layer pos", clean["resid_pre", 3], 3, everything)
+    np.testing.assert_allclose(found[3], expected, rtol=1e-5)
+    assert patching.get_act_patch_block_every(llm, CORRUPT, clean, metric, logits="last").shape == (3, 4, 19)
+
+
+def test_ablations():
+    """A mean over one text, a resample that is the same text, zeros in another layer."""
+    own = session("qwen3")
+    llm = SimpleNamespace(interp=own)
+    _, cache = own.run_with_cache(CLEAN)
+    for by, value in [
+        ("zero", np.zeros_like(cache["z", 1])),
+        ("mean", np.broadcast_to(cache["z", 1].mean((0, 1)), cache["z", 1].shape)),
+        ("resample", cache["z", 1][::-1]),
+    ]:
+        found = patching.ablate(llm, CORRUPT, metric, "z", by=by, reference=cache, logits="last")
+        np.testing.assert_allclose(
+            found[1], cell_by_cell(own, "z", "layer head", value, 1, metric), atol=1e-5
+        )
+
+
+def test_wrong_sweeps_are_refused():
+    """A sweep that patches nothing, or another shape than it says."""
+    own = session("llama")
+    llm = SimpleNamespace(interp=own)
+    _, clean = own.run_with_cache(CLEAN[:, :5])
+    with pytest.raises(RequestError, match="of one length"):
+        patching.get_act_patch_resid_pre(llm, [[5, 6], [5]], clean, metric)
+    with pytest.raises(RequestError, match=r"values are \[2, 5, 64\]"):
+        patching.get_act_patch_resid_pre(llm, CORRUPT, clean, metric)
+    with pytest.raises(RequestError, match="not patched by layer head"):
+        patching.sweep(llm, CORRUPT, metric, "resid_pre", lambda i: clean["resid_pre", i], "layer head")
+    with pytest.raises(RequestError, match="needs a reference"):
+        patching.ablate(llm, CORRUPT, metric, "z", by="mean")
+
+
+def test_pictures(tmp_path):
+    """A file that is no picture, a page with a script in a token, a row too few."""
+    plots.heat_map(
+        RNG.normal(size=(4, 3)).astype(np.float32),
+        tmp_path / "map.png",
+        title="resid_pre",
+        x_labels=["a", "b", "\n"],
+    )
+    assert (tmp_path / "map.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    pattern = np.array([[[1, 0], [0.25, 0.75]]], np.float32)
+    plots.attention_page(pattern, ["</script><b>", "x"], tmp_path / "page.html", "a < b")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count("</script>") == 1
+    assert "a &lt; b" in page
+    assert plots.attention_text(pattern[0], ["a", "bc"]).splitlines() == [" a ██", "bc ░░▓▓"]
+    with pytest.raises(RequestError, match="2 tokens"):
+        plots.attention_page(pattern[0], ["a", "b"], tmp_path / "page.html")
