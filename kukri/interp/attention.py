@@ -25,6 +25,8 @@ def scores(q: FloatArray, k: FloatArray, spec: AttentionSpec, lengths: IntArray)
     queries = q.reshape(n_batch, n_tokens, spec.n_kv_heads, spec.group, spec.d_head).transpose(0, 2, 3, 1, 4)
     keys = k.transpose(0, 2, 3, 1)[:, :, None]  # [B, G, 1, K, T]
     found: FloatArray = (queries @ keys * np.float32(spec.scale)).reshape(n_batch, spec.n_heads, n_tokens, -1)
+    if spec.softcap is not None:
+        found = np.float32(spec.softcap) * np.tanh(found / np.float32(spec.softcap))
     return np.where(_is_seen(spec, n_tokens, lengths)[:, None], found, MASKED)
 
 

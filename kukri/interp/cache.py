@@ -192,6 +192,8 @@ class ActivationCache(Mapping[str, Any]):
         model = self._model
         for i in range(layer):
             z = _at(self["z", i], pos_slice, from_end=3)
+            if f"blocks.{i}.hook_attn_out" not in model.trace.matrices:
+                raise RequestError(f"a norm stands between the heads of layer {i} and the stream")
             w_o = model.weights.layer("W_O", i)  # [H, K, D]
             parts.append(np.einsum("...hk,hkd->h...d", z, w_o, optimize=True))
             labels += [f"L{i}H{head}" for head in range(len(w_o))]

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from kukri.errors import HookError
-from kukri.interp.trace import Norm, Trace
+from kukri.interp.trace import Matrix, Norm, Trace
 from kukri.kernels.types import FloatArray
 
 Form = Literal[
@@ -94,6 +94,7 @@ class Point:
     layer: int | None = None
     edit_tap: str = ""
     norm: Norm | None = None  # of the forms that need one
+    matrix: Matrix | None = None  # that the tap is multiplied by first, for a product that no tap shows
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -120,6 +121,28 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
         if tap is not None and (not tap or tap in taps):
             found[name] = Point(name, tap, form, layer, edits, norm)
 
+    def add_products(layer: int) -> None:
+        """What attention and MLP give before a norm or a factor, and that norm: no tap shows it."""
+        prefix = f"blocks.{layer}."
+        parts = [("hook_attn_out", "attn", "attn.o", "ln1"), ("hook_mlp_out", "mlp", "mlp.out", "ln2")]
+        for tap, part, last, ln in parts:
+            matrix = trace.products.get(prefix + tap)
+            if matrix is None or matrix.source is None or prefix + tap in trace.matrices:
+                continue
+            rows: list[tuple[str, Form, Norm | None]]
+            rows = [(f"{last}.hook_out", "plain", None), (f"{part}.hook_out", "plain", None)]
+            for tapped in (f"{prefix}{ln}_post.hook_normalized", f"{prefix}{ln}.hook_normalized"):
+                norm = trace.norms.get(tapped)
+                if norm is not None and norm.source is None:
+                    rows.append((f"{ln}_post.hook_in", "plain", None))
+                    rows.append((f"{ln}_post.hook_scale", "scale", norm))
+                    rows.append((f"{ln}_post.hook_normalized", "normalized", norm))
+                    found[f"{prefix}{ln}_post.hook_out"] = Point(
+                        f"{prefix}{ln}_post.hook_out", tapped, "plain", layer, tapped
+                    )
+            for name, form, of_norm in rows:
+                found[prefix + name] = Point(prefix + name, matrix.source, form, layer, "", of_norm, matrix)
+
     taps = set(trace.taps)
     add(TOKENS, "", "tokens", "", None)
     for name in ("embed.hook_out", "hook_embed"):
@@ -137,9 +160,10 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
                 edit_tap = f"{prefix}attn.hook_z"
             read_tap = norm.source if form == "normalized" and norm is not None else full_tap
             add(f"{prefix}{name}", read_tap, form, edit_tap, layer, norm)
+        add_products(layer)
         for tap in trace.taps:  # taps that the tables do not know have their own name
             if tap.startswith(prefix) and tap not in found:
-                add(tap, tap, "plain", tap, layer)
+                add(tap.replace("hook_normalized", "hook_out"), tap, "plain", tap, layer)
     final = trace.norms.get(FINAL)
     if final is not None:
         add("ln_final.hook_in", final.source, "plain", "", None)
@@ -155,7 +179,7 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
 def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | None]]:
     """(name, tap, form, is editable, norm) of a layer's points, without their prefix."""
     prefix = f"blocks.{layer}."
-    is_parallel = f"{prefix}ln2.hook_normalized" not in trace.taps
+    is_parallel = f"{prefix}hook_resid_mid" not in trace.taps
     rows: list[tuple[str, str, Form, bool, Norm | None]] = []
 
     def extend(table: tuple[_Row, ...]) -> None:
@@ -163,7 +187,7 @@ def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | 
 
     def norm(name: str, source: str) -> None:
         found = trace.norms.get(f"{prefix}{name}.hook_normalized")
-        if found is not None:
+        if found is not None and found.source is not None:
             tap = f"{name}.hook_normalized"
             rows.append((f"{name}.hook_in", source, "plain", False, None))
             rows.append((f"{name}.hook_scale", source, "scale", False, found))
@@ -173,21 +197,23 @@ def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | 
     rows.append(("hook_in", "hook_resid_pre", "plain", True, None))
     rows.append(("hook_resid_pre", "hook_resid_pre", "plain", True, None))
     norm("ln1", "hook_resid_pre")
-    rows.append(("attn.hook_in", "ln1.hook_normalized", "plain", not is_parallel, None))
+    read = _read_by("ln1", trace, prefix) or "hook_resid_pre"
+    rows.append(("attn.hook_in", read, "plain", not is_parallel and read != "hook_resid_pre", None))
     query = trace.matrices.get(f"{prefix}attn.hook_q")
     if query is not None and len(query.weights) == 1:  # q, k and v are one matrix
         rows.append(("attn.hook_hidden_states", "hook_attn_out", "plain", False, None))
-    rows += [(f"attn.{x}.hook_in", "ln1.hook_normalized", "plain", False, None) for x in "qkv"]
+    rows += [(f"attn.{x}.hook_in", read, "plain", False, None) for x in "qkv"]
     extend(_ATTENTION[:4])
     for x in "qk":
         found = trace.head_norms.get(f"{prefix}attn.hook_{x}")
         if found is not None:
             tap = f"attn.hook_{x}"
-            rows.append((f"attn.{x}_norm.hook_in", tap, "head_in", False, found))
-            rows.append((f"attn.{x}_norm.hook_scale", tap, "head_scale", False, found))
-            rows.append((f"attn.{x}_norm.hook_normalized", tap, "head_normalized", False, found))
-            rows.append((f"attn.{x}_norm.hook_out", tap, "head_out", False, found))
-            rows.append((f"attn.hook_{x}_normed", tap, "head_out", False, found))
+            forms: tuple[Form, ...] = ("head_in", "head_scale", "head_normalized", "head_out")
+            if len(found.weight) != trace.heads[layer].spec.d_head:  # one norm for all heads together
+                forms = ("plain", "scale", "normalized", "norm_out")
+            names = [f"attn.{x}_norm.hook_{what}" for what in ("in", "scale", "normalized", "out")]
+            rows += [(name, tap, form, False, found) for name, form in zip(names, forms)]
+            rows.append((f"attn.hook_{x}_normed", tap, forms[3], False, found))
     if layer in trace.heads and trace.heads[layer].rope is not None:
         rows.append(("attn.hook_cos", "", "cos", False, None))
         rows.append(("attn.hook_sin", "", "sin", False, None))
@@ -195,8 +221,9 @@ def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | 
     if not is_parallel:
         rows.append(("hook_resid_mid", "hook_resid_mid", "plain", True, None))
         norm("ln2", "hook_resid_mid")
-    read = "ln1.hook_normalized" if is_parallel else "ln2.hook_normalized"
-    rows.append(("mlp.hook_in", read, "plain", not is_parallel, None))
+    stream = "ln1.hook_normalized" if is_parallel else "hook_resid_mid"
+    read = _read_by("ln2", trace, prefix) or stream
+    rows.append(("mlp.hook_in", read, "plain", read != stream, None))
     is_gated = f"{prefix}mlp.hook_pre_linear" in trace.taps
     if (
         f"{prefix}mlp.hook_router_logits" in trace.taps
@@ -209,6 +236,12 @@ def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | 
     extend(_GATED_MLP if is_gated else _MLP)
     extend(_MLP_OUT)
     return rows
+
+
+def _read_by(name: str, trace: Trace, prefix: str) -> str:
+    """The tap of a norm's result that the next matrix reads; "" if the layer has no norm there."""
+    found = trace.norms.get(f"{prefix}{name}.hook_normalized")
+    return f"{name}.hook_normalized" if found is not None and found.source is not None else ""
 
 
 def full_name(key: str | tuple[object, ...], n_layers: int) -> str:

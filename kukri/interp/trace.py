@@ -52,20 +52,23 @@ class _Value:
     tap: str | None = None
     made_by: Norm | Matrix | None = None
     rope: RopeFrequencies | None = None
+    product: Matrix | None = None  # that a norm was applied to
 
 
 class Trace:
     """What a model is made of.
 
     `taps`: full names, in the order of a step. `norms` and `matrices`: what made a tapped value, by the tap's
-    name. `head_norms`: the norms of heads, by the tap of what they read. `heads`: by layer. `embedding`: the
-    matrix of the tokens; `unembedding`: the last product. `row_taps`: taps that see only rows with logits.
+    name; `products`: matrices, of values that were normalized too. `head_norms`: the norms of heads, by the
+    tap of what they read. `heads`: by layer. `embedding`: the matrix of the tokens; `unembedding`: the last
+    product. `row_taps`: taps that see only rows with logits.
     """
 
     def __init__(self, program: Program) -> None:
         self.taps: list[str] = []
         self.norms: dict[str, Norm] = {}
         self.matrices: dict[str, Matrix] = {}
+        self.products: dict[str, Matrix] = {}
         self.head_norms: dict[str, Norm] = {}
         self.heads: dict[int, Heads] = {}
         self.embedding: Weight | None = None
@@ -94,11 +97,11 @@ class Trace:
 
     def rms_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
         """A value that knows its norm."""
-        return _Value(made_by=Norm(weight, None, eps, x.tap, False))
+        return _Value(made_by=Norm(weight, None, eps, x.tap, False), product=_product(x))
 
     def layer_norm(self, x: _Value, weight: Vector, bias: Vector, eps: float) -> _Value:
         """A value that knows its norm."""
-        return _Value(made_by=Norm(weight, bias, eps, x.tap, True))
+        return _Value(made_by=Norm(weight, bias, eps, x.tap, True), product=_product(x))
 
     def head_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
         """Notes the norm under the tap of its input."""
@@ -120,6 +123,10 @@ class Trace:
         if tap is not None:
             self.tap(*tap, _Value(made_by=matrix))
         return _Value(made_by=None if residual is not None else matrix)
+
+    def scale(self, x: _Value, factor: float) -> _Value:
+        """A value that knows what was scaled."""
+        return _Value(product=_product(x))
 
     def split(self, x: _Value, widths: Sequence[int]) -> tuple[_Value, ...]:
         """Parts that know their rows of the weights."""
@@ -156,6 +163,14 @@ class Trace:
             self.norms[full_name] = x.made_by
         elif isinstance(x.made_by, Matrix):
             self.matrices[full_name] = x.made_by
+        product = _product(x)
+        if product is not None:
+            self.products[full_name] = product
         if self._has_rows:
             self.row_taps.add(full_name)
-        return _Value(tap=full_name, rope=x.rope)
+        return _Value(tap=full_name, rope=x.rope, made_by=x.made_by, product=x.product)
+
+
+def _product(x: _Value) -> Matrix | None:
+    """The matrix that made a value, or one that was normalized or scaled since."""
+    return x.made_by if isinstance(x.made_by, Matrix) else x.product

@@ -11,6 +11,7 @@ from kukri.interp.attention import as_cached, mixed, pattern, scores
 from kukri.interp.names import LOGITS, Point, norm_scale, normalized, points, scaled
 from kukri.interp.trace import Trace
 from kukri.interp.weights import Weights
+from kukri.interp.weights import bias as weight_bias
 from kukri.interp.weights import rows as weight_rows
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import FloatArray, IntArray, KVType, RopeFrequencies
@@ -105,6 +106,8 @@ class Model:
 
     def _token_value(self, point: Point, x: FloatArray, rows: Rows) -> FloatArray:
         norm, form = point.norm, point.form
+        if point.matrix is not None:
+            x = x @ weight_rows(point.matrix).T + weight_bias(point.matrix)
         if form == "plain":
             if len(x) != rows.n_rows:  # a row for each expert that a token uses
                 x = x.reshape(rows.n_rows, -1, x.shape[1])
@@ -143,9 +146,11 @@ class Model:
     def _rotation(self, point: Point, n_tokens: int) -> FloatArray:
         """cos or sin of the first positions, [1, T, rotary_dim]: each frequency twice."""
         heads = self.trace.heads
-        layer = (
-            point.layer if point.layer is not None else next(i for i in heads if heads[i].rope is not None)
-        )
+        rotary = [i for i in heads if heads[i].rope is not None]
+        # outside the layers those of full attention, if windows have others
+        layer = min(rotary, key=lambda i: heads[i].spec.window is not None)
+        if point.layer is not None:
+            layer = point.layer
         frequencies = heads[layer].rope
         assert frequencies is not None
         found = self._rope_rows.setdefault(frequencies, RopeRows(frequencies))

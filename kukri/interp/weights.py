@@ -76,11 +76,11 @@ class Weights:
             raise KukriError(f"there are no weights {letter!r}: choose of {', '.join(_TAPS)}")
         prefix = f"blocks.{layer}."
         tap = _TAPS[letter]
-        if letter == "in" and f"{prefix}mlp.hook_pre_linear" not in self._trace.matrices:
+        if letter == "in" and f"{prefix}mlp.hook_pre_linear" not in self._trace.products:
             tap = "mlp.hook_pre"
-        elif letter == "gate" and f"{prefix}mlp.hook_pre_linear" not in self._trace.matrices:
+        elif letter == "gate" and f"{prefix}mlp.hook_pre_linear" not in self._trace.products:
             raise KukriError(f"the MLP of layer {layer} has no gate: there is no W_gate")
-        matrix = self._trace.matrices.get(prefix + tap)
+        matrix = self._trace.products.get(prefix + tap)
         if matrix is None:
             raise KukriError(f"layer {layer} has no single matrix W_{letter}")
         return matrix

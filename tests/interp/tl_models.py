@@ -25,6 +25,10 @@ from kukri.kernels import make_backend
 from kukri.models import load_model
 
 NAMES = ["smollm3", "llama", "qwen3", "phi", "phi3", "starcoder2", "mistral", "qwen2"]
+NAMES += ["gemma2", "gemma3_text", "olmo2", "granite"]
+_LOGITS = ["unembed.hook_out", "hook_unembed"]
+# TransformerLens shows logits before their cap or factor, and of Gemma 3's two rotations the last computed
+OTHER = {"gemma2": _LOGITS, "granite": _LOGITS, "gemma3_text": ["rotary_emb.hook_cos", "rotary_emb.hook_sin"]}
 FACTS = Path(__file__).parent / "names.json"
 # longer than every window, and than longrope's original context
 IDS = np.random.default_rng(0).integers(3, tiny_models.V, (1, tiny_models.N_TOKENS), np.int32)
@@ -79,7 +83,9 @@ def main() -> None:
         with torch.no_grad():
             _, cache = bridge(name).run_with_cache(torch.from_numpy(IDS).long())
         facts[name] = {
-            key: [list(x.shape), round(probe(x.numpy()), 4)] for key, x in cache.items() if is_probed(key)
+            key: [list(x.shape), round(probe(x.numpy()), 4)]
+            for key, x in cache.items()
+            if is_probed(key) and key not in OTHER.get(name, ())
         }
     models = []
     for name, found in facts.items():
