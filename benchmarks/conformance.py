@@ -1,11 +1,12 @@
 """Client packages against `kukri serve`, each used as its documentation shows: how many cases pass.
 
-    python -m venv clients && clients/bin/pip install ollama openai anthropic litellm langchain-openai \\
-        instructor "pydantic-ai-slim[openai]"
-    python -m benchmarks.conformance --python clients/bin/python
+    python -m benchmarks.conformance ollama openai anthropic langchain-openai      # of the extra `test`
+    python -m venv clients && clients/bin/pip install litellm mcp
+    python -m benchmarks.conformance --python clients/bin/python litellm
 
 A server with the default model is started, unless `--url` names one; the cases run in a process of the
-clients' own environment (`conformance_cases.py`), so that their requirements meet nobody else's.
+clients' own environment (`conformance_cases.py`). instructor and pydantic-ai-slim[openai] want one
+each: these packages ask for different versions of openai.
 """
 
 from __future__ import annotations

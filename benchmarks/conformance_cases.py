@@ -204,8 +204,9 @@ def responses_stream(url: str) -> None:
 
 @case("openai")
 def embeddings(url: str) -> None:
-    """Vectors, which the client asks for as base64."""
-    check(len(_openai(url).embeddings.create(model=MODEL, input=["a", "b"]).data) == 2)
+    """Vectors; as base64, its default, they fail the client's own strict validation from any server."""
+    create = _openai(url).embeddings.create
+    check(len(create(model=MODEL, input=["a", "b"], encoding_format="float").data) == 2)
 
 
 @case("openai")
@@ -340,11 +341,18 @@ def bind_tools(url: str) -> None:
 
 @case("langchain-openai")
 def structured_output(url: str) -> None:
-    """A schema, by its three methods."""
-    for method in ("json_schema", "function_calling", "json_mode"):
+    """A schema as a response format, and as a call."""
+    for method in ("json_schema", "function_calling"):
         schema = {**SCHEMA, "title": "person", "description": "A person"}
         model = _langchain(url).with_structured_output(schema, method=method)
-        check(model.invoke("Invent a person, as JSON.") is not None, method)
+        check(set(model.invoke("Invent a person.")) == {"name", "age"}, method)
+
+
+@case("langchain-openai")
+def json_mode(url: str) -> None:
+    """JSON of any form: a small model may not come to its end."""
+    model = _langchain(url).with_structured_output(None, method="json_mode")
+    check(model.invoke("Write {} as JSON.") is not None)
 
 
 @case("langchain-openai")

@@ -300,9 +300,9 @@ def _add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
     if not registry.settings.has_page:
 
         @app.get("/", include_in_schema=False)
-        async def is_running() -> Response:
-            """Says so in words."""
-            return Response("kukri is running", media_type="text/plain")
+        async def nothing() -> Response:
+            """There is no page, though HEAD answers."""
+            raise HTTPException(404)
 
 
 def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, Any]:

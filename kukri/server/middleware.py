@@ -34,6 +34,15 @@ _PORT = re.compile(r":[0-9]*$")
 _MAX_CLIENTS = 10_000  # whose rates are known
 
 
+def _mark_json(scope: Scope, headers: Headers) -> None:
+    """Has a body for Ollama's API count as JSON, whose clients often do not say that it is.
+
+    Not if a browser's page sends it: the type is what makes the browser ask first whether the page may.
+    """
+    if scope["path"].startswith("/api/") and not ("origin" in headers or "sec-fetch-site" in headers):
+        MutableHeaders(scope=scope)["content-type"] = "application/json"
+
+
 class KeyRing:
     """API keys, compared in a time that does not depend on how much of a key is right.
 
@@ -112,6 +121,7 @@ class Middleware:
             await send(message)
 
         try:
+            _mark_json(scope, headers)
             refusal = self._refusal(scope, headers)
             if refusal is not None:
                 await refusal(scope, receive, send_with_id)

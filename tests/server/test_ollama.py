@@ -188,6 +188,16 @@ def test_errors_have_ollamas_form(client, served):
     assert (cut.prompt_eval_count + cut.eval_count, cut.done_reason) == (40, "length")
 
 
+def test_bodies_need_no_content_type_unless_a_page_sends_them(served):
+    """Catches clients that do not say JSON, and web pages that reach the server without asking first."""
+    body = json.dumps({"model": MODEL, "messages": QUESTION, "stream": False, "options": GREEDY})
+    with served.http() as http:
+        assert http.post("/api/chat", content=body).json()["done"]
+        for header in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
+            plain = {"content-type": "text/plain", **header}
+            assert http.post("/api/chat", content=body, headers=plain).status_code == 400
+
+
 def test_a_model_is_loaded_and_unloaded_by_keep_alive(tmp_path):
     """Catches keep_alive that is ignored: seconds, for ever, or not at all."""
     path = write_tiny(tmp_path / "tiny.gguf")

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
 from conftest import MODEL, Served, serving
 from forcing import force
 from playwright import sync_api as playwright
+from tiny_gguf import write_tiny
 
 from kukri import LLM
+from kukri.loading import ModelOptions
+from kukri.server.settings import ServedModel
 
 PROBES = Path(__file__).with_name("page_probes.js").read_text(encoding="utf-8")
 PHONE = {"width": 390, "height": 844}
@@ -490,12 +495,91 @@ def test_markdown_becomes_what_it_means(visit):
         assert markdown(text) == html
     code = markdown("```python\nx\t= '''`'''\n\n# y\n```\nz")
     assert "<span>python</span>" in code
-    assert "<code>x\t= '''`'''\n\n# y</code></pre></figure><p>z</p>" in code
+    assert (
+        "<code>x\t= <span class=\"string\">'''`'''</span>\n\n<span class=\"comment\"># y</span>"
+        "</code></pre></figure><p>z</p>"
+    ) in code
     open_ended = markdown("~~~\n```\nx")
     assert "<code>```\nx</code>" in open_ended
 
 
+def test_code_is_colored_and_stays_the_same_text(visit):
+    """Catches a pattern that loses or doubles a character, and a word taken for a keyword."""
+
+    def colored(code: str, language: str) -> str:
+        return visit.page.evaluate("text => probes.markdown(text)", f"```{language}\n{code}\n```")[0]
+
+    returned = '<span class="word">return</span> returned + <span class="number">0x1f</span>'
+    assert returned in colored("return returned + 0x1f", "js")
+    assert '<span class="comment">-- x</span>' in colored("SELECT 1 -- x", "sql")
+    assert '<span class="word">SELECT</span>' in colored("SELECT 1 -- x", "sql")
+    assert "<span class=" not in colored("return 1", "unheard-of").partition("<pre")[2]
+    for language in ("python", "js", "rust", "bash", "json", "sql", "html"):
+        for code in ('"""a', '"a\\', "a + 'b", "/* a", "<a b='c'>&amp;<!--", "0x", "a'b\"c#d//e--f"):
+            shown = colored(code, language).partition("<code>")[2].partition("</code>")[0]
+            assert unescape(re.sub("</?span[^>]*>", "", shown)) == code
+
+
+def test_formulas_are_drawn(visit, forced):
+    """Catches TeX shown as its source, prices taken for formulas, and a formula that breaks the page."""
+    forced(r"Euler: $e^{i\pi} = -1$, it costs $5 or $6. \(a_1\) and \[\frac{a}{b}\] but $$\nothing{$$")
+    visit.ask("?")
+    visit.wait_done()
+    visit.page.wait_for_selector(".maths .katex")
+    assert visit.page.locator(".maths .katex-html").count() == 3
+    assert visit.page.locator(".maths.display .katex-html").count() == 1
+    assert r"\nothing{" in visit.answers()[0]
+
+
+def test_conversations_are_renamed_found_and_exported(visit, forced):
+    """Catches a name that a reload loses, a search in titles alone, an export that leaves something out."""
+    forced("An answer about llamas.")
+    for question in ("First question", "Second question"):
+        visit.page.click("#new-chat")
+        visit.ask(question)
+        visit.wait_done()
+    page, items = visit.page, visit.page.locator("#conversations li")
+    page.fill("#search", "first q")
+    assert items.count() == 1
+    page.evaluate("window.prompt = () => 'A new name'")
+    items.locator("[data-do=rename]").click()
+    assert items.count() == 1, "its message is found still"
+    page.fill("#search", "LLAMAS")
+    assert items.count() == 2
+    page.fill("#search", "")
+    page.reload()
+    visit.ready()
+    items.filter(has_text="A new name").locator("[data-do=open]").click()
+    with page.expect_download() as saving:
+        page.click("#export")
+    assert saving.value.suggested_filename == "A-new-name.md"
+    text = saving.value.path().read_text()
+    assert text == "# A new name\n\n## You\n\nFirst question\n\n## Answer\n\nAn answer about llamas.\n"
+
+
+def test_a_model_is_chosen_among_several(browser, tmp_path):
+    """Catches questions that go to the first model, whichever is chosen."""
+    models = [
+        ServedModel((name,), ModelOptions(model=str(write_tiny(tmp_path / f"{name}.gguf")), max_requests=2))
+        for name in ("red", "blue")
+    ]
+    with serving(None, models) as served, visiting(browser, served.url) as visit:
+        visit.ready()
+        visit.page.click("#open-settings")
+        visit.page.select_option("#choose-model", "blue")
+        visit.page.wait_for_selector("#sampling[data-model=blue]")
+        visit.page.fill("#max_tokens", "4")
+        visit.page.keyboard.press("Escape")
+        visit.ask("Hi")
+        visit.wait_done()
+        with served.http() as http:
+            assert 'kukri_requests_total{model="blue"' in http.get("/metrics").text
+        visit.page.reload()
+        visit.page.wait_for_selector("#sampling[data-model=blue]", state="attached")
+
+
 PIECES = (
+    "$", "$$", "$a", "\\(", "\\[",
     "[", "![", "[a](", "(", "**", "***", "*a ", "__", "__a", "~~a", "`", "``", "http://", "> ", "- ",
     " - ", "|-", "|-|", "~~~~ ", "# ", "--- ", "\n", "- a\n\n", " - a\n\n",
 )  # fmt: skip

@@ -1,6 +1,8 @@
 // Markdown to DOM nodes. Every character of the text ends up as text of an element made here: nothing is
 // parsed as HTML, images are not loaded, links lead to http, https and mailto alone. Patterns are bounded, so
 // that no text takes long.
+import { highlighted } from "./highlight.js"
+import { formula } from "./maths.js"
 
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+(.*)$/
 const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,}) *([\w+#.-]{0,30})/
@@ -66,7 +68,7 @@ function code(lines, first, [, fence, language], out) {
   while (i < lines.length && !isEnd(lines[i].trim())) i++
   const copy = make("button", ["Copy"], { type: "button", className: "quiet" })
   copy.dataset.do = "copy-code"
-  const pre = make("pre", [make("code", [lines.slice(first, i).join("\n")])], { tabIndex: 0 })
+  const pre = make("pre", [make("code", highlighted(lines.slice(first, i).join("\n"), language))], { tabIndex: 0 })
   out.append(make("figure", [make("figcaption", [make("span", [language || "code"]), copy]), pre]))
   return i + 1
 }
@@ -118,6 +120,10 @@ function table(lines, i, out) {
 // [pattern, what becomes of a match; null leaves it as text]. Within a word, `_` is no emphasis.
 const wrap = (tag) => (match, depth) => make(tag, [inline(match[1], depth + 1)])
 const RULES = [
+  [/\$\$([^$]{1,2000})\$\$/y, (match) => formula(match[1].trim(), true)],
+  [/\\\[([^]{1,2000}?)\\\]/y, (match) => formula(match[1].trim(), true)],
+  [/\\\(([^]{1,2000}?)\\\)/y, (match) => formula(match[1].trim(), false)],
+  [/\$(?=[^\s$])((?:[^$\\\n]|\\[^\n]){1,500})(?<!\s)\$(?!\d)/y, (match) => formula(match[1], false)],
   [/\\([!-/:-@[-`{-~])/y, (match) => match[1]],
   [/``((?:[^`]|`(?!`)){1,4000})``/y, (match) => make("code", [match[1].trim()])],
   [/`([^`]{1,4000})`/y, (match) => make("code", [match[1]])],
@@ -134,7 +140,7 @@ const RULES = [
 
 function inline(text, depth = 0) {
   const out = document.createDocumentFragment()
-  const special = /[\\`!\[*_~\n]|https?:/g
+  const special = /[\\`!\[*_~\n$]|https?:/g
   let shown = 0
   for (let found; depth < DEEPEST && (found = special.exec(text)); ) {
     for (const [pattern, become] of RULES) {

@@ -6,7 +6,7 @@ import { show } from "./markdown.js"
 const $ = (id) => document.getElementById(id)
 const messages = $("messages"), prompt = $("prompt"), stream = $("stream")
 const ENDS = { length: "cut at the limit", stopped: "stopped", failed: "broken off" }
-const SETTINGS = "kukri.settings", KEY = "kukri.key"
+const SETTINGS = "kukri.settings", MODEL = "kukri.model", KEY = "kukri.key"
 
 let chat = store.all()[0] ?? store.create()
 let live = null // the answer that grows
@@ -48,17 +48,29 @@ function drawChat() {
   drawList()
 }
 
+// Draws the answers again, whose formulas can be drawn now.
+function redraw() {
+  for (const article of messages.querySelectorAll(".assistant")) drawAnswer(article, chat.messages[article.dataset.index])
+}
+
 function drawList() {
   $("title").textContent = chat.title || "New chat"
   document.title = chat.title ? `${chat.title} · kukri` : "kukri"
-  const items = store.all().map(({ id, title }) => {
+  const items = store.all().filter(isWanted).map(({ id, title }) => {
     const item = fill("conversation", id)
     item.firstElementChild.textContent = title || "New chat"
     item.firstElementChild.ariaCurrent = String(id === chat.id)
+    item.children[1].ariaLabel = `Rename ${title || "New chat"}`
     item.lastElementChild.ariaLabel = `Delete ${title || "New chat"}`
     return item
   })
   $("conversations").replaceChildren(...items)
+}
+
+// True if a conversation holds the text that is searched for.
+function isWanted({ title, messages }) {
+  const text = $("search").value.trim().toLowerCase()
+  return !text || [title, ...messages.map(({ content }) => content)].some((one) => one?.toLowerCase().includes(text))
 }
 
 function drawNumbers() {
@@ -187,6 +199,8 @@ function on(name, react) {
 on("htmx:configRequest", ({ detail }) => {
   const key = sessionStorage.getItem(KEY)
   if (key) detail.headers.Authorization = `Bearer ${key}`
+  const model = store.read(MODEL)
+  if (model && detail.path === "ui/model") detail.parameters.name ??= model
 })
 on("htmx:sseBeforeMessage", (event) => {
   event.preventDefault() // nothing that a model wrote is swapped in as HTML
@@ -200,6 +214,7 @@ on("htmx:sseError", () => live && fail("The connection was lost before the answe
 on("htmx:sendError", () => fail("The server cannot be reached."))
 on("htmx:responseError", ({ detail: { xhr } }) => {
   if (xhr.status === 401) sessionStorage.removeItem(KEY)
+  if (xhr.status === 404) localStorage.removeItem(MODEL) // it is not served any more
   let text = `The server answered with status ${xhr.status}.`
   try {
     text = JSON.parse(xhr.responseText).error.message
@@ -223,6 +238,15 @@ const actions = {
     ask()
   },
   open: (button) => open(store.all().find(({ id }) => id === button.parentElement.dataset.index)),
+  rename(button) {
+    const found = store.all().find(({ id }) => id === button.parentElement.dataset.index)
+    const title = window.prompt("Name of this conversation", found.title)?.trim().slice(0, 200)
+    if (!title) return
+    const renamed = found.id === chat.id ? chat : found
+    renamed.title = title
+    store.save(renamed)
+    drawList()
+  },
   delete(button) {
     const id = button.parentElement.dataset.index
     if (!confirm("Delete this conversation?")) return
@@ -270,6 +294,18 @@ async function copy(text, button) {
   setTimeout(() => (button.textContent = label), 1500)
 }
 
+// The conversation as a file of Markdown.
+function download() {
+  const heading = { user: "You", assistant: "Answer" }
+  const system = chat.system.trim() ? [`## System\n\n${chat.system}`] : []
+  const parts = chat.messages.map(({ role, content }) => `## ${heading[role]}\n\n${content}`)
+  const text = [`# ${chat.title || "New chat"}`, ...system, ...parts].join("\n\n") + "\n"
+  const address = URL.createObjectURL(new Blob([text], { type: "text/markdown" }))
+  const name = (chat.title || "chat").replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)
+  Object.assign(document.createElement("a"), { href: address, download: `${name}.md` }).click()
+  setTimeout(() => URL.revokeObjectURL(address), 1000)
+}
+
 function setMenu(isOpen) {
   document.body.classList.toggle("menu-open", isOpen)
   $("menu").ariaExpanded = String(isOpen)
@@ -302,6 +338,9 @@ press("stop", stop)
 press("retry", () => (chat.messages.at(-1)?.role === "user" ? ask() : begin()))
 press("new-chat", () => open(null))
 press("menu", () => setMenu(!document.body.classList.contains("menu-open")))
+press("export", download)
+$("search").addEventListener("input", drawList)
+document.addEventListener("maths", () => chat.messages.some(({ role }) => role === "assistant") && redraw())
 press("open-settings", () => $("settings").showModal())
 $("theme").addEventListener("change", ({ target }) => {
   localStorage.setItem("kukri.theme", target.value)
@@ -318,6 +357,7 @@ $("system").addEventListener("change", () => {
 $("model").addEventListener("htmx:afterSwap", () => {
   const kept = store.read(SETTINGS) ?? {}
   for (const input of inputs()) input.value = kept[input.name] ?? input.value
+  store.write(MODEL, $("sampling").dataset.model)
   $("model-name").textContent = $("sampling").dataset.model
   drawChat()
 })
