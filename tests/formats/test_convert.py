@@ -55,7 +55,22 @@ def test_every_architecture_gives_the_logits_it_gave(kind: str, tmp_path: Path) 
 
 
 # without windows, which llama.cpp does not read for these architectures
-SAVED = ["llama", "llama-yarn", "llama-tied-llama3", "qwen3", "phi", "phi3", "smollm3-yarn", "qwen3_moe"]
+SAVED = [
+    "llama",
+    "llama-yarn",
+    "llama-tied-llama3",
+    "qwen3",
+    "phi",
+    "phi3",
+    "smollm3-yarn",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "olmo2",
+    "olmo3-yarn",
+    "ernie4_5",
+]
 
 
 @pytest.mark.parametrize("kind", SAVED)
