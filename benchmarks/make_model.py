@@ -54,6 +54,7 @@ class Shape:
     n_experts: int = 0  # in place of each MLP
     n_experts_used: int = 0
     d_expert: int = 0
+    window: int = 0  # of the layers that the architecture gives one
 
 
 SHAPES = {
@@ -63,6 +64,8 @@ SHAPES = {
         n_experts_used=8,
         d_expert=768,
     ),
+    "gemma3-1b": Shape("gemma3", 1152, 6912, 26, 4, 1, 256, 262144, 32768, 1e6, window=512),
+    "gemma3-270m": Shape("gemma3", 640, 2048, 18, 4, 1, 256, 262144, 32768, 1e6, window=512),
     "smollm3-3b": Shape("smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 65536, 5e6),
     "smollm2-1.7b": Shape("llama", 2048, 8192, 24, 32, 32, 64, 49152, 8192, 130000.0),
     "smollm2-360m": Shape("llama", 960, 2560, 32, 15, 5, 64, 49152, 8192, 100000.0),
@@ -97,8 +100,10 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         "attn_output": (d, n_q),
         "ffn_norm": (d,),
     }
-    if shape.architecture.startswith("qwen3"):
+    if shape.architecture.startswith(("qwen3", "gemma3")):
         layer |= {"attn_q_norm": (shape.d_head,), "attn_k_norm": (shape.d_head,)}
+    if shape.architecture == "gemma3":
+        layer |= {"post_attention_norm": (d,), "post_ffw_norm": (d,)}
     n, f = shape.n_experts, shape.d_expert
     if n:
         layer |= {"ffn_gate_inp": (n, d), "ffn_gate_exps": (n, f, d), "ffn_up_exps": (n, f, d)}
@@ -167,6 +172,8 @@ def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
     if shape.n_experts:
         keys |= {"expert_count": shape.n_experts, "expert_used_count": shape.n_experts_used}
         keys |= {"expert_feed_forward_length": shape.d_expert}
+    if shape.window:
+        keys["attention.sliding_window"] = shape.window
     tokens, merges = _vocabulary(shape.n_vocab)
     first_special = len(tokens) - len(_SPECIAL)
     return {
