@@ -58,3 +58,18 @@ def test_the_limit_is_that_of_its_files(minilm: Path) -> None:
             "What is the capital of France?", ["Berlin is large.", "Paris is France's capital."]
         )
         assert best[0].index == 1
+
+
+def test_llama_cpp_reads_the_converted_file(minilm: Path, tmp_path: Path) -> None:
+    """Names, shapes, word pieces or a pooling that only kukri reads as they are meant."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    from kukri.terminal.convert import convert_model
+
+    convert_model(minilm, tmp_path / "minilm.gguf", None, dry_run=False, as_json=True)
+    texts = ["Hello world, this is a test.", "naïve café 日本 don't", "a"]
+    theirs = llama_cpp.Llama(str(tmp_path / "minilm.gguf"), embedding=True, verbose=False, n_ctx=512)
+    with LLM(tmp_path / "minilm.gguf", n_threads=1) as llm:
+        for text, vector in zip(texts, llm.embed(texts), strict=True):
+            assert theirs.tokenize(text.encode()) == llm.tokenizer.encode(text, add_special=True)
+            other = np.array(theirs.embed(text))
+            assert vector @ other / np.linalg.norm(other) > 0.9999

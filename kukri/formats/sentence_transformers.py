@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import MAX_CONTEXT, EmbeddingConfig, Pooling
+from kukri.config import MAX_CONTEXT, EmbeddingConfig, ModelConfig, Pooling
 from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.json_files import read_json
 from kukri.formats.keys import Keys
 from kukri.kernels.types import FloatArray
+from kukri.models import ARCHITECTURES
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -27,7 +28,8 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
 }
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
-_GGUF_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's; 0 is none, 4 is rank
+_GGUF_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's; 0 is none
+_RANK = 4
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
 
 
@@ -87,9 +89,17 @@ def gguf_embedding(metadata: Mapping[str, Any], architecture: str) -> EmbeddingC
     return EmbeddingConfig()
 
 
-def gguf_pooling(config: EmbeddingConfig) -> int:
-    """llama.cpp's number of a pooling."""
-    return next(number for number, pooling in _GGUF_POOLINGS.items() if pooling == config.pooling)
+def gguf_keys(model: ModelConfig, embedding: EmbeddingConfig) -> dict[str, Any]:
+    """GGUF's keys of an encoder's pooling and token types; none of other models."""
+    if model.is_causal:
+        return {}
+    number = next(number for number, pooling in _GGUF_POOLINGS.items() if pooling == embedding.pooling)
+    if model.head.kind == "sequence_classification":
+        number = _RANK
+    keys = {f"{ARCHITECTURES[model.architecture].gguf}.pooling_type": np.uint32(number)}
+    if model.n_token_types:
+        keys["tokenizer.ggml.token_type_count"] = np.uint32(model.n_token_types)
+    return keys
 
 
 def _modules(directory: Path) -> list[tuple[str, Path]]:

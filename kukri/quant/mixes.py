@@ -43,12 +43,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)(?:_exps)?\.weight")
 
 
+# heads for tasks, and the embeddings of positions and types: a few rows, which llama.cpp reads as floats
+_KEPT = ("cls.weight", "cls.output.weight", "qa_output.weight", "position_embd.weight", "token_types.weight")
+
+
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
     """True for the tensors that a mix touches: matrices that are no norms. `name` is GGUF's.
 
     Heads for tasks and routers of experts stay as they are: a few rows on which much depends.
     """
-    if name in ("cls.output.weight", "qa_output.weight") or name.endswith(".ffn_gate_inp.weight"):
+    if name in _KEPT or name.endswith(".ffn_gate_inp.weight"):
         return False
     return len(shape) > 1 and name.endswith(".weight") and not name.endswith("_norm.weight")
 

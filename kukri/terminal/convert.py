@@ -123,12 +123,13 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         with open_gguf(source) as conversion:
             yield conversion
         return
+    from kukri.formats.sentence_transformers import gguf_keys
     from kukri.tokenizer.gguf_writer import tokenizer_metadata
 
     with open_checkpoint(source) as checkpoint:
         load_model(checkpoint.weights(checkpoint.config), checkpoint.config)  # all tensors there, none left
         assert isinstance(checkpoint.tokenizer, TokenizerFiles)
-        text = tokenizer_metadata(checkpoint.tokenizer)
+        text = tokenizer_metadata(checkpoint.tokenizer) | gguf_keys(checkpoint.config, checkpoint.embedding)
         yield of_directory(source, checkpoint.config, text)
 
 

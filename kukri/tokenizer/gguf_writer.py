@@ -12,7 +12,13 @@ from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.huggingface_reader import Parts
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 from kukri.tokenizer.tokenizer import merges_from_scores
-from kukri.tokenizer.vocabulary import SPACE_MARK, USER_DEFINED, Vocabulary, ends_by_text
+from kukri.tokenizer.vocabulary import (
+    SPACE_MARK,
+    USER_DEFINED,
+    Vocabulary,
+    ends_by_text,
+    stored_piece,
+)
 
 # Text that every two pre-tokenizers cut differently: contractions in both cases, digits, scripts, line ends.
 _PROBES = (
@@ -36,7 +42,9 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
         "token_type": np.array(vocabulary.types, np.int32),
     }
     merges = [" ".join(pair) for pair in parts.merges()]
-    if vocabulary.kind == "llama":
+    if vocabulary.kind == "bert":
+        keys |= _word_piece_keys(text, vocabulary, files)
+    elif vocabulary.kind == "llama":
         # readers match user-defined tokens in the text before anything merges
         learned = [pair for pair in parts.merges() if not {*pair, "".join(pair)} & {*vocabulary.user_defined}]
         scores = _scores(vocabulary, learned)
@@ -61,6 +69,23 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
     if files.chat_template is not None:
         metadata["tokenizer.chat_template"] = files.chat_template
     return metadata
+
+
+def _word_piece_keys(
+    text: tokenizers.Tokenizer, vocabulary: Vocabulary, files: TokenizerFiles
+) -> dict[str, Any]:
+    """The keys of a WordPiece tokenizer, which readers take for one of lower case without accents."""
+    if text.normalizer is None or text.normalizer.normalize_str("ÄB") != "ab":
+        raise UnsupportedError(
+            f"{files.path}: GGUF's readers make WordPiece's text lower case without accents, which this "
+            "tokenizer does not"
+        )
+    tokens = [
+        token if i in vocabulary.special_ids else stored_piece(token or f"[PAD{i}]")
+        for i, token in enumerate(vocabulary.tokens)
+    ]
+    ends = {"cls_token_id": vocabulary.bos_id, "seperator_token_id": vocabulary.eos_id}  # GGUF's spelling
+    return {"pre": "default", "tokens": tokens, **{key: i for key, i in ends.items() if i is not None}}
 
 
 def _pre_tokenizer(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFiles) -> str:

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, models, normalizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
 from kukri.errors import ContextLengthError, FormatError, RequestError
 from kukri.formats.gguf.reader import GGUFFile
@@ -84,12 +84,15 @@ class Tokenizer:
             self = cls(vocabulary, _sentencepiece(vocabulary, metadata, add_space, path))
             self.drops_leading_space = add_space
             adds_bos = True
+        elif vocabulary.kind == "bert":
+            self = cls(vocabulary, _word_pieces(vocabulary, path))
+            self.drops_leading_space = adds_bos = True
         else:
             rules = pre_tokenizer(_string(metadata, "tokenizer.ggml.pre", path) or "default")
             self = cls(vocabulary, _byte_level(vocabulary, metadata, rules, path))
             adds_bos = rules.add_bos
         self.add_bos = _flag(metadata, "add_bos_token", adds_bos and self.bos_id is not None, path)
-        self.add_eos = _flag(metadata, "add_eos_token", False, path)
+        self.add_eos = _flag(metadata, "add_eos_token", vocabulary.kind == "bert", path)
         for wanted, name, i in ((self.add_bos, "bos", self.bos_id), (self.add_eos, "eos", vocabulary.eos_id)):
             if wanted and i is None:
                 raise FormatError(f"add_{name}_token is true and the file names no {name} token", path=path)
@@ -277,6 +280,23 @@ def _sentencepiece(
     text.normalizer = normalizers.Sequence([*prefix, spaces])
     # Gemma's runs of spaces are found among marks, as SentencePiece does; a prefix would go before each
     _add_user_defined(text, vocabulary, normalized=not add_space)
+    return text
+
+
+def _word_pieces(vocabulary: Vocabulary, path: str | os.PathLike[str] | None) -> tokenizers.Tokenizer:
+    """BERT's WordPiece, of lower case and without accents, as llama.cpp reads every such file."""
+    bos, eos, unknown = vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id
+    if bos is None or eos is None or unknown is None:
+        raise FormatError("a WordPiece tokenizer needs ids of [CLS], [SEP] and [UNK]", path=path)
+    unk_token = vocabulary.tokens[unknown]
+    ids = {**vocabulary.text_ids(), unk_token: unknown}
+    text = tokenizers.Tokenizer(
+        models.WordPiece(vocab=ids, unk_token=unk_token, max_input_chars_per_word=100)
+    )
+    text.normalizer = normalizers.BertNormalizer(lowercase=True)
+    text.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    first, last = (vocabulary.tokens[bos], bos), (vocabulary.tokens[eos], eos)
+    text.post_processor = processors.BertProcessing((last[0], last[1]), (first[0], first[1]))
     return text
 
 

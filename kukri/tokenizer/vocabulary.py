@@ -29,6 +29,7 @@ _END_TEXTS = (
     "<|file_sep|>",
 )
 _END_KEYS = ("eos", "eot", "eom")
+_DEFAULT_IDS = {"llama": {"unknown": 0, "bos": 1, "eos": 2}, "bert": {"unknown": 100, "bos": 101, "eos": 102}}
 
 
 def _byte_alphabet() -> dict[int, int]:
@@ -110,21 +111,30 @@ def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str] | 
     for tokenizers of another kind.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "bert"):
         raise UnsupportedError(
-            f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
+            f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and "
+            "'bert' (WordPiece)"
         )
     tokens = strings(metadata, "tokenizer.ggml.tokens", path)
     if not tokens:
         raise FormatError("tokenizer.ggml.tokens is missing or empty", path=path)
+    types = _types(metadata, len(tokens), path)
+    if kind == "bert":
+        tokens = [
+            token if types and types[i] == CONTROL else word_piece(token) for i, token in enumerate(tokens)
+        ]
     id_of = {token: i for i, token in enumerate(tokens) if token}
     if len(id_of) + tokens.count("") != len(tokens):
         again = next(token for i, token in enumerate(tokens) if token and id_of[token] != i)
         raise FormatError(f"the token {again!r} appears twice in tokenizer.ggml.tokens", path=path)
 
-    types = _types(metadata, len(tokens), path)
-    # SentencePiece's own defaults; a byte-level file without the key has no such token
-    defaults = {"unknown": 0, "bos": 1, "eos": 2} if kind == "llama" else {}
+    # SentencePiece's own defaults, and BERT's; a byte-level file without the key has no such token
+    defaults = _DEFAULT_IDS.get(kind, {})
+    if kind == "bert":  # readers know its ends by other names
+        found = {"bos": _token_id(metadata, "cls", None, len(tokens), path)}
+        found["eos"] = _token_id(metadata, "seperator", None, len(tokens), path)  # so spelled in GGUF
+        defaults = defaults | {name: i for name, i in found.items() if i is not None}
     ids = {
         name: _token_id(metadata, name, defaults.get(name), len(tokens), path)
         for name in ("bos", "unknown", *_END_KEYS)
@@ -132,7 +142,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str] | 
     ends = _end_ids(id_of, [ids[name] for name in _END_KEYS])
     specials = {i for i, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)}
     specials.update(ends)
-    specials.update(i for i in (ids["bos"], ids["unknown"] if kind == "llama" else None) if i is not None)
+    specials.update(i for i in (ids["bos"], ids["unknown"] if kind != "gpt2" else None) if i is not None)
     return Vocabulary(
         kind=kind,
         tokens=tokens,
@@ -144,6 +154,16 @@ def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str] | 
         eos_ids=ends,
         special_ids=frozenset(specials),
     )
+
+
+def word_piece(stored: str) -> str:
+    """A token of WordPiece as BERT spells it: GGUF marks beginnings of words, not what continues them."""
+    return stored[len(SPACE_MARK) :] if stored.startswith(SPACE_MARK) else CONTINUATION + stored
+
+
+def stored_piece(token: str) -> str:
+    """The opposite of `word_piece`."""
+    return token[len(CONTINUATION) :] if token.startswith(CONTINUATION) else SPACE_MARK + token
 
 
 def _types(metadata: Mapping[str, Any], n_tokens: int, path: str | os.PathLike[str] | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,48 @@ def test_forward_is_transformers_own(tmp_path: Path) -> None:
         llm.model.forward(ids[:1], cache=cache)
         with pytest.raises(KukriError, match="encoder"):
             llm.model.forward(ids[:1], cache=cache)
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_converted_encoder_is_the_same(name: str, head: str, tmp_path: Path) -> None:
+    """Tensors, token types, pooling or word pieces that a GGUF file says in another way."""
+    from kukri.terminal.convert import convert_model
+
+    source = tmp_path / "source"
+    save(source, name, head, **({} if head == "Model" else {"num_labels": 1}))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"), ("2", "2_Normalize", "Normalize")]
+    listed = [{"name": n, "path": p, "type": f"sentence_transformers.models.{t}"} for n, p, t in modules]
+    (source / "modules.json").write_text(json.dumps(listed))
+    convert_model(source, tmp_path / "tiny.gguf", None, dry_run=False, as_json=True)
+    texts = [text for text in TEXTS if text]
+    with (
+        LLM(source, n_threads=1, backend="reference") as first,
+        LLM(tmp_path / "tiny.gguf", n_threads=1, backend="reference") as second,
+    ):
+        assert second.text_encoder.config.pooling == ("cls" if head == "Model" else "mean")
+        for text in [*TEXTS, "càts, UNKNOWN 日本"]:
+            ours, theirs = (llm.tokenizer.encode(text, add_special=True) for llm in (first, second))
+            assert ours == theirs
+        if head == "Model":
+            np.testing.assert_array_equal(first.embed(texts), second.embed(texts))
+        else:
+            assert first.rerank("cat", texts) == second.rerank("cat", texts)
+
+
+@pytest.mark.parametrize("change", ["pooling", "module", "outside", "prompts"])
+def test_wrong_files_of_sentence_transformers_are_named(change: str, tmp_path: Path) -> None:
+    """A module or pooling that is left out in silence, and paths that leave the directory."""
+    save(tmp_path, "bert")
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_max_tokens": True} if change == "pooling" else {"pooling_mode": "mean"}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    path = "../1_Pooling" if change == "outside" else "1_Pooling"
+    kind = "WeightedLayerPooling" if change == "module" else "Pooling"
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": path, "type": f"a.{kind}"}]))
+    if change == "prompts":
+        (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": 5}}')
+    with pytest.raises((FormatError, UnsupportedError), match=r"pooling|module|prompts"):
+        LLM(tmp_path, backend="reference")

@@ -113,7 +113,7 @@ def test_who_leaves_ends_the_work(served):
         ({"input": ["a", "a " * 1100]}, "input", "the context holds 1024"),
         ({"encoding_format": "int8"}, "encoding_format", ""),
         ({"pooling": "max"}, "pooling", ""),
-        ({"truncate": True}, "truncate", "unknown field"),
+        ({"truncated": True}, "truncated", "unknown field"),
     ],
 )
 def test_what_is_wrong_is_named(served, changes, param, message):
