@@ -309,6 +309,11 @@ class Call:
         self._outputs: dict[int, Output] = {}
 
     @property
+    def requests(self) -> list[Request]:
+        """The request of each answer."""
+        return [answer.request for answer in self.answers]
+
+    @property
     def is_done(self) -> bool:
         """True once there is a result or an error."""
         return self.result is not None or self.error is not None

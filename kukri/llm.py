@@ -308,6 +308,52 @@ class LLM:
         """
         return self.interp.run_with_hooks(prompt, fwd_hooks, return_type, stop_at_layer)
 
+    @overload
+    def generate_with_hooks(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        fwd_hooks: FwdHooks = (),
+        names: NamesFilter = (),
+        **overrides: Unpack[SamplingOptions],
+    ) -> tuple[Result, ActivationCache]: ...
+
+    @overload
+    def generate_with_hooks(
+        self,
+        prompt: list[str] | list[list[int]],
+        params: SamplingParams | None = None,
+        *,
+        fwd_hooks: FwdHooks = (),
+        names: NamesFilter = (),
+        **overrides: Unpack[SamplingOptions],
+    ) -> list[tuple[Result, ActivationCache]]: ...
+
+    def generate_with_hooks(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        fwd_hooks: FwdHooks = (),
+        names: NamesFilter = (),
+        **overrides: Unpack[SamplingOptions],
+    ) -> Any:
+        """`generate`, with hooks and captures of these requests alone: (result, activations) of each prompt.
+
+        A hook is called as hook(value [1, pos, ...], hook=point) for each chunk of the prompt and each token
+        generated; `point.start` is the first one's position. `names` are captured of every token but the
+        last, which is no input. Requests beside them in the batch keep their tokens to the bit, drafts and
+        prefixes; an error in a hook ends its request alone. Scores and patterns are read, and take no hooks
+        here.
+        """
+        hooks = list(fwd_hooks)
+        calls = self.calls.for_prompts(prompt, params, overrides)
+        taps = [self.interp.listen_to(call.requests, names, hooks) for call in calls]
+        results = self.calls.run(calls)
+        found = [(r, t.cache(call.requests[0])) for r, t, call in zip(results, taps, calls, strict=True)]
+        return found if is_many(prompt) else found[0]
+
     def add_hook(self, name: Any, hook: PointHook) -> None:
         """Adds a hook to all runs with a cache or hooks to come: see `run_with_hooks`, `reset_hooks`."""
         self.interp.added += self.interp.listen([(name, hook)])

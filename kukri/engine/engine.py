@@ -18,6 +18,7 @@ from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Output, Request, RequestState
 from kukri.engine.runner import Runner
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
+from kukri.engine.step_taps import StepTaps
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, KVType, Logits, StepLimits
@@ -215,7 +216,8 @@ class Engine:
             for source, target in scheduled.copies:
                 self.runner.cache.copy_page(source, target)
             run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
-            step = InFlight(chunks, run(chunks))
+            listens = any(chunk.request.taps is not None for chunk in chunks)
+            step = InFlight(chunks, run(chunks, StepTaps(chunks)) if listens else run(chunks))
         except BaseException as error:
             self._fail(chunks, error)
             raise
@@ -293,6 +295,10 @@ class Engine:
             row += n_own
             first_draft_row, draft_row = draft_row, draft_row + chunk.n_drafts
             if chunk.request.state is not RequestState.RUNNING:  # it ended while in flight
+                continue
+            if chunk.request.taps is not None and chunk.request.error is not None:
+                results[i].append(chunk.request.error)
+                self._clear_pages(chunk.request)
                 continue
             if chunk.request.output != "tokens":
                 self._keep_rows(chunk, logits.take(range(row - n_own, row)).numpy())

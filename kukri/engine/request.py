@@ -11,6 +11,7 @@ import numpy as np
 
 from kukri.engine.drafts import Drafts
 from kukri.errors import KukriError
+from kukri.kernels.taps import SequenceTaps
 from kukri.kernels.types import FloatArray, IntArray
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams
 
@@ -66,7 +67,7 @@ class Request:
         "max_drafts", "max_length", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "next_row", "output",
         "page_row", "params", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
-        "started_s", "state", "stop_ids", "stop_reason", "stop_row", "token_types", "tokens",
+        "started_s", "state", "stop_ids", "stop_reason", "stop_row", "taps", "token_types", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +115,7 @@ class Request:
         self.n_cached_pages = 0  # of those, the first that may be found by their tokens
         self.is_cacheable = True  # False if hooks may have changed what its pages hold
         self.is_in_flight = False  # True from the launch of a step to its collection
+        self.taps: SequenceTaps | None = None
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
         self.n_drafted = 0  # drafts computed
@@ -127,6 +129,13 @@ class Request:
         self.error: KukriError | None = None
         self.arrived_s = perf_counter()
         self.started_s = self.first_token_s = self.last_token_s = 0.0
+
+    def listen(self, taps: SequenceTaps) -> None:
+        """Makes a new request show its rows to taps: each token once, so none comes from a cached prefix and
+        none is drafted. What it edits is no cached prefix of others.
+        """
+        self.taps, self.drafts = taps, None
+        self.is_cacheable = self.is_cacheable and not taps.edits
 
     @property
     def pages(self) -> list[int]:

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.request import ProgramKind
 from kukri.kernels.taps import Hooks
-from kukri.kernels.types import Backend, CompiledProgram, KVType, Logits, Program, StepLimits
+from kukri.kernels.types import (
+    Backend,
+    CompiledProgram,
+    FloatArray,
+    Hook,
+    KVType,
+    Logits,
+    Program,
+    StepLimits,
+)
 from kukri.models import Model
 
 _N_KEPT = 4  # programs beside the plain one that are kept, each with buffers of its own
@@ -32,15 +41,35 @@ class Runner:
         self.plain = self._compile("logits", frozenset())
         self._kept: OrderedDict[tuple[ProgramKind, frozenset[str]], Compiled] = OrderedDict()
 
-    def run(self, chunks: Sequence[Chunk]) -> Logits:
-        """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache."""
-        program, builder = self._compiled("logits", self.hooks.names) if self.hooks else self.plain
-        return program(builder.build(chunks), self.hooks)
+    def run(self, chunks: Sequence[Chunk], own: OwnTaps | None = None) -> Logits:
+        """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache.
 
-    def run_hidden(self, chunks: Sequence[Chunk]) -> Logits:
+        `own` sees the taps of requests that listen, after the hooks.
+        """
+        if own is None and not self.hooks:
+            program, builder = self.plain
+        else:
+            program, builder = self._compiled("logits", self._names(own))
+        return program(builder.build(chunks), self._listener(own))
+
+    def run_hidden(self, chunks: Sequence[Chunk], own: OwnTaps | None = None) -> Logits:
         """Runs one step and gives hidden states [N, D], the last norm's outputs, instead of logits."""
-        program, builder = self._compiled("hidden", self.hooks.names if self.hooks else frozenset())
-        return program(builder.build(chunks), self.hooks)
+        program, builder = self._compiled("hidden", self._names(own))
+        return program(builder.build(chunks), self._listener(own))
+
+    def _names(self, own: OwnTaps | None) -> frozenset[str]:
+        return self.hooks.names if own is None else self.hooks.names | own.names
+
+    def _listener(self, own: OwnTaps | None) -> Hook:
+        if own is None:
+            return self.hooks
+
+        def listen(name: str, x: FloatArray) -> FloatArray:
+            x = self.hooks(name, x)
+            own(name, x)
+            return x
+
+        return listen
 
     def _compiled(self, kind: ProgramKind, taps: frozenset[str]) -> Compiled:
         compiled = self._kept.pop((kind, taps), None) or self._compile(kind, taps)
@@ -58,6 +87,15 @@ class Runner:
         has_types = self.model.config.n_token_types > 0
         builder = BatchBuilder(program.inputs, self.cache.page_tokens, has_types=has_types)
         return Compiled(program, builder)
+
+
+class OwnTaps(Protocol):
+    """The taps of a step's requests."""
+
+    names: frozenset[str]
+
+    def __call__(self, name: str, x: FloatArray) -> None:
+        """Shows x [rows, width], to be edited in place."""
 
 
 class Compiled(NamedTuple):

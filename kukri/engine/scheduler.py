@@ -371,7 +371,7 @@ class Scheduler:
 
     def _known_pages(self, request: Request) -> list[int]:
         """Cached pages with the request's tokens, up to the first token whose row of output is wanted."""
-        if not self._uses_cache(request):
+        if not self._uses_cache(request) or request.taps is not None:
             return []
         return self.pool.find(request.tokens[: request.next_row])
 

@@ -9,8 +9,10 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from kukri.engine import Request
 from kukri.errors import HookError, RequestError
 from kukri.interp.cache import ActivationCache
+from kukri.interp.generation import RequestTaps
 from kukri.interp.listening import Listening, PointHook, StepListener
 from kukri.interp.names import LOGITS, Point, find, full_name
 from kukri.interp.texts import Texts
@@ -60,7 +62,8 @@ class Session:
             return [p for p in self.points.values() if p.form != "result"]
         if callable(names):
             return [point for name, point in self.points.items() if names(name)]
-        return [self.point(name) for name in ([names] if isinstance(names, (str, tuple)) else names)]
+        is_key = isinstance(names, tuple) and len(names) > 1 and not isinstance(names[1], str)  # ("q", 3)
+        return [self.point(name) for name in ([names] if is_key or isinstance(names, str) else names)]
 
     def listen(self, fwd_hooks: FwdHooks) -> list[Listening]:
         """Hooks by name, or by a filter of names. Raises HookError on names and edits that do not exist."""
@@ -131,6 +134,15 @@ class Session:
         """See LLM.run_with_hooks."""
         stop = None if stop_at_layer is None else self._stop(stop_at_layer)
         return self._run(self.tokens(prompt), fwd_hooks, set(), stop, return_type, ())[0]
+
+    def listen_to(self, requests: Sequence[Request], names: NamesFilter, fwd_hooks: FwdHooks) -> RequestTaps:
+        """Makes a new request listen: see LLM.generate_with_hooks. Raises HookError, RequestError."""
+        if len(requests) > 1:
+            raise RequestError("hooks are for one answer: leave n and best_of at 1", param="n")
+        wanted = [point for point in self.select(names) if names is not None or point.form != "logits"]
+        taps = RequestTaps(self.values, wanted, [*self.added, *self.listen(fwd_hooks)])
+        requests[0].listen(taps)
+        return taps
 
     def _run(
         self,

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
 from kukri.errors import HookError
 from kukri.kernels.types import FloatArray, Hook
+
+
+class SequenceTaps(Protocol):
+    """What one sequence listens on, beside others in a step."""
+
+    names: frozenset[str]  # full names of taps
+    edits: bool  # False if it reads alone
+
+    def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
+        """Shows the sequence's rows of a tap, to be edited in place: `n_tokens` tokens from `start` on."""
+
+
+def sees_logit_rows(name: str) -> bool:
+    """True if a tap sees the rows that give logits, not those of all tokens."""
+    return not name.startswith("blocks.") and name != "hook_embed"
 
 
 class Hooks:

@@ -1,0 +1,47 @@
+"""Hands each request of a step its own rows of the taps that it listens on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kukri.engine.scheduler import ScheduledChunk
+from kukri.errors import HookError, KukriError
+from kukri.kernels.taps import sees_logit_rows
+from kukri.kernels.types import FloatArray
+
+
+class StepTaps:
+    """The listener of a step with requests that listen. An error in a request's taps ends that one alone."""
+
+    def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
+        self._listening: list[tuple[ScheduledChunk, slice, slice]] = []  # rows of tokens, rows of logits
+        names: set[str] = set()
+        row = logit_row = 0
+        for chunk in chunks:
+            n_logits = chunk.n_logits - chunk.n_drafts
+            taps = chunk.request.taps
+            if taps is not None:
+                rows, logit_rows = slice(row, row + chunk.n_tokens), slice(logit_row, logit_row + n_logits)
+                self._listening.append((chunk, rows, logit_rows))
+                names |= taps.names
+            row, logit_row = row + chunk.n_tokens, logit_row + n_logits
+        self.names, self._n_tokens = frozenset(names), row
+
+    def __call__(self, name: str, x: FloatArray) -> None:
+        """Shows each request its rows of x [rows, width], to be edited in place."""
+        for chunk, rows, logit_rows in self._listening:
+            request = chunk.request
+            if request.taps is None or name not in request.taps.names or request.error is not None:
+                continue
+            own = x[logit_rows]
+            if not sees_logit_rows(name):
+                n = len(x) // self._n_tokens  # rows of a token: a mixture has one for each expert it uses
+                own = x[rows.start * n : rows.stop * n]
+            if not len(own):
+                continue
+            try:
+                request.taps(name, own, chunk.start, chunk.n_tokens)
+            except KukriError as error:
+                request.error = error
+            except Exception as error:
+                request.error = HookError(f"a hook on {name} raised {type(error).__name__}: {error}")
