@@ -103,6 +103,14 @@ def _judge_logits(
     transformers: Any, torch: Any, path: Path, ids: Sequence[int], n_threads: int
 ) -> FloatArray:
     torch.set_num_threads(n_threads)
+    model = judge_model(transformers, torch, path)
+    with torch.inference_mode():
+        logits: FloatArray = model.eval()(torch.tensor([list(ids)])).logits[0].numpy()
+    return logits
+
+
+def judge_model(transformers: Any, torch: Any, path: Path) -> Any:
+    """transformers' model of a file's weights, dequantized to float32. Raises UnsupportedError."""
     with GGUFFile(path) as file:
         config = model_config(file)
         if config.architecture != "llama":
@@ -114,9 +122,7 @@ def _judge_logits(
         model = transformers.LlamaForCausalLM(_judge_config(transformers, config))
     model.load_state_dict(state, strict=True, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # no part of the state: still on meta
-    with torch.inference_mode():
-        logits: FloatArray = model.eval()(torch.tensor([list(ids)])).logits[0].numpy()
-    return logits
+    return model
 
 
 def _dequantized(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, FloatArray]]:

@@ -52,8 +52,8 @@ def _is_seen(
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Which keys a query sees: bool [B, T, T]."""
     query, key = np.arange(n_tokens)[:, None], np.arange(n_tokens)
-    seen = key <= query
+    seen = key <= query if spec.is_causal else np.ones((n_tokens, n_tokens), np.bool_)
     if spec.window is not None:
-        seen &= query - key < spec.window
+        seen &= abs(query - key) < spec.window
     is_token = key < lengths[:, None]  # [B, T]
     return seen & is_token[:, None] & is_token[:, :, None]
