@@ -477,6 +477,9 @@ def warm_up(llm: LLM) -> None:
     """
     model: Any = llm.model
     fetch_pages(model.embedding.weight.stored)
+    if llm.config.head.kind != "language_model":
+        llm.embed("a")
+        return
     first = llm.tokenizer.bos_id or 0
     for temperature in (0.0, 1.0):
         llm.generate([first], max_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)

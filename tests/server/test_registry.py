@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import Served, serving
+from tiny_encoders import save
 from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
@@ -193,6 +194,19 @@ def test_models_of_a_directory_come_and_go_by_name(files, tmp_path):
         shutil.copy(files["green"], tmp_path / "two.gguf")
         assert http.post("/v1/completions", json=body("two")).status_code == 200
         assert http.post("/v1/completions", json=body("three")).status_code == 404
+
+
+def test_an_encoder_is_served_beside_language_models(files, tmp_path):
+    """Catches a model without text that cannot be loaded, and a 500 where it is asked for text."""
+    save(tmp_path, "bert", "Model")
+    encoder = ServedModel(("embed",), options(tmp_path))
+    with serving(None, [*served_models(files), encoder]) as served, served.http() as http:
+        vectors = http.post("/v1/embeddings", json={"model": "embed", "input": ["a", "b"]})
+        assert len(vectors.json()["data"]) == 2
+        assert http.post("/v1/completions", json=body("red")).status_code == 200
+        refused = http.post("/v1/completions", json=body("embed"))
+        assert refused.status_code == 400
+        assert "generates no text" in refused.json()["error"]["message"]
 
 
 _RSS = """
