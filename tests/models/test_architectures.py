@@ -19,7 +19,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.kernels.types import Backend
-from kukri.models import ARCHITECTURES, Model, load_model
+from kukri.models import ARCHITECTURES, Model, load_model, tap_names
 
 IDS = random_ids(N_TOKENS, V)
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
@@ -155,6 +155,28 @@ def test_a_neighbour_changes_no_bit(name: str, backend: Backend) -> None:
     alone = [Driver(model, backend, kv_type="f16").run(ids, [len(ids)]) for ids in (first, second)]
     together = run_together(model, backend, [first, second])
     np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("name", ["qwen3", *DECODERS])
+def test_taps_see_what_is_added_to_the_residual_stream(name: str, backend: Backend) -> None:
+    """hook_attn_out before its norm or factor, a tap that changes the result, or a norm without its tap."""
+    _, config, source = make(name)
+    model, seen = load_model(source, config), dict[str, np.ndarray]()
+
+    def record(tap: str, x: np.ndarray) -> None:
+        seen[tap.removeprefix("blocks.1.")] = x.copy()
+
+    taps = {tap: [record] for tap in tap_names(model) if tap.startswith("blocks.1.")}
+    tapped = Driver(model, backend, taps, kv_type="f16").run(IDS, [N_TOKENS])
+    np.testing.assert_array_equal(tapped, Driver(model, backend, kv_type="f16").run(IDS, [N_TOKENS]))
+    np.testing.assert_array_equal(seen["hook_resid_mid"], seen["hook_resid_pre"] + seen["hook_attn_out"])
+    np.testing.assert_array_equal(seen["hook_resid_post"], seen["hook_resid_mid"] + seen["hook_mlp_out"])
+    if "gemma" in name:
+        np.testing.assert_array_equal(seen["ln1_post.hook_normalized"], seen["hook_attn_out"])
+        np.testing.assert_array_equal(seen["ln2_post.hook_normalized"], seen["hook_mlp_out"])
+    if "olmo" in name:
+        np.testing.assert_array_equal(seen["ln1.hook_normalized"], seen["hook_attn_out"])
+        np.testing.assert_array_equal(seen["ln2.hook_normalized"], seen["hook_mlp_out"])
 
 
 @pytest.mark.parametrize("name", TINY)
