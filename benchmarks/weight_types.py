@@ -149,11 +149,16 @@ def _in_cache_runs(backend: CpuBackend, type_name: str) -> list[Callable[[], Non
     n_most = max(IN_CACHE_TOKENS)
     x = np.random.default_rng(1).standard_normal((n_most, N_IN)).astype(np.float32)
     y = aligned_zeros(4 * n_most * 16 * packed.n_row_tiles)
-    panels = aligned_zeros(-(-n_most // 8) * panel_bytes(packed.panel, N_IN))
     kernel = backend.kernels[linear_kernel(type_name, packed.panel)]
+
+    fill = "panel_f32" if packed.panel == "f32" else "panel_q8"
 
     def run_for(n_tokens: int) -> Callable[[], None]:
         rows = np.array([n_tokens], np.int64)
+        panels = aligned_zeros(-(-n_tokens // 8) * panel_bytes(packed.panel, N_IN))
+        backend.pool.run_kernel(
+            fill, rows=address_of(rows), x=address_of(x), x_stride=4 * N_IN, n=N_IN, panels=address_of(panels)
+        )
         product = pack_record(
             kernel,
             {
@@ -177,11 +182,6 @@ def _in_cache_runs(backend: CpuBackend, type_name: str) -> list[Callable[[], Non
 
         return run_products
 
-    fill = "panel_f32" if packed.panel == "f32" else "panel_q8"
-    rows = np.array([n_most], np.int64)
-    backend.pool.run_kernel(
-        fill, rows=address_of(rows), x=address_of(x), x_stride=4 * N_IN, n=N_IN, panels=address_of(panels)
-    )
     return [run_for(n) for n in IN_CACHE_TOKENS]
 
 

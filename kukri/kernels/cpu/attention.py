@@ -38,7 +38,7 @@ from kukri.kernels.cpu.abi import (
     partial_bytes,
     query_tokens,
 )
-from kukri.kernels.cpu.elementwise import first_row, quantize_row, row_tiles, stop_row
+from kukri.kernels.cpu.elementwise import first_row, panel_width, quantize_row, row_tiles, stop_row
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import (
     device,
@@ -188,7 +188,7 @@ def _make_scores(reader: _Reader, rows: int, d_head: int, n_pages: int, fetches:
     bytes_per_key_dim = _head_bytes(reader, d_head) // d_head
     addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
     scales = _each(n_pages, lambda p: lambda keys, b: key_scale(keys[p], b))
-    zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows))
+    zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
     add = _each(
         n_pages,
         lambda p: (
@@ -220,7 +220,7 @@ def _make_scores(reader: _Reader, rows: int, d_head: int, n_pages: int, fetches:
 def _make_values(reader: _Reader, rows: int, d_head: int, together: int) -> Any:
     """A function for the weighted sum of values, `together` vectors of 16 dimensions at a time."""
     load_value = reader.value
-    zeros = _each(together, lambda j: lambda: tile_zeros_f32(rows))
+    zeros = _each(together, lambda j: lambda: tile_zeros_f32(rows, 1))
     add = _each(
         together,
         lambda j: (
@@ -540,7 +540,8 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
                         row = y + t * y_stride + (head * group + i) * (4 * d_head)
                         _finish(state, within * group + i, row, d_head)
             if panels != 0:
-                quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t)
+                width = panel_width(t, n_rows)
+                quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t, width)
         return 0
 
     return KernelSource(f"attend_finish[{group},{d_head}]", attend_finish)

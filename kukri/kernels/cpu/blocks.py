@@ -1,19 +1,14 @@
 """The arithmetic of each weight type: block functions, from which `linear` makes its kernels.
 
 A block function is (out, w, x) -> out after one block: `out` is a tile of one vector (16 rows) per token, `w`
-the address of the block in the weight tile, `x` that of its inputs in the panel. Byte layouts of the blocks
-are drawn in `kukri.quant.blocks`; in a tile, word j of a block is the 64 bytes at 64 j: 4 bytes of each row.
+the address of the block in the weight tile, `x` that of its inputs in the panel, of which 4 are a group. Byte
+layouts of the blocks are drawn in `kukri.quant.blocks`; in a tile, word j of a block is the 64 bytes at 64 j:
+4 bytes of each row.
 """
 
 from __future__ import annotations
 
 from kukri.kernels.cpu.intrinsics import device
-from kukri.kernels.cpu.layouts import (
-    Q8_NEGATIVE_SUMS,
-    Q8_SCALED_SUMS,
-    Q8_SCALES,
-    TOKENS,
-)
 from kukri.kernels.cpu.simd import (
     byte_bits,
     byte_to_f32,
@@ -39,6 +34,7 @@ from kukri.kernels.cpu.tiles import (
     has_few_tokens,
     has_signed_bias,
     panel_block_bytes,
+    tile_add_min,
     tile_dot4_short,
     tile_dot4_signed,
     tile_fma,
@@ -53,8 +49,6 @@ from kukri.kernels.cpu.tiles import (
 )
 from kukri.quant.blocks import IQ4_VALUES
 
-_GROUP = 4 * TOKENS  # bytes from one group of 4 inputs to the next in a panel
-_LAST_SUMS = Q8_NEGATIVE_SUMS + 4 * TOKENS
 _iq4_values = look_up([int(value) for value in IQ4_VALUES])
 # Fetching a few lines at a time, as they are used: all of a block of 256 at once would fill the CPU's queue
 _ahead_1, _ahead_3, _ahead_4, _ahead_5, _ahead_6, _ahead_7, _ahead_9 = (
@@ -88,7 +82,7 @@ def _bf16(out, w, x):
 @device
 def _offset_start(out, x, shift):
     """-(sum of the block's inputs) << shift: the initial sums for weights q - 2^shift."""
-    return tile_offset_add(tile_offset_start(out, x + Q8_NEGATIVE_SUMS, shift), x + _LAST_SUMS, shift)
+    return tile_offset_add(tile_offset_start(out, x, 0, shift), x, 1, shift)
 
 
 @device
@@ -103,8 +97,8 @@ def _dot_nibbles(acc, w, x):
     short = tile_short_start(acc)
     for j in range(4):
         packed = load_u8x64(w + 64 * j)
-        short = tile_dot4_short(short, low_nibbles(packed), x + j * _GROUP, 4)
-        short = tile_dot4_short(short, high_nibbles(packed), x + (4 + j) * _GROUP, 4)
+        short = tile_dot4_short(short, low_nibbles(packed), x, j)
+        short = tile_dot4_short(short, high_nibbles(packed), x, 4 + j)
     return tile_short_end(acc, short)
 
 
@@ -116,8 +110,8 @@ def _dot_five_bit_words(acc, w, x, bits, first):
         packed = load_u8x64(w + 64 + 64 * j)
         low = either(low_nibbles(packed), byte_bits(bits, j, 1, 4))
         high = either(high_nibbles(packed), byte_bits(bits, 4 + j, 1, 4))
-        short = tile_dot4_short(short, low, x + j * _GROUP, 4)
-        short = tile_dot4_short(short, high, x + (4 + j) * _GROUP, 4)
+        short = tile_dot4_short(short, low, x, j)
+        short = tile_dot4_short(short, high, x, 4 + j)
     return tile_short_end(acc, short)
 
 
@@ -132,30 +126,30 @@ def _dot_five_bits(acc, w, x):
 def _q4_0(out, w, x):
     _ahead_5(out, w)
     acc = _dot_nibbles(_offset_start(out, x, 3), w, x)
-    return tile_fold(out, acc, load_f16x16(w + 256), x + Q8_SCALES)
+    return tile_fold(out, acc, load_f16x16(w + 256), x)
 
 
 @device
 def _q4_1(out, w, x):
     _ahead_5(out, w)
     acc = _dot_nibbles(tile_zeros_like(out), w, x)
-    out = tile_fold(out, acc, load_f16x16(w + 256), x + Q8_SCALES)
-    return tile_fma(out, load_f16x16(w + 288), x + Q8_SCALED_SUMS, 4)
+    out = tile_fold(out, acc, load_f16x16(w + 256), x)
+    return tile_add_min(out, load_f16x16(w + 288), x)
 
 
 @device
 def _q5_0(out, w, x):
     _ahead_6(out, w)
     acc = _dot_five_bits(_offset_start(out, x, 4), w, x)
-    return tile_fold(out, acc, load_f16x16(w + 320), x + Q8_SCALES)
+    return tile_fold(out, acc, load_f16x16(w + 320), x)
 
 
 @device
 def _q5_1(out, w, x):
     _ahead_6(out, w)
     acc = _dot_five_bits(tile_zeros_like(out), w, x)
-    out = tile_fold(out, acc, load_f16x16(w + 320), x + Q8_SCALES)
-    return tile_fma(out, load_f16x16(w + 352), x + Q8_SCALED_SUMS, 4)
+    out = tile_fold(out, acc, load_f16x16(w + 320), x)
+    return tile_add_min(out, load_f16x16(w + 352), x)
 
 
 @device
@@ -163,8 +157,8 @@ def _q8_0(out, w, x):
     _ahead_9(out, w)
     acc = _signed_start(out, x)
     for j in range(8):
-        acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x + j * _GROUP, 4)
-    return tile_fold(out, acc, load_f16x16(w + 512), x + Q8_SCALES)
+        acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x, j)
+    return tile_fold(out, acc, load_f16x16(w + 512), x)
 
 
 @device
@@ -173,15 +167,15 @@ def _dot_iq4(out, w, x):
     acc = _signed_start(out, x)
     for j in range(4):
         packed = load_u8x64(w + 64 * j)
-        acc = tile_dot4_signed(acc, _iq4_values(low_nibbles(packed)), x + j * _GROUP, 4)
-        acc = tile_dot4_signed(acc, _iq4_values(high_nibbles(packed)), x + (4 + j) * _GROUP, 4)
+        acc = tile_dot4_signed(acc, _iq4_values(low_nibbles(packed)), x, j)
+        acc = tile_dot4_signed(acc, _iq4_values(high_nibbles(packed)), x, 4 + j)
     return acc
 
 
 @device
 def _iq4_nl(out, w, x):
     _ahead_5(out, w)
-    return tile_fold(out, _dot_iq4(out, w, x), load_f16x16(w + 256), x + Q8_SCALES)
+    return tile_fold(out, _dot_iq4(out, w, x), load_f16x16(w + 256), x)
 
 
 # --- blocks of 256, in 8 groups of 32 inputs, which have a panel block each ---
@@ -197,7 +191,7 @@ def _iq4_xs(out, w, x):
         _ahead_5(out, w + 320 * g)
         scale = either_word(word_bits(low_bits, 4 * g, 15, 0), word_bits(high_bits, 2 * g, 3, 4))
         acc = _dot_iq4(out, w + 64 + 256 * g, x)
-        out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x + Q8_SCALES)
+        out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x)
         x += panel_block_bytes(out)
     return out
 
@@ -217,8 +211,8 @@ def _high_scales(w, j):
 
 @device
 def _fold_with_min(out, acc, d, scales, dmin, mins, g, x):
-    out = tile_fold(out, acc, d * byte_to_f32(scales, g & 3, 0), x + Q8_SCALES)
-    return tile_fma(out, dmin * byte_to_f32(mins, g & 3, 0), x + Q8_SCALED_SUMS, 4)
+    out = tile_fold(out, acc, d * byte_to_f32(scales, g & 3, 0), x)
+    return tile_add_min(out, dmin * byte_to_f32(mins, g & 3, 0), x)
 
 
 @device
@@ -228,7 +222,7 @@ def _q4_k_group(out, w, x, g, d, scales, dmin, mins):
     short = tile_short_start(acc)
     for j in range(8):
         packed = load_u8x64(w + 256 * (g & 6) + 64 * j)
-        short = tile_dot4_short(short, byte_bits(packed, 4 * (g & 1), 15, 0), x + j * _GROUP, 4)
+        short = tile_dot4_short(short, byte_bits(packed, 4 * (g & 1), 15, 0), x, j)
     acc = tile_short_end(acc, short)
     return _fold_with_min(out, acc, d, scales, dmin, mins, g, x)
 
@@ -258,7 +252,7 @@ def _q5_k_half_group(acc, w, x, g, first):
     for j in range(first, first + 4):
         four = byte_bits(load_u8x64(w + 512 + 256 * (g & 6) + 64 * j), 4 * (g & 1), 15, 0)
         fifth = byte_bits(load_u8x64(w + 64 * j), g, 1, 4)
-        short = tile_dot4_short(short, either(four, fifth), x + j * _GROUP, 4)
+        short = tile_dot4_short(short, either(four, fifth), x, j)
     return tile_short_end(acc, short)
 
 
@@ -292,14 +286,14 @@ def _q5_k(out, w, x):
 
 
 @device
-def _q6_k_half_group(acc, low, shift, high, high_shift, x):
-    """acc += 16 weights of 4 low and 2 high bits: 4 words at `low` and at `high`."""
+def _q6_k_half_group(acc, low, shift, high, high_shift, x, group):
+    """acc += 16 weights of 4 low and 2 high bits: 4 words at `low` and at `high`; inputs from `group` on."""
     for run in range(2):
         short = tile_short_start(acc)
         for j in range(2 * run, 2 * run + 2):
             four = byte_bits(load_u8x64(low + 64 * j), shift, 15, 0)
             two = byte_bits(load_u8x64(high + 64 * j), high_shift, 3, 4)
-            short = tile_dot4_short(short, either(four, two), x + j * _GROUP, 4)
+            short = tile_dot4_short(short, either(four, two), x, group + j)
         acc = tile_short_end(acc, short)
     return acc
 
@@ -313,25 +307,25 @@ def _q6_k(out, w, x):
             _ahead_7(out, w + 448 * (4 * half + g))
             low = w + 1024 * half + 512 * (g & 1)
             high = w + 2048 + 512 * half
-            first = tile_offset_start(out, x + Q8_NEGATIVE_SUMS, 5)
-            last = tile_offset_start(out, x + _LAST_SUMS, 5)
-            first = _q6_k_half_group(first, low, 4 * (g >> 1), high, 2 * g, x)
-            last = _q6_k_half_group(last, low + 256, 4 * (g >> 1), high + 256, 2 * g, x + 4 * _GROUP)
+            first = tile_offset_start(out, x, 0, 5)
+            last = tile_offset_start(out, x, 1, 5)
+            first = _q6_k_half_group(first, low, 4 * (g >> 1), high, 2 * g, x, 0)
+            last = _q6_k_half_group(last, low + 256, 4 * (g >> 1), high + 256, 2 * g, x, 4)
             scales = load_i32x16(w + 3072 + 128 * half + 64 * (g >> 1))
-            out = tile_fold(out, first, d * signed_byte_to_f32(scales, 2 * (g & 1)), x + Q8_SCALES)
-            out = tile_fold(out, last, d * signed_byte_to_f32(scales, 2 * (g & 1) + 1), x + Q8_SCALES)
+            out = tile_fold(out, first, d * signed_byte_to_f32(scales, 2 * (g & 1)), x)
+            out = tile_fold(out, last, d * signed_byte_to_f32(scales, 2 * (g & 1) + 1), x)
             x += panel_block_bytes(out)
     return out
 
 
 @device
-def _q3_k_half_group(acc, low, shift, high, high_shift, x):
+def _q3_k_half_group(acc, low, shift, high, high_shift, x, group):
     """acc += 16 weights of 2 low bits and a high one."""
     short = tile_short_start(acc)
     for j in range(4):
         two = byte_bits(load_u8x64(low + 64 * j), shift, 3, 0)
         one = byte_bits(load_u8x64(high + 64 * j), high_shift, 1, 2)
-        short = tile_dot4_short(short, either(two, one), x + j * _GROUP, 4)
+        short = tile_dot4_short(short, either(two, one), x, group + j)
     return tile_short_end(acc, short)
 
 
@@ -350,35 +344,35 @@ def _q3_k(out, w, x):
         for g in range(4):
             _ahead_4(out, w + 256 * (4 * half + g))
             low = w + 512 + 512 * half
-            first = tile_offset_start(out, x + Q8_NEGATIVE_SUMS, 2)
-            last = tile_offset_start(out, x + _LAST_SUMS, 2)
-            first = _q3_k_half_group(first, low, 2 * g, w, 4 * half + g, x)
-            last = _q3_k_half_group(last, low + 256, 2 * g, w + 256, 4 * half + g, x + 4 * _GROUP)
+            first = tile_offset_start(out, x, 0, 2)
+            last = tile_offset_start(out, x, 1, 2)
+            first = _q3_k_half_group(first, low, 2 * g, w, 4 * half + g, x, 0)
+            last = _q3_k_half_group(last, low + 256, 2 * g, w + 256, 4 * half + g, x, 4)
             scales = _q3_k_scales(w, 2 * half + (g >> 1))
-            out = tile_fold(out, first, d * byte_to_f32(scales, 2 * (g & 1), -32), x + Q8_SCALES)
-            out = tile_fold(out, last, d * byte_to_f32(scales, 2 * (g & 1) + 1, -32), x + Q8_SCALES)
+            out = tile_fold(out, first, d * byte_to_f32(scales, 2 * (g & 1), -32), x)
+            out = tile_fold(out, last, d * byte_to_f32(scales, 2 * (g & 1) + 1, -32), x)
             x += panel_block_bytes(out)
     return out
 
 
 @device
-def _q2_k_half_group(acc, low, shift, x):
+def _q2_k_half_group(acc, low, shift, x, group):
     """acc += 16 weights of 2 bits."""
     short = tile_short_start(acc)
     for j in range(4):
         two = byte_bits(load_u8x64(low + 64 * j), shift, 3, 0)
-        short = tile_dot4_short(short, two, x + j * _GROUP, 4)
+        short = tile_dot4_short(short, two, x, group + j)
     return tile_short_end(acc, short)
 
 
 @device
-def _q2_k_scaled_half_group(acc, low, shift, scale, x):
+def _q2_k_scaled_half_group(acc, low, shift, scale, x, group):
     """acc += 16 weights of 2 bits times their rows' scales of 4 bits: whole numbers up to 45."""
     for run in range(2):
         short = tile_short_start(acc)
         for j in range(2 * run, 2 * run + 2):
             two = byte_bits(load_u8x64(low + 64 * j), shift, 3, 0)
-            short = tile_dot4_short(short, multiply_bytes(two, scale), x + j * _GROUP, 4)
+            short = tile_dot4_short(short, multiply_bytes(two, scale), x, group + j)
         acc = tile_short_end(acc, short)
     return acc
 
@@ -399,14 +393,14 @@ def _q2_k(out, w, x):
             last_scale = word_bits(both, 8 * k + 8, 15, 0)
             acc = tile_zeros_like(out)
             if has_few_tokens(out):  # the same whole numbers, whether weights or their sums are scaled
-                last = _q2_k_half_group(acc, low + 256, 2 * g, x + 4 * _GROUP)
-                acc = tile_scale_sum(_q2_k_half_group(acc, low, 2 * g, x), scale, last, last_scale)
+                last = _q2_k_half_group(acc, low + 256, 2 * g, x, 4)
+                acc = tile_scale_sum(_q2_k_half_group(acc, low, 2 * g, x, 0), scale, last, last_scale)
             else:
-                acc = _q2_k_scaled_half_group(acc, low, 2 * g, scale, x)
-                acc = _q2_k_scaled_half_group(acc, low + 256, 2 * g, last_scale, x + 4 * _GROUP)
-            out = tile_fold(out, acc, d, x + Q8_SCALES)
-            out = tile_take_min(out, dmin * byte_to_f32(mins, k, 0), x + Q8_NEGATIVE_SUMS, x + Q8_SCALES)
-            out = tile_take_min(out, dmin * byte_to_f32(mins, k + 1, 0), x + _LAST_SUMS, x + Q8_SCALES)
+                acc = _q2_k_scaled_half_group(acc, low, 2 * g, scale, x, 0)
+                acc = _q2_k_scaled_half_group(acc, low + 256, 2 * g, last_scale, x, 4)
+            out = tile_fold(out, acc, d, x)
+            out = tile_take_min(out, dmin * byte_to_f32(mins, k, 0), x, 0)
+            out = tile_take_min(out, dmin * byte_to_f32(mins, k + 1, 0), x, 1)
             x += panel_block_bytes(out)
     return out
 

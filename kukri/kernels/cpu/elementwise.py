@@ -25,13 +25,15 @@ from kukri.kernels.cpu.intrinsics import (
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import (
     F32_INPUT_BYTES,
+    GROUP,
+    LAST_NEGATIVE_SUMS,
+    NEGATIVE_SUMS,
     Q8_BLOCK,
     Q8_BLOCK_BYTES,
-    Q8_NEGATIVE_SUMS,
-    Q8_SCALED_SUMS,
-    Q8_SCALES,
     Q8T_TAIL_BYTES,
     Q16_BLOCK_BYTES,
+    SCALED_SUMS,
+    SCALES,
     TOKENS,
 )
 from kukri.kernels.cpu.simd import (
@@ -79,14 +81,27 @@ def stop_row(tile, n_rows):
     return tile + 1 if n_rows <= TOKENS else min(tile * TOKENS + TOKENS, n_rows)
 
 
+@device
+def panel_width(row, n_rows):
+    """Tokens that the panel of a row is wide: those in it, rounded up to 1, 2, 4 or 8."""
+    count = n_rows - (row & -TOKENS)
+    if count > 4:
+        return 8
+    return 4 if count > 2 else count
+
+
 def row_kernel(each: Callable[..., None], n_parts: Any = None) -> KernelSource:
     """The kernel that calls `each(row, a, b, …)` for each row; its record has `rows`, a, b, …
 
-    With `n_parts`, a device function of n, rows are cut into parts of columns: `each(row, part, a, b, …)`.
+    Two parameters are not in the record: `width`, that of the panel which has the row, and `part`, if there
+    is `n_parts`, a device function of n: rows are cut into so many parts of columns.
     """
     code = each.__code__
-    names = ", ".join(code.co_varnames[1 if n_parts is None else 2 : code.co_argcount])
-    parts, part = ("1", "") if n_parts is None else ("n_parts(n)", "tile % parts, ")
+    given = {"width": "panel_width(row, n_rows)", "part": "tile % parts"}
+    parameters = code.co_varnames[1 : code.co_argcount]
+    names = ", ".join(name for name in parameters if name not in given)
+    arguments = ", ".join(given.get(name, name) for name in parameters)
+    parts = "1" if n_parts is None else "n_parts(n)"
     namespace = {**globals(), "each": device(each), "n_parts": n_parts}
     exec(
         f"""def kernel(tile, rows, {names}):
@@ -96,7 +111,7 @@ def row_kernel(each: Callable[..., None], n_parts: Any = None) -> KernelSource:
         return row_tiles(n_rows) * parts
     row_tile = tile // parts
     for row in range(first_row(row_tile, n_rows), stop_row(row_tile, n_rows)):
-        each(row, {part}{names})
+        each(row, {arguments})
     return 0""",
         namespace,
     )
@@ -104,25 +119,35 @@ def row_kernel(each: Callable[..., None], n_parts: Any = None) -> KernelSource:
 
 
 # --- activation panels --------------------------------------------------------------------------------
+#
+# A token's share of a panel is written at its `lane`, 0 to 7; the panel is `width` tokens wide.
 
 
 @device
-def store_sums(low, high, scale, target, lane):
-    """Writes the scale and sums of 32 whole numbers, a token's share of a panel block -> their sum."""
+def panel_of(panels, step, row):
+    """The address of the panel that has a row; panels begin `step` bytes apart for each of 8 tokens."""
+    return panels + (row >> 3) * (TOKENS * step)
+
+
+@device
+def store_sums(low, high, scale, target, lane, width):
+    """Writes the scale and sums of 32 whole numbers, a token's share of a panel block."""
     first = sum_lanes_i32(low)
     last = sum_lanes_i32(high)
-    store_f32(target + Q8_SCALES + 4 * lane, scale)
-    store_i32(target + Q8_NEGATIVE_SUMS + 4 * lane, -first)
-    store_i32(target + Q8_NEGATIVE_SUMS + 32 + 4 * lane, -last)
-    return first + last
+    total = first + last
+    share = target + 4 * lane
+    store_f32(share + SCALES * width, scale)
+    store_f32(share + SCALED_SUMS * width, scale * total)
+    store_i32(share + NEGATIVE_SUMS * width, -first)
+    store_i32(share + LAST_NEGATIVE_SUMS * width, -last)
 
 
 @device
-def store_block(low, high, scale, target, lane):
-    """Writes 32 int8 and their scale as one token's share of a panel block -> their sum."""
-    store_words(target + 4 * lane, low)
-    store_words(target + 128 + 4 * lane, high)
-    return store_sums(low, high, scale, target, lane)
+def store_block(low, high, scale, target, lane, width):
+    """Writes 32 int8 and their scale as one token's share of a panel block."""
+    store_words(target + 4 * lane, low, width)
+    store_words(target + 4 * lane + 4 * GROUP * width, high, width)
+    store_sums(low, high, scale, target, lane, width)
 
 
 @device
@@ -135,59 +160,57 @@ def scale_of(a, b, most):
 
 
 @device
-def quantize_block(a, b, target, lane):
-    """Writes 32 values as one token's share (`lane` 0 to 7) of a q8 panel block -> (scale, its inverse)."""
+def quantize_block(a, b, target, lane, width):
+    """Writes 32 values as one token's share of a q8 panel block -> (scale, its inverse)."""
     scale, inverse = scale_of(a, b, 127.0)
     low = to_i32(round_even(a * splat(inverse)))
     high = to_i32(round_even(b * splat(inverse)))
-    total = store_block(low, high, scale, target, lane)
-    store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
+    store_block(low, high, scale, target, lane, width)
     return scale, inverse
 
 
 @device
-def quantize_row(x, n, panels, row):
+def quantize_row(x, n, panels, row, width):
     """Writes n values at x as token `row` of q8 panels."""
-    target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES)
+    target = panel_of(panels, n // Q8_BLOCK * Q8_BLOCK_BYTES, row)
     for b in range(n // Q8_BLOCK):
-        quantize_block(load_f32x16(x + 128 * b), load_f32x16(x + 128 * b + 64), target, row & 7)
-        target += Q8_BLOCK_BYTES
+        quantize_block(load_f32x16(x + 128 * b), load_f32x16(x + 128 * b + 64), target, row & 7, width)
+        target += Q8_BLOCK_BYTES * width
 
 
-def panel_q8(row, x, x_stride, n, panels):
+def panel_q8(row, width, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q8 panels."""
-    quantize_row(x + row * x_stride, n, panels, row)
+    quantize_row(x + row * x_stride, n, panels, row, width)
 
 
-def panel_q8x2(row, x, x_stride, n, panels):
+def panel_q8x2(row, width, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q8x2 panels: all blocks, then blocks of their rounding errors."""
     term_bytes = n // Q8_BLOCK * Q8_BLOCK_BYTES
-    target = panels + (row >> 3) * (2 * term_bytes)
+    target = panel_of(panels, 2 * term_bytes, row)
     for i in range(0, 4 * n, 4 * Q8_BLOCK):
         low = load_f32x16(x + row * x_stride + i)
         high = load_f32x16(x + row * x_stride + i + 64)
-        scale, inverse = quantize_block(low, high, target, row & 7)
+        scale, inverse = quantize_block(low, high, target, row & 7, width)
         low = fma(round_even(low * splat(inverse)), splat(-scale), low)
         high = fma(round_even(high * splat(inverse)), splat(-scale), high)
-        quantize_block(low, high, target + term_bytes, row & 7)
-        target += Q8_BLOCK_BYTES
+        quantize_block(low, high, target + term_bytes * width, row & 7, width)
+        target += Q8_BLOCK_BYTES * width
 
 
-def panel_q16(row, x, x_stride, n, panels):
+def panel_q16(row, width, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q16 panels."""
     lane = row & 7
-    target = panels + (row >> 3) * (n // Q8_BLOCK * Q16_BLOCK_BYTES)
+    target = panel_of(panels, n // Q8_BLOCK * Q16_BLOCK_BYTES, row)
     for i in range(0, 4 * n, 4 * Q8_BLOCK):
         a = load_f32x16(x + row * x_stride + i)
         b = load_f32x16(x + row * x_stride + i + 64)
         scale, inverse = scale_of(a, b, 32767.0)
         low = to_i32(round_even(a * splat(inverse)))
         high = to_i32(round_even(b * splat(inverse)))
-        store_pairs(target + 4 * lane, low)
-        store_pairs(target + 128 + 4 * lane, high)
-        total = store_sums(low, high, scale, target, lane)
-        store_f32(target + Q8_SCALED_SUMS + 4 * lane, scale * total)
-        target += Q16_BLOCK_BYTES
+        store_pairs(target + 4 * lane, low, width)
+        store_pairs(target + 4 * lane + 4 * GROUP * width, high, width)
+        store_sums(low, high, scale, target, lane, width)
+        target += Q16_BLOCK_BYTES * width
 
 
 @device
@@ -209,29 +232,28 @@ def _with_zero(x, inverse, zero):
     return to_i32(maximum(minimum(round_even(load_f32x16(x) * inverse) + zero, splat(127.0)), splat(-128.0)))
 
 
-def panel_q8t(row, x, x_stride, n, panels):
+def panel_q8t(row, width, x, x_stride, n, panels):
     """Quantizes rows of n float32 to q8t panels, as `kukri.quant.per_token.quantize_tokens`."""
-    panel_step = n // Q8_BLOCK * Q8_BLOCK_BYTES + Q8T_TAIL_BYTES
     source = x + row * x_stride
     least, largest = _row_range(source, n)
     span = largest - least
     scale = np.float32(span * (1.0 / 255.0))
     inverse = np.float32(255.0 / span if span > 1e-35 else span * 0.0)  # keeps nan
     zero = round_even(splat(np.float32(-128.0 - least * inverse)))
-    target = panels + (row >> 3) * panel_step
+    target = panel_of(panels, n // Q8_BLOCK * Q8_BLOCK_BYTES + Q8T_TAIL_BYTES, row)
     for i in range(0, 4 * n, 128):
         low = _with_zero(source + i, splat(inverse), zero)
         high = _with_zero(source + i + 64, splat(inverse), zero)
-        store_block(low, high, scale, target, row & 7)
-        target += Q8_BLOCK_BYTES
+        store_block(low, high, scale, target, row & 7, width)
+        target += Q8_BLOCK_BYTES * width
     store_f32(target + 4 * (row & 7), -scale * max_lanes(zero))
 
 
-def panel_f32(row, x, x_stride, n, panels):
+def panel_f32(row, width, x, x_stride, n, panels):
     """Brings rows of n float32 into f32 panels."""
-    target = panels + (row >> 3) * (n * F32_INPUT_BYTES) + 4 * (row & 7)
+    target = panel_of(panels, n * F32_INPUT_BYTES, row) + 4 * (row & 7)
     for i in range(n):
-        store_f32(target + F32_INPUT_BYTES * i, load_f32(x + row * x_stride + 4 * i))
+        store_f32(target + F32_INPUT_BYTES * width * i, load_f32(x + row * x_stride + 4 * i))
 
 
 # --- norms and activations ----------------------------------------------------------------------------
@@ -244,15 +266,16 @@ def _make_write(value: Callable[..., Any]) -> Any:
     """A function that writes columns of one row; value(i, …) gives the 16 of them at byte i."""
 
     @device
-    def write(row, start, stop, n, y, y_stride, panels, *arguments):
+    def write(row, width, start, stop, n, y, y_stride, panels, *arguments):
         if y != 0:
             for i in range(start, stop, 64):
                 store_f32x16(y + row * y_stride + i, value(i, *arguments))
         if panels != 0:
-            target = panels + (row >> 3) * (n // Q8_BLOCK * Q8_BLOCK_BYTES) + start // 128 * Q8_BLOCK_BYTES
+            target = panel_of(panels, n // Q8_BLOCK * Q8_BLOCK_BYTES, row)
+            target += start // 128 * (Q8_BLOCK_BYTES * width)
             for i in range(start, stop, 128):
-                quantize_block(value(i, *arguments), value(i + 64, *arguments), target, row & 7)
-                target += Q8_BLOCK_BYTES
+                quantize_block(value(i, *arguments), value(i + 64, *arguments), target, row & 7, width)
+                target += Q8_BLOCK_BYTES * width
 
     return write
 
@@ -344,26 +367,26 @@ _write_gelu_gated = _make_write(_gelu_gated)
 _write_gelu_exact, _write_tanh = _make_write(_gelu_erf), _make_write(_tanh)
 
 
-def rms_norm(row, x, x_stride, n, weight, eps, y, y_stride, panels):
+def rms_norm(row, width, x, x_stride, n, weight, eps, y, y_stride, panels):
     """y = x / sqrt(mean(x^2) + eps) * weight."""
     source = x + row * x_stride
     factor = _inverse_deviation(source, n, splat(0.0), eps)
-    _write_scaled(row, 0, 4 * n, n, y, y_stride, panels, source, factor, weight)
+    _write_scaled(row, width, 0, 4 * n, n, y, y_stride, panels, source, factor, weight)
 
 
-def rms_norm_add(row, x, x_stride, n, weight, eps, residual, residual_stride, y, y_stride, panels):
+def rms_norm_add(row, width, x, x_stride, n, weight, eps, residual, residual_stride, y, y_stride, panels):
     """y = x / sqrt(mean(x^2) + eps) * weight + residual."""
     source = x + row * x_stride
     factor = _inverse_deviation(source, n, splat(0.0), eps)
     added = residual + row * residual_stride
-    _write_scaled_and_added(row, 0, 4 * n, n, y, y_stride, panels, source, factor, weight, added)
+    _write_scaled_and_added(row, width, 0, 4 * n, n, y, y_stride, panels, source, factor, weight, added)
 
 
-def add(row, x, x_stride, n, residual, residual_stride, scale, y, y_stride, panels):
+def add(row, width, x, x_stride, n, residual, residual_stride, scale, y, y_stride, panels):
     """y = x * scale + residual."""
     source = x + row * x_stride
     added = residual + row * residual_stride
-    _write_sum(row, 0, 4 * n, n, y, y_stride, panels, source, splat(f32_of_bits(scale)), added)
+    _write_sum(row, width, 0, 4 * n, n, y, y_stride, panels, source, splat(f32_of_bits(scale)), added)
 
 
 def scale(row, part, x, x_stride, n, factor, y, y_stride):
@@ -393,7 +416,7 @@ def head_norm(row, x, x_stride, n_heads, d_head, weight, eps):
             store_f32x16(target + i, _scaled(i, target, factor, weight))
 
 
-def layer_norm(row, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
+def layer_norm(row, width, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
     """y = (x - mean) / sqrt(var + eps) * weight + bias."""
     source = x + row * x_stride
     total = splat(0.0)
@@ -401,28 +424,30 @@ def layer_norm(row, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
         total = total + load_f32x16(source + i)
     mean = splat(sum_lanes(total) / n)
     factor = _inverse_deviation(source, n, mean, eps)
-    _write_centred(row, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
+    _write_centred(row, width, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
 
 
-def silu_mul(row, part, gate, up, x_stride, n, y, y_stride, panels):
+def silu_mul(row, width, part, gate, up, x_stride, n, y, y_stride, panels):
     """y = silu(gate) * up."""
     start = 4 * PART_COLUMNS * part
     stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_gated(row, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
+    _write_gated(row, width, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
 
 
-def gelu_mul(row, part, gate, up, x_stride, n, y, y_stride, panels):
+def gelu_mul(row, width, part, gate, up, x_stride, n, y, y_stride, panels):
     """y = GELU of gate, tanh form, times up."""
     start = 4 * PART_COLUMNS * part
     stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_gelu_gated(row, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
+    _write_gelu_gated(
+        row, width, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride
+    )
 
 
-def gelu(row, part, x, x_stride, n, y, y_stride, panels):
+def gelu(row, width, part, x, x_stride, n, y, y_stride, panels):
     """y = GELU of x, tanh form."""
     start = 4 * PART_COLUMNS * part
     stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_gelu(row, start, stop, n, y, y_stride, panels, x + row * x_stride)
+    _write_gelu(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
 def gelu_exact(row, part, x, x_stride, n, y, y_stride, panels):

@@ -28,6 +28,7 @@ from kukri.kernels.cpu.elementwise import (
     panel_f32,
     panel_q8,
     panel_q8t,
+    panel_width,
     row_kernel,
 )
 from kukri.kernels.cpu.intrinsics import (
@@ -161,13 +162,17 @@ def dispatch(
 
 
 def _make_expert_panel(kind: PanelKind, panel: Callable[..., None]) -> KernelSource:
-    """The kernel that writes rows as `panel` does, at their slots; x has one for `repeats` rows."""
+    """The kernel that writes rows as `panel` does, at their slots; x has one for `repeats` rows.
+
+    `next_slots` has what comes after each expert's last slot, as `dispatch` leaves it.
+    """
     write = device(panel)
 
-    def expert_panel(row, slots, repeats, x, x_stride, n, panels):
+    def expert_panel(row, slots, experts, next_slots, repeats, x, x_stride, n, panels):
         slot = load_i32(slots + 4 * row)
         if slot >= 0:
-            write(slot, x + (row // repeats - slot) * x_stride, x_stride, n, panels)
+            width = panel_width(slot, load_i64(next_slots + 8 * load_i32(experts + 4 * row)))
+            write(slot, width, x + (row // repeats - slot) * x_stride, x_stride, n, panels)
 
     expert_panel.__name__ = f"expert_panel_{kind}"
     return row_kernel(expert_panel)
@@ -198,7 +203,7 @@ def _make_expert_linear(weight_type: str, kind: PanelKind) -> KernelSource:
         expert = load_i64(entry + ENTRY_EXPERT)
         first_slot = load_i64(entry + ENTRY_SLOT)
         stop_slot = first_slot + load_i64(entry + ENTRY_N_ROWS)
-        panel_step = n_blocks * x_step + x_tail
+        panel_step = TOKENS * (n_blocks * x_step + x_tail)
         out = stack_bytes(out_bytes)
         for slot in range(first_slot, stop_slot, TOKENS):
             count = min(stop_slot - slot, TOKENS)

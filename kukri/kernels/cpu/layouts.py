@@ -7,32 +7,34 @@ Weights are packed into *weight tiles* of 16 output rows. A tile holds, block af
 
 so that one 64-byte load serves 16 rows, lanes are rows, and no sum ever runs across lanes.
 
-Activations come in *panels* of 8 tokens. For int8 ("q8") a panel holds per block of 32 inputs
+Activations come in *panels* of up to 8 tokens. A panel is W tokens wide: those in it, rounded up to 1, 2, 4
+or 8, so that a single token's inputs fill no more cache lines than they must. Panels begin as far apart as if
+all were 8 wide. For int8 ("q8") a panel holds per block of 32 inputs
 
-    8 x 8 x 4 bytes   inputs 4g to 4g + 3 of token 0, of token 1, … for g = 0 to 7 (int8)
-    8 x 4 bytes       scale s of each token (float32): x is about s * int8
-    8 x 4 bytes       s * sum of the block's int8, for weights with a min (float32)
-    8 x 4 bytes       -(sum of the first 16 int8), for weights with an offset (int32)
-    8 x 4 bytes       -(sum of the last 16 int8)
+    8 x W x 4 bytes   inputs 4g to 4g + 3 of token 0, of token 1, … for g = 0 to 7 (int8)
+    W x 4 bytes       scale s of each token (float32): x is about s * int8
+    W x 4 bytes       s * sum of the block's int8, for weights with a min (float32)
+    W x 4 bytes       -(sum of the first 16 int8), for weights with an offset (int32)
+    W x 4 bytes       -(sum of the last 16 int8)
 
 Rows that become logits are taken more exactly: their error would reach the logits undamped. Where the CPU has
 an int8 dot product, they are taken in two terms ("q8x2"): the panel has all blocks a second time, with what
 the first left over, quantized again. Elsewhere they are int16 ("q16"), which takes half as many instructions:
 
-    8 x 8 x 4 bytes   inputs 4g and 4g + 2 of token 0, of token 1, … for g = 0 to 7 (int16)
-    8 x 16 bytes      scales and sums, as above
-    8 x 8 x 4 bytes   inputs 4g + 1 and 4g + 3, likewise
+    8 x W x 4 bytes   inputs 4g and 4g + 2 of token 0, of token 1, … for g = 0 to 7 (int16)
+    W x 16 bytes      scales and sums, as above
+    8 x W x 4 bytes   inputs 4g + 1 and 4g + 3, likewise
 
 A panel with one scale and zero point a token ("q8t", `kukri.quant.per_token`) has these blocks, with the
-token's scale in each and no scaled sums, and after the last block
+token's scale in each, and after the last block
 
-    8 x 4 bytes       -scale * zero of each token (float32)
+    W x 4 bytes       -scale * zero of each token (float32)
 
 which meets what a weight tile for such panels has after its last block
 
     16 x 4 bytes      the sum of each row's weights (float32)
 
-For float weights ("f32") a panel is just 8 x 4 bytes per input: that input of each token.
+For float weights ("f32") a panel is just W x 4 bytes per input: that input of each token.
 """
 
 from __future__ import annotations
@@ -41,18 +43,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 ROWS = 16  # output rows of a weight tile
-TOKENS = 8  # tokens of an activation panel
-
-Q8_BLOCK = 32
-Q8_SCALES = 256
-Q8_SCALED_SUMS = 288
-Q8_NEGATIVE_SUMS = 320  # of the first half; the second's follow 32 bytes later
-Q8_BLOCK_BYTES = 384
-ODD_INPUTS = 384  # of a q16 block
-Q16_BLOCK_BYTES = 640
-Q8T_TAIL_BYTES = 4 * TOKENS
+TOKENS = 8  # tokens of a full activation panel
 ROW_SUM_BYTES = 4 * ROWS
-F32_INPUT_BYTES = 4 * TOKENS
+
+# Bytes of a panel for each token of its width
+Q8_BLOCK = 32
+GROUP = 4  # from one group of 4 inputs to the next
+SCALES = 32
+SCALED_SUMS = 36
+NEGATIVE_SUMS = 40  # of the first half of a block
+LAST_NEGATIVE_SUMS = 44
+Q8_BLOCK_BYTES = 48
+ODD_INPUTS = 48  # of a q16 block
+Q16_BLOCK_BYTES = 80
+Q8T_TAIL_BYTES = 4
+F32_INPUT_BYTES = 4
 
 PanelKind = Literal["q8", "q8x2", "q16", "q8t", "f32"]
 PER_TOKEN_TYPE = "Q4_0"  # the weight type that q8t panels are for
@@ -97,16 +102,16 @@ LAYOUTS: dict[str, TileLayout] = {
 
 
 def inputs_bytes(kind: PanelKind, n_inputs: int) -> int:
-    """Bytes of the blocks of `n_inputs` inputs in a panel, of one term."""
+    """Bytes of `n_inputs` inputs in a panel, of one term, for each token of its width."""
     if kind == "f32":
         return n_inputs * F32_INPUT_BYTES
     return n_inputs // Q8_BLOCK * (Q16_BLOCK_BYTES if kind == "q16" else Q8_BLOCK_BYTES)
 
 
 def panel_bytes(kind: PanelKind, n_inputs: int) -> int:
-    """Bytes of one panel of 8 tokens."""
+    """Bytes from one panel to the next: of one that is 8 tokens wide."""
     n_terms = 2 if kind == "q8x2" else 1
-    return n_terms * inputs_bytes(kind, n_inputs) + (Q8T_TAIL_BYTES if kind == "q8t" else 0)
+    return TOKENS * (n_terms * inputs_bytes(kind, n_inputs) + (Q8T_TAIL_BYTES if kind == "q8t" else 0))
 
 
 def linear_kernel(weight_type: str, kind: PanelKind) -> str:

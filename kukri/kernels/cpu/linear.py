@@ -42,7 +42,10 @@ ROW_TILES_PER_CLAIM = 2
 
 
 class Steps(NamedTuple):
-    """Bytes that a product steps by: a block of a weight tile and of a panel, and what follows the last."""
+    """Bytes that a product steps by: a block of a weight tile and of a panel, and what follows the last.
+
+    Those of inputs are for each token of a panel's width.
+    """
 
     weights: int
     weights_tail: int
@@ -67,14 +70,15 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
     """A function that multiplies one weight tile, 16 rows, with the first `count` tokens of one panel."""
     block = BLOCK_FUNCTIONS[weight_type]
     two_terms, per_token = kind == "q8x2", kind == "q8t"
-    w_step, _, x_step, _, _ = steps(weight_type, kind)
+    w_step, _, x_token_step, _, _ = steps(weight_type, kind)
     tile_zeros = tile_zeros_q16 if kind == "q16" else tile_zeros_f32
 
-    def make_row_tile(n: int) -> Callable[..., Any]:
+    def make_row_tile(n: int, width: int) -> Callable[..., Any]:
         @device
         def row_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
-            """16 rows times `count` <= n tokens of one panel."""
-            out = tile_zeros(n)
+            """16 rows times `count` <= n tokens of a panel that is `width` tokens wide."""
+            out = tile_zeros(n, width)
+            x_step = x_token_step * width
             term_step = n_blocks * x_step  # from a block's first term to its second
             for _ in range(n_blocks):
                 out = block(out, w, x)
@@ -92,10 +96,10 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
 
         return row_tile
 
-    row_tile_1, row_tile_2, row_tile_4 = (make_row_tile(n) for n in (1, 2, 4))
+    row_tile_1, row_tile_2, row_tile_4 = (make_row_tile(n, n) for n in (1, 2, 4))
 
     def make_two_row_tiles(n: int) -> Callable[..., Any]:
-        row_tile = make_row_tile(n)
+        row_tile = make_row_tile(n, 2 * n)
 
         @device
         def two_row_tiles(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
@@ -108,7 +112,7 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
 
         return two_row_tiles
 
-    row_tile_8 = make_row_tile(8) if cpu_target().has_wide_registers else make_two_row_tiles(4)
+    row_tile_8 = make_row_tile(8, 8) if cpu_target().has_wide_registers else make_two_row_tiles(4)
 
     @device
     def panel_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
@@ -144,7 +148,7 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
         first_row = (tile % n_row_claims) * per_claim
         first_panel = (tile // n_row_claims) * _PANELS_PER_CLAIM
         stop_row = min(first_row + per_claim, n_row_tiles)
-        panel_step = n_blocks * x_step * n_terms + x_tail
+        panel_step = TOKENS * (n_blocks * x_step * n_terms + x_tail)
         for panel in range(first_panel, min(first_panel + _PANELS_PER_CLAIM, n_panels)):
             token = panel * TOKENS
             count = min(n_tokens - token, TOKENS)

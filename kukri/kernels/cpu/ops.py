@@ -50,7 +50,7 @@ class RouteTable(Buffer):
     max_rows: int
     max_slots: int
     entries: int  # of EXPERT_ENTRY_BYTES
-    next_slots: int  # int64 [E], scratch
+    next_slots: int  # int64 [E]: after an expert's last slot
     experts: int  # int32 [rows]: the row's expert, or -1
     slots: int  # int32 [rows]: its slot, or -1
     rows: int  # int32 [slots]: the row of a slot
@@ -411,6 +411,8 @@ class QuantizeForExperts(Op):
         return _rows_of(self.x, at) | {
             "rows": table,
             "slots": table + self.table.slots,
+            "experts": table + self.table.experts,
+            "next_slots": table + self.table.next_slots,
             "repeats": self.table.routing.n_used if is_per_token else 1,
             "panels": at.of(self.y),
         }

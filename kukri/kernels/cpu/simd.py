@@ -28,7 +28,7 @@ from kukri.kernels.cpu.intrinsics import (
     pointer,
     split,
 )
-from kukri.kernels.cpu.layouts import ODD_INPUTS
+from kukri.kernels.cpu.layouts import GROUP, ODD_INPUTS
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32, _F16 = ir.FloatType(), ir.HalfType()
@@ -339,25 +339,29 @@ def lanes_nan(builder: Any, a: Any) -> Any:
     return builder.zext(builder.bitcast(builder.fcmp_unordered("uno", a, a), _I16), _I64)
 
 
-@operation(types.void, types.int64, I32x16)
-def store_words(builder: Any, address: Any, value: Any) -> None:
-    """Stores 16 int32 within int8 as four 4-byte words, 32 bytes apart: four groups of a q8 panel."""
+@operation(types.void, types.int64, I32x16, types.int64)
+def store_words(builder: Any, address: Any, value: Any, width: Any) -> None:
+    """Stores 16 int32 within int8 as four 4-byte words: four groups of a q8 panel of `width` tokens."""
     words = builder.bitcast(builder.trunc(value, ir.VectorType(_I8, 16)), ir.VectorType(_I32, 4))
     for i in range(4):
-        where = pointer(builder, at(builder, address, 32 * i), _I32)
+        where = pointer(builder, at(builder, address, builder.mul(width, _I64(GROUP * i))), _I32)
         builder.store(builder.extract_element(words, _I32(i)), where, align=4)
 
 
-@operation(types.void, types.int64, I32x16)
-def store_pairs(builder: Any, address: Any, value: Any) -> None:
-    """Stores 16 int32 within int16 as pairs: four groups of a q16 panel, whose even and odd inputs part."""
+@operation(types.void, types.int64, I32x16, types.int64)
+def store_pairs(builder: Any, address: Any, value: Any, width: Any) -> None:
+    """Stores 16 int32 within int16 as pairs: four groups of a q16 panel, whose even and odd inputs part.
+
+    The panel is `width` tokens wide.
+    """
     shorts = builder.trunc(value, ir.VectorType(_I16, 16))
     for start, offset in ((0, 0), (1, ODD_INPUTS)):
         order = [4 * group + start + i for group in range(4) for i in (0, 2)]
         lanes = ir.Constant(ir.VectorType(_I32, 8), order)
         pairs = builder.bitcast(builder.shuffle_vector(shorts, shorts, lanes), ir.VectorType(_I32, 4))
         for group in range(4):
-            where = pointer(builder, at(builder, address, offset + 32 * group), _I32)
+            part = builder.mul(width, _I64(offset + GROUP * group))
+            where = pointer(builder, at(builder, address, part), _I32)
             builder.store(builder.extract_element(pairs, _I32(group)), where, align=4)
 
 

@@ -26,7 +26,16 @@ from kukri.kernels.cpu.intrinsics import (
     renamed,
     split,
 )
-from kukri.kernels.cpu.layouts import ODD_INPUTS, Q8_BLOCK_BYTES, Q16_BLOCK_BYTES
+from kukri.kernels.cpu.layouts import (
+    GROUP,
+    LAST_NEGATIVE_SUMS,
+    NEGATIVE_SUMS,
+    ODD_INPUTS,
+    Q8_BLOCK_BYTES,
+    Q16_BLOCK_BYTES,
+    SCALED_SUMS,
+    SCALES,
+)
 from kukri.kernels.cpu.simd import (
     F32x16,
     I32x16,
@@ -41,12 +50,15 @@ _I16x16, _I16x32 = ir.VectorType(_I16, 16), ir.VectorType(_I16, 32)
 
 
 class Tile(types.Type):  # type: ignore[misc]
-    """The Numba type of `n` vectors of one kind, held in registers; `is_q16` if their inputs are int16."""
+    """The Numba type of `n` vectors of one kind, held in registers.
 
-    def __init__(self, vec: Vec, n: int, is_q16: bool) -> None:
-        self.vec, self.n, self.is_q16 = vec, n, is_q16
+    Their inputs are in a panel that is `width` tokens wide, as int16 if `is_q16`.
+    """
+
+    def __init__(self, vec: Vec, n: int, width: int, is_q16: bool) -> None:
+        self.vec, self.n, self.width, self.is_q16 = vec, n, width, is_q16
         self.llvm = ir.ArrayType(vec.llvm, n)
-        super().__init__(name=f"Tile({vec.name}, {n}, {is_q16})")
+        super().__init__(name=f"Tile({vec.name}, {n}, {width}, {is_q16})")
 
 
 register_model(Tile)(RegisterModel)
@@ -206,13 +218,13 @@ def fetch_ahead(n_lines: int) -> Any:
 
 def _make_zeros(is_q16: bool) -> Any:
     @intrinsic(prefer_literal=True)
-    def zeros(context: Any, n: Any) -> Any:
-        """A tile of `n` (a literal) zero vectors."""
+    def zeros(context: Any, n: Any, width: Any) -> Any:
+        """A tile of `n` zero vectors, for a panel of `width` tokens (any, without a panel); both literals."""
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return ir.Constant(ir.ArrayType(F32x16.llvm, n.literal_value), None)
 
-        return Tile(F32x16, n.literal_value, is_q16)(n), generate
+        return Tile(F32x16, n.literal_value, width.literal_value, is_q16)(n, width), generate
 
     return zeros
 
@@ -226,7 +238,7 @@ def _same(tile: Tile) -> Tile:
 
 
 def _as_i32(tile: Tile) -> Tile:
-    return Tile(I32x16, tile.n, tile.is_q16)
+    return Tile(I32x16, tile.n, tile.width, tile.is_q16)
 
 
 @_tile_operation(_as_i32)
@@ -238,27 +250,37 @@ def tile_zeros_like(builder: Any, kind: Tile, tile: Any) -> Any:
 @_tile_operation(lambda tile: types.int64)
 def panel_block_bytes(builder: Any, kind: Tile, tile: Any) -> Any:
     """Bytes of a panel block of 32 inputs."""
-    return _I64(Q16_BLOCK_BYTES if kind.is_q16 else Q8_BLOCK_BYTES)
+    return _I64(kind.width * (Q16_BLOCK_BYTES if kind.is_q16 else Q8_BLOCK_BYTES))
 
 
-def _offset(builder: Any, address: Any, i: int, shift: Any) -> Any:
-    """A vector of (int32 at address + 4i) << shift."""
-    value = builder.load(pointer(builder, at(builder, address, 4 * i), _I32), align=4)
+def _of_token(builder: Any, kind: Tile, x: Any, part: Any, i: int, element: Any) -> Any:
+    """Token i's number in a part of the panel block at x, such as its scale."""
+    where = at(builder, x, builder.add(builder.mul(part, _I64(kind.width)), _I64(4 * i)))
+    return builder.load(pointer(builder, where, element), align=4)
+
+
+def _negative_sums(builder: Any, half: Any) -> Any:
+    return builder.add(_I64(NEGATIVE_SUMS), builder.mul(half, _I64(LAST_NEGATIVE_SUMS - NEGATIVE_SUMS)))
+
+
+def _offset(builder: Any, kind: Tile, x: Any, half: Any, i: int, shift: Any) -> Any:
+    """-(sum of a half of the block at x, of token i) << shift, in all lanes."""
+    value = _of_token(builder, kind, x, _negative_sums(builder, half), i, _I32)
     return broadcast(builder, builder.shl(value, builder.trunc(shift, _I32)))
 
 
-@_tile_operation(_as_i32, types.int64, types.int64)
-def tile_offset_start(builder: Any, kind: Tile, tile: Any, address: Any, shift: Any) -> Any:
-    """A tile of int32 whose entry i holds (int32 at address + 4i) << shift."""
-    return _each(builder, kind.n, I32x16.llvm, lambda i: _offset(builder, address, i, shift))
+@_tile_operation(_as_i32, types.int64, types.int64, types.int64)
+def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, half: Any, shift: Any) -> Any:
+    """A tile of int32: -(sum of the inputs of half 0 or 1 of the block at x) << shift."""
+    return _each(builder, kind.n, I32x16.llvm, lambda i: _offset(builder, kind, x, half, i, shift))
 
 
-@_tile_operation(_same, types.int64, types.int64)
-def tile_offset_add(builder: Any, kind: Tile, acc: Any, address: Any, shift: Any) -> Any:
-    """acc[i] += (int32 at address + 4i) << shift."""
+@_tile_operation(_same, types.int64, types.int64, types.int64)
+def tile_offset_add(builder: Any, kind: Tile, acc: Any, x: Any, half: Any, shift: Any) -> Any:
+    """acc[i] -= (sum of the inputs of half 0 or 1 of the block at x) << shift."""
 
     def step(i: int) -> Any:
-        return builder.add(builder.extract_value(acc, i), _offset(builder, address, i, shift))
+        return builder.add(builder.extract_value(acc, i), _offset(builder, kind, x, half, i, shift))
 
     return _each(builder, kind.n, I32x16.llvm, step)
 
@@ -279,7 +301,7 @@ def _in_order(builder: Any, sums: Any) -> Any:
 
 
 def _tile_dot(dot4: Callable[..., Any], is_signed: bool) -> Callable[..., Any]:
-    def emit(builder: Any, kind: Tile, acc: Any, w: Any, address: Any, stride: Any) -> Any:
+    def emit(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, group: Any) -> Any:
         # AVX2's sums are plain additions, which LLVM makes trees of: with several tokens, the trees' leaves
         # are more than there are registers
         may_spill = kind.n > 1 and cpu_target().lowering == "avx2"
@@ -292,8 +314,8 @@ def _tile_dot(dot4: Callable[..., Any], is_signed: bool) -> Callable[..., Any]:
         def step(i: int) -> Any:
             sums = builder.extract_value(acc, i)
             for dot, weights, offset in dots:
-                where = at(builder, address, builder.add(builder.mul(stride, _I64(i)), _I64(offset)))
-                word = builder.load(pointer(builder, where, _I32), align=4)
+                part = builder.add(builder.mul(group, _I64(GROUP)), _I64(offset))
+                word = _of_token(builder, kind, x, part, i, _I32)
                 inputs = builder.bitcast(broadcast(builder, word), weights.type)
                 sums = dot(builder, sums, weights, inputs)
                 sums = _in_order(builder, sums) if may_spill else sums
@@ -301,6 +323,9 @@ def _tile_dot(dot4: Callable[..., Any], is_signed: bool) -> Callable[..., Any]:
 
         return _each(builder, kind.n, I32x16.llvm, step)
 
+    emit.__doc__ = (
+        """acc[i] += the products of 16 x 4 weights and the 4 inputs of a group of the block at x."""
+    )
     return emit
 
 
@@ -339,8 +364,8 @@ tile_dot4_signed = _tile_operation(_same, U8x64, types.int64, types.int64)(
 )
 
 
-def _broadcast_f32(builder: Any, address: Any) -> Any:
-    return broadcast(builder, builder.load(pointer(builder, address, _F32), align=4))
+def _broadcast_f32(builder: Any, kind: Tile, x: Any, part: int, i: int) -> Any:
+    return broadcast(builder, _of_token(builder, kind, x, _I64(part), i, _F32))
 
 
 @_tile_operation(_same, F32x16, types.int64, types.int64)
@@ -348,20 +373,34 @@ def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: A
     """acc[i] += v * (float32 at address + i * stride)."""
 
     def step(i: int) -> Any:
-        x = _broadcast_f32(builder, at(builder, address, builder.mul(stride, _I64(i))))
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, x, builder.extract_value(acc, i))
+        where = at(builder, address, builder.mul(stride, _I64(i)))
+        factor = broadcast(builder, builder.load(pointer(builder, where, _F32), align=4))
+        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, factor, builder.extract_value(acc, i))
+
+    return _each(builder, kind.n, F32x16.llvm, step)
+
+
+@_tile_operation(_same, F32x16, types.int64)
+def tile_add_min(builder: Any, kind: Tile, acc: Any, v: Any, x: Any) -> Any:
+    """acc[i] += v * (the scaled sum of the block at x): the mins of a block."""
+
+    def step(i: int) -> Any:
+        factor = _broadcast_f32(builder, kind, x, SCALED_SUMS, i)
+        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, factor, builder.extract_value(acc, i))
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
 
 @_tile_operation(_same, None, F32x16, types.int64)
-def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, address: Any) -> Any:
-    """out[i] += float(acc[i]) * scale * (float32 at address + 4i): one block's integer sums."""
+def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) -> Any:
+    """out[i] += float(acc[i]) * scale * (the scale of the block at x): one block's integer sums."""
 
     def step(i: int) -> Any:
-        x = _broadcast_f32(builder, at(builder, address, 4 * i))
+        factor = _broadcast_f32(builder, kind, x, SCALES, i)
         scaled = builder.fmul(builder.sitofp(builder.extract_value(acc, i), F32x16.llvm), scale)
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, scaled, x, builder.extract_value(out, i))
+        return call_llvm(
+            builder, "llvm.fma.v16f32", F32x16.llvm, scaled, factor, builder.extract_value(out, i)
+        )
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
@@ -384,14 +423,14 @@ def tile_scale_sum(builder: Any, kind: Tile, a: Any, a_scale: Any, b: Any, b_sca
 
 
 @_tile_operation(_same, F32x16, types.int64, types.int64)
-def tile_take_min(builder: Any, kind: Tile, out: Any, low: Any, sums: Any, scales: Any) -> Any:
-    """out[i] += low * (float32 at scales + 4i) * float(int32 at sums + 4i): the mins of half a block."""
+def tile_take_min(builder: Any, kind: Tile, out: Any, low: Any, x: Any, half: Any) -> Any:
+    """out[i] -= low * (the scale) * (the sum of half 0 or 1) of the block at x: the mins of half a block."""
 
     def step(i: int) -> Any:
-        total = builder.load(pointer(builder, at(builder, sums, 4 * i), _I32), align=4)
-        scale = builder.load(pointer(builder, at(builder, scales, 4 * i), _F32), align=4)
-        x = broadcast(builder, builder.fmul(builder.sitofp(total, _F32), scale))
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, low, x, builder.extract_value(out, i))
+        total = _of_token(builder, kind, x, _negative_sums(builder, half), i, _I32)
+        scale = _of_token(builder, kind, x, _I64(SCALES), i, _F32)
+        factor = broadcast(builder, builder.fmul(builder.sitofp(total, _F32), scale))
+        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, low, factor, builder.extract_value(out, i))
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
