@@ -572,8 +572,17 @@ def imatrix(
 
 
 @command(app)
-def doctor(json: Json = False) -> None:
+def doctor(
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Check the kernels on a GPU against the CPU instead: a minute.")
+    ] = False,
+    device: Annotated[str, typer.Option(metavar="NAME", help="The device of --gpu.")] = "auto",
+    json: Json = False,
+) -> None:
     """Show the CPU, its kernels, the caches and versions."""
-    from kukri.terminal.doctor import show_machine
+    from kukri.terminal.doctor import check_gpu, show_machine
 
-    show_machine(as_json=json)
+    if gpu:
+        check_gpu(device, as_json=json)
+    else:
+        show_machine(as_json=json)

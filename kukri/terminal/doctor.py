@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import kukri
 from kukri.formats import hub
+from kukri.kernels import choose_backend
 from kukri.kernels.cpu.features import cpu_target, usable_cores
 from kukri.kernels.cpu.kernel_cache import cache_dir, cache_root
 from kukri.machine import cpu_features, cpu_model, installed_versions
@@ -37,6 +39,36 @@ def show_machine(*, as_json: bool) -> None:
         print(json.dumps(report, ensure_ascii=False))
     else:
         print_facts(_facts(report))
+
+
+def check_gpu(device: str, *, as_json: bool) -> None:
+    """Compares the kernels on a device with the reference, a line for each check; exits with 1 if one failed.
+
+    With `as_json` a JSON object replaces the lines. Raises ConfigError without PyTorch or such a device.
+    """
+    backend = "torch" if device.startswith("cpu") else "gpu"
+    _, name = choose_backend(backend, device)
+    from kukri.bench.device_checks import Check, check_device
+    from kukri.kernels.pytorch.devices import device_name, find_device
+
+    checks: list[Check] = []
+
+    def say(check: Check) -> None:
+        checks.append(check)
+        if not as_json:
+            print(f"{'ok' if check.passed else 'FAILED':7}{check.name} ({check.error:.2g})", flush=True)
+
+    full_name = device_name(find_device(str(name)))
+    if not as_json:
+        print(f"checking {full_name} against the reference")
+    passed = check_device(str(name), say, (backend,) if backend == "torch" else ("torch", "gpu"))
+    if as_json:
+        print(json.dumps({"device": full_name, "passed": passed, "checks": [asdict(c) for c in checks]}))
+    else:
+        n_failed = sum(not check.passed for check in checks)
+        print(f"all {len(checks)} checks passed" if passed else f"{n_failed} of {len(checks)} checks FAILED")
+    if not passed:
+        raise SystemExit(1)
 
 
 def machine_report() -> dict[str, Any]:

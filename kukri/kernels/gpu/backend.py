@@ -30,13 +30,17 @@ class GpuBackend(TorchBackend):
     name = "gpu"
 
     def __init__(
-        self, device: str = "cpu", n_threads: int | None = None, capture: Capture | None = None
+        self,
+        device: str = "cpu",
+        n_threads: int | None = None,
+        capture: Capture | None = None,
+        with_graphs: bool = True,
     ) -> None:
-        """`capture` records graphs, None for the device's own. Raises ConfigError if there is no device."""
+        """`capture` records graphs in place of the device. Raises ConfigError if there is no such device."""
         super().__init__(device, n_threads)
         self.exact_kv_type: KVType = "f16"
         self._capture = capture
-        if capture is None and self.device.type == "cuda":
+        if capture is None and with_graphs and self.device.type == "cuda":
             self._capture = CaptureOnCuda()
 
     @property

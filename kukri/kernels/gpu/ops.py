@@ -81,6 +81,8 @@ class TritonOps(TorchOps):
     def rms_norm(self, x: Any, weight: Vector, eps: float) -> Any:
         """See Ops.rms_norm."""
         x, w = self.floats(x), self.constants.vector(weight)
+        if not len(x):  # no logits are wanted, and no launch is without programs
+            return x
         return Deferred(lambda: launch.rms_norm(x, w, eps), lambda: launch.rms_norm_q8(x, w, eps))
 
     def head_norm(self, x: Any, weight: Vector, eps: float) -> Tensor:
@@ -92,8 +94,10 @@ class TritonOps(TorchOps):
     def layer_norm(self, x: Any, weight: Vector, bias: Vector, eps: float) -> Tensor:
         """See Ops.layer_norm: the mean is PyTorch's."""
         self.constants.is_batch_invariant = False
-        x = self.floats(x)
-        centred = (x - x.mean(-1, keepdim=True)).contiguous()
+        rows = self.floats(x)
+        if not len(rows):
+            return rows
+        centred = (rows - rows.mean(-1, keepdim=True)).contiguous()
         return launch.rms_norm(centred, self.constants.vector(weight), eps) + self.constants.vector(bias)
 
     def linear(
@@ -109,6 +113,8 @@ class TritonOps(TorchOps):
         n_rows = len(x.q8.quants) if isinstance(x, Deferred) and _all_packed(weights) else len(self.floats(x))
         n_out = sum(weight.shape[0] for weight in weights)
         y = torch.empty((n_rows, n_out), dtype=torch.float32, device=self.constants.device)
+        if not n_rows:
+            return y
         source = x if isinstance(x, Deferred) else Deferred(lambda: x, lambda: launch.quantize(x))
         residual = None if residual is None else residual.contiguous()
         start = 0
@@ -123,6 +129,14 @@ class TritonOps(TorchOps):
             return y
         y = self.floats(self.tap(*tap, y))
         return y if residual is None else y + residual
+
+    def add(self, x: Any, residual: Any) -> Tensor:
+        """See Ops.add."""
+        return super().add(self.floats(x), self.floats(residual))
+
+    def scale(self, x: Any, factor: float) -> Tensor:
+        """See Ops.scale."""
+        return super().scale(self.floats(x), factor)
 
     def rope(
         self, q: Any, k: Any, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
@@ -150,9 +164,9 @@ class TritonOps(TorchOps):
         work = self._work(spec, batch)
         n_chunks = -(-batch.max_context // launch.CHUNK)
         if batch.is_decode and n_chunks > 1:
-            out = launch.decode_split(*arguments, spec, n_chunks)
+            out = launch.decode_split(*arguments, spec, n_chunks, spec.softcap or 0.0)
         else:
-            out = launch.attention(*arguments, work, spec, is_prefill=not batch.is_decode)
+            out = launch.attention(*arguments, work, spec, not batch.is_decode, spec.softcap or 0.0)
         return out.view(len(out), -1)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Any:

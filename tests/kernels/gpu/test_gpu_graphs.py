@@ -9,6 +9,7 @@ from test_gpu_backend import Sequence, model_of
 from tiny_llama import random_ids
 from tiny_models import V
 
+from kukri.bench.device_checks import Sizes, check_backend
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import ShapeError
 from kukri.kernels.gpu import launch
@@ -163,3 +164,12 @@ def test_a_model_decodes_the_same_bits_by_graphs():
         results.append(np.concatenate(rows))
     np.testing.assert_array_equal(*results)
     assert capture.n_replayed == 2
+
+
+@pytest.mark.slow
+def test_the_checks_of_a_device_pass_under_the_interpreter():
+    """`kukri doctor --gpu` would call right kernels wrong, or a promise of bits broken."""
+    sizes = Sizes(tokens=(1, 9), n_columns=256, n_rows=21, contexts=(40, 17, 3), n_layers=1)
+    checks = list(check_backend(lambda: GpuBackend(capture=FakeGraphs()), GpuBackend, sizes))
+    assert len(checks) > 30
+    assert [check for check in checks if not check.passed] == []

@@ -1,0 +1,57 @@
+"""The checks of a device: they pass on the CPU, and find what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kukri.bench.device_checks import Sizes, check_backend
+from kukri.kernels.pytorch import TorchBackend
+from kukri.kernels.pytorch.ops import TorchOps
+from kukri.terminal.doctor import check_gpu
+
+SMALL = Sizes(tokens=(1, 9), n_columns=256, n_rows=21, contexts=(40, 17, 3), n_layers=1)
+
+
+def one_thread() -> TorchBackend:
+    return TorchBackend(n_threads=1)
+
+
+def test_all_pass_on_the_cpu():
+    """A check that fails on a right backend, or compares nothing."""
+    checks = list(check_backend(one_thread, sizes=SMALL))
+    assert len(checks) > 20
+    assert all(check.passed and check.error < 1e-4 for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("op", "found"),
+    [("linear", "product"), ("attention", "attention"), ("silu_mul", "model"), ("head_norm", "model")],
+)
+def test_a_wrong_op_is_found(op, found, monkeypatch):
+    """Checks that a wrong kernel passes."""
+    right = getattr(TorchOps, op)
+
+    def wrong(*args, **kwargs):
+        result = right(*args, **kwargs)
+        return result.roll(1, dims=-1)
+
+    monkeypatch.setattr(TorchOps, op, wrong)
+    failed = {check.name for check in check_backend(one_thread, sizes=SMALL) if not check.passed}
+    assert any(name.startswith(found) for name in failed)
+
+
+def test_the_command_says_what_failed(monkeypatch, capsys):
+    """A failure that a script cannot see."""
+    monkeypatch.setattr("kukri.bench.device_checks.check_backend.__defaults__", (None, SMALL))
+    check_gpu("cpu", as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"]
+    assert report["device"] == "cpu"
+    monkeypatch.setattr(TorchOps, "silu_mul", lambda self, gate, up: gate)
+    with pytest.raises(SystemExit, match="1"):
+        check_gpu("cpu", as_json=False)
+    text = capsys.readouterr().out
+    assert "FAILED torch: model, logits" in text
+    assert "1 of 21 checks FAILED" in text
