@@ -21,6 +21,7 @@ EXPECTED = {
     "chat.py": "> And at sunset?",
     "logprobs.py": "perplexity ",
     "forward.py": " Paris",
+    "patching.py": "steered: ' Paris",
     "hooks.py": "without the MLP of layer",
 }
 

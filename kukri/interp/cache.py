@@ -289,7 +289,10 @@ class ActivationCache(Mapping[str, Any]):
         return attributed
 
     def logit_lens(self, layer: int | None = None, pos_slice: PosSlice = -1) -> FloatArray:
-        """Logits of the stream before each layer, by the final norm and the head: [layer, batch, pos, V]."""
+        """Logits of the stream before each layer, by the final norm and the head: [layer, batch, V].
+
+        Of the last position; with another `pos_slice` than an index [layer, batch, pos, V].
+        """
         stack = self.accumulated_resid(layer, pos_slice=pos_slice)
         weights = self._model.weights
         logits: FloatArray = apply_norm(self._final_norm, stack) @ weights.W_U + weights.b_U
