@@ -209,6 +209,7 @@ def batch(
 
 @command(app)
 def embed(
+    model: ModelArgument = None,
     texts: Annotated[
         list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts. [default: lines of piped text]")
     ] = None,
@@ -222,12 +223,13 @@ def embed(
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Print a vector for each text, by minilm or -m."""
-    from kukri.terminal.embed import show_vectors
+    """Print a vector for each text, by minilm if no model is named."""
+    from kukri.terminal.embed import model_and_texts, show_vectors
 
+    model, texts = model_and_texts(model_option, [model, *(texts or [])])
     show_vectors(
-        texts or [],
-        model=model_option,
+        texts,
+        model=model,
         prompt_name=prompt,
         dimensions=dimensions,
         truncate=truncate,
@@ -238,7 +240,10 @@ def embed(
 
 @command(app)
 def rerank(
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are to answer.")],
+    model: ModelArgument = None,
+    query: Annotated[
+        str | None, typer.Argument(metavar="QUERY", help="What the documents are to answer.")
+    ] = None,
     documents: Annotated[
         list[str] | None,
         typer.Argument(metavar="[DOCUMENT]...", help="Documents. [default: lines of piped text]"),
@@ -250,16 +255,16 @@ def rerank(
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Rank documents by a query, with minilm or -m.
+    """Rank documents by a query, with minilm if no model is named.
 
     A cross-encoder reads both together; other models compare embeddings.
     """
-    from kukri.terminal.embed import show_ranking
+    from kukri.terminal.embed import model_and_texts, show_ranking
 
+    model, texts = model_and_texts(model_option, [model, query, *(documents or [])])
     show_ranking(
-        query,
-        documents or [],
-        model=model_option,
+        texts,
+        model=model,
         top_n=top_n,
         truncate=truncate,
         loading=given(loading),

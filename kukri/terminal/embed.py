@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kukri.errors import RequestError
+from kukri.formats import hub
+from kukri.formats.repos import SHORT_NAMES
 from kukri.llm import LLM
 from kukri.terminal.output import allow_any_text, write_text
 from kukri.terminal.progress import loading_bar
-from kukri.terminal.run import piped_text
+from kukri.terminal.run import is_model_file, piped_text
 
 DEFAULT_ENCODER = "minilm"
 
@@ -37,8 +40,7 @@ def show_vectors(
 
 
 def show_ranking(
-    query: str,
-    documents: Sequence[str],
+    texts: Sequence[str],
     *,
     model: str | None,
     top_n: int | None,
@@ -46,8 +48,10 @@ def show_ranking(
     loading: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Prints the documents, or lines of piped text, by their score, the best first."""
-    given = _texts(documents, "document")
+    """Prints the documents behind the query, or lines of piped text, by their score, the best first."""
+    if not texts:
+        raise RequestError("no query: give one as an argument", param="query")
+    query, given = texts[0], _texts(texts[1:], "document")
     with _open(model, loading) as llm:
         found = llm.rerank(query, given, top_n=top_n, truncate=truncate)
         name = llm.config.name
@@ -61,6 +65,21 @@ def show_ranking(
     allow_any_text()
     for one in found:
         write_text(f"{one.score:.4f}  {one.document}\n")
+
+
+def model_and_texts(option: str | None, arguments: Sequence[str | None]) -> tuple[str | None, list[str]]:
+    """The model, and the texts: the first argument is the model if it names one and -m does not."""
+    texts = [text for text in arguments if text is not None]
+    if option is None and texts and _is_model(texts[0]):
+        return texts[0], texts[1:]
+    return option, texts
+
+
+def _is_model(text: str) -> bool:
+    """True for a known name, a .gguf file and a directory of a model."""
+    if text in hub.MODELS or text in SHORT_NAMES or is_model_file(text):
+        return True
+    return text != "" and Path(text).is_dir() and (Path(text) / "config.json").is_file()
 
 
 def _open(model: str | None, loading: dict[str, Any]) -> LLM:

@@ -217,7 +217,7 @@ def edited(directory: Path, change) -> Path:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda c: c["model"].update(type="WordPiece"), UnsupportedError, "'WordPiece'; kukri reads BPE"),
+        (lambda c: c["model"].update(type="Unigram"), UnsupportedError, "'Unigram'; kukri reads BPE"),
         (lambda c: c.pop("model"), FormatError, "'model' must be an object"),
         (lambda c: c["model"].update(vocab={}), FormatError, "no vocabulary"),
         (lambda c: c["model"]["vocab"].update(x=10**9), FormatError, "has id 1000000000; the model has 1000"),
