@@ -450,18 +450,18 @@ def gelu(row, width, part, x, x_stride, n, y, y_stride, panels):
     _write_gelu(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
-def gelu_exact(row, part, x, x_stride, n, y, y_stride, panels):
+def gelu_exact(row, width, part, x, x_stride, n, y, y_stride, panels):
     """y = GELU of x by the error function."""
     start = 4 * PART_COLUMNS * part
     stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_gelu_exact(row, start, stop, n, y, y_stride, panels, x + row * x_stride)
+    _write_gelu_exact(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
-def tanh(row, part, x, x_stride, n, y, y_stride, panels):
+def tanh(row, width, part, x, x_stride, n, y, y_stride, panels):
     """y = the hyperbolic tangent of x."""
     start = 4 * PART_COLUMNS * part
     stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_tanh(row, start, stop, n, y, y_stride, panels, x + row * x_stride)
+    _write_tanh(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
 # --- positions and cache ------------------------------------------------------------------------------
