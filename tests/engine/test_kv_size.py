@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from tiny_gguf import tiny_config, write_tiny
 
-from kukri import LLM, SamplingParams, loading
+from kukri import LLM, SamplingParams
 from kukri.engine.kv_size import choose_kv_size
 from kukri.errors import ConfigError
+from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.reference import ReferenceBackend
 from kukri.machine import available_bytes
 
 MiB = 1 << 20
@@ -73,7 +75,8 @@ def test_a_huge_context_opens_where_memory_is_short(
     """`no memory for a KV cache of 72.0 GiB` for a model that runs well."""
     path = write_tiny(tmp_path / "huge.gguf", tiny_config(HUGE_CONTEXT))
     weights = path.stat().st_size
-    monkeypatch.setattr(loading, "available_bytes", lambda: weights + 4 * MiB)
+    for backend in (CpuBackend, ReferenceBackend):
+        monkeypatch.setattr(backend, "free_bytes", lambda _: weights + 4 * MiB)
     with caplog.at_level(logging.INFO, "kukri.loading"), LLM(path, backend="cpu", n_threads=1) as llm:
         assert llm.config.max_context == HUGE_CONTEXT
         assert 10_000 < llm.engine.max_context < HUGE_CONTEXT
