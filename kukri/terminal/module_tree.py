@@ -6,7 +6,7 @@ The tree is made of the tensors' Hugging Face names, so it shows modules that ho
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,17 +29,19 @@ _OWN_CLASSES = {
     "Gemma2Embedding": "Gemma2TextScaledWordEmbedding",
     "Gemma3Embedding": "Gemma3TextScaledWordEmbedding",
     "Gemma3Model": "Gemma3TextModel",
+    "GptOssSparseMoeBlock": "GptOssMLP",
 }
 
 
 @dataclass
 class Module:
-    """One module. `kind` is its class; `facts` are printed in parentheses."""
+    """One module. `kind` is its class; `facts` are printed in parentheses, alone if `is_folded`."""
 
     kind: str
     facts: str = ""
     tensors: dict[str, StoredTensor] = field(default_factory=dict)  # weight, bias
     children: dict[str, Module] = field(default_factory=dict)
+    is_folded: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, every layer on its own."""
@@ -83,7 +85,7 @@ def module_tree(
 def tree_lines(name: str, module: Module, indent: str = "") -> list[str]:
     """The lines of a module, with consecutive equal children as one."""
     head = f"{indent}({name}): {module.kind}(" if name else f"{module.kind}("
-    if not module.children:
+    if module.is_folded or not module.children:
         return [f"{head}{module.facts})"]
     lines = [head]
     for label, child in _folded(module.children):
@@ -116,12 +118,34 @@ def _describe(module: Module, name: str, prefix: str, norm_eps: float | None) ->
         _describe(child, child_name, prefix, norm_eps)
     if module.kind:
         return
+    if name == "experts":
+        module.kind, module.facts, module.is_folded = f"{prefix}Experts", ", ".join(_parts(module)), True
+        return
+    if "experts" in module.children:
+        module.kind = _OWN_CLASSES.get(f"{prefix}SparseMoeBlock", f"{prefix}SparseMoeBlock")
+        for router in module.children.keys() & {"gate", "router"}:
+            module.children[router].kind = f"{prefix}TopKRouter"
+        return
     if module.children:
         numbered = all(child.isdecimal() for child in module.children)
         kind = prefix + _CLASSES.get(name, "DecoderLayer")
         module.kind = "ModuleList" if numbered else _OWN_CLASSES.get(kind, kind)
         return
     module.kind, module.facts = _leaf(name, module.tensors, prefix, norm_eps)
+
+
+def _parts(experts: Module) -> Iterator[str]:
+    """Tensors of the experts: `down_proj=8x64x32, F16` if stacked, else `8 x down_proj=64x32, F16`."""
+    for key, tensor in experts.tensors.items():
+        yield f"{key}={'x'.join(map(str, tensor.shape))}, {tensor.type}"
+    numbered = [child for name, child in experts.children.items() if name.isdecimal()]
+    if numbered:
+        yield from (f"{len(numbered)} x {part}" for part in _parts(numbered[0]))
+    for name, child in experts.children.items():
+        if not name.isdecimal():
+            for key, tensor in child.tensors.items():
+                label = name if key == "weight" else f"{name}.{key}"
+                yield f"{label}={'x'.join(map(str, tensor.shape))}, {tensor.type}"
 
 
 def _leaf(

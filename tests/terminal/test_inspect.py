@@ -51,12 +51,13 @@ def printed_by_torch(model: torch.nn.Module) -> list[str]:
     for line in str(model).splitlines():
         if not re.search(r"\((rotary_emb|act_fn|activation_fn|act|.*dropout)\): ", line):
             keep.append(line.replace(", padding_idx=0", ""))  # which no inference uses
-    return keep
+    return re.sub(r"\(\n +\)", "()", "\n".join(keep)).splitlines()
 
 
 def untyped(text: str) -> list[str]:
     """kukri's tree without weight types and what else PyTorch does not print."""
     lines = [re.sub(r", (?:F32|BF16|F16|Q8_0|tied to [\w.]+)\)$", ")", line) for line in text.splitlines()]
+    lines = [re.sub(r"(Experts|TopKRouter)\(.+\)$", r"\1()", line) for line in lines]
     return [line for line in lines if line]
 
 
