@@ -9,7 +9,7 @@ from kukri.quant.types import QUANT_TYPES
 
 # where float16 scales and minimums lie in a block
 HALVES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "MXFP4": (),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
@@ -24,6 +24,9 @@ def random_rows(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> 
     """uint8 [out, row_bytes] for a matrix (out, in), every bit random but the scales: |w| up to about 0.5."""
     type = QUANT_TYPES[name]
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // type.block_size, type.block_bytes), np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = rng.integers(117, 124, len(blocks))
+        return blocks.reshape(shape[0], -1)
     for at in HALVES[name]:
         blocks[:, at : at + 2] = np.float16([1]).view(np.uint8)
     largest = np.abs(dequantized_by_gguf(blocks, name)).max()

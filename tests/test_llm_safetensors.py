@@ -88,6 +88,12 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "phi": (tr.PhiConfig, {"partial_rotary_factor": 0.5}),
     "starcoder2": (tr.Starcoder2Config, {"sliding_window": 9}),
+    "gpt_oss": (
+        tr.GptOssConfig,
+        {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 9}
+        | {"rope_parameters": {**YARN, "truncate": False}},
+    ),
+    "olmoe": (tr.OlmoeConfig, {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3_moe": (
         tr.Qwen3MoeConfig,
         {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
@@ -233,9 +239,8 @@ def test_greedy_ids_on_the_cpu(kind: str, dtype: torch.dtype, tmp_path: Path) ->
     with LLM(directory) as llm:
         want_ids = tr.PreTrainedTokenizerFast.from_pretrained(directory).encode(PROMPT)
         result = llm.generate(PROMPT, GREEDY)
-        assert {p.type for p in llm.model.parameters if len(p.shape) == 2} == {
-            "F32" if dtype is torch.float32 else "BF16"
-        }
+        matrices = [p for p in llm.model.parameters if len(p.shape) > 1 and p.name.endswith(".weight")]
+        assert {p.type for p in matrices} == {"F32" if dtype is torch.float32 else "BF16"}
     assert result.prompt_token_ids == want_ids
     logits = theirs(model, want_ids + result.token_ids)[len(want_ids) - 1 : -1]
     chosen = logits[np.arange(len(logits)), result.token_ids]

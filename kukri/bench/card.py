@@ -13,11 +13,12 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats.headers import read_headers
-from kukri.formats.huggingface.weights import packed_type
+from kukri.formats.huggingface.weights import is_packed, packed_type
 from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
@@ -96,13 +97,15 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
     loaded: dict[str, int] = {}
     for tensor in headers.tensors:
         kind, loaded[tensor.name] = tensor.type, tensor.n_bytes
-        packed = target and len(tensor.shape) == 2 and fitting_type(target, tensor.shape[1])
+        packed = target and is_packed(tensor.name, tensor.shape) and fitting_type(target, tensor.shape[-1])
         if packed:
-            kind, loaded[tensor.name] = packed.name, tensor.shape[0] * packed.row_bytes(tensor.shape[1])
+            n_rows, n_columns = prod(tensor.shape[:-1]), tensor.shape[-1]
+            kind, loaded[tensor.name] = packed.name, n_rows * packed.row_bytes(n_columns)
         sizes[kind] += loaded[tensor.name]
     # a tied head reads all of the embedding, else one row of it is read
     is_tied = config.tie_embeddings and config.head.kind == "language_model"
-    unread = sum(loaded.get(name, 0) for name in ("token_embd.weight", "model.embed_tokens.weight"))
+    embedding = sum(loaded.get(name, 0) for name in ("token_embd.weight", "model.embed_tokens.weight"))
+    unread = headers.unused(lambda tensor: loaded[tensor.name]) + (0 if is_tied else embedding)
     return ModelCard(
         path=str(path),
         name=config.name,
@@ -112,7 +115,7 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
         max_context=config.max_context,
         file_bytes=headers.file_bytes,
         bytes_by_type=dict(sizes.most_common()),
-        bytes_per_token=sum(sizes.values()) - (0 if is_tied else unread),
+        bytes_per_token=sum(sizes.values()) - unread,
         kv_bytes_per_token=config.kv_bytes_per_token,
     )
 

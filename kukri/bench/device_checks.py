@@ -237,6 +237,10 @@ class _RandomSource:
         """See WeightSource.experts."""
         raise UnsupportedError("the random model has no experts")
 
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """See WeightSource.expert_vectors."""
+        raise UnsupportedError("the random model has no experts")
+
     def vector(self, name: str, size: int) -> FloatArray:
         """See WeightSource.vector."""
         return 1 + 0.2 * self._random.standard_normal(size, dtype=np.float32)

@@ -299,6 +299,10 @@ class _Changeable:
             self._experts[name] = self._source.experts(name, shape)
         return self._experts[name]
 
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """Biases of experts, float32 (experts, out)."""
+        return self._source.expert_vectors(name, shape)
+
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]."""
         return self._source.vector(name, size)

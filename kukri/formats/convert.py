@@ -134,10 +134,7 @@ def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Co
 
     Raises UnsupportedError for tensors and configurations that GGUF has no name for.
     """
-    steps = [
-        Step(name, values.shape, _F32, _F32, lambda values=values: values.view(np.uint8).reshape(1, -1))  # type: ignore[misc]
-        for name, values in rope_tensors(config).items()
-    ]
+    steps = [_of_array(name, values) for name, values in rope_tensors(config).items()]
     files = open_files(path)
     architecture = ARCHITECTURES[config.architecture]
     prefix = model_prefix(files, architecture)
@@ -184,14 +181,24 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, store
     return Step(stored_name, shape, type, _F32 if is_small else type, read, name)
 
 
+def _of_array(name: str, values: FloatArray) -> Step:
+    """The step of float32 numbers that stay so."""
+    rows = values.reshape(-1, values.shape[-1]).view(np.uint8)
+    return Step(name, values.shape, _F32, _F32, lambda: rows)
+
+
 def _of_experts(path: Path, config: ModelConfig, names: Iterable[str]) -> Iterator[Step]:
     """The steps of experts, each the matrices of all of a layer."""
     source = SafetensorsWeights(path, config)
     for name in names:
         assert config.mixture is not None, "its tensors were taken"
         shape = (config.mixture.d_ffn, config.d_model)
-        if name.endswith("down_proj.weight"):
+        if ".down_proj." in name:
             shape = (config.d_model, config.mixture.d_ffn)
+        if name.endswith(".bias"):
+            biases = source.expert_vectors(name, (config.mixture.n_experts, shape[0]))
+            yield _of_array(gguf_name(name, config.architecture), biases)
+            continue
         experts = source.experts(name, (config.mixture.n_experts, *shape))
 
         def read(experts: Experts = experts) -> ByteArray:

@@ -159,7 +159,10 @@ def read_mixture(
         return None
     found = {}
     for fact in mixture_facts(architecture):
-        found[fact.field] = fact.read(keys, form, d_ffn if fact.field == "d_ffn" else None)
+        if fact.field == "d_ffn" and not keys.value(fact.key(form)):  # llama.cpp's saver writes 0 for none
+            found["d_ffn"] = d_ffn
+        else:
+            found[fact.field] = fact.read(keys, form)
     if found["n_used"] > found["n_experts"]:
         key = mixture_facts(architecture)[1].key(form)
         raise keys.error(key, f"is {found['n_used']}, but there are {found['n_experts']} experts")

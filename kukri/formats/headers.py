@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,6 +36,11 @@ class StoredTensor:
     offset: int
 
     @property
+    def is_of_experts(self) -> bool:
+        """True for a matrix, or bias, of a mixture's experts: a token reads those of a few."""
+        return "_exps." in self.name or ".experts." in self.name
+
+    @property
     def n_parameters(self) -> int:
         """Numbers in the tensor."""
         return prod(self.shape)
@@ -64,6 +70,19 @@ class Headers:
     def n_parameters(self) -> int:
         """Numbers in the model; tied embeddings count once."""
         return sum(tensor.n_parameters for tensor in self.tensors)
+
+    @property
+    def n_active_parameters(self) -> int:
+        """Those that a token is computed with: of a mixture's experts, the share that it uses."""
+        return self.n_parameters - self.unused(lambda tensor: tensor.n_parameters)
+
+    def unused(self, size: Callable[[StoredTensor], int]) -> int:
+        """The sum of `size` over experts, but for the share that a token uses."""
+        mixture = self.config.mixture if self.config else None
+        if mixture is None:
+            return 0
+        of_experts = sum(size(tensor) for tensor in self.tensors if tensor.is_of_experts)
+        return of_experts // mixture.n_experts * (mixture.n_experts - mixture.n_used)
 
     @property
     def file_bytes(self) -> int:
@@ -169,6 +188,11 @@ class GGUFNames(GGUFWeights):
         self.names[tensor.name] = name
         rows = np.broadcast_to(np.uint8(0), (n_out, tensor.type.row_bytes(n_in)))
         return Experts((Weight(rows, tensor.type, (n_out, n_in), name),) * n, name)
+
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """Zeros, float32 (experts, out)."""
+        self.names[self._take(name, shape).name] = name
+        return np.zeros(shape, np.float32)
 
     def vector(self, name: str, size: int) -> FloatArray:
         """Zeros, float32 [size]."""

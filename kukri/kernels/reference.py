@@ -225,7 +225,7 @@ class ReferenceOps:
                     spec.n_kv_heads, -1, spec.d_head
                 )  # [G, H/G, K]: query heads by their KV head
                 scores = self._scores(heads, keys[:, :, first:n_visible], spec)
-                out[t] = (_softmax(scores) @ values[:, first:n_visible]).reshape(-1)
+                out[t] = (_softmax(scores, spec.sinks) @ values[:, first:n_visible]).reshape(-1)
         return out
 
     def _masked_attention(
@@ -239,7 +239,7 @@ class ReferenceOps:
             heads = q[t].reshape(spec.n_kv_heads, -1, spec.d_head)
             scores = self._scores(heads, keys[:, :, :n_context], spec)
             added = np.broadcast_to(mask[:, t], (spec.n_heads, n_context)).reshape(scores.shape)
-            out[t] = (_softmax(scores + added) @ values[:, :n_context]).reshape(-1)
+            out[t] = (_softmax(scores + added, spec.sinks) @ values[:, :n_context]).reshape(-1)
         return out
 
     def _scores(self, heads: FloatArray, keys: FloatArray, spec: AttentionSpec) -> FloatArray:
@@ -259,6 +259,12 @@ class ReferenceOps:
     def softcap(self, x: FloatArray, cap: float) -> FloatArray:
         """cap * tanh(x / cap)."""
         y: FloatArray = np.tanh(x / np.float32(cap)) * np.float32(cap)
+        return y
+
+    def clamped_swiglu(self, gate: FloatArray, up: FloatArray, alpha: float, limit: float) -> FloatArray:
+        """(up + 1) * gate * sigmoid(alpha * gate), clamped."""
+        gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
+        y: FloatArray = (up + 1) * gate / (1 + np.exp(np.float32(-alpha) * gate))
         return y
 
     def gelu(self, x: FloatArray, is_exact: bool = False) -> FloatArray:
@@ -399,10 +405,15 @@ def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> Flo
     return rotated.reshape(x.shape)
 
 
-def _softmax(scores: FloatArray) -> FloatArray:
-    """Softmax along the last axis; zeros if every score is -inf."""
+def _softmax(scores: FloatArray, sinks: Vector | None) -> FloatArray:
+    """Softmax along the last axis of [G, H/G, n], beside a sink for each head; zeros if all are -inf."""
     top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.data.reshape(top.shape)
+        top = np.maximum(top, sink)
     weights: FloatArray = np.exp(scores - np.where(top == -np.inf, np.float32(0), top))
     total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sink - top)
     weights /= np.where(total == 0, np.float32(1), total)
     return weights

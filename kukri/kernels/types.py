@@ -232,7 +232,8 @@ class AttentionSpec:
     """One layer's attention. `scale` multiplies scores.
 
     A token sees itself and earlier ones, `window` of them (None: all); if attention is not causal, as many
-    later ones too.
+    later ones too. `sinks` [H], if there are any, are scores that take their share of each head's softmax and
+    add nothing.
     """
 
     layer: int
@@ -243,6 +244,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     is_causal: bool = True
+    sinks: Vector | None = None
 
     @property
     def group(self) -> int:
@@ -315,6 +317,11 @@ class Ops(Protocol):
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""
+
+    def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        """(up + 1) * gate * sigmoid(alpha * gate), of gate clamped to at most, and up to within, `limit`:
+        the activation of gpt-oss (OpenAI 2025).
+        """
 
     def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
         """GELU (Hendrycks and Gimpel 2016): x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).

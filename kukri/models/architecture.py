@@ -18,6 +18,9 @@ class ExpertKeys:
     d_ffn: str  # width of an expert's MLP
     normalized: str | bool  # a token's weights have the sum 1: always, never, or a key that says
     gguf_normalized: bool  # the same in GGUF, where no key says so
+    # safetensors hold one tensor of all experts (experts, in, out), or MXFP4 blocks of (experts, out, in),
+    # with gate's and up's outputs in turns
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Architecture:
         default_factory=dict
     )  # by module or part: always, or a key that says
     partial_rotary: bool = False  # RoPE without scaling reads partial_rotary_factor
+    yarn_truncates: bool = True  # in GGUF, where no key says it: YaRN's bounds are whole dimensions
     experts: ExpertKeys | None = None  # of a mixture
     scaling_names: Mapping[str, str] = field(default_factory=dict)  # older names of RoPE scalings
 

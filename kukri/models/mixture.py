@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, Routing, Tensor
+from kukri.kernels.types import Ops, Routing, Tensor, Vector
 from kukri.models.layers import Linear, Parameter
 
 if TYPE_CHECKING:
@@ -17,7 +19,13 @@ class ExpertLinear:
     """y = x Wᵀ with the W of each token's experts, for one matrix of an expert or several side by side."""
 
     def __init__(
-        self, source: WeightSource, names: Sequence[str], n_outs: Sequence[int], n_in: int, n_experts: int
+        self,
+        source: WeightSource,
+        names: Sequence[str],
+        n_outs: Sequence[int],
+        n_in: int,
+        n_experts: int,
+        has_bias: bool,
     ) -> None:
         self.n_outs = tuple(n_outs)
         self.experts = tuple(
@@ -27,10 +35,17 @@ class ExpertLinear:
             Parameter(each.name, each.shape, each.type.name, sum(w.stored.nbytes for w in each.weights))
             for each in self.experts
         ]
+        self.bias: Vector | None = None
+        if has_bias:
+            biases = [source.expert_vectors(f"{name}.bias", (n_experts, n)) for name, n in zip(names, n_outs)]
+            self.bias = Vector(np.concatenate(biases, axis=1).reshape(-1), f"{names[0]}.bias")
+            self.parameters += [
+                Parameter(f"{name}.bias", bias.shape, "F32", bias.nbytes) for name, bias in zip(names, biases)
+            ]
 
     def __call__(self, ops: Ops, x: Tensor, routes: Tensor) -> Tensor:
         """x [T or T * n_used, in] -> [T * n_used, sum of n_outs]."""
-        return ops.expert_linear(x, routes, self.experts)
+        return ops.expert_linear(x, routes, self.experts, self.bias)
 
 
 class Mixture:
@@ -40,6 +55,7 @@ class Mixture:
     """
 
     router_name = "gate"
+    has_biases = False
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         mixture = config.mixture
@@ -49,8 +65,9 @@ class Mixture:
         self.routing = Routing(n, mixture.n_used, mixture.normalized)
         self.router = Linear(source, [f"{name}.{self.router_name}"], (n,), config.d_model)
         names = [f"{name}.experts.{part}" for part in ("gate_proj", "up_proj")]
-        self.gate_up = ExpertLinear(source, names, (d_ffn, d_ffn), config.d_model, n)
-        self.down = ExpertLinear(source, [f"{name}.experts.down_proj"], (config.d_model,), d_ffn, n)
+        self.gate_up = ExpertLinear(source, names, (d_ffn, d_ffn), config.d_model, n, self.has_biases)
+        down = [f"{name}.experts.down_proj"]
+        self.down = ExpertLinear(source, down, (config.d_model,), d_ffn, n, self.has_biases)
         self.parameters = self.router.parameters + self.gate_up.parameters + self.down.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
@@ -60,5 +77,9 @@ class Mixture:
         gate, up = ops.split(self.gate_up(ops, x, routes), self.gate_up.n_outs)
         gate = ops.tap("mlp.hook_pre", self.layer, gate)
         up = ops.tap("mlp.hook_pre_linear", self.layer, up)
-        hidden = ops.tap("mlp.hook_post", self.layer, ops.silu_mul(gate, up))
+        hidden = ops.tap("mlp.hook_post", self.layer, self.activate(ops, gate, up))
         return ops.combine(self.down(ops, hidden, routes), routes, residual, ("hook_mlp_out", self.layer))
+
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
+        """The activation of an expert, of both [T * n_used, F]."""
+        return ops.silu_mul(gate, up)

@@ -97,6 +97,9 @@ class _TapOps:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return None
 
+    def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        return None
+
     def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
         return None
 

@@ -24,6 +24,9 @@ class WeightSource(Protocol):
         Raises FormatError if some are missing or of another shape.
         """
 
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """The biases (experts, out) of such matrices as float32. Raises FormatError as `experts` does."""
+
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
 

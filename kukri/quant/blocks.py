@@ -162,6 +162,25 @@ class Q8_0(BlockFormat):
         return quants
 
 
+# what the 16 quants of MXFP4 stand for, doubled: floats of 2 exponent bits and 1 of fraction
+MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+class MXFP4(BlockFormat):
+    """32 weights 2^(e - 128) * MXFP4_VALUES[q], q of 4 bits (OCP Microscaling Formats 1.0).
+
+    | e: 1 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
+    """
+
+    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
+        """uint8 [n, 17] -> float32 [n, 32]."""
+        weights = MXFP4_VALUES[_bit_fields(blocks[:, 1:], 4, run=16)]
+        exponents = blocks[:, :1].astype(np.uint32)
+        small = np.uint32(0x00200000) << np.minimum(exponents, 1)  # below the least normal float32
+        weights *= np.where(exponents < 2, small, (exponents - 1) << 23).view(np.float32)
+        return weights
+
+
 class Q2_K(BlockFormat):
     """256 weights in 16 groups of 16: d s[g] q - m t[g], q of 2 bits, s and t of 4.
 
@@ -281,7 +300,7 @@ class IQ4_XS(BlockFormat):
 
 
 _FORMATS: tuple[type[BlockFormat], ...] = (
-    F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
+    F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
 )  # fmt: skip
 # the types that run, by name: every reader of files and the reference backend go by this table
 BLOCKS: dict[str, BlockFormat] = {form.__name__: form(form.__name__) for form in _FORMATS}

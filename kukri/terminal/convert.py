@@ -45,12 +45,14 @@ def convert_model(
 ) -> None:
     """Writes a model as a GGUF file, or prints the plan for it.
 
-    `recipe` is a mix or the path of a recipe; None keeps the types of a GGUF file, and of a directory the one
-    that most of its weights are in. `imatrix` names a file of importances.
+    `recipe` is a mix or the path of a recipe; None keeps the types of a GGUF file, or of a directory with
+    packed weights, and of another directory the one that most of its weights are in. `imatrix` names a file
+    of importances.
     """
     wanted = None if recipe is None else recipe_named(recipe)
     with _opened(source, imatrix) as conversion:
-        if wanted is None and source.is_dir():
+        is_packed = any(step.source.block_size > 1 for step in conversion.steps)
+        if wanted is None and source.is_dir() and not is_packed:
             wanted = Recipe(_usual_type(conversion))
         plan = conversion if wanted is None else with_recipe(conversion, wanted)
         if not dry_run:

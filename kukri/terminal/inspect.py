@@ -127,7 +127,7 @@ def _report(
         "n_metadata_keys": len(headers.stated),
         "n_tensors": len(headers.tensors),
         "n_parameters": headers.n_parameters,
-        "n_active_parameters": _n_active(headers, names),
+        "n_active_parameters": headers.n_active_parameters,
         "buffers": [tensor.name for tensor in headers.buffers],
         "architecture": _architecture(headers),
         "unsupported": None if problem is None else str(problem),
@@ -151,15 +151,6 @@ def _report(
             for tensor in headers.tensors
         ]
     return report
-
-
-def _n_active(headers: Headers, names: Mapping[str, str]) -> int:
-    """Parameters that a token is computed with: of experts, the share that it uses."""
-    mixture = headers.config.mixture if headers.config else None
-    if mixture is None:
-        return headers.n_parameters
-    of_experts = sum(t.n_parameters for t in headers.tensors if ".mlp.experts." in names[t.name])
-    return headers.n_parameters - of_experts // mixture.n_experts * (mixture.n_experts - mixture.n_used)
 
 
 def _config_report(config: ModelConfig | None) -> dict[str, Any]:

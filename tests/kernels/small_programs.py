@@ -9,7 +9,7 @@ from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, ForwardBatch, KVLayer, StepLimits, Weight
+from kukri.kernels.types import AttentionSpec, ForwardBatch, KVLayer, StepLimits, Vector, Weight
 from kukri.quant.types import QUANT_TYPES
 
 QUANTIZED = tuple(HALVES)  # every quantized type that kukri runs
@@ -88,14 +88,25 @@ def fill(array, rng):
 
 
 def attention_case(
-    rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_type="f16", softcap=None, is_causal=True
+    rng,
+    group,
+    n_kv_heads,
+    d_head,
+    window,
+    contexts,
+    n_new,
+    kv_type="f16",
+    softcap=None,
+    is_causal=True,
+    sinks=None,
 ):
     """A program and a batch of several sequences, their pages scattered, on caches with the same past."""
     n_tokens = sum(n_new)
     width = (group + 2) * n_kv_heads * d_head
     x = f32_weight(rng.standard_normal((n_tokens, width)))
     heads = (group * n_kv_heads, n_kv_heads, d_head)
-    spec = AttentionSpec(0, *heads, d_head**-0.5, window, softcap, is_causal)
+    sinks = None if sinks is None else Vector(np.asarray(sinks, np.float32))
+    spec = AttentionSpec(0, *heads, d_head**-0.5, window, softcap, is_causal, sinks)
     n_pages = [-(-c // PAGE_TOKENS) for c in contexts]
     free = rng.permutation(sum(n_pages) + 5).astype(np.int32)  # pages with holes between them
     table = np.zeros((len(contexts), max(n_pages)), np.int32)

@@ -60,6 +60,17 @@ def test_masked_attention(backend, group, n_kv_heads, d_head, softcap, per_head,
     assert not got[n_new // 3].any()
 
 
+def test_masked_attention_with_sinks(backend):
+    """Sinks that count only without a mask, or make numbers of a token that sees nothing."""
+    rng = np.random.default_rng(0)
+    program, batch, past = attention_case(rng, 3, 2, 64, None, [70], [20], sinks=rng.standard_normal(6))
+    batch = replace(batch, mask=random_mask(rng, 6, 20, 70))
+    got = run(backend, program, batch, copy_of(past), 6)
+    want = run(ReferenceBackend(), program, batch, copy_of(past), 6)
+    assert_close(got, want, relative=1e-5)
+    assert not got[20 // 3].any()
+
+
 def test_masked_attention_ignores_what_lies_behind_the_context(backend):
     """Would catch NaN of an earlier owner of the last page."""
     rng = np.random.default_rng(3)

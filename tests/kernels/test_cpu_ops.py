@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from small_programs import (
     TYPES,
     assert_close,
@@ -315,6 +316,41 @@ def test_attention_to_later_tokens(backend, group, kv_type, window):
     got = run(backend, program, batch, caches[0], max_sequences=5)
     want = run(ReferenceBackend(), program, batch, caches[1], max_sequences=5)
     assert_close(got, want, relative=1e-5)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 20])
+def test_clamped_swiglu(backend, n_tokens):
+    """Would catch a clamp on the wrong side, of gate from below, or left out; alpha on up."""
+    x = f32_weight(np.random.default_rng(n_tokens).standard_normal((n_tokens, 192)) * 6)
+
+    def program(ops, batch):
+        gate, up = ops.split(ops.embed(x, batch), (96, 96))
+        return ops.logit_rows(ops.clamped_swiglu(gate, up, 1.702, 7.0), batch)
+
+    got, want = both(backend, program, plain_batch(n_tokens))
+    assert_close(got, want)
+    gate, up = (torch.from_numpy(part) for part in np.split(x.data.view(np.float32), 2, axis=1))
+    glu = gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7))  # as transformers has it
+    np.testing.assert_allclose(want, ((up.clamp(-7, 7) + 1) * glu).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize(("group", "n_kv_heads", "d_head"), [(1, 3, 16), (3, 2, 64), (8, 2, 48)])
+def test_attention_with_sinks(backend, group, n_kv_heads, d_head, window):
+    """A sink of another head, or one that counts once for each chunk of a long context."""
+    rng = np.random.default_rng(group)
+    contexts, n_new = (1, 70, 200, 130, 64), (1, 1, 20, 130, 3)
+    sinks = rng.standard_normal(group * n_kv_heads) * 4
+    results = []
+    for values in (sinks, None):
+        rng = np.random.default_rng(group)
+        case = attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new, sinks=values)
+        program, batch, past = case
+        got = run(backend, program, batch, copy_of(past), max_sequences=5)
+        want = run(ReferenceBackend(), program, batch, copy_of(past), max_sequences=5)
+        assert_close(got, want, relative=1e-5)
+        results.append(got)
+    assert np.abs(results[0] - results[1]).max() > 0.1
 
 
 def test_a_q8_0_cache_is_close_to_float16(backend):

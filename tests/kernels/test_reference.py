@@ -199,6 +199,27 @@ def test_attention_matches_torch_over_holes_and_offsets(group: int, window: int 
         np.testing.assert_allclose(got[start : start + new], want, **CLOSE)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_are_a_column_of_the_softmax(window: int | None) -> None:
+    """A sink that weighs its own value, that belongs to another head, or that is scaled as scores are."""
+    spec = AttentionSpec(0, 6, 2, 16, 0.3, window, sinks=Vector(normal(6) * 3))
+    batch, _ = make_batch([(0, 20)], 4)
+    q, k, v = normal(20, 96), normal(20, 32), normal(20, 32)
+    got = ReferenceOps(PagedKV([KVLayer(2, 16)], 4, kv_type="f32")).attention(q, k, v, spec, batch)
+    heads_q, heads_k, heads_v = (
+        torch.from_numpy(x).reshape(20, -1, 16).transpose(0, 1).repeat_interleave(n, 0)
+        for x, n in ((q, 1), (k, 3), (v, 3))
+    )
+    distance = torch.arange(20)[:, None] - torch.arange(20)
+    hidden = (distance < 0) | (distance >= (window or 99))
+    scores = (heads_q @ heads_k.transpose(1, 2) * 0.3).masked_fill(hidden, -torch.inf)
+    assert spec.sinks is not None
+    column = torch.from_numpy(spec.sinks.data)[:, None, None].expand(6, 20, 1)
+    weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    want = (weights @ heads_v).transpose(0, 1).reshape(20, -1)
+    np.testing.assert_allclose(got, want.numpy(), **CLOSE)
+
+
 def test_the_cache_saturates_and_keeps_nan() -> None:
     """An infinity stored where a key is too large for float16; a NaN hidden from the logits that follow."""
     cache = PagedKV([KVLayer(1, 16)], 2)

@@ -22,6 +22,7 @@ from kukri.kernels.types import Backend
 from kukri.models import ARCHITECTURES, Model, load_model, tap_names
 
 IDS = random_ids(N_TOKENS, V)
+MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
 
 
@@ -117,7 +118,7 @@ class WithInt8Inputs:
         return self.model(Int8Inputs(ops), batch)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "phi", "starcoder2", *DECODERS, "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "phi", "starcoder2", *DECODERS, *MIXTURES[:2]])
 def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
     """An op that leaves stale or no int8 input to the packed matrices after it."""
     _, model = loaded(name, "gguf", tmp_path, "Q8_0")
@@ -135,7 +136,7 @@ def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Bac
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi", *DECODERS, "qwen3_moe"])
+@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi", *DECODERS, *MIXTURES])
 def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
     """An op that works on a row differently when others are beside it."""
     _, config, source = make(name)
@@ -221,6 +222,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     assert windows["qwen2"] == {None, 7}
     assert windows["phi3"] == {9}
     assert windows["starcoder2"] == {11}
+    assert windows["gpt_oss"] == {7, None}
     assert windows["olmo3"] == windows["gemma2"] == windows["gemma3_text"] == {None, 7}
     assert all(window < N_TOKENS for found in windows.values() for window in found if window is not None)
     assert make("qwen2")[0].config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
@@ -235,6 +237,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "phi3": "longrope",
         "olmo3": "yarn",
         "gemma3_text": "linear",
+        "gpt_oss": "yarn",
     }
     assert ORIGINAL < N_TOKENS
     assert all(c.n_heads > c.n_kv_heads for n, c in configs.items() if n != "phi")
@@ -248,6 +251,9 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("phi3", "mlp.gate_up_proj.weight", "self_attn.q_proj.weight"),
         ("phi3", "self_attn.qkv_proj.weight", "mlp.gate_proj.weight"),
         ("starcoder2", "mlp.c_proj.bias", "mlp.up_proj.weight"),
+        ("gpt_oss", "self_attn.sinks.weight", "mlp.gate.weight"),
+        ("gpt_oss", "mlp.experts.gate_proj.bias", "mlp.gate_proj.weight"),
+        ("olmoe", "mlp.gate.weight", "mlp.up_proj.weight"),
         ("qwen3_moe", "mlp.experts.gate_proj.weight", "mlp.gate_proj.weight"),
         ("olmo2", "self_attn.q_norm.weight", "input_layernorm.weight"),
         ("olmo3", "post_feedforward_layernorm.weight", "pre_feedforward_layernorm.weight"),

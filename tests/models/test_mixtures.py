@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 from test_llm_safetensors import N_VOCAB, exact_logits, make
 
 from kukri import LLM, SamplingParams
+from kukri.bench.card import model_card
 from kukri.errors import FormatError, KukriError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.terminal.convert import convert_model, convert_to_directory
@@ -141,6 +143,9 @@ def test_inspect_counts_active_parameters(
         show_model(str(path), as_json=False)
         text = capsys.readouterr().out
         assert f"{report['n_active_parameters']:,} of them active" in text
+        facts = model_card(path)
+        embedding = 4 * N_VOCAB * 64  # a row of it is read
+        assert facts.bytes_per_token == 4 * report["n_active_parameters"] - embedding
         assert "8 experts of width 32, 3 used by a token" in text
 
 
@@ -170,3 +175,60 @@ def test_wrong_files(edited: Callable[..., Path], change: Any, keys: Any, error:
     with pytest.raises(error, match=message) as caught:
         LLM(edited(change, **keys))
     assert "\n" not in str(caught.value)
+
+
+def packed_in_blocks(tensors: dict[str, Any], packed: dict[str, Any]) -> None:
+    """Random MXFP4 in place of the experts of `tensors`: as floats there, as blocks in `packed`."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    random = np.random.default_rng(0)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        n, n_in, n_out = tensors[name].shape
+        blocks = random.integers(0, 256, (n, n_out, n_in // 32, 16), np.uint8)
+        scales = random.integers(120, 125, (n, n_out, n_in // 32), np.uint8)
+        floats = mxfp4.convert_moe_packed_tensors(
+            torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+        )
+        assert floats.shape == (n, n_in, n_out)
+        tensors[name] = np.ascontiguousarray(floats.numpy())
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def test_mxfp4_of_safetensors_is_run_as_stored(tmp_path: Path) -> None:
+    """Neighbours in a byte taken for weights 16 apart; gate's rows for up's; experts that are dequantized."""
+    directory, _ = make(tmp_path / "floats", "gpt_oss")
+    copy = Path(shutil.copytree(directory, tmp_path / "blocks"))
+    tensors = load_file(directory / "model.safetensors")
+    packed = dict(tensors)
+    packed_in_blocks(tensors, packed)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    save_file(packed, copy / "model.safetensors", {"format": "pt"})
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (copy / "config.json").write_text(json.dumps(config))
+    want = exact_logits(directory, IDS)
+    np.testing.assert_array_equal(exact_logits(copy, IDS), want)
+    convert_model(copy, tmp_path / "m.gguf", None, dry_run=False, as_json=True)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        matrices = {name: tensor for name, tensor in file.tensors.items() if name.endswith(".weight")}
+        types = {name.split(".")[-2]: tensor.type.name for name, tensor in matrices.items()}
+    assert {types[f"ffn_{part}_exps"] for part in ("gate", "up", "down")} == {"MXFP4"}
+    assert types["attn_q"] == "F32"
+    np.testing.assert_array_equal(exact_logits(tmp_path / "m.gguf", IDS), want)
+    with LLM(copy) as llm:
+        greedy = llm.generate(
+            "The first of them", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        )
+    assert len(greedy.token_ids) == 4
+
+
+def test_gpt_oss_as_a_directory(tmp_path: Path) -> None:
+    """Gate and up in other turns, or matrices not turned back, on the way from GGUF."""
+    directory, _ = make(tmp_path / "hf", "gpt_oss")
+    convert_model(directory, tmp_path / "m.gguf", None, dry_run=False, as_json=True)
+    convert_to_directory(tmp_path / "m.gguf", tmp_path / "back", None, as_json=True)
+    np.testing.assert_array_equal(exact_logits(tmp_path / "back", IDS), exact_logits(directory, IDS))
+    before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(array, after[name])

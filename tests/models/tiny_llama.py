@@ -44,6 +44,9 @@ class TorchSource:
         )
         return Experts(tuple(parts), name)
 
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> np.ndarray:
+        return self._take(name, shape)
+
     def vector(self, name: str, size: int) -> np.ndarray:
         return self._take(name, (size,))
 

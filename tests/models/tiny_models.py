@@ -127,6 +127,18 @@ TINY: dict[str, Tiny] = {
         "Starcoder2", "starcoder2", {"sliding_window": 11}, layers=_windows(11, 11, 11, 11), tied=True,
         keys={"attention.sliding_window": 11},
     ),
+    "gpt_oss": Tiny(
+        "GptOss", "gpt-oss",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7,
+         "rope_parameters": {**_YARN, "truncate": False}},
+        layers=_windows(7, None, 7, None), scaling=RopeScaling("yarn", 8.0, ORIGINAL, truncate=False),
+        mixture=MixtureConfig(8, 3, F, normalized=True),
+        keys={**_EXPERT_KEYS, "attention.sliding_window": 7, "rope.scaling.type": "yarn",
+              "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": ORIGINAL},
+    ),
+    "olmoe": Tiny(
+        "Olmoe", "olmoe", _EXPERTS, mixture=MixtureConfig(8, 3, F, normalized=False), keys=_EXPERT_KEYS,
+    ),
     "qwen3_moe": Tiny(
         "Qwen3Moe", "qwen3moe", {**_EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True},
         mixture=MixtureConfig(8, 3, 32, normalized=True),
@@ -200,7 +212,9 @@ def make(
     kind = QUANT_TYPES[weight_type]
     with torch.no_grad():
         for key, parameter in hf.named_parameters():
-            if "norm" in key or "bias" in key:  # else all ones or zeros, and a mistake would not show
+            if "sinks" in key:
+                parameter.copy_(torch.randn_like(parameter))
+            elif "norm" in key or "bias" in key:  # else all ones or zeros, and a mistake would not show
                 middle = 0.0 if "bias" in key else 1.0 - tiny.norm_offset
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
             elif kind.name == "BF16":
@@ -240,14 +254,22 @@ def _half_split(rows: np.ndarray) -> np.ndarray:
 def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gate and up of experts, which transformers holds as one, as a stack of matrices each."""
     apart: dict[str, torch.Tensor] = {}
+    is_interleaved = any(key.endswith("gate_up_proj_bias") for key in state)  # gpt-oss, and (in, out)
     for key, tensor in state.items():
-        if key.endswith(".experts.gate_up_proj"):
-            stem = key.removesuffix("gate_up_proj")
-            apart |= zip((f"{stem}gate_proj.weight", f"{stem}up_proj.weight"), tensor.chunk(2, dim=1))
-        elif key.endswith(".experts.down_proj"):
+        stem, _, part = key.rpartition(".")
+        if part == "sinks":
             apart[f"{key}.weight"] = tensor
-        else:
+        elif not stem.endswith(".experts"):
             apart[key] = tensor
+        else:
+            kind = "bias" if part.endswith("_bias") else "weight"
+            if is_interleaved and kind == "weight":
+                tensor = tensor.transpose(1, 2)
+            if part.startswith("down_proj"):
+                apart[f"{stem}.down_proj.{kind}"] = tensor
+                continue
+            gate_up = (tensor[:, ::2], tensor[:, 1::2]) if is_interleaved else tensor.chunk(2, dim=1)
+            apart |= zip((f"{stem}.gate_proj.{kind}", f"{stem}.up_proj.{kind}"), gate_up)
     return apart
 
 
@@ -255,14 +277,16 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     """A GGUF file as llama.cpp's converter would write it: names by the `gguf` package, rows of q and k
     in pairs for the llama family alone."""
     tiny = TINY[name]
-    arch = gguf.MODEL_ARCH[tiny.gguf_arch.upper()]
+    arch = gguf.MODEL_ARCH[tiny.gguf_arch.upper().replace("-", "_")]
     names = gguf.get_tensor_name_map(arch, N_LAYERS)
     tensors: dict[str, Any] = {}
     for key, array in source.arrays.items():
         in_pairs = tiny.gguf_arch in ("llama", "smollm3", "granite", "ernie4_5")
         if in_pairs and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
-        is_kept = array.ndim == 1 or key.endswith("mlp.gate.weight")  # routers, as llama.cpp keeps them
+        is_kept = array.ndim == 1 or key.endswith(
+            (".bias", "mlp.gate.weight", "mlp.router.weight")
+        )  # routers, as llama.cpp keeps them
         kind = QUANT_TYPES["F32" if is_kept else weight_type]
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key

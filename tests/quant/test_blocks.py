@@ -16,7 +16,7 @@ from kukri.quant.blocks import BLOCKS, WRITTEN, dequantize
 from kukri.quant.types import QUANT_TYPES
 
 NAMES = list(BLOCKS)
-EXACT = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+EXACT = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"]
 SEARCHED = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 SHAPES = [(1, 32), (3, 96), (65, 576), (17, 32 * 700)]  # the last is more than is converted at a time
 LONG_SHAPES = [(1, 256), (3, 768), (17, 256 * 70)]
@@ -107,7 +107,7 @@ SCALES = {  # float16 bits
 
 
 @pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", [name for name in HALVES if HALVES[name]])
 def test_dequantize_every_finite_scale_like_the_gguf_package(name, scales):
     """Products in another order, which round otherwise; a lost sign; subnormal scales taken for zero."""
     blocks = random_bytes(name, (40, 256)).reshape(-1, QUANT_TYPES[name].block_bytes)

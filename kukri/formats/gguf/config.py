@@ -151,7 +151,7 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         raise keys.unsupported("attention.value_length", message)
     rope = RopeConfig()
     if architecture.has_rope:
-        rope = _rope(keys, gguf, numbers["d_head"], numbers["max_context"])
+        rope = _rope(keys, gguf, architecture, numbers["d_head"], numbers["max_context"])
     layers = _layers(keys, architecture, numbers["n_layers"])
     if architecture.local_rope:
         theta = keys.positive(_LOCAL_THETA, architecture.local_theta or rope.theta)
@@ -183,7 +183,7 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {
         **write_numbers(config, "gguf", architecture),
         "attention.value_length": config.d_head,
-        **(_rope_keys(config) if architecture.has_rope else {}),
+        **(_rope_keys(config, architecture) if architecture.has_rope else {}),
         **({} if config.is_causal else {CAUSAL_KEY: False}),
         **_window_keys(config, architecture),
         **({_LOCAL_THETA: float(local.theta)} if local else {}),
@@ -430,19 +430,21 @@ def _pattern_key(windowed: list[bool], architecture: Architecture) -> dict[str, 
     return {_PATTERN: np.array(windowed)}
 
 
-def _rope_keys(config: ModelConfig) -> dict[str, Any]:
+def _rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     rope = config.rope
     keys = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.rotary_dim}
-    return keys | (_scaling_keys(rope.scaling) if rope.scaling else {})
+    return keys | (_scaling_keys(rope.scaling, architecture) if rope.scaling else {})
 
 
-def _rope(keys: Keys, gguf: GGUFFile, d_head: int, max_context: int) -> RopeConfig:
+def _rope(
+    keys: Keys, gguf: GGUFFile, architecture: Architecture, d_head: int, max_context: int
+) -> RopeConfig:
     rotary_dim = keys.whole("rope.dimension_count", d_head, most=d_head)
     if rotary_dim % 2:
         raise keys.error("rope.dimension_count", f"is {rotary_dim}, which is odd")
     theta = keys.positive("rope.freq_base", 10000.0)
     try:
-        return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, max_context))
+        return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context))
     except ConfigError as error:
         raise FormatError(str(error), path=keys.path) from None
 
@@ -454,7 +456,7 @@ def _stretched(scaling: RopeScaling | None, max_context: int) -> int:
     return max(max_context, min(int(scaling.original_context * scaling.factor), MAX_CONTEXT))
 
 
-def _scaling(keys: Keys, gguf: GGUFFile, max_context: int) -> RopeScaling | None:
+def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context: int) -> RopeScaling | None:
     kind = _scaling_kind(keys, gguf)
     if kind == "llama3":
         return RopeScaling(kind, factors=_divisors(gguf, "factors"))
@@ -485,6 +487,7 @@ def _scaling(keys: Keys, gguf: GGUFFile, max_context: int) -> RopeScaling | None
         attention_factor=_attention_factor(keys, attention_factor(plain)),
         beta_fast=SCALING_FACTS["beta_fast"].read(keys, "gguf", plain.beta_fast),
         beta_slow=SCALING_FACTS["beta_slow"].read(keys, "gguf", plain.beta_slow),
+        truncate=architecture.yarn_truncates,
     )
 
 
@@ -528,7 +531,7 @@ def _divisors(gguf: GGUFFile, field: str) -> tuple[float, ...]:
     return tuple(gguf.array(name).tolist())
 
 
-def _scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
+def _scaling_keys(scaling: RopeScaling, architecture: Architecture) -> dict[str, Any]:
     if scaling.kind == "llama3":
         return {}  # its tensor says all
     if scaling.kind == "dynamic":
@@ -540,13 +543,16 @@ def _scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.kind == "yarn":
         fields = ("factor", "original_context", "beta_fast", "beta_slow")
     keys = {"rope.scaling.type": scaling.kind, **write_scaling(scaling, "gguf", fields)}
-    return keys | _yarn_factor(scaling) if scaling.kind == "yarn" else keys
+    return keys | _yarn_factor(scaling, architecture) if scaling.kind == "yarn" else keys
 
 
-def _yarn_factor(scaling: RopeScaling) -> dict[str, Any]:
+def _yarn_factor(scaling: RopeScaling, architecture: Architecture) -> dict[str, Any]:
     """The attention factor over that of the paper, which readers multiply it by, unless it is the paper's."""
-    if not scaling.truncate:
-        raise UnsupportedError("GGUF has no key for YaRN without rounded bounds (truncate: false)")
+    if scaling.truncate != architecture.yarn_truncates:
+        usual = "with" if architecture.yarn_truncates else "without"
+        raise UnsupportedError(
+            f"GGUF has no key for YaRN's truncate: readers take {architecture.name}'s bounds {usual} rounding"
+        )
     base = attention_factor(RopeScaling("yarn", scaling.factor, scaling.original_context))
     wanted = attention_factor(scaling)
     return {} if math.isclose(wanted, base) else {_ATTENTION_FACTORS[0]: wanted / base}

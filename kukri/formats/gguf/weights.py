@@ -54,6 +54,10 @@ class GGUFWeights:
         )
         return Experts(tuple(parts), name)
 
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """Biases (experts, out) as float32. Raises FormatError if missing or of another shape."""
+        return self._gguf.array(self._take(name, shape).name)
+
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
         values = self._gguf.array(self._take(name, (size,)).name)

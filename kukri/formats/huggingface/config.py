@@ -226,7 +226,7 @@ def _known(architecture: Architecture) -> frozenset[str]:
 
 def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     """Raises UnsupportedError for a key that changes the computation in a way that kukri does not run."""
-    if keys.value("quantization_config") is not None:
+    if (quantized := keys.value("quantization_config")) is not None and not _is_read(quantized, architecture):
         message = "says that the weights are quantized: take the original checkpoint, or a GGUF file"
         raise keys.unsupported("quantization_config", message)
     known = _known(architecture)
@@ -242,6 +242,12 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         elif _CHANGES.search(key) and value and not (type(value) is float and value == 1):
             message = "is unknown and may change what the model computes: if not, take it out of the file"
             raise keys.unsupported(key, message)
+
+
+def _is_read(quantized: Any, architecture: Architecture) -> bool:
+    """True for weights that are packed in a form which is read: gpt-oss's experts."""
+    has_blocks = architecture.experts is not None and architecture.experts.is_interleaved
+    return has_blocks and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
 
 
 def _writable(name: str, has_windows: bool) -> Architecture:
@@ -416,7 +422,7 @@ def _ropes(
     if unknown := set(stated) - by_type.keys() if by_type else set():
         raise keys.unsupported(where, f"names {brief(min(unknown))} among types of layers")
     full = _object(keys, f"{where}.full_attention", by_type.get("full_attention")) if by_type else stated
-    older = keys.value("rope_scaling") or {}
+    older = keys.values.get("rope_scaling") or {}
     if where == "rope_parameters" and isinstance(older, dict):
         older = {"rope_type" if key == "type" else key: value for key, value in older.items()}
         if any(value != full.get(key) for key, value in older.items()):

@@ -23,6 +23,7 @@ from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
 _HEADS = ("lm_head", "score", "classifier", "qa_outputs", "cls")  # outside of the model below them
 _RUNS = ("F32", "F16", "BF16")
+_BYTES = ("U8",)
 _MAX_LISTED = 8
 
 # Tensors that old checkpoints carry and that follow from the configuration: frequencies and causal masks.
@@ -37,7 +38,7 @@ PACKED_TYPES = tuple(name for name in BLOCKS if QUANT_TYPES[name].block_size > 1
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 _EXPERTS = re.compile(
     r"(?P<layer>.+\.mlp\.experts)\.(?:\d+\.)?"
-    r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?"
+    r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight|_blocks|_scales|(?P<bias>_bias))?"
 )
 # Small, and an error in it chooses other experts: packing leaves it as it is.
 _ROUTER = re.compile(r".+\.mlp\.(?:gate|router)\.weight")
@@ -64,6 +65,8 @@ class SafetensorsWeights:
         self._architecture = ARCHITECTURES[config.architecture]
         self._prefix = model_prefix(self._files, self._architecture)
         self._taken: set[str] = set()
+        experts = ARCHITECTURES[config.architecture].experts
+        self._is_interleaved = experts is not None and experts.is_interleaved
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
@@ -77,6 +80,8 @@ class SafetensorsWeights:
 
         Raises FormatError if some are missing or of another shape.
         """
+        if self._is_interleaved:
+            return self._interleaved_experts(name, shape)
         n, n_out, n_in = shape
         layer, _, part = name.removesuffix(".weight").rpartition(".")
         if self._stored_name(fused := f"{layer}.{_FUSED.get(part, part)}") not in self._files:
@@ -92,6 +97,34 @@ class SafetensorsWeights:
         if len({weight.type for weight in weights}) > 1:
             raise FormatError("is of another type for some experts", path=self.path, tensor=name)
         return Experts(weights, name)
+
+    def _interleaved_experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """Experts of one tensor (experts, in, out), or of MXFP4's blocks and scales, as rows: copies."""
+        n, n_out, n_in = shape
+        fused, turn = _turn(name.removesuffix(".weight"))
+        n_rows = n_out if turn == slice(None) else 2 * n_out
+        if self._stored_name(f"{fused}_blocks") in self._files:
+            blocks, _ = self._take(f"{fused}_blocks", (n, n_rows, n_in // 32, 16), _BYTES)
+            scales, _ = self._take(f"{fused}_scales", (n, n_rows, n_in // 32), _BYTES)
+            rows = mxfp4_rows(
+                blocks.reshape(n, n_rows, -1, 16)[:, turn], scales.reshape(n, n_rows, -1)[:, turn]
+            )
+            kind = QUANT_TYPES["MXFP4"]
+        else:
+            data, kind = self._take(fused, (n, n_in, n_rows))
+            numbers = data.view(f"u{kind.block_bytes}").reshape(n, n_in, n_rows)[:, :, turn]
+            rows = np.ascontiguousarray(numbers.swapaxes(1, 2)).view(np.uint8)
+        weights = (
+            self._packed(each, kind, (n_out, n_in), expert_name(name, i)) for i, each in enumerate(rows)
+        )
+        return Experts(tuple(weights), name)
+
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """Biases (experts, out) as float32. Raises FormatError if missing or of another shape."""
+        fused, turn = _turn(name.removesuffix(".bias"))
+        n_rows = shape[1] if turn == slice(None) else 2 * shape[1]
+        data, kind = self._take(f"{fused}_bias", (shape[0], n_rows))
+        return np.ascontiguousarray(dequantize(data.reshape(shape[0], -1), kind)[:, turn])
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
@@ -129,7 +162,7 @@ class SafetensorsWeights:
 
     def _packed(self, rows: ByteArray, kind: QuantType, shape: tuple[int, int], name: str) -> Weight:
         target = self._target and fitting_type(self._target, shape[1])
-        if target is None or _ROUTER.fullmatch(name):
+        if target is None or not is_packed(name, shape):
             return Weight(rows, kind, shape, name)
         return Weight(requantize(rows, kind, target, tensor=name), target, shape, name)
 
@@ -139,9 +172,13 @@ class SafetensorsWeights:
         return rope_row_order(name, n_rows, self._config) if is_interleaved else None
 
     def _stored_name(self, name: str) -> str:
+        if name.endswith(".sinks.weight"):  # a parameter without a module
+            name = name.removesuffix(".weight")
         return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
-    def _take(self, name: str, shape: tuple[int, ...]) -> tuple[ByteArray, QuantType]:
+    def _take(
+        self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = _RUNS
+    ) -> tuple[ByteArray, QuantType]:
         name = self._stored_name(name)
         file = self._files.get(name)
         if file is None:
@@ -150,15 +187,15 @@ class SafetensorsWeights:
         if tensor.shape != shape:
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             raise FormatError(message, path=file.path, offset=tensor.offset, tensor=name)
-        if tensor.dtype not in _RUNS:
+        if tensor.dtype not in dtypes:
             raise UnsupportedError(
-                f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(_RUNS)}"
+                f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(dtypes)}"
             )
         self._taken.add(name)
         data = file.data(tensor)
         if tensor.offset % DTYPE_BYTES[tensor.dtype]:
             data = data.copy()  # numbers must not straddle their own boundaries
-        return data, QUANT_TYPES[tensor.dtype]
+        return data, QUANT_TYPES["I8" if tensor.dtype == "U8" else tensor.dtype]
 
 
 def expert_tensors(name: str) -> list[str]:
@@ -167,7 +204,30 @@ def expert_tensors(name: str) -> list[str]:
     if match is None:
         return []
     parts = [part for part, fused in _FUSED.items() if fused == match["part"]] or [match["part"]]
-    return [f"{match['layer']}.{part}.weight" for part in parts]
+    return [f"{match['layer']}.{part}.{'bias' if match['bias'] else 'weight'}" for part in parts]
+
+
+def _turn(module: str) -> tuple[str, slice]:
+    """Of an interleaved tensor of experts, the name, and which of its outputs are a module's."""
+    layer, _, part = module.rpartition(".")
+    turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    return f"{layer}.{_FUSED.get(part, part)}", turns.get(part, slice(None))
+
+
+def mxfp4_rows(blocks: ByteArray, scales: ByteArray) -> ByteArray:
+    """Rows of GGUF's MXFP4, uint8 [..., 17 n], of bytes [..., n, 16] and exponents [..., n] of safetensors.
+
+    A byte holds neighbours there, and weights j and j + 16 of a block here.
+    """
+    quants = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    packed = quants[..., :16] | quants[..., 16:] << 4
+    rows: ByteArray = np.concatenate([scales[..., None], packed], axis=-1)
+    return rows.reshape(*scales.shape[:-1], -1)
+
+
+def is_packed(name: str, shape: tuple[int, ...]) -> bool:
+    """True for a tensor that packing while loading is for: a matrix that is no router."""
+    return len(shape) > 1 and _ROUTER.fullmatch(name) is None
 
 
 def norm_offset(name: str, config: ModelConfig) -> np.float32:
@@ -192,6 +252,7 @@ def model_prefix(names: Collection[str], architecture: Architecture) -> str:
 def canonical_name(name: str, prefix: str) -> str:
     """A stored tensor's name as models know it; `prefix` is that of `model_prefix`."""
     is_head = not prefix and name.partition(".")[0] in _HEADS
+    name += ".weight" if name.endswith(".sinks") else ""  # a parameter without a module
     return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) and not is_head else name
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError
@@ -23,19 +24,20 @@ from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES
 from kukri.models.weights import WeightSource, expert_name
-from kukri.quant.types import QUANT_TYPES
+from kukri.quant.types import QUANT_TYPES, QuantType
 
 
 class NamedWeights:
     """A `WeightSource` that passes on another's tensors, and records those that a model takes.
 
-    Attributes: matrices, stacks and vectors, the shape of each by name.
+    Attributes: matrices, stacks, stacked_vectors and vectors, the shape of each by name.
     """
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self.matrices: dict[str, tuple[int, int]] = {}
         self.stacks: dict[str, tuple[int, int, int]] = {}  # of experts
+        self.stacked_vectors: dict[str, tuple[int, int]] = {}  # biases of experts
         self.vectors: dict[str, int] = {}
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
@@ -47,6 +49,11 @@ class NamedWeights:
         """Experts' matrices as they are stored."""
         self.stacks[name] = shape
         return self._source.experts(name, shape)
+
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """Biases of experts, float32 (experts, out)."""
+        self.stacked_vectors[name] = shape
+        return self._source.expert_vectors(name, shape)
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]."""
@@ -62,6 +69,42 @@ class NamedWeights:
         self._source.done()
 
 
+Tensors = dict[str, tuple[str, tuple[int, ...], Callable[[], ByteArray]]]
+
+
+def _interleaved(weights: NamedWeights, target: QuantType, on_tensor: Callable[[str], None]) -> Tensors:
+    """Experts as tensors of all: matrices (experts, in, out), biases (experts, out), gate and up in turns."""
+
+    def stack(name: str) -> npt.NDArray[Any]:
+        """Numbers [experts, in, out] of the target's width."""
+        on_tensor(name)
+        experts = weights.experts(name, weights.stacks[name])
+        rows = [requantize(w.data, w.type, target, tensor=w.name) for w in experts.weights]
+        return np.stack(rows).view(f"u{target.block_bytes}").swapaxes(1, 2)
+
+    def bias(name: str) -> npt.NDArray[Any]:
+        return weights.expert_vectors(name, weights.stacked_vectors[name])
+
+    def in_turns(make: Callable[[str], npt.NDArray[Any]], names: list[str]) -> Callable[[], ByteArray]:
+        def made() -> ByteArray:
+            parts = np.stack([make(name) for name in names], axis=-1)
+            return parts.reshape(len(parts), -1).view(np.uint8)
+
+        return made
+
+    tensors: Tensors = {}
+    for name, (n, n_out, n_in) in weights.stacks.items():
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        if part == "up_proj":
+            continue  # gate's tensor has it
+        parts = ["down_proj"] if part == "down_proj" else ["gate_proj", "up_proj"]
+        fused, width = f"{layer}.{'down_proj' if len(parts) == 1 else 'gate_up_proj'}", len(parts) * n_out
+        made = in_turns(stack, [f"{layer}.{p}.weight" for p in parts])
+        tensors[fused] = (target.name, (n, n_in, width), made)
+        tensors[f"{fused}_bias"] = ("F32", (n, width), in_turns(bias, [f"{layer}.{p}.bias" for p in parts]))
+    return tensors
+
+
 def write_directory(
     path: Path,
     config: ModelConfig,
@@ -75,7 +118,10 @@ def write_directory(
     `weights` are those a model has taken, `text` the contents of its tokenizer's files by their names.
     Matrices become `dtype` (F32, F16 or BF16), vectors stay F32.
     """
-    target, names = QUANT_TYPES[dtype], [*weights.matrices, *weights.stacks, *weights.vectors]
+    target, names = (
+        QUANT_TYPES[dtype],
+        [*weights.matrices, *weights.stacks, *weights.stacked_vectors, *weights.vectors],
+    )
 
     in_pairs = ARCHITECTURES[config.architecture].hf_interleaved_rope
 
@@ -107,12 +153,16 @@ def write_directory(
 
         return make
 
-    tensors: dict[str, tuple[str, tuple[int, ...], Callable[[], ByteArray]]] = {
-        name: (dtype, shape, matrix(name)) for name, shape in weights.matrices.items()
-    }
-    for name, (n, *shape) in weights.stacks.items():
-        tensors |= {expert_name(name, i): (dtype, tuple(shape), expert(name, i)) for i in range(n)}
-    tensors |= {name: ("F32", (size,), vector(name)) for name, size in weights.vectors.items()}
+    tensors: Tensors = {name: (dtype, shape, matrix(name)) for name, shape in weights.matrices.items()}
+    experts = ARCHITECTURES[config.architecture].experts
+    if experts is not None and experts.is_interleaved:
+        tensors |= _interleaved(weights, target, on_tensor)
+    else:
+        for name, (n, *shape) in weights.stacks.items():
+            tensors |= {expert_name(name, i): (dtype, tuple(shape), expert(name, i)) for i in range(n)}
+    for name, size in weights.vectors.items():
+        stored = name.removesuffix(".weight") if name.endswith(".sinks.weight") else name
+        tensors[stored] = ("F32", (size,), vector(name))
     torch_name = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
     stated = {**hf_config(config, names), "torch_dtype": torch_name}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -165,9 +165,10 @@ def _merge(state, part, rows, d_head):
 
 
 @device
-def _finish(state, row, y, d_head):
-    """y = the finished row: its values over its sum."""
-    total = splat(load_f32(state + _SUMS + 4 * row))
+def _finish(state, row, y, d_head, sink):
+    """y = the finished row: its values over its sum, to which the score at `sink` adds; -inf adds nothing."""
+    score = splat(load_f32(sink)) - splat(load_f32(state + 4 * row))
+    total = splat(load_f32(state + _SUMS + 4 * row)) + exponential(score)
     for i in range(0, d_head * 4, 64):
         store_f32x16(y + i, load_f32x16(state + _VALUES + row * d_head * 4 + i) / total)
 
@@ -324,6 +325,7 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
         page_stride,
         window,
         n_ahead,
+        sinks,
         partials,
         y,
         y_stride,
@@ -368,7 +370,9 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
         else:
             for row in range(n_tokens * group):
                 t = token + row // group
-                _finish(state, row, y + t * y_stride + (head * group + row % group) * (4 * d_head), d_head)
+                of_head = head * group + row % group
+                yp = y + t * y_stride + of_head * (4 * d_head)
+                _finish(state, row, yp, d_head, sinks + 4 * of_head)
 
     return entry_part
 
@@ -395,6 +399,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
         page_stride,
         window,
         n_ahead,
+        sinks,
         partials,
         y,
         y_stride,
@@ -422,6 +427,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
                 page_stride,
                 window,
                 n_ahead,
+                sinks,
                 partial,
                 y,
                 y_stride,
@@ -440,6 +446,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
                 page_stride,
                 window,
                 n_ahead,
+                sinks,
                 partial,
                 y,
                 y_stride,
@@ -447,7 +454,8 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
         return 0
 
     def attend(
-        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, page_stride, window, n_ahead, partials, y,
+        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, page_stride, window, n_ahead, sinks,
+        partials, y,
         y_stride,
     ):  # fmt: skip
         return run(
@@ -463,6 +471,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
             page_stride,
             window,
             n_ahead,
+            sinks,
             partials,
             y,
             y_stride,
@@ -481,6 +490,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
         page_stride,
         window,
         n_ahead,
+        sinks,
         partials,
         y,
         y_stride,
@@ -498,6 +508,7 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
             page_stride,
             window,
             n_ahead,
+            sinks,
             partials,
             y,
             y_stride,
@@ -519,7 +530,7 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
         for i in range(n_parts):
             _merge(state, first + i * head_step, rows, d_head)
 
-    def attend_finish(tile, batch, n_kv_heads, partials, y, y_stride, panels):
+    def attend_finish(tile, batch, n_kv_heads, sinks, partials, y, y_stride, panels):
         """`panels` (q8) may be 0: not wanted."""
         n_rows = load_i64(batch + N_TOKENS)
         if tile < 0:
@@ -537,8 +548,9 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
                     first = partials + (slot * n_kv_heads + head) * slot_bytes
                     merge_head(first, n_parts, n_kv_heads * slot_bytes, (within + 1) * group, state)
                     for i in range(group):
-                        row = y + t * y_stride + (head * group + i) * (4 * d_head)
-                        _finish(state, within * group + i, row, d_head)
+                        of_head = head * group + i
+                        row = y + t * y_stride + of_head * (4 * d_head)
+                        _finish(state, within * group + i, row, d_head, sinks + 4 * of_head)
             if panels != 0:
                 width = panel_width(t, n_rows)
                 quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t, width)

@@ -19,6 +19,7 @@ from kukri.kernels.cpu.simd import (
     load_f16x16,
     load_f32x16,
     load_i32x16,
+    load_powers,
     load_u8x64,
     load_u16x16,
     look_up,
@@ -47,9 +48,8 @@ from kukri.kernels.cpu.tiles import (
     tile_take_min,
     tile_zeros_like,
 )
-from kukri.quant.blocks import IQ4_VALUES
+from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
-_iq4_values = look_up([int(value) for value in IQ4_VALUES])
 # Fetching a few lines at a time, as they are used: all of a block of 256 at once would fill the CPU's queue
 _ahead_1, _ahead_3, _ahead_4, _ahead_5, _ahead_6, _ahead_7, _ahead_9 = (
     fetch_ahead(n) for n in (1, 3, 4, 5, 6, 7, 9)
@@ -161,21 +161,36 @@ def _q8_0(out, w, x):
     return tile_fold(out, acc, load_f16x16(w + 512), x)
 
 
-@device
-def _dot_iq4(out, w, x):
-    """32 looked-up values, as a tile of integer sums."""
-    acc = _signed_start(out, x)
-    for j in range(4):
-        packed = load_u8x64(w + 64 * j)
-        acc = tile_dot4_signed(acc, _iq4_values(low_nibbles(packed)), x, j)
-        acc = tile_dot4_signed(acc, _iq4_values(high_nibbles(packed)), x, 4 + j)
-    return acc
+def _make_dot_values(values):
+    """A function for the integer sums of 32 values that nibbles look up."""
+
+    @device
+    def dot(out, w, x):
+        acc = _signed_start(out, x)
+        for j in range(4):
+            packed = load_u8x64(w + 64 * j)
+            acc = tile_dot4_signed(acc, values(low_nibbles(packed)), x, j)
+            acc = tile_dot4_signed(acc, values(high_nibbles(packed)), x, 4 + j)
+        return acc
+
+    return dot
+
+
+_dot_iq4, _dot_mxfp4 = (
+    _make_dot_values(look_up([int(value) for value in values])) for values in (IQ4_VALUES, MXFP4_VALUES)
+)
 
 
 @device
 def _iq4_nl(out, w, x):
     _ahead_5(out, w)
     return tile_fold(out, _dot_iq4(out, w, x), load_f16x16(w + 256), x)
+
+
+@device
+def _mxfp4(out, w, x):
+    _ahead_5(out, w)
+    return tile_fold(out, _dot_mxfp4(out, w, x), load_powers(w + 256), x)
 
 
 # --- blocks of 256, in 8 groups of 32 inputs, which have a panel block each ---
@@ -414,6 +429,7 @@ BLOCK_FUNCTIONS = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "MXFP4": _mxfp4,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

@@ -317,6 +317,13 @@ def _gated(i, gate, up):
 
 
 @device
+def _clamped(i, gate, up, alpha, limit):
+    a = minimum(load_f32x16(gate + i), limit)
+    b = maximum(minimum(load_f32x16(up + i), limit), splat(0.0) - limit)
+    return (b + splat(1.0)) * a / (splat(1.0) + exponential(splat(0.0) - alpha * a))
+
+
+@device
 def _gelu_tanh(i, x):
     """x * sigmoid(2u) is x / 2 * (1 + tanh(u))."""
     v = load_f32x16(x + i)
@@ -363,7 +370,7 @@ def activation_parts(n):
 _write_scaled, _write_centred = _make_write(_scaled), _make_write(_centred)
 _write_scaled_and_added, _write_sum = _make_write(_scaled_and_added), _make_write(_sum)
 _write_gated, _write_gelu = _make_write(_gated), _make_write(_gelu_tanh)
-_write_gelu_gated = _make_write(_gelu_gated)
+_write_gelu_gated, _write_clamped = _make_write(_gelu_gated), _make_write(_clamped)
 _write_gelu_exact, _write_tanh = _make_write(_gelu_erf), _make_write(_tanh)
 
 
@@ -441,6 +448,16 @@ def gelu_mul(row, width, part, gate, up, x_stride, n, y, y_stride, panels):
     _write_gelu_gated(
         row, width, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride
     )
+
+
+def clamped_swiglu(row, width, part, gate, up, x_stride, n, alpha, limit, y, y_stride, panels):
+    """y = (up + 1) * gate * sigmoid(alpha * gate), clamped."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    a = splat(f32_of_bits(alpha))
+    most = splat(f32_of_bits(limit))
+    xp = row * x_stride
+    _write_clamped(row, width, start, stop, n, y, y_stride, panels, gate + xp, up + xp, a, most)
 
 
 def gelu(row, width, part, x, x_stride, n, y, y_stride, panels):
@@ -586,7 +603,7 @@ _WHOLE_ROWS = (
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
 _ROW_KERNELS += [
     row_kernel(each, activation_parts)
-    for each in (scale, softcap, silu_mul, gelu_mul, gelu, gelu_exact, tanh)
+    for each in (scale, softcap, silu_mul, gelu_mul, clamped_swiglu, gelu, gelu_exact, tanh)
 ]
 _ROPE_STORES = [
     KernelSource(kernel.__name__, kernel)

@@ -23,9 +23,10 @@ from kukri.kernels.cpu.intrinsics import (
 )
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import LAYOUTS
-from kukri.kernels.cpu.simd import load_bf16, load_f16, load_f32x16, store_f32x16
-from kukri.quant.blocks import IQ4_VALUES
+from kukri.kernels.cpu.simd import first_lane, load_bf16, load_f16, load_f32x16, load_powers, store_f32x16
+from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
+_FP4 = tuple(np.float32(value) for value in MXFP4_VALUES)
 _IQ4 = tuple(np.float32(value) for value in IQ4_VALUES)
 
 
@@ -89,6 +90,15 @@ def _q5_1(source, target):
         high = (byte >> 4) | _fifth_bit(source + 4, j + 16)
         store_f32(target + 4 * j, d * np.float32(low) + m)
         store_f32(target + 64 + 4 * j, d * np.float32(high) + m)
+
+
+@device
+def _mxfp4(source, target):
+    d = first_lane(load_powers(source))
+    for j in range(16):
+        byte = load_u8(source + 1 + j)
+        store_f32(target + 4 * j, d * _FP4[byte & 15])
+        store_f32(target + 64 + 4 * j, d * _FP4[byte >> 4])
 
 
 @device
@@ -229,6 +239,7 @@ _ROWS = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "MXFP4": _mxfp4,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

@@ -29,6 +29,7 @@ _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _TINY = np.float32(1e-15)  # groups whose weights are all smaller become zero
 # what the quants of IQ4_NL and IQ4_XS stand for, and the bounds between them
 _VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # of MXFP4
 _BOUNDS = ((_VALUES[1:] + _VALUES[:-1]) / 2).astype(np.float32)
 
 
@@ -682,6 +683,32 @@ def _iq4_xs(rows, importance, into):
     _encode_table(rows, importance, into, 256, 136)
 
 
+@njit(**_EXACT)
+def _mxfp4(rows, importance, into):
+    """Blocks of MXFP4: the scale follows from the largest weight, so importances change nothing."""
+    for r in range(rows.shape[0]):
+        for b in range(rows.shape[1] // 32):
+            x, block = rows[r, 32 * b : 32 * b + 32], into[r, 17 * b : 17 * b + 17]
+            size = abs(_extreme(x))
+            # 2^2 is the highest power of two among the values: 4 and 6 have it
+            exponent = max((np.int64(np.float32(size).view(np.uint32)) >> 23) - 2, 0)
+            scale = np.float32(2.0 ** (exponent - 128)) if size > 0 else _ZERO
+            block[0] = exponent
+            for i in range(16):
+                block[1 + i] = _nearest_fp4(x[i], scale) | _nearest_fp4(x[16 + i], scale) << 4
+
+
+@njit(**_EXACT)
+def _nearest_fp4(weight, scale):
+    """The first quant of MXFP4 whose value is nearest."""
+    best, least = 0, abs(weight)
+    for q in range(1, 16):
+        error = abs(scale * _FP4[q] - weight)
+        if error < least:
+            best, least = q, error
+    return best
+
+
 def _make_kernel(weight_type: str, encode: Any) -> KernelSource:
     """`encode_TYPE`: fills `into`, rows of blocks; `importance` holds float32 [n_columns] or none."""
 
@@ -699,7 +726,7 @@ def _make_kernel(weight_type: str, encode: Any) -> KernelSource:
 _ENCODERS = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q8_K": _q8_k,
-    "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+    "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip
 _SOURCES = [_make_kernel(*entry) for entry in _ENCODERS.items()]
 KERNELS = {source.name: source for source in _SOURCES}

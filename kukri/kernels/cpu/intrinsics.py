@@ -173,6 +173,7 @@ load_f64 = operation(types.float64, types.int64)(renamed("load_f64", _scalar_loa
 store_f64 = operation(types.void, types.int64, types.float64)(
     renamed("store_f64", _scalar_store(ir.DoubleType()))
 )
+store_u8 = operation(types.void, types.int64, types.int64)(renamed("store_u8", _scalar_store(_I8, True)))
 store_u16 = operation(types.void, types.int64, types.int64)(renamed("store_u16", _scalar_store(_I16, True)))
 store_f32 = operation(types.void, types.int64, types.float32)(renamed("store_f32", _scalar_store(_F32)))
 

@@ -4,6 +4,7 @@ Weights are packed into *weight tiles* of 16 output rows. A tile holds, block af
 
     n_words x 16 x 4 bytes   word j of row 0, word j of row 1, … (quants, 4 bytes of a row side by side)
     n_halves x 16 x 2 bytes  scales and mins, one float16 per row
+    16 bytes                 exponents of scales, one byte per row, of types that have them
 
 so that one 64-byte load serves 16 rows, lanes are rows, and no sum ever runs across lanes.
 
@@ -73,13 +74,14 @@ class TileLayout:
     n_words: int = 0
     half: int = 0  # byte offset of the first float16
     n_halves: int = 0
+    exponent: int = -1  # byte offset of a scale's exponent
     panel: PanelKind = "q8"  # the form activations take
     bit_word: int = -1  # a word of 32 single bits, turned so that bit 8b + j is that of input 4j + b
 
     @property
     def tile_block_bytes(self) -> int:
         """Bytes of one block of a weight tile: the file's bytes of these 16 rows."""
-        return ROWS * (4 * self.n_words + 2 * self.n_halves)
+        return ROWS * (4 * self.n_words + 2 * self.n_halves + (self.exponent >= 0))
 
 
 LAYOUTS: dict[str, TileLayout] = {
@@ -91,6 +93,7 @@ LAYOUTS: dict[str, TileLayout] = {
     "Q5_0": TileLayout(32, 22, word=2, n_words=5, n_halves=1, bit_word=0),
     "Q5_1": TileLayout(32, 24, word=4, n_words=5, n_halves=2, bit_word=0),
     "Q8_0": TileLayout(32, 34, word=2, n_words=8, n_halves=1),
+    "MXFP4": TileLayout(32, 17, word=1, n_words=4, exponent=0),
     "Q2_K": TileLayout(256, 84, n_words=20, half=80, n_halves=2),
     "Q3_K": TileLayout(256, 110, n_words=27, half=108, n_halves=1),
     "Q4_K": TileLayout(256, 144, word=4, n_words=35, n_halves=2),

@@ -48,8 +48,9 @@ def _make_attend_masked(d_head: int) -> KernelSource:
     head_bytes = 2 * d_head * PAGE_TOKENS
 
     def attend_masked(
-        tile, batch, q, q_stride, scale, softcap, n_heads, n_kv_heads, keys, values, page_stride, y, y_stride
-    ):
+        tile, batch, q, q_stride, scale, softcap, n_heads, n_kv_heads, keys, values, page_stride, sinks, y,
+        y_stride,
+    ):  # fmt: skip
         """`softcap` may be 0: none."""
         if tile < 0:
             return load_i64(batch + N_TOKENS) * n_heads
@@ -96,10 +97,11 @@ def _make_attend_masked(d_head: int) -> KernelSource:
                     for i in range(0, row_bytes, 64):
                         v = fma(load_f16x16(row + i // 2), splat(weight), load_f32x16(out + i))
                         store_f32x16(out + i, v)
-        total = sum_lanes(sums)
+        total = splat(sum_lanes(sums))
         if top != _NOTHING:  # a token that sees nothing keeps its zeros
+            total = total + exponential(splat(load_f32(sinks + 4 * head)) - splat(top))
             for i in range(0, row_bytes, 64):
-                store_f32x16(out + i, load_f32x16(out + i) / splat(total))
+                store_f32x16(out + i, load_f32x16(out + i) / total)
         return 0
 
     return KernelSource(f"attend_masked[{d_head}]", attend_masked)

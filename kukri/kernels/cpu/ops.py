@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
+import numpy as np
+
 from kukri.kernels.cpu.abi import (
     EXPERT_ENTRY_BYTES,
     LOGIT_ROWS,
@@ -277,6 +279,17 @@ class Gated(Producer):
             "x_stride": self.gate.stride,
             "n": self.gate.width,
         } | self.outputs(at)
+
+
+@dataclass(eq=False)
+class ClampedSwiGLU(Gated):
+    """(up + 1) * gate * sigmoid(alpha * gate), clamped to `limit`."""
+
+    alpha: float
+    limit: float
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return super().record(at) | {"alpha": float_bits(self.alpha), "limit": float_bits(self.limit)}
 
 
 @dataclass(eq=False)
@@ -575,6 +588,7 @@ class AttendFinish(Producer):
         return {
             "batch": at.batch,
             "n_kv_heads": self.spec.n_kv_heads,
+            "sinks": _sinks(self.spec, at),
             "partials": at.of(self.partials),
         } | self.outputs(at)
 
@@ -659,6 +673,13 @@ def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[s
         "keys": address_of(at.cache.keys[spec.layer]),
         "values": address_of(at.cache.values[spec.layer]),
         "page_stride": at.cache.page_stride,
+        "sinks": _sinks(spec, at),
         "y": at.of(y),
         "y_stride": y.stride,
     }
+
+
+def _sinks(spec: AttentionSpec, at: Addresses) -> int:
+    """The address of the heads' sinks: -inf, which adds nothing, if there are none."""
+    none = np.full(spec.n_heads, -np.inf, np.float32)
+    return at.of_array(none if spec.sinks is None else spec.sinks.data)

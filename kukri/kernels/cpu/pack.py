@@ -122,6 +122,7 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> tuple[ByteArr
         bit_word=layout.bit_word,
         half=layout.half,
         n_halves=layout.n_halves,
+        exponent=layout.exponent,
         out=address_of(tiles),
         tile_bytes=tile_bytes,
     )

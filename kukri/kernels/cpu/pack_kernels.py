@@ -6,8 +6,10 @@ from kukri.kernels.cpu.intrinsics import (
     device,
     load_i32,
     load_i64,
+    load_u8,
     load_u16,
     store_i32,
+    store_u8,
     store_u16,
 )
 from kukri.kernels.cpu.kernel_cache import KernelSource
@@ -29,13 +31,13 @@ def turn_bits(word):
 
 
 def pack(
-    tile, row_addresses, n_row_tiles, n_blocks, block_bytes, word, n_words, bit_word, half, n_halves, out,
-    tile_bytes,
+    tile, row_addresses, n_row_tiles, n_blocks, block_bytes, word, n_words, bit_word, half, n_halves,
+    exponent, out, tile_bytes,
 ):  # fmt: skip
     """`row_addresses`: int64 per row, padded to whole tiles; the rest as in TileLayout."""
     if tile < 0:
         return n_row_tiles
-    tile_block_bytes = ROWS * (4 * n_words + 2 * n_halves)
+    tile_block_bytes = ROWS * (4 * n_words + 2 * n_halves + (1 if exponent >= 0 else 0))
     for row in range(ROWS):
         source = load_i64(row_addresses + 8 * (tile * ROWS + row))
         target = out + tile * tile_bytes
@@ -46,6 +48,8 @@ def pack(
             halves = target + n_words * ROWS * 4
             for j in range(n_halves):
                 store_u16(halves + (j * ROWS + row) * 2, load_u16(source + half + 2 * j))
+            if exponent >= 0:
+                store_u8(halves + n_halves * ROWS * 2 + row, load_u8(source + exponent))
             source += block_bytes
             target += tile_block_bytes
     return 0

@@ -120,17 +120,20 @@ class Recorder:
 
     def silu_mul(self, gate: Value, up: Value) -> Value:
         """See Ops.silu_mul. Both must be column views of one buffer."""
-        return self._gated(gate, up, "silu_mul")
+        y = self._gated(gate, up)
+        self._add(ops.Gated(y, gate, up, "silu_mul"))
+        return y
 
     def gelu_mul(self, gate: Value, up: Value) -> Value:
         """See Ops.gelu_mul. Both must be column views of one buffer."""
-        return self._gated(gate, up, "gelu_mul")
+        y = self._gated(gate, up)
+        self._add(ops.Gated(y, gate, up, "gelu_mul"))
+        return y
 
-    def _gated(self, gate: Value, up: Value, kernel: str) -> Value:
-        if gate.stride != up.stride:
-            raise ShapeError(f"{kernel} needs gate and up side by side")
-        y = self._like(gate, "the FFN width")
-        self._add(ops.Gated(y, gate, up, kernel))
+    def clamped_swiglu(self, gate: Value, up: Value, alpha: float, limit: float) -> Value:
+        """See Ops.clamped_swiglu. Both must be column views of one buffer."""
+        y = self._gated(gate, up)
+        self._add(ops.ClampedSwiGLU(y, gate, up, "clamped_swiglu", alpha, limit))
         return y
 
     def linear(
@@ -323,6 +326,11 @@ class Recorder:
     def _like(self, x: Value, what: str) -> Value:
         _require_multiple(what, x.width, 16)
         return self._value(x.rows, x.width)
+
+    def _gated(self, gate: Value, up: Value) -> Value:
+        if gate.stride != up.stride:
+            raise ShapeError("a gated activation needs gate and up side by side")
+        return self._like(gate, "the FFN width")
 
     def _value(self, rows: Rows, width: int, stored_width: int = 0) -> Value:
         """A new value; kernels store `stored_width` columns of it, if that is more."""

@@ -283,6 +283,12 @@ def max_lanes(builder: Any, a: Any) -> Any:
     return _halve(builder, a, lambda x, y: _select_max(builder, x, y, ">"))
 
 
+@operation(types.float32, F32x16)
+def first_lane(builder: Any, a: Any) -> Any:
+    """Lane 0."""
+    return builder.extract_element(a, _I32(0))
+
+
 @operation(F64x16, types.float64)
 def splat_f64(builder: Any, value: Any) -> Any:
     """A vector of 16 equal float64."""
@@ -466,6 +472,17 @@ def load_u16x16(builder: Any, address: Any) -> Any:
     """16 uint16, widened to int32."""
     bits = builder.load(pointer(builder, address, ir.VectorType(_I16, 16)), align=1)
     return builder.zext(bits, I32x16.llvm)
+
+
+@operation(F32x16, types.int64)
+def load_powers(builder: Any, address: Any) -> Any:
+    """2^(e - 128) of 16 bytes e."""
+    bits = builder.load(pointer(builder, address, ir.VectorType(_I8, 16)), align=1)
+    e, one = builder.zext(bits, I32x16.llvm), constant(I32x16.llvm, 1)
+    normal = builder.shl(builder.sub(e, one), constant(I32x16.llvm, 23))
+    small = builder.shl(constant(I32x16.llvm, 0x00200000), builder.and_(e, one))
+    is_small = builder.icmp_unsigned("<", e, constant(I32x16.llvm, 2))
+    return builder.bitcast(builder.select(is_small, small, normal), F32x16.llvm)
 
 
 def look_up(table: Sequence[int]) -> Any:

@@ -141,17 +141,17 @@ class TritonOps(TorchOps):
     def rope(
         self, q: Any, k: Any, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
     ) -> tuple[Any, Any]:
-        """See Ops.rope: attention rotates, unless a tap wants to see it."""
+        """See Ops.rope: attention rotates, unless a tap wants to see it, or PyTorch attends."""
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
-        if batch.mask is not None or not spec.is_causal or not self.taps.isdisjoint(taps):
+        if batch.mask is not None or _is_special(spec) or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
         return Rotated(q, rope), Rotated(k, rope)
 
     def attention(self, q: Any, k: Any, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """See Ops.attention: in one pass, or split by chunks of keys if all decode and a context is long."""
-        if not spec.is_causal:  # PyTorch's: its kernels are for texts that grow
+        if _is_special(spec):
             self.is_capturable = self.constants.is_batch_invariant = False
-        if batch.mask is not None or not spec.is_causal:
+        if batch.mask is not None or _is_special(spec):
             return super().attention(q, k, v, spec, batch)
         table = None
         if isinstance(q, Rotated):
@@ -250,6 +250,11 @@ class TritonOps(TorchOps):
             work = launch.prefill_tiles(batch.host.query_start.tolist(), spec, rows)
             batch.kept[key] = torch.tensor(work, dtype=torch.int32, device=self.constants.device)
         return batch.kept[key]
+
+
+def _is_special(spec: AttentionSpec) -> bool:
+    """True for attention that the Triton kernels do not compute: to later tokens, capped, with sinks."""
+    return not spec.is_causal or spec.softcap is not None or spec.sinks is not None
 
 
 def _all_packed(weights: Sequence[Weight]) -> bool:

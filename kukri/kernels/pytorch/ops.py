@@ -202,6 +202,11 @@ class TorchOps:
         """cap * tanh(x / cap)."""
         return torch.tanh(x / cap) * cap
 
+    def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        """(up + 1) * gate * sigmoid(alpha * gate), clamped."""
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
     def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
         """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))); with `is_exact` by the error function."""
         return F.gelu(x, approximate="none" if is_exact else "tanh")
@@ -293,7 +298,10 @@ class TorchOps:
             by_head = (n_kv_heads, -1) if len(mask) > 1 else (1, 1)
             scores[..., : mask.shape[-1]] += mask.view(*by_head, *mask.shape[1:])
             is_visible = group.is_key[:, None, None, None]
-        weights = _softmax(scores.masked_fill(~is_visible, -torch.inf))
+        sinks = None
+        if spec.sinks is not None:
+            sinks = self.constants.vector(spec.sinks).view(n_kv_heads, -1, 1, 1)
+        weights = _softmax(scores.masked_fill(~is_visible, -torch.inf), sinks)
         out = weights.reshape(n_sequences, n_kv_heads, -1, keys.shape[2]) @ values
         return (
             out.view(n_sequences, n_kv_heads, -1, n, d_head)
@@ -333,11 +341,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
     return torch.cat(rotated, -1).reshape(x.shape)
 
 
-def _softmax(scores: Tensor) -> Tensor:
-    """Softmax along the last axis; zeros if every score is -inf."""
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax along the last axis, beside a sink for each row; zeros if all are -inf."""
     top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
     weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
     total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
     return weights / total.masked_fill(total == 0, 1)
 
 

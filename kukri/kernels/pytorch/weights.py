@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kukri.errors import MissingKernelError
 from kukri.kernels.types import Weight
-from kukri.quant.blocks import IQ4_VALUES
+from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
 _CHUNK_WEIGHTS = 1 << 23  # dequantized at a time: 32 MB of float32
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -137,6 +137,13 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    exponents = blocks[:, :1].int()
+    small = 0x00200000 * (1 + exponents.clamp(max=1))  # below the least normal float32
+    scales = torch.where(exponents < 2, small, (exponents - 1) << 23).view(torch.float32)
+    return _looked_up("MXFP4", blocks[:, 1:]) * scales
+
+
 def _q2_k(blocks: Tensor) -> Tensor:
     scales, minimums = blocks[:, :16] & 15, blocks[:, :16] >> 4
     quants = _bit_fields(blocks[:, 16:80], 2, 32).float()
@@ -164,23 +171,26 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return _grouped(quants, _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8))
 
 
+_TABLES = {"IQ4": IQ4_VALUES, "MXFP4": MXFP4_VALUES}
+
+
 @cache
-def _iq4_table(device: torch.device) -> Tensor:
+def _table(name: str, device: torch.device) -> Tensor:
     """The values that quants of 4 bits stand for. Kept, as a graph may not copy from the host."""
-    return torch.from_numpy(IQ4_VALUES).to(device)
+    return torch.from_numpy(_TABLES[name]).to(device)
 
 
-def _iq4_values(packed: Tensor) -> Tensor:
-    return _iq4_table(packed.device)[_bit_fields(packed, 4, 16).int()]
+def _looked_up(name: str, packed: Tensor) -> Tensor:
+    return _table(name, packed.device)[_bit_fields(packed, 4, 16).int()]
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _iq4_values(blocks[:, 2:]) * _half(blocks, 0)
+    return _looked_up("IQ4", blocks[:, 2:]) * _half(blocks, 0)
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     scales = _bit_fields(blocks[:, 4:8], 4, 1) | _bit_fields(blocks[:, 2:4], 2, 1) << 4
-    return _grouped(_iq4_values(blocks[:, 8:]), _half(blocks, 0) * (scales.float() - 32))
+    return _grouped(_looked_up("IQ4", blocks[:, 8:]), _half(blocks, 0) * (scales.float() - 32))
 
 
 # bytes of a block, and the conversion uint8 [n, bytes] -> float32 [n, weights]
@@ -190,6 +200,7 @@ _BLOCKS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "Q5_0": (22, _q5_0),
     "Q5_1": (24, _q5_1),
     "Q8_0": (34, _q8_0),
+    "MXFP4": (17, _mxfp4),
     "Q2_K": (84, _q2_k),
     "Q3_K": (110, _q3_k),
     "Q4_K": (144, _q4_k),

@@ -1,0 +1,93 @@
+"""gpt-oss (OpenAI 2025): Llama with attention sinks, a window in every other layer, biases, and a mixture.
+
+A sink is a learned score of each head: it takes its share of the softmax and adds nothing, so that a head may
+look at nothing. Experts clamp what their activation reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import Ops, Tensor, Vector
+from kukri.models.architecture import Architecture, ExpertKeys
+from kukri.models.layers import Attention, vector_parameter
+from kukri.models.llama import Block, Llama
+from kukri.models.mixture import Mixture
+
+if TYPE_CHECKING:
+    from kukri.models.weights import WeightSource
+
+_ALPHA, _LIMIT = 1.702, 7.0
+
+
+class GptOssAttention(Attention):
+    """Attention with a sink for each head."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        sinks = f"{name}.sinks.weight"
+        vector = Vector(source.vector(sinks, config.n_heads), sinks)
+        self.spec = replace(self.spec, sinks=vector)
+        self.parameters = [*self.parameters, vector_parameter(vector)]
+
+
+class GptOssMixture(Mixture):
+    """A mixture with biases and this activation."""
+
+    router_name = "router"
+    has_biases = True
+
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
+        """(up + 1) * gate * sigmoid(1.702 gate), clamped."""
+        return ops.clamped_swiglu(gate, up, _ALPHA, _LIMIT)
+
+
+class GptOssBlock(Block):
+    """A layer with both."""
+
+    attention_type = GptOssAttention
+    mlp_type = GptOssMixture
+
+
+class GptOss(Llama):
+    """The whole model."""
+
+    block_type = GptOssBlock
+
+
+GPT_OSS = Architecture(
+    "gpt_oss",
+    GptOss,
+    "GptOssForCausalLM",
+    gguf="gpt-oss",
+    full_interval=2,
+    yarn_truncates=False,
+    tensor_names={
+        "mlp.router": "ffn_gate_inp",
+        "self_attn.sinks": "attn_sinks",
+        "post_attention_layernorm": "post_attention_norm",
+    },
+    reads=frozenset(["attention_bias", "sliding_window", "layer_types"]),
+    ignores=frozenset(
+        [
+            *("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length"),
+            "quantization_config",  # MXFP4, which the tensors show
+        ]
+    ),
+    fixed={"swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT},
+    defaults={
+        **{"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},
+        **{"sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4},
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    biases={"self_attn": "attention_bias", "mlp": True},
+    experts=ExpertKeys(
+        "num_local_experts", "intermediate_size", True, gguf_normalized=True, is_interleaved=True
+    ),
+)

@@ -1,0 +1,34 @@
+"""OLMoE (Muennighoff et al. 2024): Llama with OLMo 2's normed q and k, and a mixture in place of each MLP."""
+
+from __future__ import annotations
+
+from kukri.models.architecture import Architecture, ExpertKeys
+from kukri.models.llama import Block, Llama
+from kukri.models.mixture import Mixture
+from kukri.models.olmo2 import Olmo2Attention
+
+
+class OlmoeBlock(Block):
+    """A layer with this attention and a mixture."""
+
+    attention_type = Olmo2Attention
+    mlp_type = Mixture
+
+
+class Olmoe(Llama):
+    """The whole model."""
+
+    block_type = OlmoeBlock
+
+
+OLMOE = Architecture(
+    "olmoe",
+    Olmoe,
+    "OlmoeForCausalLM",
+    reads=frozenset(["attention_bias"]),
+    ignores=frozenset(["output_router_logits", "router_aux_loss_coef"]),
+    fixed={"clip_qkv": None},
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    biases={"self_attn": "attention_bias"},
+    experts=ExpertKeys("num_experts", "intermediate_size", "norm_topk_prob", gguf_normalized=False),
+)
