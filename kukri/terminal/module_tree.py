@@ -17,6 +17,7 @@ from kukri.models import ARCHITECTURES
 _ORDER = (
     *("model", "transformer", "embed_tokens", "layers", "self_attn", "mlp", "norm", "final_layernorm"),
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense", "q_norm", "k_norm"),
+    *("router", "experts", "gate"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj"),
     *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
     *("post_feedforward_layernorm", "lm_head", "qa_outputs", "score", "classifier"),
@@ -64,6 +65,8 @@ def module_tree(
     top = Module(root)
     for name, tensor in tensors.items():
         *path, last = name.split(".") if name.count(".") < _MAX_DEPTH else [name]
+        if path and path[-1] == "sinks":  # a parameter of the attention itself
+            last = path.pop()
         module = top
         for part in path:
             module = module.children.setdefault(part, Module(""))

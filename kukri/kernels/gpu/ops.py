@@ -253,8 +253,8 @@ class TritonOps(TorchOps):
 
 
 def _is_special(spec: AttentionSpec) -> bool:
-    """True for attention that the Triton kernels do not compute: to later tokens, capped, with sinks."""
-    return not spec.is_causal or spec.softcap is not None or spec.sinks is not None
+    """True for attention that the Triton kernels do not compute: to later tokens, or with sinks."""
+    return not spec.is_causal or spec.sinks is not None
 
 
 def _all_packed(weights: Sequence[Weight]) -> bool:
