@@ -16,6 +16,10 @@ from hypothesis import settings
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
+# Test processes with a PyTorch of two threads each wait for one another on two cores: twenty times slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Triton's own functions are interpreted or compiled for good when it is imported, which torch does somewhere:
 # here they are interpreted, for tests/kernels/gpu.
 with pytest.MonkeyPatch.context() as patch:

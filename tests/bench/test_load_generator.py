@@ -465,7 +465,7 @@ def test_bodies_may_come_in_pieces(one_prompt):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--rate", "1", "--concurrency", "1"), "exclude"),
+        (("--rate", "1", "--concurrency", "1"), "cannot be combined"),
         (("--rate", "1,x"), "numbers like 1,2,4"),
         (("--rate", "0"), "above 0"),
         (("--rate", "nan"), "above 0"),

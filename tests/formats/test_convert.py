@@ -365,7 +365,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_targets_that_cannot_be(tmp_path: Path) -> None:
     """A source that is overwritten while it is read; a type that is none."""
     source = write_tiny(tmp_path / "f32.gguf", tiny_config())
-    with pytest.raises(ConfigError, match="is what would be read"):
+    with pytest.raises(ConfigError, match="is the input"):
         convert(source, source, "Q8_0")
     with pytest.raises(ConfigError, match="is a directory"):
         convert(source, tmp_path, "Q8_0")

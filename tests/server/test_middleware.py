@@ -385,7 +385,7 @@ def test_metrics_count_what_happened(small):
 def test_settings_that_make_no_sense_are_refused():
     """Catches a server that starts and then refuses everything."""
     for wrong in (
-        {"model_names": ()},
+        {"model_names": ("",)},
         {"model_names": ("a",), "max_waiting": 0},
         {"model_names": ("a",), "deadline_s": 0},
         {"model_names": ("a",), "api_keys": ("bad\nkey",)},
