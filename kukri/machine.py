@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -49,20 +49,41 @@ def available_bytes(root: Path = Path("/")) -> int:
     File caches count as free, since the system drops them. `root` is where /proc and /sys are.
     """
     left = [_machine_bytes_left(root)]
+    for folder, is_v2 in _control_groups("memory", root):
+        left += _group_bytes_left(folder, *(_CGROUP_V2 if is_v2 else _CGROUP_V1))
+    return max(min(left), 0)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Cores whose time control groups (v1 and v2) grant this process, such as 1.5; None if unlimited.
+
+    Containers are limited this way (docker --cpus, a pod's limits), and the cores they see are all there are.
+    `root` is where /proc and /sys are.
+    """
+    quotas = []
+    for folder, is_v2 in _control_groups("cpu", root):
+        if is_v2:
+            quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        else:
+            quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1 are no limit
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """(folder, whether it is version 2) of the process' group and the groups around it, for a controller."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, names = root / "sys/fs/cgroup", _CGROUP_V2
-        elif "memory" in controllers.split(","):
-            mount, names = root / "sys/fs/cgroup/memory", _CGROUP_V1
-        else:
+        is_v2 = controllers == ""
+        if not is_v2 and controller not in controllers.split(","):
             continue
+        mount = root / "sys/fs/cgroup" / ("" if is_v2 else controller)
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):  # a container may see its group as the mount itself
-            left += _group_bytes_left(folder, *names)
+            yield folder, is_v2
             if folder == mount:
                 break
-    return max(min(left), 0)
 
 
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -12,9 +12,9 @@ from typing import Any
 import kukri
 from kukri.formats import hub
 from kukri.kernels import choose_backend
-from kukri.kernels.cpu.features import cpu_target, usable_cores
+from kukri.kernels.cpu.features import allowed_cores, cpu_target, usable_cores
 from kukri.kernels.cpu.kernel_cache import cache_dir, cache_root
-from kukri.machine import cpu_features, cpu_model, installed_versions
+from kukri.machine import cpu_features, cpu_model, cpu_quota, installed_versions
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts
 
@@ -79,7 +79,13 @@ def machine_report() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": {"name": cpu_model(), "n_cores": usable_cores(), "features": list(cpu_features())},
+        "cpu": {
+            "name": cpu_model(),
+            "n_cores": usable_cores(),
+            "n_allowed_cores": allowed_cores(),
+            "quota": cpu_quota(),
+            "features": list(cpu_features()),
+        },
         "kernels": {
             "target": target.name,
             "int8_dot": target.lowering,
@@ -102,6 +108,11 @@ def _contents(directory: Path) -> dict[str, int]:
     return {"n_files": len(sizes), "n_bytes": sum(sizes)}
 
 
+def _cores(cpu: dict[str, Any]) -> str:
+    quota = "" if cpu["quota"] is None else f", quota of {cpu['quota']:g}"
+    return f"{cpu['n_cores']} usable cores (affinity allows {cpu['n_allowed_cores']}{quota})"
+
+
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     cpu, kernels, jit, models = report["cpu"], report["kernels"], report["jit_cache"], report["models"]
     half = "" if kernels["hardware_float16"] else ", float16 in software"
@@ -109,7 +120,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("kukri", report["kukri"]),
         ("python", f"{report['python']} ({report['executable']})"),
         ("system", report["system"]),
-        ("cpu", f"{cpu['name']}, {cpu['n_cores']} usable cores"),
+        ("cpu", f"{cpu['name']}, {_cores(cpu)}"),
         ("features", " ".join(cpu["features"])),
         ("kernels", f"for {kernels['target']}, int8 dot product by {kernels['int8_dot']}{half}"),
         ("compiled", " ".join(kernels["compiled"]) or "none yet: the first run compiles them"),

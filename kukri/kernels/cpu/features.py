@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from kukri.machine import cpu_quota
+
 Lowering = Literal["avx512vnni", "avxvnni", "avx2", "generic"]
 
 # LLVM CPU names whose features decide the lowering; a prefix stands for the family.
@@ -79,8 +81,15 @@ def cpu_target() -> CpuTarget:
     return CpuTarget(name or llvm.get_host_cpu_name(), text, _lowering_of_features(features), has_half)
 
 
+def allowed_cores() -> int:
+    """Cores that the process' affinity mask allows."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_cores() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores this process may keep busy: those it may run on, within the quota of its control group.
+
+    Of a quota of 1.5 cores one is used: with two threads both would stand still for a quarter of each period.
+    """
+    quota = cpu_quota()
+    return allowed_cores() if quota is None else max(min(allowed_cores(), int(quota)), 1)
