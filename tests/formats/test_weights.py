@@ -222,11 +222,11 @@ def test_types_that_do_not_run_are_named(tmp_path):
     write_model(path)
     file = GGUFFile(path)
     tensors = {name: (t.type, file.data(name), t.shape) for name, t in file.tensors.items()}
-    rows = np.zeros((V, QUANT_TYPES["MXFP4"].row_bytes(D)), np.uint8)
-    tensors["token_embd.weight"] = (QUANT_TYPES["MXFP4"], rows, (V, D))
+    rows = np.zeros((V, QUANT_TYPES["Q8_1"].row_bytes(D)), np.uint8)
+    tensors["token_embd.weight"] = (QUANT_TYPES["Q8_1"], rows, (V, D))
     write_gguf(tmp_path / "other.gguf", dict(file.metadata), tensors)
     other = GGUFFile(tmp_path / "other.gguf")
-    with pytest.raises(UnsupportedError, match=r"'token_embd.weight' is of type MXFP4.*F32, F16, .*IQ4_XS"):
+    with pytest.raises(UnsupportedError, match=r"'token_embd.weight' is of type Q8_1.*F32, F16, .*IQ4_XS"):
         GGUFWeights(other, model_config(other)).matrix("model.embed_tokens.weight", (V, D))
 
 

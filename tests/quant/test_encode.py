@@ -120,7 +120,7 @@ def test_odd_weights_give_finite_blocks(name):
     read = dequantize(data, QUANT_TYPES[name])
     assert np.isfinite(read).all()
     assert not read[0].any()
-    worst = {"Q2_K": 0.5, "Q3_K": 0.3}.get(name, 0.2)
+    worst = {"Q2_K": 0.5, "Q3_K": 0.3, "MXFP4": 0.25}.get(name, 0.2)  # MXFP4 clamps 8 to 6
     for i in (1, 4, 5, 6, 7):
         assert np.abs(read[i] - rows[i]).max() <= worst * np.abs(rows[i]).max()
 
