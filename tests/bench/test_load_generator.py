@@ -167,7 +167,16 @@ def test_goodput_counts_answers_within_every_limit():
 
 def test_an_open_loop_waits_for_nobody():
     """Catches arrivals that wait for answers, or that are no Poisson process of the seed."""
-    n, rate = 30, 30.0
+    for may_retry in (True, True, False):  # a pause of a busy machine is no fault of the load's
+        try:
+            check_open_loop(n=30, rate=30.0)
+            return
+        except AssertionError:
+            if not may_retry:
+                raise
+
+
+def check_open_loop(n, rate):
     with fake_api(lambda exchange: speak(exchange, wait_s=0.6, n=1)) as (url, api):
         (point,) = measure(url, loads=(rate,), loop="open", n_requests=n, seed=11)
         came = [exchange.came_s for exchange in seen(api, point)]
