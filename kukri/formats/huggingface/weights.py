@@ -72,8 +72,7 @@ class SafetensorsWeights:
         """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
         data, kind = self._take(name, shape)
         rows = data.reshape(shape[0], -1)
-        order = self._row_order(name, shape[0])
-        return self._packed(rows if order is None else rows[order], kind, shape, name)
+        return self._packed(rows, kind, shape, name, self._row_order(name, shape[0]))
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
         """Matrices (experts, out, in), as stored or packed: tensors of each expert, or parts of one of all.
@@ -160,11 +159,19 @@ class SafetensorsWeights:
                 path=self.path,
             )
 
-    def _packed(self, rows: ByteArray, kind: QuantType, shape: tuple[int, int], name: str) -> Weight:
+    def _packed(
+        self,
+        rows: ByteArray,
+        kind: QuantType,
+        shape: tuple[int, int],
+        name: str,
+        order: npt.NDArray[np.int64] | None = None,
+    ) -> Weight:
+        weight = Weight(rows, kind, shape, name, row_order=order)
         target = self._target and fitting_type(self._target, shape[1])
-        if target is None or not is_packed(name, shape):
-            return Weight(rows, kind, shape, name)
-        return Weight(requantize(rows, kind, target, tensor=name), target, shape, name)
+        if target is None or _ROUTER.fullmatch(name):
+            return weight
+        return Weight(requantize(weight.data, kind, target, tensor=name), target, shape, name)
 
     def _row_order(self, name: str, n_rows: int) -> npt.NDArray[np.int64] | None:
         """The rows of a q or k projection in half-split order, None if the file's order is right."""
