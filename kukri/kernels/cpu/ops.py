@@ -26,9 +26,9 @@ from kukri.kernels.cpu.abi import (
     query_tokens,
 )
 from kukri.kernels.cpu.kernel_cache import float_bits
-from kukri.kernels.cpu.layouts import TOKENS, PanelKind, expert_kernel, linear_kernel
+from kukri.kernels.cpu.layouts import TOKENS, PanelKind, linear_kernel
 from kukri.kernels.cpu.memory import address_of
-from kukri.kernels.cpu.pack import PackedExperts, PackedWeight
+from kukri.kernels.cpu.pack import PackedWeight
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import AttentionSpec, EmbedBy, FloatArray, KVType, Routing, Vector, Weight
@@ -192,7 +192,7 @@ class RMSNorm(Producer):
         norm = {"weight": at.of_array(self.weight.data), "eps": float_bits(self.eps)}
         if self.residual is not None:
             norm |= {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
-        return _rows_of(self.x, at) | self.outputs(at) | norm
+        return rows_of(self.x, at) | self.outputs(at) | norm
 
 
 @dataclass(eq=False)
@@ -206,7 +206,7 @@ class Scale(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         result = {"y": at.of(self.y), "y_stride": self.y.stride}
-        return _rows_of(self.x, at) | result | {"factor": float_bits(self.factor)}
+        return rows_of(self.x, at) | result | {"factor": float_bits(self.factor)}
 
 
 @dataclass(eq=False)
@@ -220,7 +220,7 @@ class Softcap(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         result = {"y": at.of(self.y), "y_stride": self.y.stride}
-        return _rows_of(self.x, at) | result | {"cap": float_bits(self.cap)}
+        return rows_of(self.x, at) | result | {"cap": float_bits(self.cap)}
 
 
 @dataclass(eq=False)
@@ -234,7 +234,7 @@ class Add(Producer):
 
     def record(self, at: Addresses) -> dict[str, int]:
         added = {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
-        return _rows_of(self.x, at) | self.outputs(at) | added | {"scale": float_bits(self.scale)}
+        return rows_of(self.x, at) | self.outputs(at) | added | {"scale": float_bits(self.scale)}
 
 
 @dataclass(eq=False)
@@ -249,7 +249,7 @@ class LayerNorm(Producer):
 
     def record(self, at: Addresses) -> dict[str, int]:
         arrays = {"weight": at.of_array(self.weight.data), "bias": at.of_array(self.bias.data)}
-        return _rows_of(self.x, at) | self.outputs(at) | arrays | {"eps": float_bits(self.eps)}
+        return rows_of(self.x, at) | self.outputs(at) | arrays | {"eps": float_bits(self.eps)}
 
 
 @dataclass(eq=False)
@@ -260,7 +260,7 @@ class Activation(Producer):
     kernel: str
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return _rows_of(self.x, at) | self.outputs(at)
+        return rows_of(self.x, at) | self.outputs(at)
 
 
 @dataclass(eq=False)
@@ -273,7 +273,7 @@ class Gated(Producer):
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
-            "rows": _count(self.gate.rows, at),
+            "rows": row_count(self.gate.rows, at),
             "gate": at.of(self.gate),
             "up": at.of(self.up),
             "x_stride": self.gate.stride,
@@ -303,7 +303,7 @@ class HeadNorm(Op):
     in_place = ("x",)
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return _rows_of(self.x, at) | {
+        return rows_of(self.x, at) | {
             "n_heads": self.x.width // len(self.weight),
             "d_head": len(self.weight),
             "weight": at.of_array(self.weight.data),
@@ -324,7 +324,7 @@ class Quantize(Op):
         return f"panel_{self.kind}"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return _rows_of(self.x, at) | {"panels": at.of(self.y)}
+        return rows_of(self.x, at) | {"panels": at.of(self.y)}
 
 
 @dataclass(eq=False)
@@ -346,7 +346,7 @@ class Linear(Op):
     def record(self, at: Addresses) -> dict[str, int]:
         start = 4 * self.column
         return {
-            "rows": _count(self.y.rows, at),
+            "rows": row_count(self.y.rows, at),
             "w": at.of_array(self.weight.tiles),
             "x": at.of(self.panels),
             "n_row_tiles": self.weight.n_row_tiles,
@@ -360,137 +360,6 @@ class Linear(Op):
 
     def streams(self, at: Addresses) -> tuple[int, int]:
         return at.of_array(self.weight.tiles), self.weight.tiles.nbytes
-
-
-@dataclass(eq=False)
-class Route(Op):
-    """The weights of the experts that each token uses, by a router's logits; 0 for the others."""
-
-    logits: Value
-    y: Value
-    routing: Routing
-    kernel = "route"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        return _rows_of(self.logits, at) | {
-            "n_used": self.routing.n_used,
-            "normalized": int(self.routing.normalized),
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
-        }
-
-
-@dataclass(eq=False)
-class Dispatch(Op):
-    """Orders the rows of a mixture by the experts whose weights are not 0."""
-
-    weights: Value
-    y: RouteTable
-    kernel = "dispatch"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        table = at.of(self.y)
-        return {
-            "batch": at.batch,
-            "weights": at.of(self.weights),
-            "stride": self.weights.stride,
-            "n_experts": self.y.routing.n_experts,
-            "n_used": self.y.routing.n_used,
-            "table": table,
-            "entries": table + self.y.entries,
-            "next_slots": table + self.y.next_slots,
-            "experts": table + self.y.experts,
-            "slots": table + self.y.slots,
-            "rows_of_slots": table + self.y.rows,
-        }
-
-
-@dataclass(eq=False)
-class QuantizeForExperts(Op):
-    """The rows of x as panels, ordered by experts."""
-
-    x: Value
-    table: RouteTable
-    kind: PanelKind
-    y: Buffer
-
-    @property
-    def kernel(self) -> str:
-        return f"expert_panel_{self.kind}"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        table = at.of(self.table)
-        is_per_token = self.x.rows == "T"
-        return _rows_of(self.x, at) | {
-            "rows": table,
-            "slots": table + self.table.slots,
-            "experts": table + self.table.experts,
-            "next_slots": table + self.table.next_slots,
-            "repeats": self.table.routing.n_used if is_per_token else 1,
-            "panels": at.of(self.y),
-        }
-
-
-@dataclass(eq=False)
-class ExpertLinear(Op):
-    """The products of panels with their experts' matrices, to columns of y from `column` on."""
-
-    panels: Buffer
-    table: RouteTable
-    kind: PanelKind
-    weight: PackedExperts
-    y: Value
-    column: int
-    bias: FloatArray | None  # float32 [E, whole tiles of all columns]
-
-    @property
-    def kernel(self) -> str:
-        return expert_kernel(self.weight.type_name, self.kind)
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        table, start = at.of(self.table), 4 * self.column
-        return {
-            "table": table,
-            "entries": table + self.table.entries,
-            "rows_of_slots": table + self.table.rows,
-            "w": at.of_array(self.weight.tiles),
-            "expert_bytes": self.weight.tiles.shape[1],
-            "x": at.of(self.panels),
-            "n_row_tiles": self.weight.n_row_tiles,
-            "n_blocks": self.weight.n_blocks,
-            "y": at.of(self.y) + start,
-            "y_stride": self.y.stride,
-            "bias": 0 if self.bias is None else at.of_array(self.bias) + start,
-            "bias_stride": 0 if self.bias is None else self.bias.strides[0],
-        }
-
-
-@dataclass(eq=False)
-class Combine(Op):
-    """The sum of each token's rows of x, times the weights of their experts; `residual` added."""
-
-    x: Value
-    weights: Value
-    table: RouteTable
-    y: Value
-    residual: Value | None
-    kernel = "combine"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        return {
-            "rows": _count("T", at),
-            "x": at.of(self.x),
-            "x_stride": self.x.stride,
-            "n": self.x.width,
-            "weights": at.of(self.weights),
-            "weights_stride": self.weights.stride,
-            "n_used": self.table.routing.n_used,
-            "experts": at.of(self.table) + self.table.experts,
-            "residual": 0 if self.residual is None else at.of(self.residual),
-            "residual_stride": 0 if self.residual is None else self.residual.stride,
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
-        }
 
 
 @dataclass(eq=False)
@@ -620,8 +489,8 @@ class GatherRows(Op):
     kernel = "gather_rows"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return _rows_of(self.x, at) | {
-            "rows": _count("N", at),
+        return rows_of(self.x, at) | {
+            "rows": row_count("N", at),
             "indices": at.batch + LOGIT_ROWS,
             "y": at.of(self.y),
             "y_stride": self.y.stride,
@@ -652,15 +521,16 @@ def n_ahead(spec: AttentionSpec) -> int:
     return 0 if spec.is_causal else (spec.window or _ALL) - 1
 
 
-def _count(rows: Rows, at: Addresses) -> int:
+def row_count(rows: Rows, at: Addresses) -> int:
     """The address of the number of rows."""
     if isinstance(rows, RouteTable):
         return at.of(rows)
     return at.batch + (N_TOKENS if rows == "T" else N_LOGIT_ROWS)
 
 
-def _rows_of(x: Value, at: Addresses) -> dict[str, int]:
-    return {"rows": _count(x.rows, at), "x": at.of(x), "x_stride": x.stride, "n": x.width}
+def rows_of(x: Value, at: Addresses) -> dict[str, int]:
+    """A kernel's parameters for the rows of x: their number, address, stride and width."""
+    return {"rows": row_count(x.rows, at), "x": at.of(x), "x_stride": x.stride, "n": x.width}
 
 
 def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import MissingKernelError, ShapeError
-from kukri.kernels.cpu import ops
+from kukri.kernels.cpu import expert_ops, ops
 from kukri.kernels.cpu.abi import CHUNK_TOKENS, MAX_TILE_ROWS, partial_bytes
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, panel_bytes
@@ -228,11 +228,11 @@ class Recorder:
         if logits.rows != "T" or logits.width != routing.n_experts:
             raise ShapeError(f"{logits.width} router logits for {routing.n_experts} experts")
         weights = self._value("T", logits.width)
-        self._add(ops.Route(logits, weights, routing))
+        self._add(expert_ops.Route(logits, weights, routing))
         if tap is not None and tap_name(*tap) in self._taps:
             self._add(ops.Tap(tap_name(*tap), weights, n_used=routing.n_used))
         table = RouteTable.make(routing, self._limits.max_tokens)
-        self._add(ops.Dispatch(weights, table))
+        self._add(expert_ops.Dispatch(weights, table))
         return Routes(weights, table)
 
     def expert_linear(
@@ -251,7 +251,7 @@ class Recorder:
         for group in groups:
             packed = self._pack_experts(group)
             panels = self._quantized_for_experts(x, routes, packed.panel)
-            self._add(ops.ExpertLinear(panels, routes.table, packed.panel, packed, y, column, padded))
+            self._add(expert_ops.ExpertLinear(panels, routes.table, packed.panel, packed, y, column, padded))
             column += packed.n_rows
         return y
 
@@ -266,7 +266,7 @@ class Recorder:
         _require_multiple("the model width", x.width, 16)
         is_tapped = tap is not None and tap_name(*tap) in self._taps
         y = self._value("T", x.width)
-        self._add(ops.Combine(x, routes.weights, routes.table, y, None if is_tapped else residual))
+        self._add(expert_ops.Combine(x, routes.weights, routes.table, y, None if is_tapped else residual))
         if tap is not None and is_tapped:
             self._add(ops.Tap(tap_name(*tap), y, residual))
         return y
@@ -310,7 +310,7 @@ class Recorder:
         panels = routes.panels.get((x, kind))
         if panels is None:
             panels = Buffer(routes.table.max_slots // TOKENS * panel_bytes(kind, x.width))
-            self._add(ops.QuantizeForExperts(x, routes.table, kind, panels))
+            self._add(expert_ops.QuantizeForExperts(x, routes.table, kind, panels))
             routes.panels[x, kind] = panels
         return panels
 
