@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kukri.errors import CapacityError, HookError, ShapeError
-from kukri.kernels.types import FloatArray, ForwardBatch, StepLimits
+from kukri.kernels.types import AdapterSlots, FloatArray, ForwardBatch, IntArray, StepLimits
 
 
 class HostLogits:
@@ -19,6 +20,11 @@ class HostLogits:
     def __len__(self) -> int:
         """N."""
         return len(self._array)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, V)."""
+        return self._array.shape
 
     def take(self, rows: Sequence[int]) -> HostLogits:
         """See Logits.take. Rows that follow one another are not copied."""
@@ -40,10 +46,41 @@ class HostLogits:
         """See Logits.has_nan."""
         return bool(np.isnan(self._array[row].max()))
 
+    def logit(self, row: int, token_id: int) -> float:
+        """See Logits.logit."""
+        return float(self._array[row, token_id])
+
     def argmax(self) -> list[int]:
         """See Logits.argmax."""
         ids: list[int] = self._array.argmax(axis=1).tolist()
         return ids
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """A sequence's tokens of a step, `start` to `stop` - 1, and the slot of its state.
+
+    `begins`: the state counts as zeros. `saves`: (token, slot) of copies to keep, in order.
+    """
+
+    start: int
+    stop: int
+    slot: int
+    begins: bool
+    saves: tuple[tuple[int, int], ...]
+
+
+def state_steps(batch: ForwardBatch) -> Iterator[StateStep]:
+    """The sequences of a step, for recurrent layers that run op by op."""
+    starts = batch.query_start.tolist()
+    for s, n_context in enumerate(batch.context_len.tolist()):
+        start, stop = starts[s], starts[s + 1]
+        slot = s if batch.state_slots is None else int(batch.state_slots[s])
+        saves: tuple[tuple[int, int], ...] = ()
+        if batch.state_saves is not None:
+            kept = enumerate(batch.state_saves[start:stop].tolist(), start)
+            saves = tuple((t, target) for t, target in kept if target >= 0)
+        yield StateStep(start, stop, slot, n_context == stop - start, saves)
 
 
 class StoppedError(Exception):
@@ -65,6 +102,22 @@ def check_sizes(batch: ForwardBatch, limits: StepLimits) -> None:
         )
     if batch.mask is not None or limits.mask_heads:
         _check_mask(batch, limits)
+
+
+def check_adapters(batch: ForwardBatch, adapters: AdapterSlots) -> None:
+    """Raises ShapeError if a step names an adapter that its program does not have."""
+    if not adapters or batch.adapters is None:
+        return
+    for slot in set(batch.adapters.tolist()):
+        if slot != -1 and not (0 <= slot < len(adapters) and adapters[slot] is not None):
+            raise ShapeError(f"bad step: there is no adapter in slot {slot}")
+
+
+def row_adapters(batch: ForwardBatch) -> IntArray | None:
+    """The slot of the adapter of each token of a step, int32 [T]; None if there are none."""
+    if batch.adapters is None or batch.adapters.max() < 0:
+        return None
+    return np.repeat(batch.adapters, np.diff(batch.query_start))
 
 
 def _check_mask(batch: ForwardBatch, limits: StepLimits) -> None:

@@ -29,10 +29,10 @@ class PagedKV:
 
     `kv_type` q8_0 keeps int8 "quants" and a float16 of "scales" for each 32 dimensions of a token's head:
     keys are records [P, G, K/32] of quants [32, B] and scales [B], values records [P, G] of quants [B, K]
-    and scales [B, K/32]. f32 is for checks on the reference backend, where rounding would hide what is
-    compared.
+    and scales [B, K/32]. f32 rounds nothing.
 
-    `states[layer]` has the arrays of a state layer by name, float32 [n_states, *shape].
+    `states[layer]` has the arrays of a state layer by name, float32 [n_states, *shape]. What is in a slot
+    that no sequence has may be anything.
     """
 
     page_tokens = PAGE_TOKENS
@@ -85,17 +85,21 @@ class PagedKV:
                 (keys if name is None else keys[name])[..., offset:] = 0
                 (values if name is None else values[name])[:, offset:] = 0
 
+    def page_data(self, page: int) -> bytes:
+        """A copy of a page's bytes: its keys, then its values."""
+        data: bytes = self._keys[page].tobytes() + self._values[page].tobytes()
+        return data
+
+    def set_page_data(self, page: int, data: bytes | memoryview) -> None:
+        """Fills a page with the bytes of another."""
+        both = np.frombuffer(data, np.uint8).reshape(2, self.page_stride)
+        self._keys[page], self._values[page] = both
+
     def copy_state(self, source: int, target: int) -> None:
         """Copies a slot's state, of all layers."""
         for arrays in self.states.values():
             for array in arrays.values():
                 array[target] = array[source]
-
-    def clear_state(self, slot: int) -> None:
-        """Zeroes a slot's state."""
-        for arrays in self.states.values():
-            for array in arrays.values():
-                array[slot] = 0
 
 
 def page_bytes(layout: CacheLayout, kv_type: KVType) -> int:

@@ -8,38 +8,53 @@ backend.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.host_step import HostLogits, StoppedError, check_routes, check_sizes
+from kukri.kernels.host_step import (
+    HostLogits,
+    StateStep,
+    StoppedError,
+    check_adapters,
+    check_routes,
+    check_sizes,
+    row_adapters,
+    state_steps,
+)
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
+    AdapterSlots,
     AttentionSpec,
     Cache,
     CacheLayout,
     CompiledProgram,
+    ConvSpec,
+    DeltaSpec,
     EmbedBy,
     Experts,
     FloatArray,
     ForwardBatch,
+    GateBy,
     Hook,
+    IntArray,
     KVType,
     Program,
     RopeFrequencies,
     Routing,
+    ScanSpec,
     StepInputs,
     StepLimits,
     Vector,
     Weight,
     tap_name,
 )
-from kukri.machine import available_bytes
+from kukri.machine import available_bytes, cpu_model
 from kukri.quant.blocks import dequantize
 
 Array = npt.NDArray[Any]
@@ -59,6 +74,11 @@ class ReferenceBackend:
         self._matrices: dict[Weight, FloatArray] = {}
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
+    @property
+    def arithmetic(self) -> str:
+        """See Backend.arithmetic."""
+        return f"reference, NumPy {np.__version__}, {cpu_model()}"
+
     def new_cache(
         self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
     ) -> PagedKV:
@@ -74,11 +94,17 @@ class ReferenceBackend:
         return available_bytes()
 
     def compile(
-        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
+        self,
+        program: Program,
+        cache: Cache,
+        limits: StepLimits,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> CompiledProgram:
         """The program as it is, bound to the cache. `limits` are checked at each step."""
         assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
-        return _BoundProgram(program, ReferenceOps(cache, taps, self._matrices, self._rope_rows), limits)
+        ops = ReferenceOps(cache, taps, self._matrices, self._rope_rows, adapters)
+        return _BoundProgram(program, ops, limits)
 
 
 class _BoundProgram:
@@ -96,7 +122,9 @@ class _BoundProgram:
     ) -> HostLogits:
         """See CompiledProgram. Everything before `start` is computed, and replaced there."""
         check_sizes(batch, self.limits)
+        check_adapters(batch, self.ops.adapters)
         self.ops.on_tap, self.ops.stop = on_tap, stop
+        self.ops.row_adapters = row_adapters(batch) if self.ops.adapters else None
         with np.errstate(over="ignore", invalid="ignore"):  # NaN and inf go through, and the caller sees them
             try:
                 logits: FloatArray = self.program(self.ops, batch)
@@ -122,8 +150,10 @@ class ReferenceOps:
         taps: frozenset[str] = frozenset(),
         matrices: dict[Weight, FloatArray] | None = None,
         rope_rows: dict[RopeFrequencies, RopeRows] | None = None,
+        adapters: AdapterSlots = (),
     ) -> None:
-        self.cache, self.taps = cache, taps
+        self.cache, self.taps, self.adapters = cache, taps, adapters
+        self.row_adapters: IntArray | None = None  # the slot of each row; None: no row has one
         self.on_tap: Hook | None = None  # of the step
         self.stop: str | None = None  # the tap that ends the step
         self._matrices = {} if matrices is None else matrices
@@ -166,7 +196,7 @@ class ReferenceOps:
         residual: FloatArray | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> FloatArray:
-        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, tap, residual."""
+        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, updates, tap, residual."""
         y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
         start = 0
         for weight in weights:
@@ -176,9 +206,24 @@ class ReferenceOps:
             start = stop
         if bias is not None:
             y += bias.data
+        if self.row_adapters is not None:
+            self._update(y, x, weights, self.row_adapters)
         if tap is not None:
             y = self.tap(*tap, y)
         return y if residual is None else y + residual
+
+    def _update(self, y: FloatArray, x: FloatArray, weights: Sequence[Weight], slots: IntArray) -> None:
+        """Adds to each row of y what its adapter makes of the row of x."""
+        for slot in np.unique(slots[slots >= 0]):
+            rows, start = slots == slot, 0
+            for weight in weights:
+                stop = start + weight.shape[0]
+                update = (self.adapters[slot] or {}).get(weight.name)
+                if update is not None:
+                    down, up = (dequantize(w.data, w.type) for w in (update.down, update.up))
+                    inner = np.vecdot(x[rows, None], down) * np.float32(update.scale)
+                    y[rows, start:stop] += np.vecdot(inner[:, None], up)
+                start = stop
 
     def add(self, x: FloatArray, residual: FloatArray) -> FloatArray:
         """x + residual."""
@@ -246,6 +291,95 @@ class ReferenceOps:
         """Scores [G, H/G, n] of query heads [G, H/G, K] and keys [G, K, n]."""
         scores = heads @ keys * np.float32(spec.scale)
         return scores if spec.softcap is None else self.softcap(scores, spec.softcap)
+
+    def conv(self, x: FloatArray, spec: ConvSpec, batch: ForwardBatch) -> FloatArray:
+        """Each column of x [T, C] times the taps of it and the inputs before it."""
+        n, n_taps = x.shape[1], spec.n_taps
+        taps = spec.taps.data.reshape(n_taps, n)
+        y = np.zeros(x.shape, np.float32) if spec.bias is None else np.tile(spec.bias.data, (len(x), 1))
+        for step, states, past in self._states("conv", spec.layer, batch):
+            seen = np.concatenate(
+                [past, x[step.start : step.stop]]
+            )  # row i is of the token n_taps - 1 before
+            for i, weights in enumerate(taps):
+                y[step.start : step.stop] += weights * seen[i : i + step.stop - step.start]
+            for t, slot in (*step.saves, (step.stop - 1, step.slot)):
+                last = t - step.start + 1
+                states[slot] = seen[last : last + n_taps - 1]
+        return y / (1 + np.exp(-y)) if spec.is_activated else y
+
+    def scan(
+        self,
+        x: FloatArray,
+        b: FloatArray,
+        c: FloatArray,
+        dt: FloatArray,
+        spec: ScanSpec,
+        batch: ForwardBatch,
+    ) -> FloatArray:
+        """Token by token: the state decays, takes b xT in, and c reads it."""
+        n_tokens, n_heads, n_groups = len(x), spec.n_heads, spec.n_groups
+        steps = np.clip(np.logaddexp(dt + spec.dt_bias.data, np.float32(0)), *spec.limits)
+        kept = np.exp(steps * spec.a.data)[..., None, None]
+        values = x.reshape(n_tokens, n_heads, spec.d_head)
+        b, c = (np.repeat(m.reshape(n_tokens, n_groups, -1), n_heads // n_groups, axis=1) for m in (b, c))
+        added = (steps[..., None] * b)[..., None] * values[:, :, None]  # [T, H, N, P]
+        y = spec.d.data[:, None] * values
+        for step, states, state in self._states("scan", spec.layer, batch):
+            saves = dict(step.saves)
+            for t in range(step.start, step.stop):
+                state = state * kept[t] + added[t]
+                y[t] += (c[t][..., None] * state).sum(axis=1)
+                if t in saves:
+                    states[saves[t]] = state
+            states[step.slot] = state
+        return y.reshape(x.shape)
+
+    def delta_rule(
+        self,
+        q: FloatArray,
+        k: FloatArray,
+        v: FloatArray,
+        decay: FloatArray,
+        beta: FloatArray,
+        spec: DeltaSpec,
+        batch: ForwardBatch,
+    ) -> FloatArray:
+        """Token by token: the state decays, what k finds in it moves to v, and q reads it."""
+        n_tokens, n_heads, n_groups = len(v), spec.n_heads, spec.n_groups
+        heads = np.arange(n_heads)
+        key_head = heads % n_groups if spec.are_tiled else heads // (n_heads // n_groups)
+        q, k = (m.reshape(n_tokens, n_groups, -1)[:, key_head, :, None] for m in (q, k))  # [T, H, K, 1]
+        values = v.reshape(n_tokens, n_heads, 1, spec.d_head)
+        kept = np.exp(np.logaddexp(decay + spec.dt_bias.data, np.float32(0)) * spec.a.data)[..., None, None]
+        rate = (1 / (1 + np.exp(-beta)))[..., None, None]
+        y = np.empty((n_tokens, n_heads, spec.d_head), np.float32)
+        for step, states, state in self._states("delta", spec.layer, batch):
+            saves = dict(step.saves)
+            for t in range(step.start, step.stop):
+                state = state * kept[t]
+                found = (k[t] * state).sum(axis=1, keepdims=True)
+                state = state + k[t] * (rate[t] * (values[t] - found))
+                y[t] = (q[t] * state).sum(axis=1)
+                if t in saves:
+                    states[saves[t]] = state
+            states[step.slot] = state
+        return y.reshape(v.shape)
+
+    def _states(
+        self, name: str, layer: int, batch: ForwardBatch
+    ) -> Iterator[tuple[StateStep, FloatArray, FloatArray]]:
+        """Each sequence of a step, a layer's states by slot, and the sequence's own."""
+        states = self.cache.states[layer][name]
+        for step in state_steps(batch):
+            yield step, states, np.zeros_like(states[0]) if step.begins else states[step.slot]
+
+    def gated(self, x: FloatArray, gate: FloatArray, by: GateBy) -> FloatArray:
+        """x times the gate, or a function of it."""
+        if by == "itself":
+            return x * gate
+        y: FloatArray = x / (1 + np.exp(-gate))
+        return y * gate if by == "silu" else y
 
     def silu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
         """gate * sigmoid(gate) * up."""
@@ -335,6 +469,8 @@ class ReferenceOps:
 
     def logit_rows(self, x: FloatArray, batch: ForwardBatch) -> FloatArray:
         """The rows of x that the batch wants logits for -> [N, D]."""
+        if self.row_adapters is not None:  # of the rows from here on
+            self.row_adapters = self.row_adapters[batch.logit_rows]
         return x[batch.logit_rows]
 
     def tap(self, name: str, layer: int | None, x: FloatArray) -> FloatArray:

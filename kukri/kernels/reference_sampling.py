@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kukri.errors import ShapeError
 from kukri.kernels.sampling_record import (
     CHOSEN,
     DRY,
@@ -43,6 +44,7 @@ from kukri.kernels.sampling_record import (
     f32,
     log_of,
 )
+from kukri.kernels.types import Logits
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
@@ -52,10 +54,13 @@ BoolArray = npt.NDArray[np.bool_]
 class ReferenceSampling:
     """Sampling (`kukri.kernels.types.SamplingBackend`) in NumPy."""
 
-    def choose(self, records: SamplingRecords, logits: FloatArray) -> None:
+    def choose(self, records: SamplingRecords, logits: Logits) -> None:
         """See SamplingBackend.choose."""
+        rows = logits.numpy()
+        if rows.dtype != np.float32:
+            raise ShapeError(f"logits are float32, not {rows.dtype}")
         for i, row in enumerate(records.fields["row"]):
-            choose(records, i, logits[row])
+            choose(records, i, rows[row])
 
 
 class Record:

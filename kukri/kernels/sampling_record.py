@@ -141,6 +141,13 @@ class SamplingRecords:
         self.pool[self._n_words : stop] = words
         self._n_words = stop
 
+    def part(self, chosen: Sequence[int]) -> SamplingRecords:
+        """Copies of some records, for rows 0, 1 and so on, with the same pool, where their tables are."""
+        size = RECORD.itemsize
+        part = SamplingRecords([self.memory[i * size : (i + 1) * size] for i in chosen], range(len(chosen)))
+        part.pool = self.pool
+        return part
+
     def table(self, i: int, name: str) -> list[npt.NDArray[Any]]:
         """The arrays of a table: views of the pool, of use until the next step."""
         start, n = int(self.fields[name][i]), int(self.fields[_COUNTS[name]][i])

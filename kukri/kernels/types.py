@@ -6,7 +6,7 @@ H query heads, G key/value heads, K head size, P pages, B page size, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -69,6 +69,35 @@ class Vector:
     def __len__(self) -> int:
         """n."""
         return len(self.data)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """An adapter's update of a matrix (out, in): x Wᵀ becomes x Wᵀ + scale * (x Aᵀ) Bᵀ (Hu et al. 2021).
+
+    `down` is A (rank, in) and `up` is B (out, rank), of types without blocks. Hashed by identity.
+    """
+
+    down: Weight
+    up: Weight
+    scale: float
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError unless the ranks of both agree and their numbers are not in blocks."""
+        if self.down.shape[0] != self.up.shape[1] or max(w.type.block_size for w in (self.down, self.up)) > 1:
+            raise ShapeError(
+                f"update {self.up.name!r}: {self.down.type.name} {self.down.shape} and {self.up.type.name} "
+                f"{self.up.shape} do not belong together"
+            )
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return self.down.shape[0]
+
+
+# The adapters of a program by slot: updates by the names of the matrices they change; None: no adapter.
+AdapterSlots = Sequence[Mapping[str, LowRank] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +170,11 @@ class ForwardBatch:
     `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): float32
     [1 or H, T, context_len[0]], added to scores in place of causality and windows; a token that sees nothing
     gets zeros. `token_types` say to which of a pair of texts a token belongs; None: all to the first.
+    `adapters[s]` is the slot of sequence s's adapter, -1 for none; None: no sequence has one.
+
+    Recurrent layers read and write the state in slot `state_slots[s]` of sequence s (None: slot s); it counts
+    as zeros for a sequence that begins, whose first token in the step has position 0. Behind token t they
+    also copy it to slot `state_saves[t]`, -1 for no copy (None: none).
     """
 
     token_ids: IntArray  # [T]
@@ -153,6 +187,9 @@ class ForwardBatch:
     rope_positions: IntArray | None = None  # [T]
     mask: FloatArray | None = None
     token_types: IntArray | None = None  # [T]
+    adapters: IntArray | None = None  # [S]
+    state_slots: IntArray | None = None  # [S]
+    state_saves: IntArray | None = None  # [T]
     inputs: StepInputs | None = field(default=None, init=False)  # whose arrays these are; None: others
 
     @property
@@ -173,6 +210,7 @@ class ForwardBatch:
 
 EmbedBy = Literal["token_ids", "positions", "token_types"]
 KVType = Literal["f16", "q8_0", "f32"]
+GateBy = Literal["itself", "sigmoid", "silu"]
 
 
 @dataclass(frozen=True)
@@ -186,12 +224,20 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class StateLayer:
-    """A layer that keeps a recurrent state of fixed size for each sequence: float32 arrays, (name, shape)."""
+    """A layer that keeps a recurrent state of fixed size for each sequence: float32 arrays, (name, shape).
+
+    The order of an array's numbers is the backend's own.
+    """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 CacheLayout = Sequence[KVLayer | StateLayer]  # an entry for each layer of a model
+
+
+def has_states(layout: CacheLayout) -> bool:
+    """True if a layer keeps a recurrent state."""
+    return any(isinstance(layer, StateLayer) for layer in layout)
 
 
 class Cache(Protocol):
@@ -220,11 +266,14 @@ class Cache(Protocol):
     def clear_from(self, page: int, offset: int) -> None:
         """Zeroes the tokens of a page from `offset` on."""
 
+    def page_data(self, page: int) -> bytes:
+        """A copy of a page's bytes, for `set_page_data` of a cache of the same layout, type and backend."""
+
+    def set_page_data(self, page: int, data: bytes | memoryview) -> None:
+        """Fills a page with the bytes of another."""
+
     def copy_state(self, source: int, target: int) -> None:
         """Copies the recurrent state of a sequence from one slot to another."""
-
-    def clear_state(self, slot: int) -> None:
-        """Zeroes a slot, for a sequence that begins."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +299,56 @@ class AttentionSpec:
     def group(self) -> int:
         """Query heads that share a key head."""
         return self.n_heads // self.n_kv_heads
+
+
+@dataclass(frozen=True, eq=False)
+class ConvSpec:
+    """A layer's causal convolution of each of C channels, over its last K inputs, the current included.
+
+    `taps` [K * C] has the weights of the oldest input first. Its state is the array "conv" [K - 1, C].
+    """
+
+    layer: int
+    n_taps: int  # K
+    taps: Vector
+    bias: Vector | None = None  # [C]
+    is_activated: bool = False  # by SiLU
+
+
+@dataclass(frozen=True, eq=False)
+class ScanSpec:
+    """A layer's state space of H heads (Mamba-2: Dao and Gu 2024), whose state is the array "scan" [H, N, P].
+
+    Of each token a step dt = softplus(dt + dt_bias), within `limits`, scales what is added and, times the
+    head's negative number in `a`, is the exponent of what is left of the state.
+    """
+
+    layer: int
+    n_heads: int  # H
+    n_groups: int  # of heads that share b and c
+    d_state: int  # N
+    d_head: int  # P
+    a: Vector  # [H]
+    d: Vector  # [H]: what is added of x itself
+    dt_bias: Vector  # [H]
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaSpec:
+    """A layer's gated delta rule of H heads (Yang et al. 2024), whose state is the array "delta" [H, K, P].
+
+    Value head h reads key head h // (H / G), or, if the heads `are_tiled`, h % G.
+    """
+
+    layer: int
+    n_heads: int  # H, of values
+    n_groups: int  # G, heads of keys and queries
+    d_state: int  # K
+    d_head: int  # P
+    a: Vector  # [H], negative
+    dt_bias: Vector  # [H]
+    are_tiled: bool = False
 
 
 # A value inside a step: an ndarray on the reference backend, a buffer handle while a plan is recorded.
@@ -288,8 +387,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """x [R, in] times the transpose of each weight [out_i, in], side by side -> [R, sum of out_i].
 
-        `bias` [sum of out_i] and `residual` (same shape as the result) are added. `tap` (name, layer) sees
-        the sum before the residual; a backend may fuse that addition if the tap is not compiled.
+        `bias` [sum of out_i], the updates of each row's adapter, if the program has adapters, and `residual`
+        (same shape as the result) are added, in this order. `tap` (name, layer) sees the sum before the
+        residual; a backend may fuse that addition if the tap is not compiled.
         """
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -308,6 +408,27 @@ class Ops(Protocol):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: Any) -> Tensor:
         """Stores k and v [T, G*K] at the batch's slots, then attends causally or by the mask -> [T, H*K]."""
+
+    def conv(self, x: Tensor, spec: ConvSpec, batch: Any) -> Tensor:
+        """A causal convolution of each column of x [T, C] along its sequence -> [T, C]."""
+
+    def scan(self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, spec: ScanSpec, batch: Any) -> Tensor:
+        """x [T, H*P] through the state space -> [T, H*P]: S = exp(a dt) S + dt b xT, y = cT S + d x.
+
+        b and c are [T, G*N], dt [T, H].
+        """
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, spec: DeltaSpec, batch: Any
+    ) -> Tensor:
+        """v [T, H*P] written under keys k [T, G*K], and what queries q read -> [T, H*P].
+
+        S = exp(a softplus(decay + dt_bias)) S; S += k (sigmoid(beta) (v - kT S)); y = qT S. `decay` and
+        `beta` are [T, H].
+        """
+
+    def gated(self, x: Tensor, gate: Tensor, by: GateBy) -> Tensor:
+        """x * gate, sigmoid(gate) or silu(gate), both of one shape."""
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, the gated activation of SwiGLU (Shazeer 2020)."""
@@ -407,6 +528,9 @@ class StepInputs:
     page_table: IntArray
     logit_rows: IntArray
     token_types: IntArray
+    adapters: IntArray
+    state_slots: IntArray
+    state_saves: IntArray
     _batch: ForwardBatch | None = None
 
     @classmethod
@@ -415,8 +539,10 @@ class StepInputs:
         t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
         token_ids, positions, slots, logit_rows, types = (np.zeros(n, np.int32) for n in (t, t, t, n, t))
         page_table = np.zeros((s, limits.max_pages), np.int32)
-        starts, lengths = np.zeros(s + 1, np.int32), np.zeros(s, np.int32)
-        return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows, types)
+        starts, lengths, adapters = (np.zeros(n, np.int32) for n in (s + 1, s, s))
+        states, saves = np.arange(s, dtype=np.int32), np.full(t, -1, np.int32)
+        more = (types, adapters, states, saves)
+        return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows, *more)
 
     def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
         """The arrays' contents as a step: views of them, valid until they are filled again."""
@@ -432,6 +558,9 @@ class StepInputs:
             self.page_table[:n_sequences],
             self.logit_rows[:n_logit_rows],
             token_types=self.token_types[:n_tokens],
+            adapters=self.adapters[:n_sequences],
+            state_slots=self.state_slots[:n_sequences],
+            state_saves=self.state_saves[:n_tokens],
         )
         object.__setattr__(batch, "inputs", self)
         return batch
@@ -447,6 +576,10 @@ class StepInputs:
         self.page_table[:n_sequences, :n_pages] = batch.page_table
         self.logit_rows[: batch.n_logit_rows] = batch.logit_rows
         self.token_types[:n_tokens] = 0 if batch.token_types is None else batch.token_types
+        self.adapters[:n_sequences] = -1 if batch.adapters is None else batch.adapters
+        own = np.arange(n_sequences, dtype=np.int32)
+        self.state_slots[:n_sequences] = own if batch.state_slots is None else batch.state_slots
+        self.state_saves[:n_tokens] = -1 if batch.state_saves is None else batch.state_saves
 
 
 class Logits(Protocol):
@@ -454,6 +587,10 @@ class Logits(Protocol):
 
     def __len__(self) -> int:
         """N."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, V)."""
 
     def take(self, rows: Sequence[int]) -> Logits:
         """These rows, in this order."""
@@ -466,6 +603,9 @@ class Logits(Protocol):
 
     def has_nan(self, row: int) -> bool:
         """True if a row holds NaN."""
+
+    def logit(self, row: int, token_id: int) -> float:
+        """One number."""
 
     def argmax(self) -> list[int]:
         """The token of the largest logit in each row, of equals the lowest."""
@@ -502,10 +642,10 @@ class CompiledProgram(Protocol):
 class SamplingBackend(Protocol):
     """Sampling; `sampling_record` has the records and the arithmetic, `reference_sampling` the definition."""
 
-    def choose(self, records: SamplingRecords, logits: FloatArray) -> None:
+    def choose(self, records: SamplingRecords, logits: Logits) -> None:
         """Chooses a token for each record by its row of logits [N, V], and fills in the record's results.
 
-        Rows are contiguous and not written, and no row's result depends on another row. V is at most
+        They may be another backend's, and are not written; no row's result depends on another. V is at most
         `sampling_record.MAX_VOCAB`. A row that holds NaN or +inf, or nothing but -inf, gets another status
         than CHOSEN.
         """
@@ -521,6 +661,10 @@ class Backend(Protocol):
     @property
     def is_batch_invariant(self) -> bool:
         """True if a token's result has the same bits whatever else is in its step, and for any chunks."""
+
+    @property
+    def arithmetic(self) -> str:
+        """A name of what the bits of a result depend on beside the model: kernels, libraries, processor."""
 
     @property
     def sampling(self) -> SamplingBackend:
@@ -540,8 +684,14 @@ class Backend(Protocol):
         """Memory that is left for weights and caches, where the backend keeps them."""
 
     def compile(
-        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
+        self,
+        program: Program,
+        cache: Cache,
+        limits: StepLimits,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> CompiledProgram:
         """Binds a model to kernels and a cache of this backend. `taps` are the full names of those that its
-        calls will show to a listener; the others cost nothing.
+        calls will show to a listener; the others cost nothing. `adapters` are those that its steps may name
+        (`ForwardBatch.adapters`).
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kukri.errors import ConfigError
 from kukri.kernels.cpu import compiling, kernel_cache
 
 CODE = ("symbol", ("a",), b"code")
@@ -107,3 +109,32 @@ def test_a_helper_ends_with_the_process_it_helps(kernels: Path) -> None:
     helper.stdin.close()
     assert helper.wait(timeout=30) == 1
     assert not (kernels / "choose_tokens.kernel").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda file: file.chmod(0o660), "other users may write to .*kernel"),
+        (lambda file: file.parent.chmod(0o777), "other users may write to"),
+        (lambda file: os.chown(file, 12345, -1), "belongs to another user"),
+        (lambda file: os.chown(file.parent, 12345, -1), "belongs to another user"),
+        (lambda file: file.rename(file.parent / "b") and file.symlink_to(file.parent / "b"), None),
+    ],
+    ids=["file mode", "directory mode", "file owner", "directory owner", "link"],
+)
+def test_machine_code_that_others_could_write_is_not_loaded(
+    kernels: Path, spoil: Callable[[Path], object], reason: str | None
+) -> None:
+    """Catches object code of another user that runs because of where it lies."""
+    kernel_cache.store("a", *CODE)
+    assert kernel_cache.read_cached("a") == CODE
+    assert kernels.stat().st_mode & 0o777 == 0o700
+    try:
+        spoil(kernels / "a.kernel")
+    except PermissionError:
+        pytest.skip("only root gives files away")
+    if reason is None:
+        assert kernel_cache.read_cached("a") is None
+        return
+    with pytest.raises(ConfigError, match=reason):
+        kernel_cache.read_cached("a")

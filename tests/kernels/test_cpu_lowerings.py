@@ -43,11 +43,13 @@ def test_kernels_under(lowering):
     """Would catch a lowering that saturates, drops a sign or converts float16 wrongly where only it runs.
 
     Each type's kernels take seconds to compile, each shape of attention too. On AVX2 every type adds up in
-    its own way; elsewhere types differ by whether weights are unsigned, signed, looked up or floats.
+    its own way; elsewhere types differ by whether weights are unsigned, signed, looked up or floats. Generic
+    code, which takes longest to compile, has two of these here.
     """
     matrices = "every_width or extreme or token_beside"
     if lowering != "avx2":
-        matrices = "(every_width or extreme_weights or extreme_logit) and (Q4_K or Q8_0 or IQ4_XS or F16)"
+        types = "Q4_0 or F16" if lowering == "generic" else "Q4_K or Q8_0 or IQ4_XS or F16"
+        matrices = f"(every_width or extreme_weights or extreme_logit) and ({types})"
     run_kernel_tests(lowering, ["-k", f"(test_attention and 3-2-64) or silu or keeps_nan or {matrices}"])
 
 

@@ -24,7 +24,7 @@ from small_programs import (
 )
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
-from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.cpu import CpuBackend, abi
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.types import AttentionSpec, ForwardBatch, KVLayer, RopeFrequencies, StepLimits, Vector
@@ -271,7 +271,7 @@ def test_rope(backend, rotary, d_head):
     ("group", "n_kv_heads", "d_head", "kv_type"),
     [
         *((1, 3, 16, "f16"), (3, 2, 64, "f16"), (4, 1, 32, "f16"), (8, 2, 48, "f16"), (12, 1, 16, "f16")),
-        *((3, 2, 64, "q8_0"), (4, 1, 96, "q8_0")),
+        *((3, 2, 64, "q8_0"), (4, 1, 96, "q8_0"), (3, 2, 64, "f32"), (2, 1, 48, "f32")),
     ],
 )
 def test_attention(backend, group, n_kv_heads, d_head, kv_type, window):
@@ -288,7 +288,7 @@ def test_attention(backend, group, n_kv_heads, d_head, kv_type, window):
     np.testing.assert_array_equal(caches[0].values[0], caches[1].values[0])
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "f32"])
 def test_attention_with_a_softcap(backend, kv_type):
     """Would catch a cap after the mask, on partial results alone, or of scores before their scale."""
     case = (3, 2, 64, 100, (1, 70, 200, 130, 64), (1, 1, 20, 130, 3), kv_type)
@@ -435,6 +435,63 @@ def test_results_do_not_depend_on_threads_or_batch_mates(n_threads):
         )
         np.testing.assert_array_equal(run(backend, program, one, cache)[0], together[t])
     backend.close()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("group", "d_head", "kv_type"),
+    [(3, 64, "f16"), (4, 32, "q8_0"), (1, 16, "f16"), (12, 16, "f16"), (2, 16, "f32")],
+)
+def test_sequences_that_share_a_prefix_attend_as_alone(backend, group, d_head, kv_type, window):
+    """Would catch a token given a neighbour's keys or row, and bits that depend on sharing."""
+    rng = np.random.default_rng(group)
+    contexts = (400, 300, 330, 256, 290, 310, 200, 500, 64, 70, 1)
+    shared_chunks = (4, 4, 4, 4, 4, 4, 2, 0, 1, 1, 0)
+    case = attention_case(rng, group, 2, d_head, window, contexts, (1,) * len(contexts), kv_type)
+    program, batch, past = case
+    for s, n_chunks in enumerate(shared_chunks):
+        batch.page_table[s, : 4 * n_chunks] = batch.page_table[0, : 4 * n_chunks]
+    last = batch.page_table[range(len(contexts)), batch.positions // PAGE_TOKENS]
+    batch.slots[:] = last * PAGE_TOKENS + batch.positions % PAGE_TOKENS  # 256 and 64 write to a shared page
+    together = run(backend, program, batch, copy_of(past), max_sequences=len(contexts))
+    reference = run(ReferenceBackend(), program, batch, copy_of(past), max_sequences=len(contexts))
+    assert_close(together, reference, relative=1e-5)
+    cache = copy_of(past)
+    run(backend, program, batch, cache, max_sequences=len(contexts))  # for what is written to shared pages
+    for s in range(len(contexts)):
+        alone = replace(
+            batch,
+            token_ids=batch.token_ids[s : s + 1],
+            positions=batch.positions[s : s + 1],
+            slots=batch.slots[s : s + 1],
+            query_start=np.array([0, 1], np.int32),
+            context_len=batch.context_len[s : s + 1],
+            page_table=batch.page_table[s : s + 1],
+            logit_rows=np.array([0], np.int32),
+        )
+        np.testing.assert_array_equal(run(backend, program, alone, copy_of(cache))[0], together[s])
+
+
+def test_a_shared_prefix_is_one_piece_of_work(backend):
+    """Would catch sequences whose common pages are read for each of them, and a lone one made to share."""
+    contexts = (300, 300, 300, 300, 290, 100)
+    program, batch, past = attention_case(
+        np.random.default_rng(3), 3, 2, 64, None, contexts, (1,) * len(contexts)
+    )
+
+    def n_entries(n_sharing):
+        compiled = backend.compile(program, copy_of(past), StepLimits(16, 8, 16, batch.page_table.shape[1]))
+        batch.page_table[:n_sharing, :16] = batch.page_table[0, :16]
+        compiled(batch)
+        return int(compiled._batch._header[abi.N_WORK // 8])
+
+    n_tokens = abi.query_tokens(3)
+    alone = 5 * 5 + 2
+    assert n_entries(1) == alone
+    assert n_entries(4) == alone - 4 * 4 + 4 * -(-4 // n_tokens)
+    assert n_entries(5) == alone - 4 * 4 + 4 * -(
+        -4 // n_tokens
+    )  # one is left over: a row for three is no gain
 
 
 def corrupt(batch, name, value):

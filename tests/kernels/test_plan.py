@@ -313,6 +313,7 @@ def test_a_value_is_quantized_once_unless_it_is_edited(backend):
         backend.packed,
         backend.packed_experts,
         backend.rope_rows,
+        backend.packed_update,
     )
     x = recorder.embed(weight, None)
     recorder.linear(x, (weight,))

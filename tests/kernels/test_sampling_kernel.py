@@ -15,6 +15,7 @@ from kukri.kernels import sampling_record
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.sampling_backend import CpuSampling
+from kukri.kernels.host_step import HostLogits
 from kukri.kernels.reference_sampling import ReferenceSampling, weights_of
 from kukri.kernels.sampling_record import RECORD, TABLES, SamplingRecords
 
@@ -141,8 +142,8 @@ def test_tokens_are_those_of_the_definition(ops, seed, n_vocab, orders):
     before = logits.copy()
     found = make_records(orders, n_vocab, rng)
     want = copy_of(found)
-    ops.choose(found, logits)
-    REFERENCE.choose(want, logits)
+    ops.choose(found, HostLogits(logits))
+    REFERENCE.choose(want, HostLogits(logits))
     np.testing.assert_array_equal(logits, before)
     for i, (a, b) in enumerate(zip(found.fields, want.fields, strict=True)):
         assert outcome(found, i) == outcome(want, i), (list(a["stages"]), a["status"])
@@ -162,8 +163,8 @@ def test_each_stage_alone_on_large_vocabularies(ops, stage, n_vocab):
     stages = [] if stage is None else [stage]
     found = make_records([stages] * len(logits), n_vocab, rng, is_greedy=0)
     want = copy_of(found)
-    ops.choose(found, logits)
-    REFERENCE.choose(want, logits)
+    ops.choose(found, HostLogits(logits))
+    REFERENCE.choose(want, HostLogits(logits))
     assert outcomes(found) == outcomes(want)
 
 
@@ -174,9 +175,9 @@ def test_rows_alone_and_together(ops):
     together = make_records([rng.permutation(FILTERS)[:4] for _ in logits], 3000, rng)
     alone = [copy_of(together, [i]) for i in range(len(logits))]
     for _ in range(5):
-        ops.choose(together, logits)
+        ops.choose(together, HostLogits(logits))
     for i, record in enumerate(alone):
-        ops.choose(record, logits[i : i + 1])
+        ops.choose(record, HostLogits(logits[i : i + 1]))
     assert outcomes(together) == [outcome(record, 0) for record in alone]
 
 
@@ -188,8 +189,8 @@ def test_records_name_their_rows(ops):
     found = make_records([[sampling_record.TOP_P]] * 4, 1001, rng)
     want = copy_of(found)
     found.fields["row"] = rows
-    ops.choose(found, logits)
-    REFERENCE.choose(want, logits[rows])
+    ops.choose(found, HostLogits(logits))
+    REFERENCE.choose(want, HostLogits(logits[rows]))
     assert outcomes(found) == outcomes(want)
 
 
@@ -199,15 +200,16 @@ def test_rows_at_a_distance(ops):
     wide = rng.normal(0, 3, (5, 1016)).astype(np.float32)
     found = make_records([[sampling_record.TOP_K]] * 5, 1001, rng)
     want = copy_of(found)
-    ops.choose(found, wide[:, :1001])
-    REFERENCE.choose(want, np.ascontiguousarray(wide[:, :1001]))
+    ops.choose(found, HostLogits(wide[:, :1001]))
+    REFERENCE.choose(want, HostLogits(np.ascontiguousarray(wide[:, :1001])))
     assert outcomes(found) == outcomes(want)
 
 
 def test_a_vocabulary_too_large_is_refused(ops):
     """Would catch sums of weights that are no longer exact."""
+    logits = HostLogits(np.zeros((1, sampling_record.MAX_VOCAB + 1), np.float32))
     with pytest.raises(UnsupportedError, match="1048576 tokens, not 1048577"):
-        ops.choose(empty_records(1), np.zeros((1, sampling_record.MAX_VOCAB + 1), np.float32))
+        ops.choose(empty_records(1), logits)
 
 
 def test_logarithm_and_power():

@@ -2,8 +2,8 @@
 
 Follow a step: `record.py` writes down the model's ops (`ops.py`), `passes.py` fuses them and `place.py` gives
 them memory; `pool.py` runs this plan on its threads through the executor (`threads.py`). Kernels live in
-`linear`, `experts`, `attention`, `elementwise`, `step_kernels` and `sampling_kernel`, made of the operations
-of `intrinsics`, `simd` and `tiles`, and compiled by `jit.py`.
+`linear`, `experts`, `adapters`, `attention`, `recurrent`, `panels`, `elementwise`, `step_kernels` and
+`sampling_kernel`, made of the operations of `intrinsics`, `simd` and `tiles`, and compiled by `jit.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kukri.errors import ShapeError
 from kukri.kernels.cpu import abi
+from kukri.kernels.cpu.adapter_ops import PackedLowRank
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
+from kukri.kernels.cpu.kernel_cache import cache_dir
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.ops import RouteTable, Value
 from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, pack, pack_experts
@@ -25,10 +28,11 @@ from kukri.kernels.cpu.place import Plan, Segment
 from kukri.kernels.cpu.pool import shared_pool
 from kukri.kernels.cpu.record import Recorder, max_partials
 from kukri.kernels.cpu.sampling_backend import CpuSampling
-from kukri.kernels.host_step import HostLogits, check_routes, check_sizes
+from kukri.kernels.host_step import HostLogits, check_adapters, check_routes, check_sizes
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
+    AdapterSlots,
     Cache,
     CacheLayout,
     Experts,
@@ -36,6 +40,7 @@ from kukri.kernels.types import (
     ForwardBatch,
     Hook,
     KVType,
+    LowRank,
     Program,
     RopeFrequencies,
     StepInputs,
@@ -59,6 +64,7 @@ class CpuBackend:
         self._sampling: CpuSampling | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
         self._packed_experts: dict[tuple[Experts, ...], PackedExperts] = {}
+        self._packed_updates: WeakKeyDictionary[LowRank, PackedLowRank] = WeakKeyDictionary()
         self.on_packed: Callable[[int], None] | None = None  # told the bytes of weights just packed
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
@@ -77,11 +83,21 @@ class CpuBackend:
         return available_bytes()
 
     def compile(
-        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
+        self,
+        program: Program,
+        cache: Cache,
+        limits: StepLimits,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> CpuProgram:
         """See Backend.compile. Weights are packed on first use and shared by all programs."""
         assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
-        return CpuProgram(self, program, cache, limits, taps)
+        return CpuProgram(self, program, cache, limits, taps, adapters)
+
+    @property
+    def arithmetic(self) -> str:
+        """See Backend.arithmetic: kernels that are compiled otherwise lie in another directory."""
+        return f"cpu {cache_dir().name}"
 
     @property
     def sampling(self) -> CpuSampling:
@@ -111,6 +127,13 @@ class CpuBackend:
                 self.on_packed(sum(w.stored.nbytes for each in experts for w in each.weights))
         return self._packed_experts[experts]
 
+    def packed_update(self, update: LowRank) -> PackedLowRank:
+        """The tiles of an adapter's update, packed once and kept as long as the adapter."""
+        if update not in self._packed_updates:
+            down, up = (pack((weight,), self.pool) for weight in (update.down, update.up))
+            self._packed_updates[update] = PackedLowRank(update.rank, update.scale, down, up)
+        return self._packed_updates[update]
+
     def rope_rows(self, frequencies: RopeFrequencies) -> RopeRows:
         """cos and sin by position, shared by all layers and programs of these frequencies."""
         if frequencies not in self._rope_rows:
@@ -128,12 +151,21 @@ class CpuProgram:
         cache: PagedKV,
         limits: StepLimits,
         taps: frozenset[str],
+        adapters: AdapterSlots,
     ) -> None:
         self._backend, self._limits, self._cache = backend, limits, cache  # the plan points into all
+        self._adapters = adapters
         self._batch = BatchMemory(limits)
         self.inputs = self._batch.inputs
         recorder = Recorder(
-            cache.kv_type, limits, taps, backend.packed, backend.packed_experts, backend.rope_rows
+            cache.kv_type,
+            limits,
+            taps,
+            backend.packed,
+            backend.packed_experts,
+            backend.rope_rows,
+            backend.packed_update,
+            adapters,
         )
         result: Value = program(recorder, None)
         ops = run_passes(recorder.ops, result)
@@ -150,6 +182,7 @@ class CpuProgram:
                     recorder.n_positions, *(r.frequencies.max_context for r in self.plan.ropes), 1 << 31
                 ),
                 "n_types": recorder.n_types,
+                "n_states": cache.n_states if cache.states else -1,
             },
         )
         self._failed_check = ctypes.c_int64()
@@ -170,6 +203,7 @@ class CpuProgram:
     ) -> HostLogits:
         """See CompiledProgram."""
         self._batch.fill(batch, self._limits)
+        check_adapters(batch, self._adapters)
         self._check()
         if self._failed_check.value:
             raise ShapeError(f"bad step: {abi.BATCH_CHECKS[self._failed_check.value]}")
@@ -227,8 +261,11 @@ class BatchMemory:
             abi.PAGE_TABLE: inputs.page_table,
             abi.LOGIT_ROWS: inputs.logit_rows,
             abi.TOKEN_TYPES: inputs.token_types,
+            abi.ADAPTERS: inputs.adapters,
+            abi.STATE_SLOTS: inputs.state_slots,
+            abi.STATE_SAVES: inputs.state_saves,
             abi.WORK: np.zeros((n_tokens + max_partials(limits)) * abi.WORK_BYTES, np.uint8),
-            abi.TOKEN_PARTS: np.zeros((n_tokens, 2), np.int64),
+            abi.TOKEN_PARTS: np.zeros((n_tokens, abi.PARTS_BYTES // 8), np.int64),
             abi.ROPE_POSITIONS: np.zeros(n_tokens, np.int32),
             abi.MASK: np.zeros((limits.mask_heads, n_tokens, limits.max_pages * PAGE_TOKENS), np.float32),
         }

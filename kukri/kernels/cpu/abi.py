@@ -48,7 +48,7 @@ LOGIT_ROWS = 80
 # Filled by the kernel `attention_work` at the start of a step
 N_WORK = 88
 WORK = 96  # address of entries of WORK_BYTES
-TOKEN_PARTS = 104  # address of two int64 per token: first partial or -1, and how many
+TOKEN_PARTS = 104  # address of PARTS_BYTES per token
 ROPE_POSITIONS = 112  # address of what RoPE rotates by: those of POSITIONS, unless the batch says otherwise
 # Of a plan with masks: float32 [heads, T, context padded to whole pages], strides in bytes (0 for one head)
 MASK = 120
@@ -56,16 +56,31 @@ MASK_STRIDE = 128
 MASK_HEAD_STRIDE = 136
 N_POSITIONS = 144  # filled by `check_batch`: positions that RoPE rotates by, 0 to one less
 TOKEN_TYPES = 152
+ADAPTERS = 160
+STATE_SLOTS = 168
+STATE_SAVES = 176
 BATCH_BYTES = 192
 
-# One attention work entry (int64 each): some new tokens of one sequence against some of its chunks.
-WORK_SEQUENCE = 0
+# One attention work entry (int64 each): some new tokens of one sequence against some of its chunks, or one
+# new token each of several sequences against a chunk that they share.
+WORK_SEQUENCE = 0  # the first
 WORK_TOKEN = 8  # first token of the step
 WORK_N_TOKENS = 16
 WORK_CHUNK = 24  # first chunk of CHUNK_TOKENS keys
 WORK_CHUNK_STOP = 32
 WORK_PARTIAL = 40  # number of the partial result to write, or -1: the entry is complete in itself
 WORK_BYTES = 48
+
+# The partial results of which a token's attention is merged (int64 each): those of chunks that it attends to
+# together with other sequences, then those of its own sequence
+PARTS_FIRST = 0  # number of the first of its own, or -1: its attention is not cut
+N_PARTS = 8
+PARTS_TOKEN = 16  # its place among the tokens of their entries
+SHARED_FIRST = 24
+N_SHARED = 32
+SHARED_STEP = 40  # from one chunk's number to the next's
+SHARED_TOKEN = 48
+PARTS_BYTES = 64
 
 KEY_BLOCK_BYTES = 544  # of a q8_0 cache: 32 dimensions of a page's 16 keys, then their float16 scales
 CHUNK_PAGES = 4
@@ -100,6 +115,32 @@ EXPERT_ENTRY_BYTES = 24
 MAX_ENTRY_ROWS = 128
 
 
+# Runs of rows that one adapter updates (int64 each): filled by the kernel `adapter_runs`
+N_RUNS = 0
+RUNS_HEADER_BYTES = 8
+# One run: rows that follow one another, 1, 2, 4 or MAX_RUN_ROWS of them
+RUN_SLOT = 0
+RUN_ROW = 8
+RUN_N_ROWS = 16
+RUN_BYTES = 24
+MAX_RUN_ROWS = 8
+
+# An adapter's update of a matrix (int64 each): addresses of A's and B's tiles, and types by UPDATE_TYPES.
+# That of a slot and a matrix is number slot * matrices + matrix.
+UPDATE_DOWN = 0  # 0: the adapter leaves the matrix as it is
+UPDATE_UP = 8
+UPDATE_RANK = 16
+UPDATE_SCALE = 24  # as `float_bits` packs it
+UPDATE_DOWN_TYPE = 32
+UPDATE_UP_TYPE = 40
+UPDATE_BYTES = 48
+UPDATE_TYPES = ("F32", "F16", "BF16")
+# The place of a matrix in the columns of a result (int64 each)
+PART_COLUMN = 0
+PART_N_COLUMNS = 8
+PART_BYTES = 16
+
+
 # What `check_batch` may find wrong, by its result.
 BATCH_CHECKS = (
     "",
@@ -112,4 +153,5 @@ BATCH_CHECKS = (
     "a position that does not match its sequence",
     "a position to rotate by outside the model's context",
     "a token type that the model does not have",
+    "a state outside the cache",
 )

@@ -6,7 +6,8 @@ FlashAttention (Dao et al. 2022). Whether one thread runs over all chunks or sev
 whatever the other rows are, a row's arithmetic is the same to the bit.
 
 Rows are (token, head) pairs that share a key head, so each key is widened to float32 once for all of
-them. Scores of a page of 16 keys are one vector: lanes are keys.
+them. Their tokens are of one sequence, or of several that decode from the same prefix. Scores of a page of
+16 keys are one vector: lanes are keys.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ from kukri.kernels.cpu.abi import (
     KEY_BLOCK_BYTES,
     MAX_PAGES,
     MAX_TILE_ROWS,
+    N_PARTS,
+    N_SHARED,
     N_TOKENS,
     N_WORK,
     PAGE_TABLE,
+    PARTS_BYTES,
+    PARTS_FIRST,
+    PARTS_TOKEN,
     POSITIONS,
+    SHARED_FIRST,
+    SHARED_STEP,
+    SHARED_TOKEN,
     TOKEN_PARTS,
     WORK,
     WORK_BYTES,
@@ -38,7 +47,6 @@ from kukri.kernels.cpu.abi import (
     partial_bytes,
     query_tokens,
 )
-from kukri.kernels.cpu.elementwise import first_row, panel_width, quantize_row, row_tiles, stop_row
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import (
     device,
@@ -52,6 +60,7 @@ from kukri.kernels.cpu.intrinsics import (
     store_i64,
 )
 from kukri.kernels.cpu.kernel_cache import KernelSource
+from kukri.kernels.cpu.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
 from kukri.kernels.cpu.simd import (
     exponential,
     fma,
@@ -100,6 +109,16 @@ def _value_f16(page, key, i, d_head):
 
 
 @device
+def _key_f32(keys, block, d, scale):
+    return load_f32x16(keys + (block * KV_BLOCK + d) * (4 * PAGE_TOKENS))
+
+
+@device
+def _value_f32(page, key, i, d_head):
+    return load_f32x16(page + (key * d_head + 16 * i) * 4)
+
+
+@device
 def _key_scale_q8_0(keys, block):
     return load_f16x16(keys + block * KEY_BLOCK_BYTES + KV_BLOCK * PAGE_TOKENS)
 
@@ -126,6 +145,7 @@ class _Reader(NamedTuple):
 
 _READERS = (
     _Reader("f16", _no_scale, _key_f16, _value_f16),
+    _Reader("f32", _no_scale, _key_f32, _value_f32),
     _Reader("q8_0", _key_scale_q8_0, _key_q8_0, _value_q8_0),
 )
 
@@ -144,24 +164,26 @@ def _start(state, rows, d_head):
 
 
 @device
-def _merge(state, part, rows, d_head):
-    """state = state and part together; both are partial results over neighbouring keys."""
+def _merge(state, part, first, rows, d_head):
+    """state = state and `rows` rows of part, from `first` on: partial results over neighbouring keys."""
     weights = stack_bytes(128)
     old = load_f32x16(state)
-    new = load_f32x16(part)
+    new = load_f32x16(part + 4 * first)  # and numbers of no row, which come to nothing
     top = maximum(old, new)
     keep = exponential(old - top)
     take = exponential(new - top)
     store_f32x16(weights, keep)
     store_f32x16(weights + 64, take)
     store_f32x16(state, top)
-    store_f32x16(state + _SUMS, fma(load_f32x16(part + _SUMS), take, load_f32x16(state + _SUMS) * keep))
+    sums = fma(load_f32x16(part + _SUMS + 4 * first), take, load_f32x16(state + _SUMS) * keep)
+    store_f32x16(state + _SUMS, sums)
+    values = part + _VALUES + first * d_head * 4
     for row in range(rows):
         a = splat(load_f32(weights + 4 * row))
         b = splat(load_f32(weights + 64 + 4 * row))
         for i in range(row * d_head * 4, (row + 1) * d_head * 4, 64):
             value = load_f32x16(state + _VALUES + i) * a
-            store_f32x16(state + _VALUES + i, fma(load_f32x16(part + _VALUES + i), b, value))
+            store_f32x16(state + _VALUES + i, fma(load_f32x16(values + i), b, value))
 
 
 @device
@@ -342,16 +364,18 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
         pages = stack_bytes(_PAGE_BYTES)
         state = stack_bytes(scratch_bytes)
         part = stack_bytes(scratch_bytes)
+        first_visible = load_i32(positions + 4 * token)
         for row in range(rows):
             t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
             source = q + t * q_stride + (head * group + row % group) * (4 * d_head)
             for i in range(0, 4 * d_head, 64):
                 store_f32x16(rows_q + row * (4 * d_head) + i, load_f32x16(source + i) * scale)
             position = load_i32(positions + 4 * t)
-            store_i64(ranges + 16 * row, max(position - window + 1, 0))
+            first = max(position - window + 1, 0)
+            first_visible = min(first_visible, first)
+            store_i64(ranges + 16 * row, first)
             store_i64(ranges + 16 * row + 8, min(position + n_ahead, last))
         n_context = load_i64(ranges + 16 * (rows - 1) + 8) + 1
-        first_visible = load_i64(ranges)
         partial = load_i64(entry + WORK_PARTIAL)
         _start(state, rows, d_head)
         for chunk in range(load_i64(entry + WORK_CHUNK), load_i64(entry + WORK_CHUNK_STOP)):
@@ -363,7 +387,7 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
                 index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
                 store_i64(pages + 8 * page, load_i32(table + 4 * index) * page_stride)
             chunk_part(rows_q, cap, ranges, keys, values, pages, base, n_keys, part, scores)
-            _merge(state, part, rows, d_head)
+            _merge(state, part, 0, rows, d_head)
         if partial >= 0:
             for i in range(0, scratch_bytes, 64):
                 store_f32x16(partials + i, load_f32x16(state + i))
@@ -521,14 +545,21 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
 
 def _make_attend_finish(group: int, d_head: int) -> KernelSource:
     """`attend_finish[group,d_head]`: merges partial results, then quantizes rows for the next linear."""
-    all_rows = group * query_tokens(group)
-    slot_bytes = partial_bytes(all_rows, d_head)
+    slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     @device
-    def merge_head(first, n_parts, head_step, rows, state):
-        _start(state, rows, d_head)
-        for i in range(n_parts):
-            _merge(state, first + i * head_step, rows, d_head)
+    def merge_token(state, parts, token_parts, n_kv_heads):
+        """Merges the partial results of one token and key head, in the order of their keys."""
+        _start(state, group, d_head)
+        shared = load_i64(token_parts + SHARED_FIRST)
+        row = load_i64(token_parts + SHARED_TOKEN) * group
+        for i in range(load_i64(token_parts + N_SHARED)):
+            number = shared + i * load_i64(token_parts + SHARED_STEP)
+            _merge(state, parts + number * n_kv_heads * slot_bytes, row, group, d_head)
+        own = load_i64(token_parts + PARTS_FIRST)
+        row = load_i64(token_parts + PARTS_TOKEN) * group
+        for number in range(own, own + load_i64(token_parts + N_PARTS)):
+            _merge(state, parts + number * n_kv_heads * slot_bytes, row, group, d_head)
 
     def attend_finish(tile, batch, n_kv_heads, sinks, partials, y, y_stride, panels):
         """`panels` (q8) may be 0: not wanted."""
@@ -536,21 +567,15 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
         if tile < 0:
             return row_tiles(n_rows)
         state = stack_bytes(slot_bytes)
-        parts = load_i64(batch + TOKEN_PARTS)
         for t in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-            slot = load_i64(parts + 16 * t)
-            if slot >= 0:
-                n_parts = load_i64(parts + 16 * t + 8)
-                within = 0  # which token of its work entry: earlier tokens name the same partial results
-                while within < t and load_i64(parts + 16 * (t - within - 1)) == slot:
-                    within += 1
+            token_parts = load_i64(batch + TOKEN_PARTS) + PARTS_BYTES * t
+            if load_i64(token_parts + PARTS_FIRST) >= 0:
                 for head in range(n_kv_heads):
-                    first = partials + (slot * n_kv_heads + head) * slot_bytes
-                    merge_head(first, n_parts, n_kv_heads * slot_bytes, (within + 1) * group, state)
+                    merge_token(state, partials + head * slot_bytes, token_parts, n_kv_heads)
                     for i in range(group):
                         of_head = head * group + i
                         row = y + t * y_stride + of_head * (4 * d_head)
-                        _finish(state, within * group + i, row, d_head, sinks + 4 * of_head)
+                        _finish(state, i, row, d_head, sinks + 4 * of_head)
             if panels != 0:
                 width = panel_width(t, n_rows)
                 quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t, width)

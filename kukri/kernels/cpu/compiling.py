@@ -19,15 +19,19 @@ from pathlib import Path
 
 from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.cpu.kernel_cache import KernelCode, KernelSource, cache_dir, read_cached, store
+from kukri.private_files import make_private
 
 # Modules that hold kernels, in the order in which they are searched for a name.
 _KERNEL_MODULES = (
     "threads",
     "step_kernels",
     "embedding",
+    "panels",
     "elementwise",
+    "recurrent",
     "linear",
     "experts",
+    "adapters",
     "attention",
     "masked_attention",
     "sampling_kernel",
@@ -102,8 +106,9 @@ def _claim(name: str, *, wait: bool) -> Iterator[bool]:
     The lock is the system's, so that it ends with the process.
     """
     try:
-        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(cache_dir() / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        make_private(cache_dir())
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(cache_dir() / f"{name}.lock", flags, 0o600)
     except OSError:
         yield True
         return

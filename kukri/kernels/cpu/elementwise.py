@@ -1,8 +1,7 @@
-"""Row-wise kernels: norms, activations, RoPE, cache writes, quantization.
+"""Row-wise kernels: norms, activations, RoPE, cache writes.
 
 Each has its definition in `kukri.kernels.reference`. Most are written as the work on one row, from which
-`row_kernel` makes the kernel; `rows` in its record is the address of the number of rows (tokens, or logit
-rows) of the step. Buffers are float32, strides are bytes.
+`row_kernel` makes the kernel. Buffers are float32, strides are bytes.
 """
 
 from __future__ import annotations
@@ -20,21 +19,19 @@ from kukri.kernels.cpu.intrinsics import (
     load_i32,
     load_i64,
     store_f32,
-    store_i32,
 )
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import (
-    F32_INPUT_BYTES,
-    GROUP,
-    LAST_NEGATIVE_SUMS,
-    NEGATIVE_SUMS,
     Q8_BLOCK,
     Q8_BLOCK_BYTES,
-    Q8T_TAIL_BYTES,
-    Q16_BLOCK_BYTES,
-    SCALED_SUMS,
-    SCALES,
-    TOKENS,
+)
+from kukri.kernels.cpu.panels import (
+    first_row,
+    panel_of,
+    quantize_block,
+    row_kernel,
+    row_tiles,
+    stop_row,
 )
 from kukri.kernels.cpu.simd import (
     absolute,
@@ -53,208 +50,11 @@ from kukri.kernels.cpu.simd import (
     store_first_f16,
     store_i8,
     store_i8x16,
-    store_pairs,
-    store_words,
     sum_lanes,
-    sum_lanes_i32,
     to_f16_range,
     to_i32,
 )
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
-
-
-@device
-def row_tiles(n_rows):
-    """Tiles of a row-wise kernel: a row each for a few rows, panels of 8 for many."""
-    return n_rows if n_rows <= TOKENS else (n_rows + TOKENS - 1) >> 3
-
-
-@device
-def first_row(tile, n_rows):
-    """The first row of a tile."""
-    return tile if n_rows <= TOKENS else tile * TOKENS
-
-
-@device
-def stop_row(tile, n_rows):
-    """One past the last row of a tile."""
-    return tile + 1 if n_rows <= TOKENS else min(tile * TOKENS + TOKENS, n_rows)
-
-
-@device
-def panel_width(row, n_rows):
-    """Tokens that the panel of a row is wide: those in it, rounded up to 1, 2, 4 or 8."""
-    count = n_rows - (row & -TOKENS)
-    if count > 4:
-        return 8
-    return 4 if count > 2 else count
-
-
-def row_kernel(each: Callable[..., None], n_parts: Any = None) -> KernelSource:
-    """The kernel that calls `each(row, a, b, …)` for each row; its record has `rows`, a, b, …
-
-    Two parameters are not in the record: `width`, that of the panel which has the row, and `part`, if there
-    is `n_parts`, a device function of n: rows are cut into so many parts of columns.
-    """
-    code = each.__code__
-    given = {"width": "panel_width(row, n_rows)", "part": "tile % parts"}
-    parameters = code.co_varnames[1 : code.co_argcount]
-    names = ", ".join(name for name in parameters if name not in given)
-    arguments = ", ".join(given.get(name, name) for name in parameters)
-    parts = "1" if n_parts is None else "n_parts(n)"
-    namespace = {**globals(), "each": device(each), "n_parts": n_parts}
-    exec(
-        f"""def kernel(tile, rows, {names}):
-    n_rows = load_i64(rows)
-    parts = {parts}
-    if tile < 0:
-        return row_tiles(n_rows) * parts
-    row_tile = tile // parts
-    for row in range(first_row(row_tile, n_rows), stop_row(row_tile, n_rows)):
-        each(row, {arguments})
-    return 0""",
-        namespace,
-    )
-    return KernelSource(each.__name__, namespace["kernel"])
-
-
-# --- activation panels --------------------------------------------------------------------------------
-#
-# A token's share of a panel is written at its `lane`, 0 to 7; the panel is `width` tokens wide.
-
-
-@device
-def panel_of(panels, step, row):
-    """The address of the panel that has a row; panels begin `step` bytes apart for each of 8 tokens."""
-    return panels + (row >> 3) * (TOKENS * step)
-
-
-@device
-def store_sums(low, high, scale, target, lane, width):
-    """Writes the scale and sums of 32 whole numbers, a token's share of a panel block."""
-    first = sum_lanes_i32(low)
-    last = sum_lanes_i32(high)
-    total = first + last
-    share = target + 4 * lane
-    store_f32(share + SCALES * width, scale)
-    store_f32(share + SCALED_SUMS * width, scale * total)
-    store_i32(share + NEGATIVE_SUMS * width, -first)
-    store_i32(share + LAST_NEGATIVE_SUMS * width, -last)
-
-
-@device
-def store_block(low, high, scale, target, lane, width):
-    """Writes 32 int8 and their scale as one token's share of a panel block."""
-    store_words(target + 4 * lane, low, width)
-    store_words(target + 4 * lane + 4 * GROUP * width, high, width)
-    store_sums(low, high, scale, target, lane, width)
-
-
-@device
-def scale_of(a, b, most):
-    """(scale, its inverse) with which 32 values are whole numbers of -most to most."""
-    largest = max_lanes(maximum(absolute(a), absolute(b)))
-    return np.float32(largest * (1.0 / most)), np.float32(
-        most / largest if largest > 0.0 else largest
-    )  # keeps nan
-
-
-@device
-def quantize_block(a, b, target, lane, width):
-    """Writes 32 values as one token's share of a q8 panel block -> (scale, its inverse)."""
-    scale, inverse = scale_of(a, b, 127.0)
-    low = to_i32(round_even(a * splat(inverse)))
-    high = to_i32(round_even(b * splat(inverse)))
-    store_block(low, high, scale, target, lane, width)
-    return scale, inverse
-
-
-@device
-def quantize_row(x, n, panels, row, width):
-    """Writes n values at x as token `row` of q8 panels."""
-    target = panel_of(panels, n // Q8_BLOCK * Q8_BLOCK_BYTES, row)
-    for b in range(n // Q8_BLOCK):
-        quantize_block(load_f32x16(x + 128 * b), load_f32x16(x + 128 * b + 64), target, row & 7, width)
-        target += Q8_BLOCK_BYTES * width
-
-
-def panel_q8(row, width, x, x_stride, n, panels):
-    """Quantizes rows of n float32 to q8 panels."""
-    quantize_row(x + row * x_stride, n, panels, row, width)
-
-
-def panel_q8x2(row, width, x, x_stride, n, panels):
-    """Quantizes rows of n float32 to q8x2 panels: all blocks, then blocks of their rounding errors."""
-    term_bytes = n // Q8_BLOCK * Q8_BLOCK_BYTES
-    target = panel_of(panels, 2 * term_bytes, row)
-    for i in range(0, 4 * n, 4 * Q8_BLOCK):
-        low = load_f32x16(x + row * x_stride + i)
-        high = load_f32x16(x + row * x_stride + i + 64)
-        scale, inverse = quantize_block(low, high, target, row & 7, width)
-        low = fma(round_even(low * splat(inverse)), splat(-scale), low)
-        high = fma(round_even(high * splat(inverse)), splat(-scale), high)
-        quantize_block(low, high, target + term_bytes * width, row & 7, width)
-        target += Q8_BLOCK_BYTES * width
-
-
-def panel_q16(row, width, x, x_stride, n, panels):
-    """Quantizes rows of n float32 to q16 panels."""
-    lane = row & 7
-    target = panel_of(panels, n // Q8_BLOCK * Q16_BLOCK_BYTES, row)
-    for i in range(0, 4 * n, 4 * Q8_BLOCK):
-        a = load_f32x16(x + row * x_stride + i)
-        b = load_f32x16(x + row * x_stride + i + 64)
-        scale, inverse = scale_of(a, b, 32767.0)
-        low = to_i32(round_even(a * splat(inverse)))
-        high = to_i32(round_even(b * splat(inverse)))
-        store_pairs(target + 4 * lane, low, width)
-        store_pairs(target + 4 * lane + 4 * GROUP * width, high, width)
-        store_sums(low, high, scale, target, lane, width)
-        target += Q16_BLOCK_BYTES * width
-
-
-@device
-def _row_range(x, n):
-    """(the least, the largest) of n values and 0; nan if a value is infinite or nan."""
-    low = splat(0.0)
-    high = splat(0.0)
-    spoiled = splat(0.0)
-    for i in range(0, 4 * n, 64):
-        v = load_f32x16(x + i)
-        low = minimum(v, low)
-        high = maximum(v, high)
-        spoiled = fma(v, splat(0.0), spoiled)
-    return -max_lanes(splat(0.0) - low), max_lanes(high) + sum_lanes(spoiled)
-
-
-@device
-def _with_zero(x, inverse, zero):
-    return to_i32(maximum(minimum(round_even(load_f32x16(x) * inverse) + zero, splat(127.0)), splat(-128.0)))
-
-
-def panel_q8t(row, width, x, x_stride, n, panels):
-    """Quantizes rows of n float32 to q8t panels, as `kukri.quant.per_token.quantize_tokens`."""
-    source = x + row * x_stride
-    least, largest = _row_range(source, n)
-    span = largest - least
-    scale = np.float32(span * (1.0 / 255.0))
-    inverse = np.float32(255.0 / span if span > 1e-35 else span * 0.0)  # keeps nan
-    zero = round_even(splat(np.float32(-128.0 - least * inverse)))
-    target = panel_of(panels, n // Q8_BLOCK * Q8_BLOCK_BYTES + Q8T_TAIL_BYTES, row)
-    for i in range(0, 4 * n, 128):
-        low = _with_zero(source + i, splat(inverse), zero)
-        high = _with_zero(source + i + 64, splat(inverse), zero)
-        store_block(low, high, scale, target, row & 7, width)
-        target += Q8_BLOCK_BYTES * width
-    store_f32(target + 4 * (row & 7), -scale * max_lanes(zero))
-
-
-def panel_f32(row, width, x, x_stride, n, panels):
-    """Brings rows of n float32 into f32 panels."""
-    target = panel_of(panels, n * F32_INPUT_BYTES, row) + 4 * (row & 7)
-    for i in range(n):
-        store_f32(target + F32_INPUT_BYTES * width * i, load_f32(x + row * x_stride + 4 * i))
-
 
 # --- norms and activations ----------------------------------------------------------------------------
 #
@@ -317,6 +117,21 @@ def _gated(i, gate, up):
 
 
 @device
+def _multiplied(i, x, gate):
+    return load_f32x16(x + i) * load_f32x16(gate + i)
+
+
+@device
+def _sigmoid_gated(i, x, gate):
+    return load_f32x16(x + i) / (splat(1.0) + exponential(splat(0.0) - load_f32x16(gate + i)))
+
+
+@device
+def _silu_gated(i, x, gate):
+    return _gated(i, gate, x)
+
+
+@device
 def _clamped(i, gate, up, alpha, limit):
     a = minimum(load_f32x16(gate + i), limit)
     b = maximum(minimum(load_f32x16(up + i), limit), splat(0.0) - limit)
@@ -371,6 +186,8 @@ _write_scaled, _write_centred = _make_write(_scaled), _make_write(_centred)
 _write_scaled_and_added, _write_sum = _make_write(_scaled_and_added), _make_write(_sum)
 _write_gated, _write_gelu = _make_write(_gated), _make_write(_gelu_tanh)
 _write_gelu_gated, _write_clamped = _make_write(_gelu_gated), _make_write(_clamped)
+_write_multiplied, _write_sigmoid_gated = _make_write(_multiplied), _make_write(_sigmoid_gated)
+_write_silu_gated = _make_write(_silu_gated)
 _write_gelu_exact, _write_tanh = _make_write(_gelu_erf), _make_write(_tanh)
 
 
@@ -439,6 +256,30 @@ def silu_mul(row, width, part, gate, up, x_stride, n, y, y_stride, panels):
     start = 4 * PART_COLUMNS * part
     stop = min(start + 4 * PART_COLUMNS, 4 * n)
     _write_gated(row, width, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
+
+
+def gated_itself(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
+    """y = x * gate."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    gates = gate + row * gate_stride
+    _write_multiplied(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
+
+
+def gated_sigmoid(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
+    """y = x * sigmoid(gate)."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    gates = gate + row * gate_stride
+    _write_sigmoid_gated(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
+
+
+def gated_silu(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
+    """y = x * silu(gate)."""
+    start = 4 * PART_COLUMNS * part
+    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    gates = gate + row * gate_stride
+    _write_silu_gated(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
 
 
 def gelu_mul(row, width, part, gate, up, x_stride, n, y, y_stride, panels):
@@ -514,6 +355,18 @@ def _store_token(k, v, key_page, value_page, offset, n_heads, d_head):
             key = to_f16_range(load_f32x16(k + source))
             store_f16(keys + d * 2 * PAGE_TOKENS, key, 2 * PAGE_TOKENS)
             store_f16x16(values + 2 * d, to_f16_range(load_f32x16(v + source)))
+
+
+@device
+def _store_token_f32(k, v, key_page, value_page, offset, n_heads, d_head):
+    """The same for a cache of float32."""
+    for head in range(n_heads):
+        keys = key_page + (head * d_head * PAGE_TOKENS + offset) * 4
+        values = value_page + (head * PAGE_TOKENS + offset) * d_head * 4
+        for d in range(0, d_head, 16):
+            store_f32x16(values + 4 * d, load_f32x16(v + (head * d_head + d) * 4))
+        for d in range(d_head):
+            store_f32(keys + d * 4 * PAGE_TOKENS, load_f32(k + (head * d_head + d) * 4))
 
 
 @device
@@ -596,19 +449,20 @@ def gather_rows(row, indices, x, x_stride, n, y, y_stride):
         store_f32(y + row * y_stride + i, load_f32(source + i))
 
 
-_WHOLE_ROWS = (
-    panel_q8, panel_q8x2, panel_q16, panel_q8t, panel_f32, rms_norm, rms_norm_add, add, head_norm, layer_norm,
-    gather_rows,
-)  # fmt: skip
+_WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, gather_rows)
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
 _ROW_KERNELS += [
     row_kernel(each, activation_parts)
-    for each in (scale, softcap, silu_mul, gelu_mul, clamped_swiglu, gelu, gelu_exact, tanh)
+    for each in (
+        *(scale, softcap, silu_mul, gelu_mul, clamped_swiglu, gelu, gelu_exact, tanh),
+        *(gated_itself, gated_sigmoid, gated_silu),
+    )
 ]
 _ROPE_STORES = [
     KernelSource(kernel.__name__, kernel)
     for kernel in (
         _make_rope_store("rope_store_f16", _store_token),
+        _make_rope_store("rope_store_f32", _store_token_f32),
         _make_rope_store("rope_store_q8_0", _store_token_q8),
     )
 ]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from kukri.kernels.cpu.abi import N_TOKENS
-from kukri.kernels.cpu.elementwise import first_row, row_tiles, stop_row
 from kukri.kernels.cpu.intrinsics import (
     device,
     load_f32,
@@ -23,6 +22,7 @@ from kukri.kernels.cpu.intrinsics import (
 )
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import LAYOUTS
+from kukri.kernels.cpu.panels import first_row, row_tiles, stop_row
 from kukri.kernels.cpu.simd import first_lane, load_bf16, load_f16, load_f32x16, load_powers, store_f32x16
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 

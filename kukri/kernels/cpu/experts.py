@@ -22,15 +22,7 @@ from kukri.kernels.cpu.abi import (
     N_TOKENS,
 )
 from kukri.kernels.cpu.blocks import BLOCK_FUNCTIONS
-from kukri.kernels.cpu.elementwise import (
-    PART_COLUMNS,
-    activation_parts,
-    panel_f32,
-    panel_q8,
-    panel_q8t,
-    panel_width,
-    row_kernel,
-)
+from kukri.kernels.cpu.elementwise import PART_COLUMNS, activation_parts
 from kukri.kernels.cpu.intrinsics import (
     device,
     load_f32,
@@ -44,6 +36,7 @@ from kukri.kernels.cpu.intrinsics import (
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import LAYOUTS, PER_TOKEN_TYPE, ROWS, TOKENS, PanelKind, expert_kernel
 from kukri.kernels.cpu.linear import CLAIM_BYTES, ROW_TILES_PER_CLAIM, make_panel_tile, steps
+from kukri.kernels.cpu.panels import panel_f32, panel_q8, panel_q8t, panel_width, row_kernel
 from kukri.kernels.cpu.simd import (
     exponential,
     fma,

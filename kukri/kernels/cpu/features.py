@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Literal
 
 from kukri.machine import cpu_quota
@@ -17,6 +19,7 @@ from kukri.machine import cpu_quota
 Lowering = Literal["avx512vnni", "avxvnni", "avx2", "generic"]
 
 # LLVM CPU names whose features decide the lowering; a prefix stands for the family.
+_WITHOUT_VBMI = ("cascadelake", "cooperlake")  # of those with AVX-512 VNNI
 _BY_NAME: tuple[tuple[Lowering, tuple[str, ...]], ...] = (
     ("avx512vnni", ("cascadelake", "cooperlake", "icelake", "tigerlake", "rocketlake", "sapphirerapids",
                     "emeraldrapids", "graniterapids", "znver4", "znver5")),
@@ -29,12 +32,22 @@ _BY_NAME: tuple[tuple[Lowering, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """The CPU that kernels are compiled for. `features` is LLVM's list, with + and - signs."""
+    """The CPU that kernels are compiled for.
 
-    name: str
+    `identity` names it as the system does, and `features` are a list with + and - signs: kernels compiled for
+    others are not loaded.
+    """
+
+    identity: str
     features: str
     lowering: Lowering
     has_half: bool  # the CPU converts float16 in hardware
+    has_byte_permute: bool  # AVX-512 VBMI: an instruction looks bytes up in a table of 64
+
+    @property
+    def name(self) -> str:
+        """LLVM's name of the CPU, which takes loading LLVM: for those who compile."""
+        return os.environ.get("NUMBA_CPU_NAME") or _llvm_host()[0]
 
     @property
     def has_int8_dot(self) -> bool:
@@ -65,20 +78,55 @@ def _lowering_of_name(name: str) -> Lowering:
 @cache
 def cpu_target() -> CpuTarget:
     """The CPU to compile for: the host's, unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say otherwise."""
-    import llvmlite.binding as llvm
-
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     name = os.environ.get("NUMBA_CPU_NAME")
     flags = os.environ.get("NUMBA_CPU_FEATURES")
     if name and not flags:  # the name alone implies its features
         lowering = _lowering_of_name(name)
-        return CpuTarget(name, "", lowering, has_half=lowering != "generic" or not is_x86)
-    features = dict(llvm.get_host_cpu_features())
+        return CpuTarget(
+            name,
+            "",
+            lowering,
+            has_half=lowering != "generic" or not is_x86,
+            has_byte_permute=lowering == "avx512vnni" and not name.startswith(_WITHOUT_VBMI),
+        )
+    identity, features = (is_x86 and _linux_host()) or _llvm_host()
     if flags:
         features = {flag[1:]: flag[0] == "+" for flag in flags.split(",")}
     text = flags or ",".join(("+" if on else "-") + flag for flag, on in sorted(features.items()))
-    has_half = bool(features.get("f16c")) or not is_x86
-    return CpuTarget(name or llvm.get_host_cpu_name(), text, _lowering_of_features(features), has_half)
+    lowering = _lowering_of_features(features)
+    return CpuTarget(
+        name or identity,
+        text,
+        lowering,
+        has_half=bool(features.get("f16c")) or not is_x86,
+        has_byte_permute=lowering == "avx512vnni" and bool(features.get("avx512vbmi")),
+    )
+
+
+def _linux_host() -> tuple[str, dict[str, bool]] | None:
+    """(identity, features) of an x86 CPU by Linux's /proc/cpuinfo, without the 50 ms of loading LLVM.
+
+    The system lists the features that it lets programs use; LLVM's names for them have no underscores. None
+    if there is no such file, or no such list in it.
+    """
+    facts: dict[str, str] = {}
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in islice(file, 64):  # one CPU's are some 30
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+    if "flags" not in facts:
+        return None
+    identity = "-".join(facts.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping"))
+    return identity, {flag.replace("_", ""): True for flag in facts["flags"].split()}
+
+
+@cache
+def _llvm_host() -> tuple[str, dict[str, bool]]:
+    """(name, features) of the host's CPU by LLVM."""
+    import llvmlite.binding as llvm
+
+    return llvm.get_host_cpu_name(), dict(llvm.get_host_cpu_features())
 
 
 def allowed_cores() -> int:

@@ -1,7 +1,8 @@
 """The cache of compiled kernels: sources, object code, and the files that keep it.
 
 `jit.py` loads kernels from here without Numba, `compiling.py` fills the cache. Object code lies in a
-directory named by a hash of the kernel sources, the versions and the CPU: a stale file is never found.
+directory named by a hash of the kernel sources, the versions and the CPU: a stale file is never found. It is
+run as it is found, so directory and file must be this user's, and nobody else's to write.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from platformdirs import user_cache_dir
 
+from kukri.errors import ConfigError
 from kukri.kernels import paged_kv, sampling_record
 from kukri.kernels.cpu.features import cpu_target
+from kukri.private_files import check_private, make_private, open_private
 
 KernelCode = tuple[str, tuple[str, ...], bytes]  # symbol, parameters, object code
 
@@ -55,30 +58,40 @@ def cache_dir() -> Path:
     """The directory for exactly these sources, versions and this CPU."""
     digest = hashlib.sha256()
     target = cpu_target()
-    for fact in (
-        version("numba"),
-        version("llvmlite"),
-        sys.version,
-        sys.platform,
-        target.name,
-        target.features,
-    ):
+    for fact in (sys.version, sys.platform, target.identity, target.features):
         digest.update(fact.encode() + b"\0")
+    for package in ("numba", "llvmlite"):
+        digest.update(_version_file(package).read_bytes())
     others = [Path(sampling_record.__file__), Path(paged_kv.__file__)]
     for source in [*sorted(Path(__file__).parent.glob("*.py")), *others]:
         digest.update(source.read_bytes())
     return cache_root() / digest.hexdigest()[:24]
 
 
+def _version_file(package: str) -> Path:
+    """The file that states a package's version. The package's metadata costs 10 ms of imports to read."""
+    found = find_spec(package)
+    assert found is not None, f"{package} is not installed"
+    assert found.origin is not None
+    return Path(found.origin).with_name("_version.py")
+
+
 def read_cached(name: str) -> KernelCode | None:
-    """(symbol, parameters, object code) from the cache, or None if it is not there or cut short."""
+    """(symbol, parameters, object code) from the cache, or None if it is not there or cut short.
+
+    Raises ConfigError if another user could have written it.
+    """
     try:
-        data = (cache_dir() / f"{name}.kernel").read_bytes()
+        check_private(cache_dir())
+        with open_private(cache_dir() / f"{name}.kernel") as file:
+            data = file.read()
         header, _, code = data.partition(b"\n")
         facts = json.loads(header)
         if hashlib.sha256(code).hexdigest() != facts["sha256"]:
             return None
         return facts["symbol"], tuple(facts["parameters"]), code
+    except ConfigError as error:
+        raise ConfigError(f"compiled kernels are not loaded: {error} ($KUKRI_CACHE_DIR)") from None
     except (OSError, ValueError, KeyError):
         return None
 
@@ -87,7 +100,7 @@ def store(name: str, symbol: str, parameters: tuple[str, ...], code: bytes) -> N
     """Writes a kernel to the cache atomically. A cache that cannot be written costs time, not correctness."""
     facts = {"symbol": symbol, "parameters": parameters, "sha256": hashlib.sha256(code).hexdigest()}
     try:
-        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(cache_dir())
         handle, temporary = tempfile.mkstemp(dir=cache_dir())
         with os.fdopen(handle, "wb") as file:
             file.write(json.dumps(facts).encode() + b"\n" + code)

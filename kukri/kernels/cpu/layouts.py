@@ -2,7 +2,8 @@
 
 Weights are packed into *weight tiles* of 16 output rows. A tile holds, block after block along the input,
 
-    n_words x 16 x 4 bytes   word j of row 0, word j of row 1, … (quants, 4 bytes of a row side by side)
+    n_words x 16 x 4 bytes   word j of row 0, word j of row 1, … (quants, 4 bytes of a row side by side,
+                             in the order in which they are multiplied)
     n_halves x 16 x 2 bytes  scales and mins, one float16 per row
     16 bytes                 exponents of scales, one byte per row, of types that have them
 
@@ -15,15 +16,15 @@ all were 8 wide. For int8 ("q8") a panel holds per block of 32 inputs
     8 x W x 4 bytes   inputs 4g to 4g + 3 of token 0, of token 1, … for g = 0 to 7 (int8)
     W x 4 bytes       scale s of each token (float32): x is about s * int8
     W x 4 bytes       s * sum of the block's int8, for weights with a min (float32)
-    W x 4 bytes       -(sum of the first 16 int8), for weights with an offset (int32)
-    W x 4 bytes       -(sum of the last 16 int8)
+    W x 4 bytes       -(sum of the first 16 int8) and of the last 16 (int16), for weights with an offset
+    W x 4 bytes       both together (int32)
 
 Rows that become logits are taken more exactly: their error would reach the logits undamped. Where the CPU has
 an int8 dot product, they are taken in two terms ("q8x2"): the panel has all blocks a second time, with what
 the first left over, quantized again. Elsewhere they are int16 ("q16"), which takes half as many instructions:
 
     8 x W x 4 bytes   inputs 4g and 4g + 2 of token 0, of token 1, … for g = 0 to 7 (int16)
-    W x 16 bytes      scales and sums, as above
+    W x 16 bytes      scales and sums, as above, but for -(sum of the first 16) and of the last 16, both int32
     8 x W x 4 bytes   inputs 4g + 1 and 4g + 3, likewise
 
 A panel with one scale and zero point a token ("q8t", `kukri.quant.per_token`) has these blocks, with the
@@ -52,8 +53,8 @@ Q8_BLOCK = 32
 GROUP = 4  # from one group of 4 inputs to the next
 SCALES = 32
 SCALED_SUMS = 36
-NEGATIVE_SUMS = 40  # of the first half of a block
-LAST_NEGATIVE_SUMS = 44
+NEGATIVE_SUMS = 40  # of the halves of a q8 block, or the first half of a q16 block
+NEGATIVE_TOTAL = LAST_NEGATIVE_SUMS = 44  # of a q8 block, or the last half of a q16 block
 Q8_BLOCK_BYTES = 48
 ODD_INPUTS = 48  # of a q16 block
 Q16_BLOCK_BYTES = 80
@@ -62,6 +63,10 @@ F32_INPUT_BYTES = 4
 
 PanelKind = Literal["q8", "q8x2", "q16", "q8t", "f32"]
 PER_TOKEN_TYPE = "Q4_0"  # the weight type that q8t panels are for
+
+
+# How packing arranges the words of a row's block (pack_kernels.py); 0 is the file's order.
+SIGNED_BYTES, Q5_0_WORDS, Q2_K_GROUPS, Q3_K_GROUPS, Q4_K_GROUPS, Q5_K_GROUPS, Q6_K_GROUPS = range(1, 8)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class TileLayout:
     n_halves: int = 0
     exponent: int = -1  # byte offset of a scale's exponent
     panel: PanelKind = "q8"  # the form activations take
-    bit_word: int = -1  # a word of 32 single bits, turned so that bit 8b + j is that of input 4j + b
+    order: int = 0  # how words are arranged anew: one of the constants below
 
     @property
     def tile_block_bytes(self) -> int:
@@ -90,15 +95,15 @@ LAYOUTS: dict[str, TileLayout] = {
     "BF16": TileLayout(1, 2, n_halves=1, panel="f32"),
     "Q4_0": TileLayout(32, 18, word=2, n_words=4, n_halves=1),
     "Q4_1": TileLayout(32, 20, word=4, n_words=4, n_halves=2),
-    "Q5_0": TileLayout(32, 22, word=2, n_words=5, n_halves=1, bit_word=0),
-    "Q5_1": TileLayout(32, 24, word=4, n_words=5, n_halves=2, bit_word=0),
-    "Q8_0": TileLayout(32, 34, word=2, n_words=8, n_halves=1),
+    "Q5_0": TileLayout(32, 22, word=2, n_words=5, n_halves=1, order=Q5_0_WORDS),
+    "Q5_1": TileLayout(32, 24, word=4, n_words=5, n_halves=2, order=Q5_0_WORDS),
+    "Q8_0": TileLayout(32, 34, word=2, n_words=8, n_halves=1, order=SIGNED_BYTES),
     "MXFP4": TileLayout(32, 17, word=1, n_words=4, exponent=0),
-    "Q2_K": TileLayout(256, 84, n_words=20, half=80, n_halves=2),
-    "Q3_K": TileLayout(256, 110, n_words=27, half=108, n_halves=1),
-    "Q4_K": TileLayout(256, 144, word=4, n_words=35, n_halves=2),
-    "Q5_K": TileLayout(256, 176, word=4, n_words=43, n_halves=2),
-    "Q6_K": TileLayout(256, 210, n_words=52, half=208, n_halves=1),
+    "Q2_K": TileLayout(256, 84, n_words=20, half=80, n_halves=2, order=Q2_K_GROUPS),
+    "Q3_K": TileLayout(256, 110, n_words=27, half=108, n_halves=1, order=Q3_K_GROUPS),
+    "Q4_K": TileLayout(256, 144, word=4, n_words=35, n_halves=2, order=Q4_K_GROUPS),
+    "Q5_K": TileLayout(256, 176, word=4, n_words=43, n_halves=2, order=Q5_K_GROUPS),
+    "Q6_K": TileLayout(256, 210, n_words=52, half=208, n_halves=1, order=Q6_K_GROUPS),
     "IQ4_NL": TileLayout(32, 18, word=2, n_words=4, n_halves=1),
     "IQ4_XS": TileLayout(256, 136, word=4, n_words=33, n_halves=2),
 }

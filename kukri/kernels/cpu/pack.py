@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kukri.errors import MissingKernelError
+from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import (
     LAYOUTS,
     PER_TOKEN_TYPE,
     ROW_SUM_BYTES,
     ROWS,
+    SIGNED_BYTES,
     PanelKind,
     TileLayout,
 )
@@ -119,7 +121,7 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> tuple[ByteArr
         block_bytes=layout.block_bytes,
         word=layout.word,
         n_words=layout.n_words,
-        bit_word=layout.bit_word,
+        order=0 if layout.order == SIGNED_BYTES and not cpu_target().has_int8_dot else layout.order,
         half=layout.half,
         n_halves=layout.n_halves,
         exponent=layout.exponent,

@@ -13,9 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from kukri.errors import MissingKernelError, ShapeError
-from kukri.kernels.cpu import expert_ops, ops
+from kukri.errors import KernelSizeError, MissingKernelError, ShapeError
+from kukri.kernels.cpu import expert_ops, ops, state_ops
 from kukri.kernels.cpu.abi import CHUNK_TOKENS, MAX_TILE_ROWS, partial_bytes
+from kukri.kernels.cpu.adapter_ops import (
+    AdapterDown,
+    AdapterRuns,
+    AdapterUp,
+    PackedLowRank,
+    Updates,
+    runs_bytes,
+)
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, panel_bytes
 from kukri.kernels.cpu.ops import Buffer, Op, RouteTable, Rows, Value
@@ -23,13 +31,19 @@ from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, layout_of
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
+    AdapterSlots,
     AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
     EmbedBy,
     Experts,
     FloatArray,
+    GateBy,
     KVType,
+    LowRank,
     RopeFrequencies,
     Routing,
+    ScanSpec,
     StepLimits,
     Vector,
     Weight,
@@ -52,7 +66,8 @@ class Recorder:
     Attributes: ops, the list so far; n_vocab, n_positions and n_types, the rows of embeddings.
 
     Only taps named in `taps` are recorded. `pack` and `pack_experts` give the tiles of weights of one type,
-    `rope_rows` cos and sin. Raises MissingKernelError on sizes that no kernel takes.
+    `rope_rows` cos and sin, `pack_update` the tiles of adapters' updates. Raises MissingKernelError on sizes
+    that no kernel takes.
     """
 
     def __init__(
@@ -63,9 +78,13 @@ class Recorder:
         pack: Callable[[tuple[Weight, ...]], PackedWeight],
         pack_experts: Callable[[tuple[Experts, ...]], PackedExperts],
         rope_rows: Callable[[RopeFrequencies], RopeRows],
+        pack_update: Callable[[LowRank], PackedLowRank],
+        adapters: AdapterSlots = (),
     ) -> None:
         self._kv_type, self._limits, self._taps = kv_type, limits, taps
         self._pack, self._pack_experts, self._rope_rows = pack, pack_experts, rope_rows
+        self._pack_update, self._adapters = pack_update, adapters
+        self._runs: dict[Rows, Buffer] = {}  # of rows with one adapter
         self._panels: dict[tuple[Value, PanelKind], Buffer] = {}
         self.ops: list[Op] = []
         self.n_vocab = self.n_types = 0
@@ -118,6 +137,36 @@ class Recorder:
         self._add(ops.Activation(y, x, "tanh"))
         return y
 
+    def conv(self, x: Value, spec: ConvSpec, batch: Any) -> Value:
+        """See Ops.conv."""
+        y = self._like(x, "the channels of a convolution")
+        self._add(state_ops.Conv(x, y, spec))
+        return y
+
+    def scan(self, x: Value, b: Value, c: Value, dt: Value, spec: ScanSpec, batch: Any) -> Value:
+        """See Ops.scan."""
+        _require_multiple("the head size of a state", spec.d_head, 16)
+        _require_multiple("the width of a state", spec.d_state, 8)
+        y = self._value("T", x.width)
+        self._add(state_ops.Scan(x, b, c, dt, y, spec))
+        return y
+
+    def delta_rule(
+        self, q: Value, k: Value, v: Value, decay: Value, beta: Value, spec: DeltaSpec, batch: Any
+    ) -> Value:
+        """See Ops.delta_rule."""
+        _require_multiple("the head size of a state", spec.d_head, 16)
+        _require_multiple("the width of a state", spec.d_state, 4)
+        y = self._value("T", v.width)
+        self._add(state_ops.DeltaRule(q, k, v, decay, beta, y, spec))
+        return y
+
+    def gated(self, x: Value, gate: Value, by: GateBy) -> Value:
+        """See Ops.gated."""
+        y = self._like(x, "the width of a gate")
+        self._add(state_ops.GatedBy(y, x, gate, by))
+        return y
+
     def silu_mul(self, gate: Value, up: Value) -> Value:
         """See Ops.silu_mul. Both must be column views of one buffer."""
         y = self._gated(gate, up)
@@ -144,11 +193,24 @@ class Recorder:
         residual: Value | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Value:
-        """See Ops.linear. Neighbouring weights of one type become one kernel call."""
+        """See Ops.linear. Neighbouring weights of one type become one kernel call.
+
+        If an adapter may update the product, two more follow, and then the residual is added.
+        """
         if tap is not None and tap_name(*tap) in self._taps:
             y = self.linear(x, weights, bias)
             self._add(ops.Tap(tap_name(*tap), y, residual))
             return y
+        updates = self._updates(weights)
+        if updates is not None:
+            y = self._product(x, weights, bias, None)
+            self._update(x, y, updates)
+            return y if residual is None else self.add(y, residual)
+        return self._product(x, weights, bias, residual)
+
+    def _product(
+        self, x: Value, weights: Sequence[Weight], bias: Vector | None, residual: Value | None
+    ) -> Value:
         groups = _by_type(weights)
         width, stored_width = _widths([w.shape[0] for w in group] for group in groups)
         y = self._value(x.rows, width, stored_width)
@@ -166,6 +228,24 @@ class Recorder:
             self._add(ops.Linear(panels, kind, packed, y, column, padded, residual))
             column += packed.n_rows
         return y
+
+    def _updates(self, weights: Sequence[Weight]) -> Updates | None:
+        """The adapters' updates of a product; None if none of them changes it."""
+        by_slot = [[(updates or {}).get(weight.name) for weight in weights] for updates in self._adapters]
+        if not any(update is not None for updates in by_slot for update in updates):
+            return None
+        packed = [[None if u is None else self._pack_update(u) for u in updates] for updates in by_slot]
+        return Updates(packed, [weight.shape[0] for weight in weights])
+
+    def _update(self, x: Value, y: Value, updates: Updates) -> None:
+        """Adds the updates of x to y, in place."""
+        assert x.rows == "T" or x.rows == "N", "experts have no adapters"
+        if x.rows not in self._runs:
+            runs = self._runs[x.rows] = Buffer(runs_bytes(self._max_rows(x.rows)))
+            self._add(AdapterRuns(x.rows, runs))
+        inner = self._value(x.rows, updates.n_parts * updates.rank_tiles * ROWS)
+        self._add(AdapterDown(x, self._runs[x.rows], updates, inner))
+        self._add(AdapterUp(inner, self._runs[x.rows], updates, y))
 
     def add(self, x: Value, residual: Value) -> Value:
         """See Ops.add."""
@@ -205,8 +285,6 @@ class Recorder:
     def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec, batch: Any) -> Value:
         """See Ops.attention."""
         _require_multiple("the head size", spec.d_head, 16)
-        if self._kv_type == "f32":
-            raise MissingKernelError("a KV cache of f32; the CPU backend runs f16 and q8_0")
         if spec.group > MAX_TILE_ROWS:
             raise MissingKernelError(
                 f"{spec.group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}"
@@ -345,7 +423,7 @@ def max_partials(limits: StepLimits) -> int:
 
 def _require_multiple(what: str, n: int, factor: int) -> None:
     if n % factor:
-        raise MissingKernelError(f"{what} is {n}; the CPU backend runs multiples of {factor}")
+        raise KernelSizeError(f"{what} is {n}; the CPU backend runs multiples of {factor}")
 
 
 def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:

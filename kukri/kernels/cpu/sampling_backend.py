@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kukri.errors import UnsupportedError
+from kukri.errors import ShapeError, UnsupportedError
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.sampling_scratch import scratch_bytes
 from kukri.kernels.sampling_record import MAX_VOCAB, SamplingRecords
-from kukri.kernels.types import FloatArray
+from kukri.kernels.types import Logits
 
 _SCRATCH_STEP = 4096
 
@@ -37,9 +37,12 @@ class CpuSampling:
         self._enter = entry_point(self._kernel.address)
         self._result = ctypes.c_int64()
 
-    def choose(self, records: SamplingRecords, logits: FloatArray) -> None:
+    def choose(self, records: SamplingRecords, logits: Logits) -> None:
         """See SamplingBackend.choose. Raises UnsupportedError on a vocabulary that is too large."""
-        n_rows, n_vocab = len(records.fields), logits.shape[1]
+        rows = logits.numpy()
+        if rows.dtype != np.float32:
+            raise ShapeError(f"logits are float32, not {rows.dtype}")
+        n_rows, n_vocab = len(records.fields), rows.shape[1]
         if n_vocab != self._n_vocab:
             self._make_scratch(n_vocab)
         # in the order of the kernel's parameters; `_make_scratch` has set the others
@@ -48,8 +51,8 @@ class CpuSampling:
             self._addresses = address_of(self._memory), address_of(self._words)
         self._record[0], self._record[2] = self._addresses
         self._record[1] = n_rows
-        self._record[3] = address_of(logits)
-        self._record[4] = logits.strides[0]
+        self._record[3] = address_of(rows)
+        self._record[4] = rows.strides[0]
         self._counter[0] = 0
         if n_rows == 1:
             self._enter(ctypes.byref(self._result), None, ctypes.addressof(self._record), 0)

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from kukri.kernels.cpu.abi import (
+    CHUNK_PAGES,
     CHUNK_TOKENS,
     CONTEXT_LEN,
     LOGIT_ROWS,
     MAX_PAGES,
     N_LOGIT_ROWS,
+    N_PARTS,
     N_POSITIONS,
     N_SEQUENCES,
+    N_SHARED,
     N_TOKENS,
     N_WORK,
     PAGE_TABLE,
+    PARTS_BYTES,
+    PARTS_FIRST,
+    PARTS_TOKEN,
     POSITIONS,
     QUERY_START,
     ROPE_POSITIONS,
+    SHARED_FIRST,
+    SHARED_STEP,
+    SHARED_TOKEN,
     SLOTS,
+    STATE_SAVES,
+    STATE_SLOTS,
     TOKEN_IDS,
     TOKEN_PARTS,
     TOKEN_TYPES,
@@ -35,17 +46,20 @@ from kukri.kernels.paged_kv import PAGE_TOKENS
 
 
 @device
-def _outside(array, n, limit):
-    """True if any of n int32 is below 0 or not below the limit."""
+def _outside(array, n, limit, least=0):
+    """True if any of n int32 is below the least or not below the limit."""
     for i in range(n):
         value = load_i32(array + 4 * i)
-        if value < 0 or value >= limit:
+        if value < least or value >= limit:
             return True
     return False
 
 
-def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types):
-    """0 if no index of the batch leads outside its array, else which check failed (see BATCH_CHECKS)."""
+def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types, n_states):
+    """0 if no index of the batch leads outside its array, else which check failed (see BATCH_CHECKS).
+
+    `n_states` is -1 for a model without recurrent layers.
+    """
     n_tokens = load_i64(batch + N_TOKENS)
     n_sequences = load_i64(batch + N_SEQUENCES)
     starts = load_i64(batch + QUERY_START)
@@ -76,6 +90,11 @@ def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types):
         return 8
     if n_types > 0 and _outside(load_i64(batch + TOKEN_TYPES), n_tokens, n_types):
         return 9
+    if n_states >= 0 and (
+        _outside(load_i64(batch + STATE_SLOTS), n_sequences, n_states)
+        or _outside(load_i64(batch + STATE_SAVES), n_tokens, n_states, -1)
+    ):
+        return 10
     highest = 0
     for t in range(n_tokens):
         highest = max(highest, load_i32(rotates_by + 4 * t))
@@ -95,33 +114,113 @@ def _add_work(batch, n_work, sequence, token, n_tokens, chunk, chunk_stop, parti
     return n_work + 1
 
 
+@device
+def _context(batch, sequence):
+    return load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence)
+
+
+@device
+def _n_new(batch, sequence):
+    starts = load_i64(batch + QUERY_START) + 4 * sequence
+    return load_i32(starts + 4) - load_i32(starts)
+
+
+@device
+def _same_chunks(batch, a, b, most):
+    """Leading chunks, at most `most`, that two sequences read from the same pages and see whole."""
+    row_bytes = 4 * load_i64(batch + MAX_PAGES)
+    a_pages = load_i64(batch + PAGE_TABLE) + a * row_bytes
+    b_pages = load_i64(batch + PAGE_TABLE) + b * row_bytes
+    most = min(most, min(_context(batch, a), _context(batch, b)) // CHUNK_TOKENS)
+    for page in range(most * CHUNK_PAGES):
+        if load_i32(a_pages + 4 * page) != load_i32(b_pages + 4 * page):
+            return page // CHUNK_PAGES
+    return most
+
+
+@device
+def _sharing(batch, first, group_tokens):
+    """(sequences from `first` on that decode from a common prefix, its chunks): where it saves most reads.
+
+    (1, 0) if no prefix is shared. Sequences are taken `group_tokens` at a time, the last time more than half.
+    """
+    members = 1
+    shared = 0
+    if group_tokens > 1 and _n_new(batch, first) == 1:
+        most = _context(batch, first)
+        for sequence in range(first + 1, load_i64(batch + N_SEQUENCES)):
+            if _n_new(batch, sequence) != 1:
+                break
+            same = _same_chunks(batch, first, sequence, most)
+            if same * members <= shared * (members - 1):
+                break
+            shared = same
+            most = same
+            members += 1
+    left = members % group_tokens
+    if 2 * left <= group_tokens:
+        members -= left
+    return (members, shared) if members > 1 else (1, 0)
+
+
+@device
+def _add_shared_work(batch, n_work, n_partials, first, members, shared, group_tokens):
+    """Entries for the chunks that sequences share -> the number of entries. Chunk by chunk, for the cache."""
+    start = load_i32(load_i64(batch + QUERY_START) + 4 * first)
+    step = (members + group_tokens - 1) // group_tokens
+    for i in range(members):
+        parts = load_i64(batch + TOKEN_PARTS) + PARTS_BYTES * (start + i)
+        store_i64(parts + SHARED_FIRST, n_partials + i // group_tokens)
+        store_i64(parts + N_SHARED, shared)
+        store_i64(parts + SHARED_STEP, step)
+        store_i64(parts + SHARED_TOKEN, i % group_tokens)
+    for chunk in range(shared):
+        for i in range(0, members, group_tokens):
+            n_tokens = min(group_tokens, members - i)
+            number = n_partials + chunk * step + i // group_tokens
+            n_work = _add_work(batch, n_work, first + i, start + i, n_tokens, chunk, chunk + 1, number)
+    return n_work
+
+
 def attention_work(tile, batch, group_tokens, n_ahead):
     """Cuts the step into work entries of `group_tokens` tokens; few tokens with a long context by chunk.
 
-    A token sees `n_ahead` tokens after it.
+    A token sees `n_ahead` tokens after it. Sequences that decode from the same prefix share its entries: its
+    keys and values are read once for several. A chunk is cut at the same positions and summed in the same
+    order either way, so no bit depends on it.
     """
     if tile < 0:
         return 1
-    parts = load_i64(batch + TOKEN_PARTS)
     n_work = 0
     n_partials = 0
+    members = 0  # sequences left of those that share
+    shared = 0  # their chunks
     for sequence in range(load_i64(batch + N_SEQUENCES)):
         start = load_i32(load_i64(batch + QUERY_START) + 4 * sequence)
-        stop = load_i32(load_i64(batch + QUERY_START) + 4 * sequence + 4)
-        context = load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence)
+        stop = start + _n_new(batch, sequence)
+        if members == 0:
+            members, shared = _sharing(batch, sequence, group_tokens)
+            if shared > 0:
+                n_work = _add_shared_work(batch, n_work, n_partials, sequence, members, shared, group_tokens)
+                n_partials += shared * ((members + group_tokens - 1) // group_tokens)
+        members -= 1
         for token in range(start, stop, group_tokens):
             n_tokens = min(group_tokens, stop - token)
-            visible = context - max(stop - token - n_tokens - n_ahead, 0)
+            visible = _context(batch, sequence) - max(stop - token - n_tokens - n_ahead, 0)
             n_chunks = (visible + CHUNK_TOKENS - 1) // CHUNK_TOKENS
             is_split = stop - start <= group_tokens and n_chunks > 1
             for t in range(token, token + n_tokens):
-                store_i64(parts + 16 * t, n_partials if is_split else -1)
-                store_i64(parts + 16 * t + 8, n_chunks)
+                parts = load_i64(batch + TOKEN_PARTS) + PARTS_BYTES * t
+                store_i64(parts + PARTS_FIRST, n_partials if is_split or shared > 0 else -1)
+                store_i64(parts + N_PARTS, n_chunks - shared)
+                store_i64(parts + PARTS_TOKEN, t - token)
+                if shared == 0:
+                    store_i64(parts + N_SHARED, 0)
             if is_split:
-                for chunk in range(n_chunks):
+                for chunk in range(shared, n_chunks):
                     n_work = _add_work(batch, n_work, sequence, token, n_tokens, chunk, chunk + 1, n_partials)
                     n_partials += 1
-            else:
+            elif shared == 0:
                 n_work = _add_work(batch, n_work, sequence, token, n_tokens, 0, n_chunks, -1)
     store_i64(batch + N_WORK, n_work)
     return 0

@@ -30,6 +30,7 @@ from kukri.kernels.cpu.layouts import (
     GROUP,
     LAST_NEGATIVE_SUMS,
     NEGATIVE_SUMS,
+    NEGATIVE_TOTAL,
     ODD_INPUTS,
     Q8_BLOCK_BYTES,
     Q16_BLOCK_BYTES,
@@ -96,8 +97,8 @@ def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
 # --- dot products of int8 -----------------------------------------------------------------------------
 # dot4(acc, u, s): acc[i] += sum over k < 4 of u[4i + k] * s[4i + k], u unsigned, s signed bytes.
 # Unsigned operands above 127 would saturate the 16-bit sums of AVX2, so there are two forms: weights of up
-# to 6 bits and signed bytes. The second computes (w + 128) * s on instruction sets that have only unsigned
-# times signed; `has_signed_bias` tells kernels to begin with what takes the bias away.
+# to 6 bits and signed bytes. On instruction sets that have only unsigned times signed, signed bytes are kept
+# as w + 128; `has_signed_bias` tells kernels to begin with what takes the bias away.
 #
 # The first form sums *runs* of a few dots. On AVX2, whose dot is a multiplication into sums of two products
 # in int16 and another to widen those, a run is added up in int16 and widened once, at its end. A dot adds at
@@ -141,8 +142,8 @@ def _dot4_generic(builder: Any, acc: Any, u: Any, s: Any, widen_u: Any) -> Any:
 
 
 def _dot4_signed(builder: Any, acc: Any, w: Any, s: Any) -> Any:
-    if cpu_target().has_int8_dot:
-        return _dot4_unsigned(builder, acc, builder.xor(w, constant(U8x64.llvm, 0x80)), s)
+    if has_signed_bias():
+        return _dot4_unsigned(builder, acc, w, s)
     if cpu_target().lowering == "generic":
         return _dot4_generic(builder, acc, w, s, builder.sext)
     # |w| times s with the sign of w: products stay below the 16-bit saturation
@@ -180,6 +181,8 @@ def _even_and_odd(builder: Any, w: Any, is_signed: bool) -> tuple[Any, Any]:
 
 def _dot2(builder: Any, acc: Any, w: Any, x: Any) -> Any:
     """acc[i] + w[2i] x[2i] + w[2i + 1] x[2i + 1] of int16."""
+    if cpu_target().lowering == "avx512vnni":  # LLVM makes one instruction of the two
+        return builder.add(acc, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", acc.type, w, x))
     if cpu_target().lowering == "generic":
         for a, b in zip(_alternate(builder, w), _alternate(builder, x), strict=True):
             acc = builder.add(acc, builder.mul(builder.sext(a, acc.type), builder.sext(b, acc.type)))
@@ -199,17 +202,19 @@ def _alternate(builder: Any, a: Any) -> list[Any]:
 # --- tiles --------------------------------------------------------------------------------------------
 
 
-_FEW_TOKENS = 8  # as many as a panel has: with two or three panels, too, weights are waited for
 _AHEAD_BYTES = 4096
+# The least tokens of a tile for which weights are prefetched; 1 unless measured otherwise. On Zen 4 products
+# of one token are faster without, by up to a half, from memory and from L2, by its own prefetchers.
+_PREFETCH_FROM_TOKENS = {"znver4": 8}
 
 
 def fetch_ahead(n_lines: int) -> Any:
-    """An operation: prefetches `n_lines` cache lines some way after an address, if `tile` has few tokens."""
+    """An operation: prefetches `n_lines` cache lines some way after an address, if the CPU gains by it."""
 
     @_tile_operation(lambda tile: types.void, types.int64)
     def fetch_lines_ahead(builder: Any, kind: Tile, tile: Any, address: Any) -> None:
         """Prefetches the weights that are multiplied soon."""
-        if kind.n <= _FEW_TOKENS:
+        if kind.n >= _PREFETCH_FROM_TOKENS.get(cpu_target().name, 1):
             for line in range(n_lines):
                 prefetch_line(builder, at(builder, address, _AHEAD_BYTES + 64 * line))
 
@@ -259,36 +264,35 @@ def _of_token(builder: Any, kind: Tile, x: Any, part: Any, i: int, element: Any)
     return builder.load(pointer(builder, where, element), align=4)
 
 
-def _negative_sums(builder: Any, half: Any) -> Any:
-    return builder.add(_I64(NEGATIVE_SUMS), builder.mul(half, _I64(LAST_NEGATIVE_SUMS - NEGATIVE_SUMS)))
+def _both_sums(builder: Any, kind: Tile, x: Any, i: int) -> Any:
+    """-(sums of both halves) of the q8 block at x, of token i: 16 times a pair of int16."""
+    word = broadcast(builder, _of_token(builder, kind, x, _I64(NEGATIVE_SUMS), i, _I32))
+    return builder.bitcast(word, _I16x32)
 
 
-def _offset(builder: Any, kind: Tile, x: Any, half: Any, i: int, shift: Any) -> Any:
-    """-(sum of a half of the block at x, of token i) << shift, in all lanes."""
-    value = _of_token(builder, kind, x, _negative_sums(builder, half), i, _I32)
-    return broadcast(builder, builder.shl(value, builder.trunc(shift, _I32)))
+def _half_sum(builder: Any, kind: Tile, x: Any, half: int, i: int) -> Any:
+    """-(sum of a half of the q16 block at x, of token i)."""
+    part = LAST_NEGATIVE_SUMS if half else NEGATIVE_SUMS
+    return _of_token(builder, kind, x, _I64(part), i, _I32)
 
 
-@_tile_operation(_as_i32, types.int64, types.int64, types.int64)
-def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, half: Any, shift: Any) -> Any:
-    """A tile of int32: -(sum of the inputs of half 0 or 1 of the block at x) << shift."""
-    return _each(builder, kind.n, I32x16.llvm, lambda i: _offset(builder, kind, x, half, i, shift))
-
-
-@_tile_operation(_same, types.int64, types.int64, types.int64)
-def tile_offset_add(builder: Any, kind: Tile, acc: Any, x: Any, half: Any, shift: Any) -> Any:
-    """acc[i] -= (sum of the inputs of half 0 or 1 of the block at x) << shift."""
+@_tile_operation(_as_i32, types.int64, types.int64)
+def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -> Any:
+    """A tile of int32: -(sum of the block at x) << shift, the initial sums for weights q - 2^shift."""
 
     def step(i: int) -> Any:
-        return builder.add(builder.extract_value(acc, i), _offset(builder, kind, x, half, i, shift))
+        if kind.is_q16:
+            total = builder.add(*(_half_sum(builder, kind, x, half, i) for half in (0, 1)))
+        else:
+            total = _of_token(builder, kind, x, _I64(NEGATIVE_TOTAL), i, _I32)
+        return builder.shl(broadcast(builder, total), broadcast(builder, builder.trunc(shift, _I32)))
 
     return _each(builder, kind.n, I32x16.llvm, step)
 
 
-@_tile_operation(lambda tile: types.boolean)
-def has_signed_bias(builder: Any, kind: Tile, tile: Any) -> Any:
-    """True if `tile_dot4_signed` computes (w + 128) * s."""
-    return _I1(cpu_target().has_int8_dot and not kind.is_q16)
+def has_signed_bias() -> bool:
+    """True if weight tiles hold signed bytes as w + 128, and `tile_dot4_signed` computes (w + 128) * s."""
+    return cpu_target().has_int8_dot
 
 
 def _in_order(builder: Any, sums: Any) -> Any:
@@ -397,40 +401,113 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
 
     def step(i: int) -> Any:
         factor = _broadcast_f32(builder, kind, x, SCALES, i)
-        scaled = builder.fmul(builder.sitofp(builder.extract_value(acc, i), F32x16.llvm), scale)
-        return call_llvm(
-            builder, "llvm.fma.v16f32", F32x16.llvm, scaled, factor, builder.extract_value(out, i)
-        )
+        return _fold(builder, builder.extract_value(out, i), builder.extract_value(acc, i), scale, factor)
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
 
-@_tile_operation(lambda tile: types.boolean)
-def has_few_tokens(builder: Any, kind: Tile, tile: Any) -> Any:
-    """True if the work done once for all tokens of the tile outweighs the work for each token."""
-    return _I1(kind.n <= 2)
+# Two halves of a block, 16 inputs each, may have scales of their own: `pairs` are those of each row, int16.
+# All is whole numbers up to the float scale d; only scaled sums of int16 inputs, too large, become floats.
 
 
-@_tile_operation(_same, I32x16, None, I32x16)
-def tile_scale_sum(builder: Any, kind: Tile, a: Any, a_scale: Any, b: Any, b_scale: Any) -> Any:
-    """a[i] * a_scale + b[i] * b_scale, whole numbers."""
+def _pair_words(builder: Any, pairs: Any) -> tuple[Any, Any]:
+    """The first and the last of each pair, as int32."""
+    sixteen = constant(I32x16.llvm, 16)
+    return builder.ashr(builder.shl(pairs, sixteen), sixteen), builder.ashr(pairs, sixteen)
+
+
+def _scaled_sum(builder: Any, first: Any, last: Any, pairs: Any, are_short: bool) -> Any:
+    """first * (the first of pairs) + last * (the last), int32; `are_short`: both sums are within int16."""
+    if are_short:
+        low = builder.and_(first, constant(I32x16.llvm, 0xFFFF))
+        both = builder.or_(low, builder.shl(last, constant(I32x16.llvm, 16)))
+        zero = constant(I32x16.llvm, 0)
+        return _dot2(builder, zero, builder.bitcast(both, _I16x32), builder.bitcast(pairs, _I16x32))
+    a, b = _pair_words(builder, pairs)
+    return builder.add(builder.mul(first, a), builder.mul(last, b))
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, a, b, c)
+
+
+def _fold(builder: Any, out: Any, sums: Any, scale: Any, factor: Any) -> Any:
+    """out + float(sums) * scale * factor."""
+    return _fma(builder, builder.fmul(builder.sitofp(sums, F32x16.llvm), scale), factor, out)
+
+
+def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
+    def emit(
+        builder: Any, kind: Tile, out: Any, first: Any, last: Any, pairs: Any, shift: Any, d: Any, x: Any
+    ) -> Any:
+        words = _pair_words(builder, pairs)
+        scales = [builder.fmul(builder.sitofp(word, F32x16.llvm), d) for word in words]
+        offsets = builder.shl(
+            builder.bitcast(pairs, _I16x32), broadcast(builder, builder.trunc(shift, _I16), 32)
+        )
+
+        def step(i: int) -> Any:
+            result = builder.extract_value(out, i)
+            halves = [builder.extract_value(tile, i) for tile in (first, last)]
+            factor = _broadcast_f32(builder, kind, x, SCALES, i)
+            if not kind.is_q16:
+                sums = _scaled_sum(builder, halves[0], halves[1], pairs, are_short)
+                sums = _dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
+                return _fold(builder, result, sums, d, factor)
+            for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
+                offset = builder.shl(_half_sum(builder, kind, x, half, i), builder.trunc(shift, _I32))
+                sums = builder.add(sums, broadcast(builder, offset))
+                result = _fold(builder, result, sums, scale, factor)
+            return result
+
+        return _each(builder, kind.n, F32x16.llvm, step)
+
+    emit.__doc__ = (
+        """out[i] += the sums of both halves of the block at x, of weights q - 2^shift, times pairs * d."""
+    )
+    return emit
+
+
+tile_fold_halves, tile_fold_short_halves = (
+    _tile_operation(_same, None, None, I32x16, types.int64, F32x16, types.int64)(
+        renamed(name, _tile_fold_halves(are_short))
+    )
+    for name, are_short in (("tile_fold_halves", False), ("tile_fold_short_halves", True))
+)
+
+
+@_tile_operation(_same, None, I32x16)
+def tile_scale_halves(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any) -> Any:
+    """first[i] * (the first of pairs) + last[i] * (the last), whole numbers; of int8 inputs within int16."""
 
     def step(i: int) -> Any:
-        first = builder.mul(builder.extract_value(a, i), a_scale)
-        return builder.add(first, builder.mul(builder.extract_value(b, i), b_scale))
+        halves = [builder.extract_value(tile, i) for tile in (first, last)]
+        return _scaled_sum(builder, halves[0], halves[1], pairs, are_short=not kind.is_q16)
 
     return _each(builder, kind.n, I32x16.llvm, step)
 
 
-@_tile_operation(_same, F32x16, types.int64, types.int64)
-def tile_take_min(builder: Any, kind: Tile, out: Any, low: Any, x: Any, half: Any) -> Any:
-    """out[i] -= low * (the scale) * (the sum of half 0 or 1) of the block at x: the mins of half a block."""
+@_tile_operation(_same, None, F32x16, I32x16, F32x16, types.int64)
+def tile_fold_mins(
+    builder: Any, kind: Tile, out: Any, acc: Any, d: Any, pairs: Any, dmin: Any, x: Any
+) -> Any:
+    """out[i] += (acc[i] * d - (both halves' sums times pairs) * dmin) * the scale, all of the block at x."""
+    mins = [builder.fmul(builder.sitofp(word, F32x16.llvm), dmin) for word in _pair_words(builder, pairs)]
 
     def step(i: int) -> Any:
-        total = _of_token(builder, kind, x, _negative_sums(builder, half), i, _I32)
-        scale = _of_token(builder, kind, x, _I64(SCALES), i, _F32)
-        factor = broadcast(builder, builder.fmul(builder.sitofp(total, _F32), scale))
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, low, factor, builder.extract_value(out, i))
+        result, sums = builder.extract_value(out, i), builder.extract_value(acc, i)
+        factor = _broadcast_f32(builder, kind, x, SCALES, i)
+        if kind.is_q16:
+            result = _fold(builder, result, sums, d, factor)
+            for half, low in enumerate(mins):
+                total = broadcast(builder, _half_sum(builder, kind, x, half, i))
+                result = _fold(builder, result, total, low, factor)
+            return result
+        scaled = builder.fmul(builder.sitofp(sums, F32x16.llvm), d)
+        zero = constant(I32x16.llvm, 0)
+        low = _dot2(builder, zero, builder.bitcast(pairs, _I16x32), _both_sums(builder, kind, x, i))
+        scaled = _fma(builder, builder.sitofp(low, F32x16.llvm), dmin, scaled)
+        return _fma(builder, scaled, factor, result)
 
     return _each(builder, kind.n, F32x16.llvm, step)
 

@@ -6,8 +6,8 @@ absolute position,
 tiles of TILE inside them; a chunk begins anew and is merged into what came before it. Masked
 keys, tiles and chunks change no bit of a row, so it does not matter which rows share a tile,
 how a prompt was cut
-into steps, or whether one program walks over the chunks (`attention`) or each chunk has its own (`split`,
-`merge`).
+into steps, or whether one program walks over the chunks (`attention`, `decode`) or each chunk has its own
+(`split`, `merge`). Decode rotates a sequence's new token and stores it, as rope_kernels.py does, by itself.
 
 A tile of queries has BM rows: BM // GROUP tokens of one sequence, each with the GROUP heads that share keys.
 Scores are in units of log 2: `scale` is the layer's scale times log2(e).
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kukri.kernels.gpu.bits import tree_sum
-from kukri.kernels.gpu.rope_kernels import PAGE
+from kukri.kernels.gpu.rope_kernels import PAGE, rotated, store_head
 
 CHUNK = tl.constexpr(256)
 _NO_SCORE = tl.constexpr(-1e30)  # finite, so that differences stay defined
@@ -113,7 +113,7 @@ def attention(
     GROUP: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
     KV8: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Prefill, and decode in one pass: program (tile, KV head) walks over all chunks that its rows see.
+    """Prefill: program (tile, KV head) walks over all chunks that its rows see; the step's keys are stored.
 
     `work` int32 [tiles, 2]: sequence and first token (in T) of each tile. `window` in tokens, 2^30 for none.
     q float16 [T, H, K] -> out float32 [T, H, K].
@@ -147,28 +147,107 @@ def attention(
 
 
 @triton.jit
-def split(
-    q, keys, values, key_scales, value_scales, part_acc, part_top, query_start, context_len, page_table,
-    scale, softcap,
-    window, page_stride, head_stride, scale_page_stride, scale_head_stride, table_stride, n_heads, n_chunks,
-    GROUP: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
-    KV8: tl.constexpr, SOFTCAP: tl.constexpr,
+def _new_token(
+    q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, token0, group, stores,
+    q_stride, k_stride, v_stride, page_stride, head_stride, scale_page_stride,
+    scale_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, ROTARY: tl.constexpr,
+    KV8: tl.constexpr,
 ):  # fmt: skip
-    """Decode of long contexts, one token a sequence: program (sequence, KV head, chunk) stores its chunk's
-    part.
+    """Stores the key and the value of a sequence's new token, if `stores`, and gives its queries, rotated:
+    float16 [BM, KW].
+    """
+    dim, row = tl.arange(0, KW), token0.to(tl.int64)
+    position = tl.load(positions + token0).to(tl.int64)
+    if stores:
+        slot = tl.load(slots + token0)
+        new_k = rotated(k + row * k_stride + group * K, dim, dim < K, cos, sin, position, ROTARY, ROTARY)
+        new_v = tl.load(v + row * v_stride + group * K + dim, mask=dim < K, other=0)
+        store_head(
+            new_k, keys, key_scales, slot, group, page_stride, head_stride, scale_page_stride,
+            scale_head_stride, dim, K, KW, KV8,
+        )  # fmt: skip
+        store_head(
+            new_v, values, value_scales, slot, group, page_stride, head_stride, scale_page_stride,
+            scale_head_stride, dim, K, KW, KV8,
+        )  # fmt: skip
+    tl.debug_barrier()  # other threads of the program read the key and the value
+    head = tl.arange(0, BM)[:, None]
+    source = q + row * q_stride + group * (GROUP * K) + head * K
+    mask = (head < GROUP) & (dim < K)[None, :]
+    return rotated(source, dim[None, :], mask, cos, sin, position, ROTARY, ROTARY).to(tl.float16)
 
-    part_acc float32 [S, H, n_chunks, K]; part_top [S, H, n_chunks, 2] has maximum and sum.
+
+@triton.jit
+def decode(
+    q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, out, query_start,
+    context_len, page_table, scale, softcap, window, q_stride, k_stride, v_stride,
+    page_stride, head_stride, scale_page_stride, scale_head_stride, table_stride, n_heads,
+    GROUP: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+    ROTARY: tl.constexpr, KV8: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One new token a sequence in one pass: program (sequence, KV head) rotates, stores and attends.
+
+    q, k and v are float32, a row for each token. Results are those of `rope_and_store` and `attention`.
+    """
+    sequence, group = tl.program_id(0), tl.program_id(1)
+    token0 = tl.load(query_start + sequence + 1) - 1
+    _token, _head, ok, begin, end = _query_rows(
+        sequence, token0, group, query_start, context_len, window, GROUP, BM
+    )
+    qs = _new_token(
+        q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, token0, group, True,
+        q_stride, k_stride, v_stride, page_stride, head_stride, scale_page_stride, scale_head_stride, GROUP,
+        K, KW, BM, ROTARY, KV8,
+    )  # fmt: skip
+    dim = tl.arange(0, KW)
+    stop = tl.max(end, axis=0)
+    first = tl.min(tl.where(ok, begin, stop), axis=0) // CHUNK * CHUNK
+    top = tl.full([BM], _NO_SCORE, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, KW], tl.float32)
+    for chunk in range(first, stop, CHUNK):
+        top2, total2, acc2 = _attend(
+            qs, keys + group * head_stride, values + group * head_stride,
+            key_scales + group * scale_head_stride,
+            value_scales + group * scale_head_stride, page_table + sequence.to(tl.int64) * table_stride,
+            chunk,
+            tl.minimum(chunk + CHUNK, stop), begin, end, scale, softcap, page_stride, scale_page_stride, dim,
+            K, KW, BM, TILE, KV8, SOFTCAP,
+        )  # fmt: skip
+        top, total, acc = _merge(top, total, acc, top2, total2, acc2)
+    row = tl.arange(0, BM)[:, None]
+    at = (token0.to(tl.int64) * n_heads + group * GROUP) * K + row * K + dim[None, :]
+    mask = (row < GROUP) & (dim < K)[None, :]
+    tl.store(out + at, acc / tl.where(total == 0, 1.0, total)[:, None], mask=mask)
+
+
+@triton.jit
+def split(
+    q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, part_acc, part_top,
+    query_start, context_len, page_table, scale, softcap, window, q_stride, k_stride, v_stride,
+    page_stride, head_stride, scale_page_stride, scale_head_stride, table_stride, n_heads, n_chunks,
+    GROUP: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+    ROTARY: tl.constexpr, KV8: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The same for long contexts: program (sequence, KV head, chunk) stores its chunk's part.
+
+    That of the last chunk stores the new token. part_acc float32 [S, H, n_chunks, K]; part_top [S, H,
+    n_chunks, 2] has maximum and sum.
     """
     sequence, group, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token0 = tl.load(query_start + sequence + 1) - 1
-    token, head, ok, begin, end = _query_rows(
+    _token, head, ok, begin, end = _query_rows(
         sequence, token0, group, query_start, context_len, window, GROUP, BM
     )
     stop, first = tl.max(end, axis=0), tl.min(tl.where(ok, begin, 2147483647), axis=0)
     if (chunk * CHUNK < stop) & (chunk * CHUNK + CHUNK > first):
         dim = tl.arange(0, KW)
-        q_mask = ok[:, None] & (dim < K)[None, :]
-        qs = tl.load(q + (token * n_heads + head)[:, None] * K + dim[None, :], mask=q_mask, other=0)
+        qs = _new_token(
+            q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, token0, group,
+            chunk == (stop - 1) // CHUNK, q_stride, k_stride, v_stride, page_stride, head_stride,
+            scale_page_stride, scale_head_stride, GROUP, K, KW, BM, ROTARY, KV8,
+        )  # fmt: skip
         top, total, acc = _attend(
             qs, keys + group * head_stride, values + group * head_stride,
             key_scales + group * scale_head_stride,
@@ -179,7 +258,7 @@ def split(
             K, KW, BM, TILE, KV8, SOFTCAP,
         )  # fmt: skip
         at = (sequence.to(tl.int64) * n_heads + head) * n_chunks + chunk
-        tl.store(part_acc + at[:, None] * K + dim[None, :], acc, mask=q_mask)
+        tl.store(part_acc + at[:, None] * K + dim[None, :], acc, mask=ok[:, None] & (dim < K)[None, :])
         tl.store(part_top + 2 * at, top, mask=ok)
         tl.store(part_top + 2 * at + 1, total, mask=ok)
 

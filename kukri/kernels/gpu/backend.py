@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from kukri.errors import UnsupportedError
 from kukri.kernels.gpu.graphs import Capture, CaptureOnCuda, DecodeGraphs
 from kukri.kernels.gpu.ops import PackedConstants, TritonOps
 from kukri.kernels.host_step import check_sizes
@@ -14,7 +15,9 @@ from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.devices import matrix_dtype
 from kukri.kernels.pytorch.step import TensorLogits, check_indices
 from kukri.kernels.types import (
+    AdapterSlots,
     Cache,
+    CacheLayout,
     CompiledProgram,
     ForwardBatch,
     Hook,
@@ -53,13 +56,28 @@ class GpuBackend(TorchBackend):
         """The model's constants, packed for the kernels."""
         return PackedConstants(self.device, matrix_dtype(self.device))
 
+    def new_cache(
+        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+    ) -> TensorCache:
+        """See Backend.new_cache. Raises UnsupportedError on a cache of float32."""
+        if kv_type == "f32":
+            raise UnsupportedError("the gpu backend has no f32 KV cache: use f16 or q8_0, or --backend torch")
+        return super().new_cache(layout, n_pages, n_states, kv_type)
+
     def compile(
-        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
+        self,
+        program: Program,
+        cache: Cache,
+        limits: StepLimits,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> CompiledProgram:
-        """See Backend.compile. Decode steps are captured as graphs, unless something is tapped."""
+        """See Backend.compile. Decode steps are captured as graphs, unless something is tapped or there are
+        adapters.
+        """
         assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
-        ops = TritonOps(self.constants, cache, taps)
-        return GpuProgram(program, ops, limits, None if taps else self._capture)
+        ops = TritonOps(self.constants, cache, taps, adapters)
+        return GpuProgram(program, ops, limits, None if taps or adapters else self._capture)
 
 
 class GpuProgram(TorchProgram):
@@ -83,7 +101,7 @@ class GpuProgram(TorchProgram):
         if self._graphs is None or not self._graphs.takes(batch):
             return super().__call__(batch, on_tap, start=start, stop=stop)
         check_sizes(batch, self._limits)
-        check_indices(batch, self._ops.cache.n_pages)
+        check_indices(batch, self._ops.cache.n_pages, self._ops.cache.n_slots)
         if batch.inputs is not self.inputs:
             self.inputs.copy(batch)
         with torch.no_grad():

@@ -106,6 +106,8 @@ class DecodeGraphs:
         host.context_len[padding] = 1
         host.page_table[padding, 0] = page
         host.logit_rows[:size] = np.arange(size)
+        host.state_slots[padding] = self._ops.cache.n_states
+        host.state_saves[padding] = -1
 
     def _check_tokens(self, batch: ForwardBatch) -> None:
         """The check that the embedding makes in an eager step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import triton
@@ -42,6 +43,19 @@ class Q8Rows:
     scales: torch.Tensor  # float32 [n_pairs * 2, T]
     scaled_sums: torch.Tensor  # float32 [n_pairs * 2, T]
     sums: torch.Tensor  # int32 [n_pairs * 2, T]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """Rows that a matrix reads, to be computed: x itself, its RMSNorm by the weight `other`, silu(x) * other.
+
+    x is float32 [T, width], a view with any row stride; the second factor of SwiGLU has the same.
+    """
+
+    kind: Literal["plain", "rms_norm", "silu_mul"]
+    x: torch.Tensor
+    other: torch.Tensor
+    eps: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +175,20 @@ def silu_mul_q8(gate: torch.Tensor, up: torch.Tensor) -> Q8Rows:
     return rows
 
 
+def floats(recipe: Recipe) -> torch.Tensor:
+    """The rows of a recipe, float32."""
+    if recipe.kind == "rms_norm":
+        return rms_norm(recipe.x, recipe.other, recipe.eps)
+    return silu_mul(recipe.x, recipe.other) if recipe.kind == "silu_mul" else recipe.x
+
+
+def quantized(recipe: Recipe) -> Q8Rows:
+    """The rows of a recipe, quantized by a launch of its own."""
+    if recipe.kind == "rms_norm":
+        return rms_norm_q8(recipe.x, recipe.other, recipe.eps)
+    return silu_mul_q8(recipe.x, recipe.other) if recipe.kind == "silu_mul" else quantize(recipe.x)
+
+
 def linear(
     x: Q8Rows,
     matrix: Matrix,
@@ -173,33 +201,9 @@ def linear(
     `residual` has the shape and the strides of y. A row of y is the same to the bit for any T.
     """
     n_tokens, n_rows = len(x.quants), matrix.n_rows
-    arguments = (n_tokens, n_rows, matrix.n_pairs, y.stride(0))
-    added = (y if bias is None else bias, y if residual is None else residual)
-    constants = {
-        "TYPE": matrix.type_name,
-        "ASM": _has_ptx(y),
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
-    }
     if n_tokens <= tiles.MAX_GEMV_TOKENS:
         tile = tiles.gemv_tile(matrix.type_name, triton.next_power_of_2(n_tokens))
-        grid = (triton.cdiv(n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens))
-        linear_kernels.gemv[grid](
-            matrix.quants,
-            matrix.high,
-            matrix.scales,
-            x.quants.view(torch.int32),
-            x.scales,
-            x.scaled_sums,
-            x.sums,
-            y,
-            *added,
-            *arguments,
-            M=tile.tokens,
-            BN=tile.rows,
-            num_warps=tile.n_warps,
-            **constants,
-        )
+        _gemv(x, matrix, y, bias, residual, tile, None)
         return
     tile = tiles.gemm_tile(matrix.type_name, n_tokens)
     grid = (triton.cdiv(n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens))
@@ -212,14 +216,88 @@ def linear(
         x.scaled_sums,
         x.sums,
         y,
-        *added,
-        *arguments,
+        y if bias is None else bias,
+        y if residual is None else residual,
+        n_tokens,
+        n_rows,
+        matrix.n_pairs,
+        y.stride(0),
         BN=tile.rows,
         BM=tile.tokens,
         num_warps=tile.n_warps,
         num_stages=tile.n_stages,
-        **constants,
+        **_product_constants(matrix, y, bias, residual),
     )
+
+
+def linear_of(
+    recipe: Recipe,
+    matrix: Matrix,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> Q8Rows:
+    """`linear` of the rows of a recipe, quantized in the same launch -> these rows, for other matrices.
+
+    The same bits as `quantized` and `linear`. At most MAX_GEMV_TOKENS tokens; y must not overlap the recipe.
+    """
+    rows, _ = _empty_q8(recipe.x, matrix.n_columns)
+    tile = tiles.fused_tile(triton.next_power_of_2(len(recipe.x)))
+    _gemv(rows, matrix, y, bias, residual, tile, recipe)
+    return rows
+
+
+def _gemv(
+    rows: Q8Rows,
+    matrix: Matrix,
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    tile: tiles.Tile,
+    recipe: Recipe | None,
+) -> None:
+    """The product for few tokens, of rows that are there or that a recipe makes."""
+    n_tokens = len(rows.quants)
+    x, other = (y, y) if recipe is None else (recipe.x, recipe.other)
+    kind = "q8" if recipe is None else recipe.kind
+    linear_kernels.gemv[triton.cdiv(matrix.n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens)](
+        matrix.quants,
+        matrix.high,
+        matrix.scales,
+        rows.quants.view(torch.int32),
+        rows.scales,
+        rows.scaled_sums,
+        rows.sums,
+        y,
+        y if bias is None else bias,
+        y if residual is None else residual,
+        x,
+        other,
+        n_tokens,
+        matrix.n_rows,
+        matrix.n_pairs,
+        y.stride(0),
+        x.stride(0),
+        matrix.n_columns,
+        0.0 if recipe is None else recipe.eps,
+        M=tile.tokens,
+        BN=tile.rows,
+        INPUT=kind,
+        W=0 if kind == "q8" else tiles.fused_columns(matrix.n_pairs * PAIR, tile.tokens, kind == "rms_norm"),
+        num_warps=tile.n_warps,
+        **_product_constants(matrix, y, bias, residual),
+    )
+
+
+def _product_constants(
+    matrix: Matrix, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> dict[str, Any]:
+    return {
+        "TYPE": matrix.type_name,
+        "ASM": _has_ptx(y),
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+    }
 
 
 def linear_float(
@@ -322,7 +400,8 @@ def attention(
 ) -> torch.Tensor:
     """Causal attention of q float16 [T, H, K] over the cache, in one pass -> float32 [T, H, K].
 
-    `work` int32 [tiles, 2] comes from `prefill_tiles`, with the rows of `tiles.attention_tile`.
+    `work` int32 [tiles, 2] comes from `prefill_tiles`, with the rows of `tiles.attention_tile`. `decode` is
+    compared with this on its tiles (`is_prefill` False).
     """
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     tile = tiles.attention_tile(spec.n_heads // spec.n_kv_heads, spec.d_head, is_prefill)
@@ -352,53 +431,64 @@ def attention(
     return out
 
 
-def decode_split(
+def decode(
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: tuple[torch.Tensor, torch.Tensor] | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
     cache: PagedTensors,
     query_start: torch.Tensor,
     context_len: torch.Tensor,
     page_table: torch.Tensor,
     spec: AttentionSpec,
-    n_chunks: int,
+    n_chunks: int = 1,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """`attention` for one token a sequence, each of up to `n_chunks` chunks of keys in its own program.
+    """`rope_and_store` and `attention` of one new token a sequence, in one launch -> float32 [T, H, K].
 
-    Equal to `attention` to the bit, for any n_chunks that holds the longest context.
+    With n_chunks > 1, which must hold the longest context, each chunk of keys has its own program, and a
+    second launch merges them. All are equal to the bit.
     """
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     n_sequences = len(context_len)
+    out = torch.empty((n_sequences, spec.n_heads, spec.d_head), dtype=torch.float32, device=q.device)
+    tile = tiles.attention_tile(spec.n_heads // spec.n_kv_heads, spec.d_head, is_prefill=False)
+    window = spec.window or NO_WINDOW
+    cos, sin = table or (q, q)
+    new = (q, k, v, cos, sin, positions, slots)
+    tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    sequences = (query_start, context_len, page_table)
+    numbers: tuple[float, ...] = (
+        spec.scale * _LOG2E,
+        softcap,
+        window,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        *cache.strides,
+    )
+    numbers += (page_table.stride(0), spec.n_heads)
+    constants = {
+        "ROTARY": 2 * cos.shape[1] if table else 0,
+        "BM": tile.rows,
+        "TILE": tile.tokens,
+        "num_warps": tile.n_warps,
+        "num_stages": tile.n_stages,
+        **_attention_constants(spec, cache, softcap),
+    }
+    if n_chunks == 1:
+        grid = (n_sequences, spec.n_kv_heads)
+        attention_kernels.decode[grid](*new, *tensors, out, *sequences, *numbers, **constants)
+        return out
     acc = torch.empty(
         (n_sequences, spec.n_heads, n_chunks, spec.d_head), dtype=torch.float32, device=q.device
     )
     top = torch.empty((n_sequences, spec.n_heads, n_chunks, 2), dtype=torch.float32, device=q.device)
-    tile = tiles.attention_tile(spec.n_heads // spec.n_kv_heads, spec.d_head, is_prefill=False)
-    window = spec.window or NO_WINDOW
-    attention_kernels.split[(n_sequences, spec.n_kv_heads, n_chunks)](
-        q,
-        cache.keys,
-        cache.values,
-        cache.key_scales,
-        cache.value_scales,
-        acc,
-        top,
-        query_start,
-        context_len,
-        page_table,
-        spec.scale * _LOG2E,
-        softcap,
-        window,
-        *cache.strides,
-        page_table.stride(0),
-        spec.n_heads,
-        n_chunks,
-        BM=tile.rows,
-        TILE=tile.tokens,
-        num_warps=tile.n_warps,
-        num_stages=tile.n_stages,
-        **_attention_constants(spec, cache, softcap),
+    attention_kernels.split[n_sequences, spec.n_kv_heads, n_chunks](
+        *new, *tensors, acc, top, *sequences, *numbers, n_chunks, **constants
     )
-    attention_kernels.merge[(n_sequences, triton.cdiv(spec.n_heads, tiles.MERGE_HEADS))](
+    attention_kernels.merge[n_sequences, triton.cdiv(spec.n_heads, tiles.MERGE_HEADS)](
         acc,
         top,
         out,

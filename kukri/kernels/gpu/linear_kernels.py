@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kukri.kernels.gpu.bits import dp4a, high_half, iq4_selectors, iq4_values, low_half
+from kukri.kernels.gpu.row_kernels import prepare_rows
 
 LANES = tl.constexpr(8)
 _NIBBLES = tl.constexpr(0x0F0F0F0F)
@@ -126,14 +127,20 @@ def _add_lanes(sums, lane):
 
 @triton.jit
 def gemv(
-    quants, high, scales, xq, xd, xm, xs, y, bias, residual, n_tokens, n_rows, n_pairs, y_stride,
+    quants, high, scales, xq, xd, xm, xs, y, bias, residual, x, other, n_tokens, n_rows, n_pairs, y_stride,
+    x_stride, width, eps,
     TYPE: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, INPUT: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """y[t, n] = x[t] · W[n] for M tokens (a power of two) and BN rows a program; `xq` as int32 words.
 
     A thread has a pair: its weights come by 128-bit loads and stay in registers for all M tokens.
+    INPUT "q8": the int8 rows are there. Otherwise they are made first, from x, other and eps (see
+    `prepare_rows`), which saves a launch.
     """
+    if INPUT != "q8":
+        x8 = xq.to(tl.pointer_type(tl.int8))
+        prepare_rows(x, other, x8, xd, xm, xs, n_tokens, x_stride, width, n_pairs * 64, eps, INPUT, M, W)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     token0 = (tl.program_id(1) * M).to(tl.int64)
     lane, word = tl.arange(0, LANES), tl.arange(0, 4)

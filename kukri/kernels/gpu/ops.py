@@ -6,7 +6,7 @@ attention rotates as it stores. A tap reads floats. So a step has no launch whos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -21,26 +21,43 @@ from kukri.kernels.gpu.pack import PACKED_TYPES, Planes, pack
 from kukri.kernels.pytorch.cache import LayerKV, TensorCache
 from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps
 from kukri.kernels.pytorch.step import DeviceBatch
-from kukri.kernels.types import AttentionSpec, Experts, RopeFrequencies, Vector, Weight, tap_name
+from kukri.kernels.types import (
+    AdapterSlots,
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    Experts,
+    GateBy,
+    RopeFrequencies,
+    ScanSpec,
+    Vector,
+    Weight,
+    tap_name,
+)
 
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Deferred:
-    """A value computed when it is read, and kept: as float32, or as int8 rows for a matrix."""
+    """Rows computed when they are read, and kept: as float32, or as int8 for a matrix."""
 
-    def __init__(self, floats: Callable[[], Tensor], q8: Callable[[], launch.Q8Rows]) -> None:
-        self._floats, self._q8 = floats, q8
+    def __init__(self, recipe: launch.Recipe) -> None:
+        self.recipe = recipe
+        self._q8: launch.Q8Rows | None = None
 
     @cached_property
     def floats(self) -> Tensor:
         """float32 [rows, width]."""
-        return self._floats()
+        return launch.floats(self.recipe)
 
-    @cached_property
-    def q8(self) -> launch.Q8Rows:
-        """The same rows, quantized."""
-        return self._q8()
+    def product(self, matrix: launch.Matrix, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+        """Writes the rows times a matrix to y. Quantizes them in the same launch where that is faster."""
+        if self._q8 is None and tiles.quantizes_input(matrix.n_rows, matrix.n_columns, len(y)):
+            self._q8 = launch.linear_of(self.recipe, matrix, y, bias, residual)
+            return
+        if self._q8 is None:
+            self._q8 = launch.quantized(self.recipe)
+        launch.linear(self._q8, matrix, y, bias, residual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +89,13 @@ class TritonOps(TorchOps):
     constants: PackedConstants
 
     def __init__(
-        self, constants: PackedConstants, cache: TensorCache, taps: frozenset[str] = frozenset()
+        self,
+        constants: PackedConstants,
+        cache: TensorCache,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> None:
-        super().__init__(constants, cache, taps)
+        super().__init__(constants, cache, taps, adapters)
         self.is_capturable = True  # False once an op has read the device: a graph cannot
         self._pages = {layer: _paged(kv) for layer, kv in cache.kv.items()}
 
@@ -83,7 +104,7 @@ class TritonOps(TorchOps):
         x, w = self.floats(x), self.constants.vector(weight)
         if not len(x):  # no logits are wanted, and no launch is without programs
             return x
-        return Deferred(lambda: launch.rms_norm(x, w, eps), lambda: launch.rms_norm_q8(x, w, eps))
+        return Deferred(launch.Recipe("rms_norm", x, w, eps))
 
     def head_norm(self, x: Any, weight: Vector, eps: float) -> Tensor:
         """See Ops.head_norm."""
@@ -108,14 +129,17 @@ class TritonOps(TorchOps):
         residual: Tensor | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
-        """See Ops.linear. Neighbours of one type are one launch, which adds bias and residual too."""
+        """See Ops.linear. Neighbours of one type are one launch, which adds bias and residual too.
+
+        Adapters' updates are plain ops after it.
+        """
         is_tapped = tap is not None and tap_name(*tap) in self.taps
-        n_rows = len(x.q8.quants) if isinstance(x, Deferred) and _all_packed(weights) else len(self.floats(x))
+        source = x if isinstance(x, Deferred) else Deferred(launch.Recipe("plain", x, x))
+        n_rows = len(source.recipe.x)
         n_out = sum(weight.shape[0] for weight in weights)
         y = torch.empty((n_rows, n_out), dtype=torch.float32, device=self.constants.device)
         if not n_rows:
             return y
-        source = x if isinstance(x, Deferred) else Deferred(lambda: x, lambda: launch.quantize(x))
         residual = None if residual is None else residual.contiguous()
         start = 0
         for run in _runs(weights):
@@ -125,6 +149,9 @@ class TritonOps(TorchOps):
             beside = None if residual is None or is_tapped else residual[:, columns]
             self._product(source, run, y[:, columns], added, beside)
             start = stop
+        if self._adapter_rows:
+            self.constants.is_batch_invariant = False
+            self.update(y, self.floats(x), weights)
         if tap is None or not is_tapped:
             return y
         y = self.floats(self.tap(*tap, y))
@@ -148,7 +175,7 @@ class TritonOps(TorchOps):
         return Rotated(q, rope), Rotated(k, rope)
 
     def attention(self, q: Any, k: Any, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
-        """See Ops.attention: in one pass, or split by chunks of keys if all decode and a context is long."""
+        """See Ops.attention: a launch if all decode, two if a context is long, else another that stores."""
         if _is_special(spec):
             self.is_capturable = self.constants.is_batch_invariant = False
         if batch.mask is not None or _is_special(spec):
@@ -158,20 +185,41 @@ class TritonOps(TorchOps):
             rope = self.constants.rope_table(q.frequencies)
             rope.ensure(batch.max_position + 1)
             table, q, k = (rope.cos, rope.sin), q.x, k.x
-        cache = self._pages[spec.layer]
-        queries = launch.rope_and_store(q, k, v, table, batch.rope_positions, batch.slots, cache, spec)
-        arguments = (queries, cache, batch.query_start, batch.context_len, batch.page_table)
-        work = self._work(spec, batch)
-        n_chunks = -(-batch.max_context // launch.CHUNK)
-        if batch.is_decode and n_chunks > 1:
-            out = launch.decode_split(*arguments, spec, n_chunks, spec.softcap or 0.0)
+        new = (q, k, v, table, batch.rope_positions, batch.slots, self._pages[spec.layer])
+        sequences = (batch.query_start, batch.context_len, batch.page_table)
+        softcap = spec.softcap or 0.0
+        if batch.is_decode:
+            out = launch.decode(*new, *sequences, spec, -(-batch.max_context // launch.CHUNK), softcap)
         else:
-            out = launch.attention(*arguments, work, spec, not batch.is_decode, spec.softcap or 0.0)
+            queries = launch.rope_and_store(*new, spec)
+            work = self._work(spec, batch)
+            out = launch.attention(queries, new[-1], *sequences, work, spec, True, softcap)
         return out.view(len(out), -1)
+
+    def conv(self, x: Any, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
+        """See Ops.conv: sequence by sequence, by what the host knows of them."""
+        self.is_capturable = False
+        return super().conv(self.floats(x), spec, batch)
+
+    def scan(self, x: Any, b: Any, c: Any, dt: Any, spec: ScanSpec, batch: DeviceBatch) -> Tensor:
+        """See Ops.scan: token by token."""
+        self.is_capturable = self.constants.is_batch_invariant = False
+        return super().scan(x, b, c, dt, spec, batch)
+
+    def delta_rule(
+        self, q: Any, k: Any, v: Any, decay: Any, beta: Any, spec: DeltaSpec, batch: DeviceBatch
+    ) -> Tensor:
+        """See Ops.delta_rule: token by token."""
+        self.is_capturable = self.constants.is_batch_invariant = False
+        return super().delta_rule(q, k, v, decay, beta, spec, batch)
+
+    def gated(self, x: Any, gate: Any, by: GateBy) -> Tensor:
+        """See Ops.gated."""
+        return super().gated(self.floats(x), self.floats(gate), by)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Any:
         """See Ops.silu_mul."""
-        return Deferred(lambda: launch.silu_mul(gate, up), lambda: launch.silu_mul_q8(gate, up))
+        return Deferred(launch.Recipe("silu_mul", gate, up))
 
     def expert_linear(
         self, x: Any, routes: Any, experts: Sequence[Experts], bias: Vector | None = None
@@ -218,12 +266,12 @@ class TritonOps(TorchOps):
         """Writes x times matrices of one type, with bias and residual, to y."""
         name = weights[0].type.name
         if name in PACKED_TYPES:
-            launch.linear(x.q8, self.constants.packed(weights), y, bias, residual)
+            x.product(self.constants.packed(weights), y, bias, residual)
         elif name in _HALVES:
             self._half_product(x.floats, weights, y, bias, residual)
         else:
             self.constants.is_batch_invariant = False
-            plain = super().linear(x.floats, weights)
+            plain = self.product(x.floats, weights)
             plain = plain if bias is None else plain + bias
             y.copy_(plain if residual is None else plain + residual)
 
@@ -244,7 +292,7 @@ class TritonOps(TorchOps):
 
     def _work(self, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """(sequence, first token) of each tile of queries, int32 [tiles, 2]; kept for other layers."""
-        rows = tiles.attention_tile(spec.group, spec.d_head, is_prefill=not batch.is_decode).rows
+        rows = tiles.attention_tile(spec.group, spec.d_head, is_prefill=True).rows
         key = (rows, spec.group)
         if key not in batch.kept:
             work = launch.prefill_tiles(batch.host.query_start.tolist(), spec, rows)
@@ -255,10 +303,6 @@ class TritonOps(TorchOps):
 def _is_special(spec: AttentionSpec) -> bool:
     """True for attention that the Triton kernels do not compute: to later tokens, or with sinks."""
     return not spec.is_causal or spec.sinks is not None
-
-
-def _all_packed(weights: Sequence[Weight]) -> bool:
-    return all(weight.type.name in PACKED_TYPES for weight in weights)
 
 
 def _runs(weights: Sequence[Weight]) -> Iterator[tuple[Weight, ...]]:

@@ -22,6 +22,47 @@ def _limited(x):
 
 
 @triton.jit
+def rotated(source, dim, ok, cos, sin, position, rotary, ROTARY: tl.constexpr):
+    """The heads at `source` + dim, in float32: their first `rotary` dimensions, ROTARY or 0, rotated.
+
+    `source` has any shape that goes with dim's; zeros where not `ok`. `position` is int64.
+    """
+    x = tl.load(source + dim, mask=ok, other=0)
+    if ROTARY > 0:
+        HALF: tl.constexpr = ROTARY // 2
+        rotates = dim < rotary
+        low = dim < HALF
+        other = tl.load(source + tl.where(low, dim + HALF, dim - HALF), mask=ok & rotates, other=0)
+        angle = position * HALF + tl.where(low, dim, dim - HALF)
+        c, s = tl.load(cos + angle, mask=rotates, other=1), tl.load(sin + angle, mask=rotates, other=0)
+        x = tl.where(rotates, x * c + tl.where(low, -(other * s), other * s), x)
+    return x
+
+
+@triton.jit
+def store_head(x, target, scales, slot, head, page_stride, head_stride, scale_page_stride, scale_head_stride,
+               dim, K: tl.constexpr, KW: tl.constexpr, KV8: tl.constexpr):  # fmt: skip
+    """Stores a token's key or value x [KW] of one KV head at its slot."""
+    x = _limited(x)
+    page = (slot // PAGE).to(tl.int64)
+    row = page * page_stride + head * head_stride + (slot % PAGE) * K
+    if KV8:
+        blocks = tl.reshape(x, [KW // 32, 32])
+        largest = tl.max(tl.abs(blocks), axis=1)
+        has_nan = tl.max((blocks != blocks).to(tl.int32), axis=1) > 0
+        top = tl.full([KW // 32], 127.0, tl.float32)
+        inverse = tl.where(largest > 0, tl.div_rn(top, largest), 0.0)
+        quants = tl.where(has_nan[:, None], 0.0, round_even(blocks * inverse[:, None]))
+        tl.store(target + row + dim, tl.reshape(quants, [KW]).to(tl.int8), mask=dim < K)
+        scale = tl.where(has_nan, float("nan"), tl.div_rn(largest, top)).to(tl.float16)
+        block = tl.arange(0, KW // 32)
+        at = page * scale_page_stride + head * scale_head_stride + (slot % PAGE) * (K // 32) + block
+        tl.store(scales + at, scale, mask=block < K // 32)
+    else:
+        tl.store(target + row + dim, x.to(tl.float16), mask=dim < K)
+
+
+@triton.jit
 def rope_and_store(
     q, k, v, cos, sin, positions, slots, q_out, keys, values, key_scales, value_scales, q_stride, k_stride,
     v_stride,
@@ -44,35 +85,12 @@ def rope_and_store(
         source = v + token * v_stride + kv_head * K
     else:
         source = k + token * k_stride + kv_head * K
-    x = tl.load(source + dim, mask=ok, other=0)
-    if ROTARY > 0:
-        HALF: tl.constexpr = ROTARY // 2
-        rotates = dim < tl.where(is_v, 0, ROTARY)
-        low = dim < HALF
-        other = tl.load(source + tl.where(low, dim + HALF, dim - HALF), mask=rotates, other=0)
-        angle = tl.load(positions + token).to(tl.int64) * HALF + tl.where(low, dim, dim - HALF)
-        c, s = tl.load(cos + angle, mask=rotates, other=1), tl.load(sin + angle, mask=rotates, other=0)
-        x = tl.where(rotates, x * c + tl.where(low, -(other * s), other * s), x)
+    position = tl.load(positions + token).to(tl.int64)
+    x = rotated(source, dim, ok, cos, sin, position, tl.where(is_v, 0, ROTARY), ROTARY)
     if is_q:
         tl.store(q_out + (token * n_heads + head) * K + dim, x.to(tl.float16), mask=ok)
     else:
-        slot = tl.load(slots + token)
-        x = _limited(x)
-        row = (slot // PAGE).to(tl.int64) * page_stride + kv_head * head_stride + (slot % PAGE) * K
-        target = values if is_v else keys
-        if KV8:
-            blocks = tl.reshape(x, [KW // 32, 32])
-            largest = tl.max(tl.abs(blocks), axis=1)
-            has_nan = tl.max((blocks != blocks).to(tl.int32), axis=1) > 0
-            top = tl.full([KW // 32], 127.0, tl.float32)
-            inverse = tl.where(largest > 0, tl.div_rn(top, largest), 0.0)
-            quants = tl.where(has_nan[:, None], 0.0, round_even(blocks * inverse[:, None]))
-            tl.store(target + row + dim, tl.reshape(quants, [KW]).to(tl.int8), mask=ok)
-            scale = tl.where(has_nan, float("nan"), tl.div_rn(largest, top)).to(tl.float16)
-            block = tl.arange(0, KW // 32)
-            scale_row = (slot // PAGE).to(tl.int64) * scale_page_stride + kv_head * scale_head_stride
-            scales = value_scales if is_v else key_scales
-            at = scale_row + (slot % PAGE) * (K // 32) + block
-            tl.store(scales + at, scale, mask=block < K // 32)
-        else:
-            tl.store(target + row + dim, x.to(tl.float16), mask=ok)
+        store_head(
+            x, values if is_v else keys, value_scales if is_v else key_scales, tl.load(slots + token),
+            kv_head, page_stride, head_stride, scale_page_stride, scale_head_stride, dim, K, KW, KV8,
+        )  # fmt: skip

@@ -13,6 +13,11 @@ MAX_GEMV_TOKENS = 8
 ROW_COLUMNS = 1024  # columns of a program that quantizes or gates
 FLOAT_COLUMNS = 64  # columns of a step of gemm_float
 MERGE_HEADS = 4
+# A GEMV quantizes its own input if no program has more numbers to quantize than this, and the product,
+# rows x columns x tokens, is no larger: beyond, a launch for it costs less. See docs/gpu.md.
+MAX_FUSED_INPUT = 3 << 12
+MAX_FUSED_PRODUCT = 1 << 24
+_FUSED_NUMBERS = 1 << 13  # that a program quantizes at a time, 32 a thread
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,24 @@ def gemv_tile(type_name: str, n_tokens: int) -> Tile:
     if type_name in ("IQ4_NL", "IQ4_XS", "Q5_K"):
         return Tile(64 if n_tokens == 1 else 16, n_tokens, 8)
     return Tile(32 if n_tokens <= 2 else 16, n_tokens, 4)
+
+
+def fused_tile(n_tokens: int) -> Tile:
+    """The same for a product that quantizes its input, which more rows and threads share."""
+    return Tile(64 if n_tokens <= 2 else 32, n_tokens, 8)
+
+
+def fused_columns(n_columns: int, n_tokens: int, is_norm: bool) -> int:
+    """Columns that such a product quantizes at a time, a power of two; a norm needs the whole row."""
+    width = 1 << (n_columns - 1).bit_length()
+    return width if is_norm else min(width, ROW_COLUMNS, _FUSED_NUMBERS // n_tokens)
+
+
+def quantizes_input(n_rows: int, n_columns: int, n_tokens: int) -> bool:
+    """True for a product that is to quantize its input in the same launch."""
+    n_numbers = n_columns * n_tokens
+    is_small = n_numbers <= MAX_FUSED_INPUT and n_rows * n_numbers <= MAX_FUSED_PRODUCT
+    return n_tokens <= MAX_GEMV_TOKENS and is_small
 
 
 def gemm_tile(type_name: str, n_tokens: int) -> Tile:

@@ -14,13 +14,15 @@ import torch
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.sampling_backend import CpuSampling
-from kukri.kernels.host_step import StoppedError, check_sizes
+from kukri.kernels.host_step import StoppedError, check_adapters, check_sizes, row_adapters
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.devices import device_name, find_device, free_bytes, matrix_dtype
 from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps
+from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.kernels.pytorch.step import DeviceBatch, DeviceInputs, TensorLogits, check_indices
 from kukri.kernels.types import (
+    AdapterSlots,
     Cache,
     CacheLayout,
     CompiledProgram,
@@ -28,8 +30,10 @@ from kukri.kernels.types import (
     Hook,
     KVType,
     Program,
+    SamplingBackend,
     StepLimits,
 )
+from kukri.machine import cpu_model
 
 
 class TorchBackend:
@@ -70,6 +74,12 @@ class TorchBackend:
         return False
 
     @property
+    def arithmetic(self) -> str:
+        """See Backend.arithmetic."""
+        processor = cpu_model() if self.device.type == "cpu" else self.device_name
+        return f"{self.name}, PyTorch {torch.__version__}, {processor}"
+
+    @property
     def device_name(self) -> str:
         """The device, for people."""
         return device_name(self.device)
@@ -89,18 +99,25 @@ class TorchBackend:
         return free_bytes(self.device)
 
     def compile(
-        self, program: Program, cache: Cache, limits: StepLimits, taps: frozenset[str] = frozenset()
+        self,
+        program: Program,
+        cache: Cache,
+        limits: StepLimits,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> CompiledProgram:
         """See Backend.compile. The program runs eagerly."""
         assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
-        return TorchProgram(program, self._ops(cache, taps), limits)
+        return TorchProgram(program, TorchOps(self.constants, cache, taps, adapters), limits)
 
-    def _ops(self, cache: TensorCache, taps: frozenset[str]) -> TorchOps:
-        return TorchOps(self.constants, cache, taps)
+    @cached_property
+    def sampling(self) -> SamplingBackend:
+        """See Backend.sampling: on the device, or by the CPU's kernel if it is the CPU or lacks float64."""
+        if self.device.type in ("cpu", "mps"):
+            return self._host_sampling()
+        return TorchSampling(self._host_sampling)
 
-    @property
-    def sampling(self) -> CpuSampling:
-        """See Backend.sampling: the kernel of the CPU, on rows brought to the host."""
+    def _host_sampling(self) -> CpuSampling:
         if self._sampling is None:
             kernels = KernelLibrary()
             self._pool = ThreadPool(kernels, self._n_threads)
@@ -131,11 +148,13 @@ class TorchProgram:
     ) -> TensorLogits:
         """See CompiledProgram. Everything before `start` is computed, and replaced there."""
         check_sizes(batch, self._limits)
-        check_indices(batch, self._ops.cache.n_pages)
+        check_indices(batch, self._ops.cache.n_pages, self._ops.cache.n_slots)
+        check_adapters(batch, self._ops.adapters)
         if batch.inputs is not self.inputs:
             self.inputs.copy(batch)
         self._inputs.upload()
         self._ops.on_tap, self._ops.stop = on_tap, stop
+        self._ops.set_row_adapters(row_adapters(batch) if self._ops.adapters else None)
         with torch.no_grad():
             on_device = DeviceBatch(batch, self._inputs, self._ops.constants.device)
             try:

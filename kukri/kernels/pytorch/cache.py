@@ -38,7 +38,7 @@ class TensorCache:
     """See `types.Cache`. Numbers beyond float16 are clamped when stored; NaN stays.
 
     `kv[layer]` and `states[layer]` have the tensors of KV and state layers. Behind the `n_pages` there is a
-    `spare_page`, which padding writes to and reads.
+    `spare_page`, and behind the `n_states` a spare slot, which padding writes to and reads.
     """
 
     page_tokens = PAGE_TOKENS
@@ -57,7 +57,7 @@ class TensorCache:
         for i, layer in enumerate(self.layout):
             if isinstance(layer, StateLayer):
                 self.states[i] = {
-                    name: torch.zeros((n_states, *shape), device=device) for name, shape in layer.shapes
+                    name: torch.zeros((n_states + 1, *shape), device=device) for name, shape in layer.shapes
                 }
             else:
                 stop = start + page_bytes([layer], kv_type) // 2
@@ -67,9 +67,14 @@ class TensorCache:
                 start = stop
 
     @property
+    def n_slots(self) -> int | None:
+        """Slots of states that a step may use; None for a model without recurrent layers."""
+        return self.n_states if self.states else None
+
+    @property
     def n_bytes(self) -> int:
         """Bytes reserved."""
-        return self._keys.nbytes + self._values.nbytes + self.n_states * state_bytes(self.layout)
+        return self._keys.nbytes + self._values.nbytes + (self.n_states + 1) * state_bytes(self.layout)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a page's keys and values, of all layers."""
@@ -88,17 +93,21 @@ class TensorCache:
             for tensor in layer.tensors:
                 tensor[page, :, offset:] = 0
 
+    def page_data(self, page: int) -> bytes:
+        """A copy of a page's bytes: its keys, then its values."""
+        data: bytes = torch.cat([self._keys[page], self._values[page]]).cpu().numpy().tobytes()
+        return data
+
+    def set_page_data(self, page: int, data: bytes | memoryview) -> None:
+        """Fills a page with the bytes of another."""
+        both = torch.from_numpy(np.array(np.frombuffer(data, np.uint8)).reshape(2, -1))
+        self._keys[page], self._values[page] = both.to(self._keys.device)
+
     def copy_state(self, source: int, target: int) -> None:
         """Copies a slot's state, of all layers."""
         for arrays in self.states.values():
             for array in arrays.values():
                 array[target] = array[source]
-
-    def clear_state(self, slot: int) -> None:
-        """Zeroes a slot's state."""
-        for arrays in self.states.values():
-            for array in arrays.values():
-                array[slot] = 0
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ dequantized in pieces. On the CPU all of it is float32: the reference's definiti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,23 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kukri.errors import ShapeError
-from kukri.kernels.host_step import StoppedError, check_routes
+from kukri.kernels.host_step import StateStep, StoppedError, check_routes, state_steps
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
 from kukri.kernels.pytorch.weights import DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
+    AdapterSlots,
     AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
     EmbedBy,
     Experts,
+    GateBy,
     Hook,
+    IntArray,
+    LowRank,
     RopeFrequencies,
     Routing,
+    ScanSpec,
     Vector,
     Weight,
     tap_name,
 )
+from kukri.quant import blocks
 
 
 class RopeTable:
@@ -105,9 +113,16 @@ class TorchOps:
     """The op set (`kukri.kernels.types.Ops`) on tensors: each op returns a new one, and `split` views."""
 
     def __init__(
-        self, constants: DeviceConstants, cache: TensorCache, taps: frozenset[str] = frozenset()
+        self,
+        constants: DeviceConstants,
+        cache: TensorCache,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> None:
-        self.constants, self.cache, self.taps = constants, cache, taps
+        self.constants, self.cache, self.taps, self.adapters = constants, cache, taps, adapters
+        self._row_adapters: IntArray | None = None  # the slot of each row; None: no row has one
+        self._adapter_rows: dict[int, Tensor] = {}  # the rows of each slot
+        self._low_rank: dict[LowRank, tuple[Tensor, Tensor]] = {}
         self.on_tap: Hook | None = None  # of the step
         self.stop: str | None = None  # the tap that ends the step
         self.n_vocab = 0  # rows of the embedding, once it was used
@@ -151,15 +166,50 @@ class TorchOps:
         residual: Tensor | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
-        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, tap, residual."""
-        narrow = x.to(self.constants.dtype)
-        pieces = [F.linear(narrow, rows) for w in weights for rows in self.constants.matrix(w).chunks()]
-        y = torch.cat(pieces, -1).float()
+        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, updates, tap, residual."""
+        y = self.product(x, weights)
         if bias is not None:
             y = y + self.constants.vector(bias)
+        self.update(y, x, weights)
         if tap is not None:
             y = self.tap(*tap, y)
         return y if residual is None else y + residual
+
+    def product(self, x: Tensor, weights: Sequence[Weight]) -> Tensor:
+        """x [R, in] times each weight [out_i, in] transposed, side by side."""
+        narrow = x.to(self.constants.dtype)
+        pieces = [F.linear(narrow, rows) for w in weights for rows in self.constants.matrix(w).chunks()]
+        return torch.cat(pieces, -1).float()
+
+    def set_row_adapters(self, slots: IntArray | None) -> None:
+        """Sets the slot of each row's adapter; None: no row has one."""
+        self._row_adapters, self._adapter_rows = slots, {}
+        if slots is not None:
+            for slot in np.unique(slots[slots >= 0]).tolist():
+                rows = torch.from_numpy(np.flatnonzero(slots == slot))
+                self._adapter_rows[slot] = rows.to(self.constants.device)
+
+    def update(self, y: Tensor, x: Tensor, weights: Sequence[Weight]) -> None:
+        """Adds to each row of y, in place, what its adapter makes of the row of x."""
+        for slot, rows in self._adapter_rows.items():
+            start = 0
+            for weight in weights:
+                stop = start + weight.shape[0]
+                update = (self.adapters[slot] or {}).get(weight.name)
+                if update is not None:
+                    down, up = self._matrices_of(update)
+                    y[rows, start:stop] += F.linear(F.linear(x[rows], down) * update.scale, up)
+                start = stop
+
+    def _matrices_of(self, update: LowRank) -> tuple[Tensor, Tensor]:
+        """A and B, float32."""
+        if update not in self._low_rank:
+            down, up = (
+                tensor_of(blocks.dequantize(w.data, w.type)).to(self.constants.device)
+                for w in (update.down, update.up)
+            )
+            self._low_rank[update] = down, up
+        return self._low_rank[update]
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x + residual."""
@@ -189,6 +239,86 @@ class TorchOps:
         for group in batch.attention_groups(spec.is_causal):
             out[group.tokens] = self._attend(q[group.tokens], spec, group, batch.mask)
         return out
+
+    def conv(self, x: Tensor, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
+        """Each column of x [T, C] times the taps of it and the inputs before it."""
+        n_before = spec.n_taps - 1
+        taps = self.constants.vector(spec.taps).view(spec.n_taps, -1)
+        y = torch.zeros(x.shape, device=x.device)
+        if spec.bias is not None:
+            y += self.constants.vector(spec.bias)
+        for step, states, past in self._states("conv", spec.layer, batch):
+            seen = torch.cat([past, x[step.start : step.stop]])
+            for i, weights in enumerate(taps):
+                y[step.start : step.stop] += weights * seen[i : i + step.stop - step.start]
+            for t, slot in (*step.saves, (step.stop - 1, step.slot)):
+                last = t - step.start + 1
+                states[slot] = seen[last : last + n_before]
+        return F.silu(y) if spec.is_activated else y
+
+    def scan(self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, spec: ScanSpec, batch: DeviceBatch) -> Tensor:
+        """Token by token: the state decays, takes b xT in, and c reads it."""
+        vector, n_tokens, group = self.constants.vector, len(x), spec.n_heads // spec.n_groups
+        steps = F.softplus(dt + vector(spec.dt_bias)).clamp(*spec.limits)
+        kept = torch.exp(steps * vector(spec.a))[..., None, None]
+        values = x.reshape(n_tokens, spec.n_heads, spec.d_head)
+        b, c = (m.reshape(n_tokens, spec.n_groups, -1).repeat_interleave(group, 1) for m in (b, c))
+        scaled, y = steps[..., None] * b, vector(spec.d)[:, None] * values
+        for step, states, state in self._states("scan", spec.layer, batch):
+            saves = dict(step.saves)
+            for t in range(step.start, step.stop):
+                state = state * kept[t] + scaled[t][..., None] * values[t][:, None]
+                y[t] += (c[t][..., None] * state).sum(1)
+                if t in saves:
+                    states[saves[t]] = state
+            states[step.slot] = state
+        return y.view(x.shape)
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        spec: DeltaSpec,
+        batch: DeviceBatch,
+    ) -> Tensor:
+        """Token by token: the state decays, what k finds in it moves to v, and q reads it."""
+        n_tokens, n_heads, n_groups = len(v), spec.n_heads, spec.n_groups
+        heads = torch.arange(n_heads, device=v.device)
+        key_head = heads % n_groups if spec.are_tiled else heads // (n_heads // n_groups)
+        q, k = (m.reshape(n_tokens, n_groups, -1)[:, key_head, :, None] for m in (q, k))  # [T, H, K, 1]
+        values = v.reshape(n_tokens, n_heads, 1, spec.d_head)
+        steps = F.softplus(decay + self.constants.vector(spec.dt_bias))
+        kept = torch.exp(steps * self.constants.vector(spec.a))[..., None, None]
+        rate = torch.sigmoid(beta)[..., None, None]
+        y = torch.empty((n_tokens, n_heads, spec.d_head), device=v.device)
+        for step, states, state in self._states("delta", spec.layer, batch):
+            saves = dict(step.saves)
+            for t in range(step.start, step.stop):
+                state = state * kept[t]
+                found = (k[t] * state).sum(1, keepdim=True)
+                state = state + k[t] * (rate[t] * (values[t] - found))
+                y[t] = (q[t] * state).sum(1)
+                if t in saves:
+                    states[saves[t]] = state
+            states[step.slot] = state
+        return y.view(v.shape)
+
+    def _states(
+        self, name: str, layer: int, batch: DeviceBatch
+    ) -> Iterator[tuple[StateStep, Tensor, Tensor]]:
+        """Each sequence of a step, a layer's states by slot, and the sequence's own."""
+        states = self.cache.states[layer][name]
+        for step in state_steps(batch.host):
+            yield step, states, torch.zeros_like(states[0]) if step.begins else states[step.slot]
+
+    def gated(self, x: Tensor, gate: Tensor, by: GateBy) -> Tensor:
+        """x times the gate, or a function of it."""
+        if by == "itself":
+            return x * gate
+        return x * (F.silu(gate) if by == "silu" else torch.sigmoid(gate))
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate * sigmoid(gate) * up."""
@@ -264,6 +394,8 @@ class TorchOps:
 
     def logit_rows(self, x: Tensor, batch: DeviceBatch) -> Tensor:
         """The rows of x that the batch wants logits for -> [N, D]."""
+        if self._row_adapters is not None:  # of the rows from here on
+            self.set_row_adapters(self._row_adapters[batch.host.logit_rows])
         return x[batch.logit_rows]
 
     def tap(self, name: str, layer: int | None, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from kukri.kernels.types import FloatArray, ForwardBatch, StepInputs, StepLimits
 _QUERY_TOKENS = 128  # of a prompt that attend at a time, which bounds the memory of their scores
 _NAMES = (
     *("token_ids", "positions", "slots", "query_start", "context_len", "page_table", "logit_rows"),
-    "token_types",
+    *("token_types", "adapters", "state_slots", "state_saves"),
 )
 
 
@@ -42,6 +42,7 @@ class DeviceInputs:
         for name, shape in shapes.items():
             stop = start + prod(shape)
             arrays[name] = flat[start:stop].reshape(shape)
+            arrays[name][...] = getattr(sizes, name)
             self.device[name] = self._target[start:stop].view(shape)
             start = stop
         self.host = StepInputs(**arrays)
@@ -193,6 +194,11 @@ class TensorLogits:
         """N."""
         return len(self.tensor)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, V)."""
+        return tuple(self.tensor.shape)
+
     def take(self, rows: Sequence[int]) -> TensorLogits:
         """See Logits.take. Rows that follow one another are not copied."""
         wanted = list(rows)
@@ -215,14 +221,21 @@ class TensorLogits:
         """See Logits.has_nan."""
         return bool(self.tensor[row].isnan().any())
 
+    def logit(self, row: int, token_id: int) -> float:
+        """See Logits.logit."""
+        return float(self.tensor[row, token_id])
+
     def argmax(self) -> list[int]:
         """See Logits.argmax."""
         ids: list[int] = self.tensor.argmax(dim=1).tolist()
         return ids
 
 
-def check_indices(batch: ForwardBatch, n_pages: int) -> None:
-    """Raises ShapeError if an index of the batch leads outside its array; a device would not say so."""
+def check_indices(batch: ForwardBatch, n_pages: int, n_states: int | None) -> None:
+    """Raises ShapeError if an index of the batch leads outside its array; a device would not say so.
+
+    `n_states` is None for a model without recurrent layers.
+    """
     starts, contexts, n_tokens = batch.query_start, batch.context_len, batch.n_tokens
     lengths = np.diff(starts)
     if starts[0] != 0 or starts[-1] != n_tokens or (lengths < 1).any() or (contexts < lengths).any():
@@ -239,3 +252,8 @@ def check_indices(batch: ForwardBatch, n_pages: int) -> None:
     ):
         if len(indices) and (indices.min() < 0 or indices.max() >= size):
             raise ShapeError(f"bad step: a {what}")
+    if n_states is not None:
+        slots = np.arange(len(contexts)) if batch.state_slots is None else batch.state_slots
+        saves = slots if batch.state_saves is None else batch.state_saves
+        if slots.min() < 0 or saves.min() < -1 or max(slots.max(), saves.max()) >= n_states:
+            raise ShapeError("bad step: a state outside the cache")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import collections
+from contextlib import contextmanager
 from dataclasses import fields
 
 import numpy as np
 import pytest
 from tiny_llama import Driver, random_ids
 from tiny_models import TINY, V, make
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
 
 from kukri.engine.batch_builder import BatchBuilder, Chunk
+from kukri.errors import UnsupportedError
 from kukri.kernels.cpu.quantize import quantize
-from kukri.kernels.gpu import launch
+from kukri.kernels.gpu import launch, tiles
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.types import AttentionSpec, StepLimits, Weight
@@ -88,6 +93,12 @@ def test_attention_has_the_fields_that_its_kernels_know():
     assert {field.name for field in fields(AttentionSpec)} == known | left_to_plain_ops
 
 
+def test_a_cache_of_float32_is_refused():
+    """Kernels of float16 that read float32."""
+    with pytest.raises(UnsupportedError, match="no f32 KV cache"):
+        GpuBackend().new_cache([], 1, kv_type="f32")
+
+
 def test_a_layer_norm_is_not_batch_invariant():
     """A promise of bits that a mean of PyTorch's may break."""
     for name, promised in (("phi", False), ("qwen3", True)):
@@ -135,25 +146,77 @@ def test_hooks_see_floats_and_edits_are_computed():
         assert_near(seen["gpu"][name], seen["reference"][name])
 
 
-def test_launches_of_a_decode_step(monkeypatch):
-    """A launch more than needed: a value that nobody reads, matrices of one type one by one."""
-    model = model_of("llama", 2)
-    driver = Driver(model, GpuBackend(), kv_type="f16")
-    driver.step(IDS[:1])
-    counts = {}
+class Counter(TorchDispatchMode):
+    """Counts launches of Triton's kernels and PyTorch's ops, but for those that only make room or views."""
 
-    def counting(name, launched):
-        def counted(*args, **kwargs):
-            counts[name] = counts.get(name, 0) + 1
-            return launched(*args, **kwargs)
+    FREE = (
+        "empty",
+        "view",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "as_strided",
+        "select",
+        "detach",
+        "alias",
+        "_unsafe_view",
+    )
 
-        return counted
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.counts = {}
+        run = InterpretedFunction.run
 
-    for name in ("linear", "rms_norm", "rms_norm_q8", "quantize", "silu_mul", "silu_mul_q8", "rope_and_store",
-                 "attention", "decode_split", "linear_float"):  # fmt: skip
-        monkeypatch.setattr(launch, name, counting(name, getattr(launch, name)))
-    driver.step(IDS[1:2])
-    assert counts == {
-        "rms_norm_q8": 2 * 2 + 1, "linear": 2 * 4 + 1, "rope_and_store": 2, "attention": 2, "quantize": 2,
-        "silu_mul_q8": 2,
-    }  # fmt: skip
+        def counted(kernel, *args, **kwargs):
+            self._count(kernel.fn.__name__)
+            with self._paused():
+                return run(kernel, *args, **kwargs)
+
+        monkeypatch.setattr(InterpretedFunction, "run", counted)
+        self._is_counting = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if self._is_counting and name not in self.FREE:
+            self._count(name)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name):
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    @contextmanager
+    def _paused(self):
+        self._is_counting = False
+        yield
+        self._is_counting = True
+
+
+@pytest.mark.parametrize(
+    ("n_sequences", "context", "attention"), [(1, 2, ["decode"]), (3, 33, ["split", "merge"])]
+)
+def test_launches_of_a_decode_step(monkeypatch, n_sequences, context, attention):
+    """A launch more than needed: a value that nobody reads, matrices of one type one by one, a copy."""
+    monkeypatch.setattr(launch, "CHUNK", 32)  # what the ops take for a long context
+    model, backend = model_of("llama", 2), GpuBackend()
+    limits = StepLimits(8, 3, 8, 20)
+    program = backend.compile(model, backend.new_cache(model.cache_layout, 60), limits)
+    builder = BatchBuilder(program.inputs, 16)
+    sequences = [Sequence(random_ids(context, V), 20 * i) for i in range(n_sequences)]
+    for i, sequence in enumerate(sequences):
+        sequence.page_row = np.arange(20 * i, 20 * i + 20, dtype=np.int32)
+    batch = builder.build([Chunk(s, context - 1, 1, 1) for s in sequences])
+    program(batch)  # copies constants
+    with Counter(monkeypatch) as counter:
+        program(batch)
+    layers = {"gemv": 2 * 4, **dict.fromkeys(attention, 2)}
+    embedding, logits = {"index": 1, "clone": 2, "_to_copy": 2, "mul": 1}, {"index": 1, "gemv": 1}
+    assert counter.counts == sum(map(collections.Counter, (embedding, logits)), collections.Counter(layers))
+
+
+def test_a_large_product_has_its_input_quantized_once():
+    """The same input quantized in each of a thousand programs, or tokens that a GEMV does not take."""
+    assert all(tiles.quantizes_input(*shape, 8) for shape in ((960, 576), (3072, 576), (576, 1536)))
+    assert tiles.quantizes_input(3072, 2048, 1)  # q, k and v of a 3B model
+    assert not tiles.quantizes_input(22016, 2048, 1)  # its gate and up
+    assert not tiles.quantizes_input(64, 16384, 1)
+    assert not tiles.quantizes_input(64, 64, 9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -88,6 +90,44 @@ def test_bias_and_residual(n_tokens):
     y = wide[:, N_ROWS:]  # columns of a wider tensor, which are their own residual
     launch.linear(rows, matrix, y, bias, y)
     torch.testing.assert_close(y, product(matrix, rows) + bias + residual, rtol=0, atol=0)
+
+
+def recipe_of(kind, n_tokens, n_columns):
+    """Rows to be computed, columns of a wider tensor with NaN beside them."""
+    wide = torch.full((n_tokens, 2 * n_columns + 7), float("nan"))
+    wide[:, : 2 * n_columns] = torch.randn(n_tokens, 2 * n_columns)
+    x, up = wide[:, :n_columns], wide[:, n_columns : 2 * n_columns]
+    return launch.Recipe(kind, x, {"rms_norm": torch.randn(n_columns), "silu_mul": up}.get(kind, x), 1e-5)
+
+
+KINDS = ("plain", "rms_norm", "silu_mul")
+
+
+@pytest.mark.parametrize(
+    ("type_name", "n_columns", "kind"),
+    [
+        *((name, None, KINDS[i % 3]) for i, name in enumerate(PACKED_TYPES)),
+        *(("Q4_0", 1120, kind) for kind in KINDS),
+    ],
+)
+def test_quantizing_in_the_same_launch_changes_no_bit(type_name, n_columns, kind, monkeypatch):
+    """Catches another order of sums or rounding in the norm, a row left out, columns after the first 1024."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: torch.full(*shape, 113, dtype=dtype))
+    n_tokens = {"plain": 1, "rms_norm": 3, "silu_mul": 8}[kind]
+    matrix, _, x = case(type_name, n_tokens, n_columns)
+    recipe = recipe_of(kind, n_tokens, x.shape[1])
+    rows, y = launch.quantized(recipe), poisoned(n_tokens, N_ROWS)
+    added = {"bias": torch.randn(N_ROWS), "residual": torch.randn(n_tokens, N_ROWS)}
+    made = launch.linear_of(recipe, matrix, y, **added)
+    for name in ("quants", "scales", "scaled_sums", "sums"):
+        assert getattr(made, name).numpy().tobytes() == getattr(rows, name).numpy().tobytes()
+    assert y.isfinite().all()
+    assert (bits(y) == bits(product(matrix, rows, **added))).all()
+    # a row of the batch, alone
+    last = replace(recipe, x=recipe.x[-1:], other=recipe.other[-1:] if kind == "silu_mul" else recipe.other)
+    one = poisoned(1, N_ROWS)
+    launch.linear_of(last, matrix, one, added["bias"], added["residual"][-1:])
+    assert (bits(one) == bits(y)[-1:]).all()
 
 
 @pytest.mark.parametrize("n_tokens", [2, 9])

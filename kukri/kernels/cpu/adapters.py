@@ -1,0 +1,221 @@
+"""Adapters' low-rank updates (Hu et al. 2021): y += scale * (x Aᵀ) Bᵀ, for each row with its own A and B.
+
+`adapter_runs` finds, once a step, runs of rows with one adapter; rows without one cost nothing. Two kernels
+follow each product: `adapter_down` makes scale * (x Aᵀ), `adapter_up` adds its product with B. Each output is
+summed along the inputs, one after another, whatever the run: no row's bits depend on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kukri.kernels.cpu.abi import (
+    ADAPTERS,
+    MAX_RUN_ROWS,
+    N_RUNS,
+    PART_BYTES,
+    PART_COLUMN,
+    PART_N_COLUMNS,
+    QUERY_START,
+    RUN_BYTES,
+    RUN_N_ROWS,
+    RUN_ROW,
+    RUN_SLOT,
+    RUNS_HEADER_BYTES,
+    UPDATE_BYTES,
+    UPDATE_DOWN,
+    UPDATE_DOWN_TYPE,
+    UPDATE_RANK,
+    UPDATE_SCALE,
+    UPDATE_UP,
+    UPDATE_UP_TYPE,
+)
+from kukri.kernels.cpu.features import cpu_target
+from kukri.kernels.cpu.intrinsics import (
+    device,
+    f32_of_bits,
+    load_f32,
+    load_i32,
+    load_i64,
+    stack_bytes,
+    store_f32,
+    store_i64,
+)
+from kukri.kernels.cpu.kernel_cache import KernelSource
+from kukri.kernels.cpu.layouts import ROWS
+from kukri.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16, splat, store_f32x16
+from kukri.kernels.cpu.tiles import tile_fma, tile_store, tile_zeros_f32
+
+_LANES_BYTES = 4 * ROWS
+_OUT_BYTES = MAX_RUN_ROWS * _LANES_BYTES
+_MOST_ROWS = MAX_RUN_ROWS if cpu_target().has_wide_registers else 4  # of a run: what registers hold
+_TILES_PER_CLAIM = 8
+
+
+@device
+def _add_runs(runs, slot, first, stop):
+    """Adds the runs of rows `first` to `stop` - 1."""
+    n_runs = load_i64(runs + N_RUNS)
+    row = first
+    while row < stop:
+        n_rows = _MOST_ROWS
+        while n_rows > stop - row:
+            n_rows >>= 1
+        run = runs + RUNS_HEADER_BYTES + n_runs * RUN_BYTES
+        store_i64(run + RUN_SLOT, slot)
+        store_i64(run + RUN_ROW, row)
+        store_i64(run + RUN_N_ROWS, n_rows)
+        n_runs += 1
+        row += n_rows
+    store_i64(runs + N_RUNS, n_runs)
+
+
+def adapter_runs(tile, batch, rows, indices, runs):
+    """Finds runs of rows; `indices` is the address of the address of their tokens, 0 if rows are tokens."""
+    if tile < 0:
+        return 1
+    starts = load_i64(batch + QUERY_START)
+    slots = load_i64(batch + ADAPTERS)
+    store_i64(runs + N_RUNS, 0)
+    n_rows = load_i64(rows)
+    sequence = 0
+    first = 0
+    last_slot = -1
+    for row in range(n_rows):
+        token = row if indices == 0 else load_i32(load_i64(indices) + 4 * row)
+        if token < load_i32(starts + 4 * sequence):
+            sequence = 0
+        while token >= load_i32(starts + 4 * sequence + 4):
+            sequence += 1
+        slot = load_i32(slots + 4 * sequence)
+        if slot != last_slot:
+            if last_slot >= 0:
+                _add_runs(runs, last_slot, first, row)
+            first = row
+            last_slot = slot
+    if last_slot >= 0:
+        _add_runs(runs, last_slot, first, n_rows)
+    return 0
+
+
+def _make_rows(n: int, load: Any, step: int) -> Callable[..., Any]:
+    @device
+    def product(w, x, x_stride, n_inputs, out):
+        """16 rows of weights at w times n rows of inputs -> float32 [n, 16] at `out`."""
+        sums = tile_zeros_f32(n, n)
+        for _ in range(n_inputs):
+            sums = tile_fma(sums, load(w), x, x_stride)
+            w += step
+            x += 4
+        tile_store(sums, out, _LANES_BYTES, n)
+
+    return product
+
+
+def _make_type(load: Any, step: int) -> Callable[..., Any]:
+    product_1, product_2, product_4 = (_make_rows(n, load, step) for n in (1, 2, 4))
+    product_most = _make_rows(_MOST_ROWS, load, step)
+
+    @device
+    def product(n_rows, w, x, x_stride, n_inputs, out):
+        if n_rows == 1:
+            product_1(w, x, x_stride, n_inputs, out)
+        elif n_rows == 2:
+            product_2(w, x, x_stride, n_inputs, out)
+        elif n_rows == 4:
+            product_4(w, x, x_stride, n_inputs, out)
+        else:
+            product_most(w, x, x_stride, n_inputs, out)
+
+    return product
+
+
+_f32_product = _make_type(load_f32x16, 4 * ROWS)
+_f16_product = _make_type(load_f16x16, 2 * ROWS)
+_bf16_product = _make_type(load_bf16x16, 2 * ROWS)
+
+
+@device
+def _product(type, w, tile, n_rows, x, x_stride, n_inputs, out):
+    """A weight tile times rows of inputs, by the weights' type -> float32 [n_rows, 16] at `out`."""
+    if type == 0:
+        _f32_product(n_rows, w + tile * n_inputs * (4 * ROWS), x, x_stride, n_inputs, out)
+    elif type == 1:
+        _f16_product(n_rows, w + tile * n_inputs * (2 * ROWS), x, x_stride, n_inputs, out)
+    else:
+        _bf16_product(n_rows, w + tile * n_inputs * (2 * ROWS), x, x_stride, n_inputs, out)
+
+
+def adapter_down(tile, runs, updates, n_parts, rank_tiles, x, x_stride, n_inputs, y, y_stride):
+    """y = scale * (x Aᵀ) of each run; a part of y has `rank_tiles` tiles. A tile is one of A's, for a run."""
+    per_run = n_parts * rank_tiles
+    if tile < 0:
+        return load_i64(runs + N_RUNS) * per_run
+    run = runs + RUNS_HEADER_BYTES + tile // per_run * RUN_BYTES
+    place = tile % per_run
+    rank_tile = place % rank_tiles
+    update = updates + (load_i64(run + RUN_SLOT) * n_parts + place // rank_tiles) * UPDATE_BYTES
+    if load_i64(update + UPDATE_DOWN) == 0 or rank_tile * ROWS >= load_i64(update + UPDATE_RANK):
+        return 0
+    row = load_i64(run + RUN_ROW)
+    n_rows = load_i64(run + RUN_N_ROWS)
+    out = stack_bytes(_OUT_BYTES)
+    type = load_i64(update + UPDATE_DOWN_TYPE)
+    weights = load_i64(update + UPDATE_DOWN)
+    _product(type, weights, rank_tile, n_rows, x + row * x_stride, x_stride, n_inputs, out)
+    scale = splat(f32_of_bits(load_i64(update + UPDATE_SCALE)))
+    target = y + row * y_stride + place * _LANES_BYTES
+    for i in range(n_rows):
+        store_f32x16(target + i * y_stride, load_f32x16(out + i * _LANES_BYTES) * scale)
+    return 0
+
+
+@device
+def _n_claims(part):
+    """Claims of the columns of a part."""
+    n_tiles = (load_i64(part + PART_N_COLUMNS) + ROWS - 1) // ROWS
+    return (n_tiles + _TILES_PER_CLAIM - 1) // _TILES_PER_CLAIM
+
+
+def adapter_up(tile, runs, updates, n_parts, rank_tiles, parts, x, x_stride, y, y_stride):
+    """y += x Bᵀ of each run, x as `adapter_down` leaves it. A tile is some columns of a part, for a run."""
+    per_run = 0
+    for i in range(n_parts):
+        per_run += _n_claims(parts + i * PART_BYTES)
+    if tile < 0:
+        return load_i64(runs + N_RUNS) * per_run
+    run = runs + RUNS_HEADER_BYTES + tile // per_run * RUN_BYTES
+    claim = tile % per_run
+    part = 0
+    while claim >= _n_claims(parts + part * PART_BYTES):
+        claim -= _n_claims(parts + part * PART_BYTES)
+        part += 1
+    update = updates + (load_i64(run + RUN_SLOT) * n_parts + part) * UPDATE_BYTES
+    if load_i64(update + UPDATE_DOWN) == 0:
+        return 0
+    row = load_i64(run + RUN_ROW)
+    n_rows = load_i64(run + RUN_N_ROWS)
+    n_columns = load_i64(parts + part * PART_BYTES + PART_N_COLUMNS)
+    source = x + row * x_stride + part * rank_tiles * _LANES_BYTES
+    target = y + row * y_stride + 4 * load_i64(parts + part * PART_BYTES + PART_COLUMN)
+    out = stack_bytes(_OUT_BYTES)
+    type = load_i64(update + UPDATE_UP_TYPE)
+    weights = load_i64(update + UPDATE_UP)
+    first = claim * _TILES_PER_CLAIM
+    for row_tile in range(first, min(first + _TILES_PER_CLAIM, (n_columns + ROWS - 1) // ROWS)):
+        _product(type, weights, row_tile, n_rows, source, x_stride, load_i64(update + UPDATE_RANK), out)
+        n_left = n_columns - row_tile * ROWS
+        for i in range(n_rows):
+            added = out + i * _LANES_BYTES
+            to = target + i * y_stride + row_tile * _LANES_BYTES
+            if n_left >= ROWS:
+                store_f32x16(to, load_f32x16(to) + load_f32x16(added))
+            else:  # the columns behind are another part's
+                for j in range(0, 4 * n_left, 4):
+                    store_f32(to + j, load_f32(to + j) + load_f32(added + j))
+    return 0
+
+
+_SOURCES = [KernelSource(kernel.__name__, kernel) for kernel in (adapter_runs, adapter_down, adapter_up)]
+KERNELS = {source.name: source for source in _SOURCES}

@@ -1,0 +1,94 @@
+"""What keys and values depend on beside the tokens, as a hash: whoever has the same may use saved pages.
+
+That is the contents of the model's files, how they were loaded, the code that runs the model, and the
+arithmetic of the backend on this processor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+
+from kukri.config import ModelConfig
+from kukri.errors import ConfigError
+from kukri.formats.gguf.split import part_of, part_paths
+from kukri.kernels.types import Backend, KVType
+from kukri.private_files import make_private, open_private, write_private
+
+_DIGESTS = "models.json"
+_MAX_DIGESTS = 64
+_CODE = ("config.py", "formats", "kernels", "models", "quant")
+
+
+def model_identity(
+    path: Path, config: ModelConfig, quantize: str | None, kv_type: KVType, backend: Backend, directory: Path
+) -> bytes:
+    """The hash. `directory` keeps the digests of model files, so that each is read once.
+
+    Raises ConfigError if the directory cannot be trusted.
+    """
+    scaling = config.rope.scaling
+    has_fixed_context = scaling is None or scaling.kind in ("linear", "yarn", "llama3")
+    facts = replace(config, name="", max_context=1 if has_fixed_context else config.max_context)
+    digest = sha256(f"{backend.arithmetic}\n{kv_type}\n{quantize}\n{facts!r}\n".encode())
+    digest.update(_code_digest())
+    digest.update(_files_digest(path, directory))
+    return digest.digest()
+
+
+def _code_digest() -> bytes:
+    """The hash of the sources that decide what a model computes."""
+    package, digest = Path(__file__).parent, sha256()
+    for part in _CODE:
+        source = package / part
+        for file in [source] if source.is_file() else sorted(source.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.digest()
+
+
+def _files_digest(path: Path, directory: Path) -> bytes:
+    """The hash of a model's files; those that have not changed since they were hashed are not read again."""
+    try:
+        make_private(directory)
+        known = _known_digests(directory / _DIGESTS)
+        total, is_new = sha256(), False
+        for file in _files(path):
+            found = file.stat()
+            stamp = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+            key = str(file.resolve())
+            entry = known.pop(key, None)
+            if not isinstance(entry, dict) or entry.get("stamp") != stamp:
+                with file.open("rb") as contents:
+                    entry = {"stamp": stamp, "sha256": file_digest(contents, "sha256").hexdigest()}
+                is_new = True
+            known[key] = entry
+            total.update(bytes.fromhex(entry["sha256"]))
+        if is_new:
+            kept = dict(list(known.items())[-_MAX_DIGESTS:])
+            write_private(directory / _DIGESTS, json.dumps(kept).encode())
+    except OSError as error:
+        raise ConfigError(f"prefixes cannot be saved in {directory}: {error}") from None
+    return total.digest()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """The files that a model's weights and configuration are read from."""
+    if path.is_dir():
+        yield from sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
+        yield path / "config.json"
+        return
+    part = part_of(path.name)
+    yield from (part_paths(path, part[2]) if part else None) or [path]
+
+
+def _known_digests(file: Path) -> dict[str, Any]:
+    try:
+        with open_private(file) as opened:
+            known = json.loads(opened.read())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
