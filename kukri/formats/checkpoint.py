@@ -20,7 +20,13 @@ from kukri.formats.huggingface.directory import TokenizerFiles, directory_config
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
-from kukri.formats.sentence_transformers import DenseLayer, directory_embedding, gguf_embedding
+from kukri.formats.sentence_transformers import (
+    DenseLayer,
+    directory_embedding,
+    gguf_dense,
+    gguf_embedding,
+)
+from kukri.models import ARCHITECTURES
 from kukri.models.weights import WeightSource
 
 _log = logging.getLogger("kukri.formats")
@@ -59,7 +65,9 @@ def open_checkpoint(path: Path, quantize: str | None = None) -> Iterator[Checkpo
         advice = gguf_advice(gguf.metadata)
         embedding = gguf_embedding(gguf.metadata, str(gguf.metadata.get("general.architecture")))
         weights = partial(GGUFWeights, gguf)
-        yield Checkpoint(path, model_config(gguf), gguf, weights, advice, embedding)
+        config = model_config(gguf)
+        dense = gguf_dense(gguf) if ARCHITECTURES[config.architecture].has_dense else ()
+        yield Checkpoint(path, config, gguf, weights, advice, embedding, dense)
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:

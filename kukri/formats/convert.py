@@ -21,7 +21,6 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.gguf.config import model_config, model_metadata, rope_tensors
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
-from kukri.formats.gguf.weights import rope_row_order
 from kukri.formats.gguf.writer import TensorSource, write_gguf
 from kukri.formats.huggingface.safetensors import (
     SafetensorsFile,
@@ -32,6 +31,8 @@ from kukri.formats.huggingface.weights import (
     canonical_name,
     expert_tensors,
     follows_from_config,
+    is_convolution,
+    is_decay,
     model_prefix,
     norm_offset,
 )
@@ -40,6 +41,7 @@ from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import Experts
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES
+from kukri.models.rope import rope_row_order
 from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, dequantize
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
@@ -129,12 +131,16 @@ def _hf_name(name: str, architecture: str) -> str:
         return ""
 
 
-def of_directory(path: Path, config: ModelConfig, text: Mapping[str, Any]) -> Conversion:
+def of_directory(
+    path: Path, config: ModelConfig, text: Mapping[str, Any], others: Mapping[str, FloatArray]
+) -> Conversion:
     """The tensors of a safetensors directory as they are, named as in GGUF; `text` are its tokenizer's keys.
+
+    `others` are tensors from elsewhere, by GGUF's names.
 
     Raises UnsupportedError for tensors and configurations that GGUF has no name for.
     """
-    steps = [_of_array(name, values) for name, values in rope_tensors(config).items()]
+    steps = [_of_array(name, values) for name, values in {**rope_tensors(config), **others}.items()]
     files = open_files(path)
     architecture = ARCHITECTURES[config.architecture]
     prefix = model_prefix(files, architecture)
@@ -173,11 +179,18 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, store
     def read_norm() -> ByteArray:
         return (dequantize(read(), type) + offset).view(np.uint8)
 
+    def read_decay() -> ByteArray:
+        return (-np.exp(dequantize(read(), type))).view(np.uint8)
+
+    if is_decay(name):
+        return Step(stored_name, shape, _F32, _F32, read_decay, name)
     if offset := norm_offset(name, config):
         return Step(stored_name, shape, _F32, _F32, read_norm, name)
-    is_small = len(shape) == 1 or stored_name.endswith(
-        ".ffn_gate_inp.weight"
-    )  # routers, as llama.cpp has them
+    is_small = (
+        len(shape) == 1 or is_convolution(name) or stored_name.endswith(".ffn_gate_inp.weight")
+    )  # convolutions and routers, as llama.cpp has them
+    if is_convolution(name) and len(shape) == 3:
+        shape = (shape[0], shape[2])
     return Step(stored_name, shape, type, _F32 if is_small else type, read, name)
 
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RopeScaling
+from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
+from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
 from kukri.formats.keys import Keys
 from kukri.models.architecture import Architecture
 
 Format = Literal["gguf", "hf"]
 MAX_LAYERS = 1 << 12
+MAX_STATE = 1 << 16  # a size of a recurrent state
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,9 @@ def read_numbers(
             continue
         if fact.field == "n_kv_heads":
             absent = keys.value(key) is None
+            if form == "gguf" and architecture.recurrent is not None and not absent:
+                found["n_kv_heads"] = _most_heads(keys, key, found["n_heads"])
+                continue
             found["n_kv_heads"] = found["n_heads"] if absent else fact.read(keys, form, most=found["n_heads"])
             if found["n_heads"] % found["n_kv_heads"]:
                 message = f"is {found['n_kv_heads']}, which does not divide {found['n_heads']} heads"
@@ -131,6 +136,52 @@ def read_numbers(
         else:
             found[fact.field] = fact.read(keys, form)
     return found
+
+
+def _most_heads(keys: Keys, key: str, n_heads: int) -> int:
+    """Key heads of the layers that have some, by a number or a list with 0 for those that have none."""
+    if type(keys.value(key)) is int:
+        return keys.whole(key, most=n_heads)
+    counts: set[int] = set(keys.items(key, int)) - {0}
+    if len(counts) != 1 or not 0 < min(counts) <= n_heads or n_heads % min(counts):
+        message = f"must be 0 or one divisor of {n_heads} heads for each layer, not {brief(sorted(counts))}"
+        raise keys.error(key, message)
+    return counts.pop()
+
+
+def read_recurrent(keys: Keys, form: Format, architecture: Architecture) -> RecurrentConfig | None:
+    """The recurrent layers of an architecture that has them.
+
+    Raises FormatError for a number that is missing, of another type, or contradicts another.
+    """
+    if architecture.recurrent is None:
+        return None
+    named = architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf
+    found = {field: keys.whole(key, most=MAX_STATE) for field, key in named.items()}
+    if "d_inner" in found:
+        d_inner, n_heads = found.pop("d_inner"), found["n_heads"]
+        if d_inner % n_heads:
+            raise keys.error(named["d_inner"], f"is {d_inner}, which {n_heads} heads do not divide")
+        found["d_head"] = d_inner // n_heads
+    are_tiled = form == "gguf" and architecture.recurrent.tiles
+    are_tiled = are_tiled and found["n_heads"] != found["n_groups"]
+    try:
+        return RecurrentConfig(**found, are_tiled=are_tiled)
+    except ConfigError as error:
+        raise FormatError(str(error), path=keys.path) from None
+
+
+def write_recurrent(recurrent: RecurrentConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
+    """The keys of recurrent layers."""
+    assert architecture.recurrent is not None, "the model has such layers"
+    named = architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf
+    if architecture.recurrent.tiles and recurrent.n_heads != recurrent.n_groups:
+        raise UnsupportedError(
+            f"kukri does not convert {architecture.name} with {recurrent.n_heads} heads for values and "
+            f"{recurrent.n_groups} for keys: their order in GGUF is another; the file runs as it is"
+        )
+    values = {**vars(recurrent), "d_inner": recurrent.n_heads * recurrent.d_head}
+    return {key: values[field] for field, key in named.items()}
 
 
 MAX_EXPERTS = 1 << 12

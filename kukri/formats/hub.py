@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kukri.errors import DownloadError, FormatError, UnsupportedError
 from kukri.formats.repos import SHORT_NAMES, fetch, parse_name
+from kukri.private_files import make_private, sync_directory
 
 if TYPE_CHECKING:
     import subprocess
@@ -197,7 +198,7 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
         return spec.path
     directory = models_dir()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private(directory)
         with _locked(directory):
             # another process may have fetched it while this one waited
             if not _is_cached(spec, verify=verify):
@@ -283,7 +284,7 @@ def _fetch(spec: ModelSpec, directory: Path, progress: Progress | None) -> None:
             if spec.path.exists():  # damaged: a directory is not replaced in one step
                 os.replace(spec.path, work / "old")
         os.replace(unpacked, spec.path)
-        _sync_directory(directory)
+        sync_directory(directory)
     finally:
         rmtree(work, ignore_errors=True)
 
@@ -428,12 +429,3 @@ def _unpack(
             f"{digest.hexdigest()[:12]}…, expected {n_expected} and {expected[:12]}…): "
             "try again, or check pip's index settings"
         )
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename in the directory survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

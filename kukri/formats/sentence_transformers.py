@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from kukri.config import MAX_CONTEXT, EmbeddingConfig, ModelConfig, Pooling
 from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.json_files import read_json
 from kukri.formats.keys import Keys
@@ -30,6 +31,7 @@ _MODES: dict[str, Pooling] = {
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
 _GGUF_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's; 0 is none
 _RANK = 4
+DENSE_TENSORS = ("dense_2.weight", "dense_3.weight")  # GGUF's names, in their order
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
 
 
@@ -89,14 +91,42 @@ def gguf_embedding(metadata: Mapping[str, Any], architecture: str) -> EmbeddingC
     return EmbeddingConfig()
 
 
-def gguf_keys(model: ModelConfig, embedding: EmbeddingConfig) -> dict[str, Any]:
-    """GGUF's keys of an encoder's pooling and token types; none of other models."""
+def gguf_dense(gguf: GGUFFile) -> tuple[DenseLayer, ...]:
+    """The dense layers of a GGUF file. Raises FormatError for tensors that cannot be such."""
+    layers = []
+    for name in DENSE_TENSORS:
+        if name in gguf.tensors:
+            shape = gguf.tensors[name].shape
+            if len(shape) != 2 or max(shape) > _MAX_WIDTH:
+                raise FormatError(f"has shape {shape}, which no dense layer has", path=gguf.path, tensor=name)
+            layers.append(DenseLayer(gguf.array(name), None, "identity"))
+    return tuple(layers)
+
+
+def dense_tensors(model: ModelConfig, layers: Sequence[DenseLayer]) -> dict[str, FloatArray]:
+    """Dense layers by GGUF's names. Raises UnsupportedError if GGUF has no place for them."""
+    is_plain = all(layer.bias is None and layer.activation == "identity" for layer in layers)
+    if layers and not (ARCHITECTURES[model.architecture].has_dense and is_plain and len(layers) == 2):
+        raise UnsupportedError(
+            f"GGUF has no place for these {len(layers)} dense layers: it holds two without bias and "
+            "activation, of EmbeddingGemma"
+        )
+    return {name: layer.weight for name, layer in zip(DENSE_TENSORS, layers)}
+
+
+def gguf_keys(
+    model: ModelConfig, embedding: EmbeddingConfig, layers: Sequence[DenseLayer] = ()
+) -> dict[str, Any]:
+    """GGUF's keys of an encoder's pooling, token types and dense layers; none of other models."""
     if model.is_causal:
         return {}
     number = next(number for number, pooling in _GGUF_POOLINGS.items() if pooling == embedding.pooling)
     if model.head.kind == "sequence_classification":
         number = _RANK
     keys = {f"{ARCHITECTURES[model.architecture].gguf}.pooling_type": np.uint32(number)}
+    for name, weight in dense_tensors(model, layers).items():
+        key = f"{ARCHITECTURES[model.architecture].gguf}.{name.removesuffix('.weight')}_feat"
+        keys |= {f"{key}_out": np.uint32(weight.shape[0]), f"{key}_in": np.uint32(weight.shape[1])}
     if model.n_token_types:
         keys["tokenizer.ggml.token_type_count"] = np.uint32(model.n_token_types)
     return keys

@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
 from kukri.kernels.types import Backend, CacheLayout, FloatArray, Ops, Tensor
+from kukri.models.adapter import Adapter
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.layers import Parameter
-from kukri.models.taps import linear_inputs, tap_names
+from kukri.models.taps import linear_inputs, linear_matrices, tap_names
 
 if TYPE_CHECKING:
     from kukri.models.weights import WeightSource
 
 __all__ = [
     "ARCHITECTURES",
+    "Adapter",
     "Architecture",
     "Forward",
     "KVCache",
     "Model",
     "Parameter",
     "linear_inputs",
+    "linear_matrices",
     "load_model",
     "tap_names",
 ]

@@ -24,6 +24,21 @@ class ExpertKeys:
 
 
 @dataclass(frozen=True)
+class RecurrentKeys:
+    """The keys of recurrent layers, by the fields of `RecurrentConfig`.
+
+    `layer_types` are their names in config.json's list of that name. GGUF lists no key heads for them, or,
+    with a `gguf_interval`, says that each n-th layer attends: its default.
+    """
+
+    layer_types: tuple[str, ...]
+    gguf: Mapping[str, str]
+    hf: Mapping[str, str]
+    gguf_interval: int = 0
+    tiles: bool = False  # in GGUF heads of a group lie n_groups apart
+
+
+@dataclass(frozen=True)
 class Architecture:
     """An architecture as its object beside the model states it; `kukri.models.ARCHITECTURES` finds all.
 
@@ -35,7 +50,7 @@ class Architecture:
     name: str  # transformers' model_type
     model: Callable[[ModelConfig, WeightSource], Any]
     hf_class: str  # transformers' class with the language model's head, or without any
-    is_causal: bool = True  # False: an encoder, whose tokens see the whole text
+    is_causal: bool = True  # False: an encoder, whose tokens see the whole text; windows have two sides
     has_rope: bool = True  # False: positions are embedded
     layers: str = "model.layers"  # the list of layers
     embedding: str = "model.embed_tokens"  # of the tokens
@@ -49,8 +64,11 @@ class Architecture:
     interleaved_rope: bool = (
         False  # rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together
     )
+    has_dense: bool = False  # files may hold dense layers on top of pooled vectors
     nope_interval: int = 0  # each n-th layer is NoPE if a file does not list them; 0: none is
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, without their prefix
+    gguf_ignores: frozenset[str] = frozenset()  # keys that change nothing here
+    gguf_states: Mapping[str, Any] = field(default_factory=dict)  # keys that other readers want
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # where they differ from Llama's
 
     wide_layers: int = 0  # files of this many layers mean scores times (d_model / n_heads) ** -0.5
@@ -61,6 +79,8 @@ class Architecture:
     local_theta: float | None = None  # that base if the file has none; None: the model's
 
     # config.json
+    hf_type: str = ""  # its model_type; "": the name
+    hf_flag: str = ""  # a key that is true in its files, and in no others of this model_type
     hf_epsilon: str = "rms_norm_eps"
     hf_interleaved_rope: bool = False  # rows of q and k in safetensors are ordered in pairs too
     hf_norm_offset: float = 0.0  # what is added to norms' weights; GGUF files hold them as they multiply
@@ -76,6 +96,9 @@ class Architecture:
     partial_rotary: bool = False  # RoPE without scaling reads partial_rotary_factor
     yarn_truncates: bool = True  # in GGUF, where no key says it: YaRN's bounds are whole dimensions
     experts: ExpertKeys | None = None  # of a mixture
+    recurrent: RecurrentKeys | None = None  # of layers that keep a state
+    has_gates: bool = False  # of attention: see `ModelConfig`; both orders of rows are then not kukri's
+    aliases: Mapping[str, str] = field(default_factory=dict)  # older keys of config.json, which win
     scaling_names: Mapping[str, str] = field(default_factory=dict)  # older names of RoPE scalings
 
     def __post_init__(self) -> None:

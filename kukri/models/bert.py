@@ -41,9 +41,9 @@ class BertBlock:
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name, d_model, eps = f"model.encoder.layer.{layer}", config.d_model, config.norm_eps
         self.layer = layer
-        self.attention = BertAttention(source, f"{name}.attention", config, layer)
+        self.attention: Attention = BertAttention(source, f"{name}.attention", config, layer)
         self.attention_norm = LayerNorm(source, f"{name}.attention.output.LayerNorm", d_model, eps)
-        self.mlp = BertMLP(source, name, config, layer)
+        self.mlp: Any = BertMLP(source, name, config, layer)
         self.mlp_norm = LayerNorm(source, f"{name}.output.LayerNorm", d_model, eps)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
@@ -86,9 +86,9 @@ class Bert(Llama):
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         self.config = config
-        self.embeddings = BertEmbeddings(source, "model.embeddings", config)
+        self.embeddings: Any = BertEmbeddings(source, "model.embeddings", config)
         self.embedding = self.embeddings.tokens
-        self.blocks = [BertBlock(source, config, layer) for layer in range(config.n_layers)]
+        self.blocks: list[BertBlock] = [BertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.head = encoder_head(source, config, "model.pooler.dense")
         self._forward = None
 

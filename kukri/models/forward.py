@@ -28,6 +28,7 @@ from kukri.kernels.types import (
     Program,
     StepLimits,
     Tensor,
+    has_states,
 )
 
 _STEP_TOKENS = 128  # of a step without a mask: room is made for this many rows of logits
@@ -72,7 +73,7 @@ class KVCache:
         n_pages = -(-max_tokens // backend.page_tokens)
         try:
             self.kv = backend.new_cache(
-                model.cache_layout, batch_size * n_pages, kv_type=backend.exact_kv_type
+                model.cache_layout, batch_size * n_pages, batch_size, backend.exact_kv_type
             )
         except MemoryError:
             raise _error(f"no memory for {batch_size} x {max_tokens} cached tokens", "max_tokens") from None
@@ -85,6 +86,10 @@ class KVCache:
         if not 0 <= n_tokens <= self.n_tokens:
             raise _error(
                 f"the cache holds {self.n_tokens} tokens and cannot be cut to {n_tokens}", "n_tokens"
+            )
+        if n_tokens and n_tokens < self.n_tokens and has_states(self.kv.layout):
+            raise _error(
+                "a recurrent state cannot go back: cut the cache to 0 tokens, or to none", "n_tokens"
             )
         self.n_tokens = n_tokens
 
@@ -204,13 +209,19 @@ class _Call:
         self.is_token: _BoolArray = np.ones(ids.shape, np.bool_)
         self.mask: FloatArray | None = None
         mask = None if attention_mask is None else _array(attention_mask, "attention_mask")
+        keeps_states = has_states(cache.kv.layout)
         if mask is not None and mask.ndim == 4:
+            if keeps_states:
+                message = (
+                    "recurrent layers have no mask: an attention_mask of 4 dimensions needs attention alone"
+                )
+                raise _error(message, "attention_mask")
             self.mask = _additive(mask, (len(ids), config.n_heads, ids.shape[1], self.n_total))
             return
         if mask is not None:
             self.is_token = self._row_mask(mask)
         windows = [layer.window for layer in config.layers if layer.window is not None]
-        if windows and min(windows) < self.n_total:
+        if keeps_states or (windows and min(windows) < self.n_total):
             self._refuse_holes()
 
     def batches(self) -> Iterator[tuple[IntArray, IntArray, ForwardBatch]]:
@@ -237,6 +248,7 @@ class _Call:
                     logit_rows=np.arange(len(row_of), dtype=np.int32),
                     rope_positions=self.positions[row_of, column_of],
                     mask=None if self.mask is None else self._mask_of(step[0][0], self.mask),
+                    state_slots=np.array([row for row, _, _ in step], np.int32),
                 ),
             )
 
@@ -275,13 +287,15 @@ class _Call:
         return seen[:, self.n_past :]
 
     def _refuse_holes(self) -> None:
-        """Refuses padding between tokens: a window counts columns, which then differ from tokens."""
+        """Refuses padding between tokens: windows and convolutions count columns, which then differ from
+        tokens.
+        """
         seen = np.concatenate([self.cache.stored(), self.is_token], axis=1)
         n_starts = np.diff(seen.astype(np.int8), axis=1, prepend=0) == 1
         if (n_starts.sum(axis=1) > 1).any():
             raise _error(
-                "pads between tokens, and layers with a window: pad on the left, or use a mask of 4 "
-                "dimensions",
+                "pads between tokens, and layers with a window or a state: pad on the left, or use a mask "
+                "of 4 dimensions",
                 "attention_mask",
             )
 

@@ -154,6 +154,7 @@ class Attention:
     in_names = ("q_proj", "k_proj", "v_proj")
     fused_name = "qkv_proj"
     out_name = "o_proj"
+    q_parts = 1  # rows of q's matrix for each of a head's dimensions
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         this = config.attention(layer)
@@ -173,7 +174,7 @@ class Attention:
         self.cache_layer = KVLayer(this.n_kv_heads, this.d_head, this.window)
         is_fused = source.has(f"{name}.{self.fused_name}.weight")
         names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else self.in_names)]
-        self.qkv = Linear(source, names, (n_q, n_kv, n_kv), config.d_model)
+        self.qkv = Linear(source, names, (self.q_parts * n_q, n_kv, n_kv), config.d_model)
         out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
         self.out: Callable[..., Tensor] = out
         self.parameters = self.qkv.parameters + out.parameters
@@ -181,6 +182,11 @@ class Attention:
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
         q, k, v = self.qkv.parts(ops, x)
+        z = self.attend(ops, q, k, v, batch)
+        return self.out(ops, z, residual, ("hook_attn_out", self.layer))
+
+    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> Tensor:
+        """What the heads find [T, H*K], from q [T, H*K] and k and v [T, G*K]; writes the cache."""
         q = ops.tap("attn.hook_q", self.layer, q)
         k = ops.tap("attn.hook_k", self.layer, k)
         v = ops.tap("attn.hook_v", self.layer, v)
@@ -189,8 +195,7 @@ class Attention:
             q, k = ops.rope(q, k, self.rope, self.spec, batch)
         q = ops.tap("attn.hook_rot_q", self.layer, q)  # NoPE layers have them too
         k = ops.tap("attn.hook_rot_k", self.layer, k)
-        z = ops.tap("attn.hook_z", self.layer, ops.attention(q, k, v, self.spec, batch))
-        return self.out(ops, z, residual, ("hook_attn_out", self.layer))
+        return ops.tap("attn.hook_z", self.layer, ops.attention(q, k, v, self.spec, batch))
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k before their rotation, as they are; architectures with head norms say otherwise."""
@@ -201,12 +206,13 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020)."""
 
     in_names: tuple[str, ...] = ("gate_proj", "up_proj")
+    out_name = "down_proj"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
         names = [f"{name}.{part}" for part in self.in_names]
         self.gate_up = Linear(source, names, (config.d_ffn, config.d_ffn), config.d_model)
-        down = Linear(source, [f"{name}.down_proj"], (config.d_model,), config.d_ffn)
+        down = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), config.d_ffn)
         self.down: Callable[..., Tensor] = down
         self.parameters = self.gate_up.parameters + down.parameters
 

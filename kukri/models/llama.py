@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
-from kukri.kernels.types import Backend, FloatArray, KVLayer, Ops, Tensor
+from kukri.kernels.types import Backend, FloatArray, KVLayer, Ops, StateLayer, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head
@@ -30,17 +30,24 @@ class Block:
     """One layer: attention and MLP, each behind its norm, each added to the residual stream."""
 
     norm_type: Callable[..., Any] = RMSNorm
-    attention_type = Attention
+    attention_type: Callable[..., Any] = Attention
     mlp_type: Callable[..., Any] = GatedMLP
-    mlp_norm_name = "post_attention_layernorm"
+    recurrent_type: Callable[..., Any] | None = None  # takes the place of attention in recurrent layers
+    attention_norm_name, mlp_norm_name = "input_layernorm", "post_attention_layernorm"
+    attention_name, recurrent_name, mlp_name = "self_attn", "", "mlp"
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name, eps = f"model.layers.{layer}", config.norm_eps
         self.layer = layer
-        self.attention_norm = self.norm_type(source, f"{name}.input_layernorm", config.d_model, eps)
-        self.attention = self.attention_type(source, f"{name}.self_attn", config, layer)
+        self.attention_norm = self.norm_type(
+            source, f"{name}.{self.attention_norm_name}", config.d_model, eps
+        )
+        if self.recurrent_type is not None and config.layers[layer].is_recurrent:
+            self.attention = self.recurrent_type(source, f"{name}.{self.recurrent_name}", config, layer)
+        else:
+            self.attention = self.attention_type(source, f"{name}.{self.attention_name}", config, layer)
         self.mlp_norm = self.norm_type(source, f"{name}.{self.mlp_norm_name}", config.d_model, eps)
-        self.mlp = self.mlp_type(source, f"{name}.mlp", config, layer)
+        self.mlp = self.mlp_type(source, f"{name}.{self.mlp_name}", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -100,7 +107,7 @@ class Llama:
         return ops.tap("ln_final.hook_normalized", None, self.norm(ops, ops.logit_rows(x, batch)))
 
     @property
-    def cache_layout(self) -> tuple[KVLayer, ...]:
+    def cache_layout(self) -> tuple[KVLayer | StateLayer, ...]:
         """The cache entry of each layer."""
         return tuple(block.attention.cache_layer for block in self.blocks)
 

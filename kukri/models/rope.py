@@ -1,4 +1,5 @@
-"""RoPE's frequencies, plain and scaled beyond a model's training context: one pure function for each kind.
+"""RoPE's frequencies, plain and scaled beyond a model's training context: one pure function for each kind;
+and the order of interleaved rows.
 
 Rounding is that of transformers' `ROPE_INIT_FUNCTIONS` (modeling_rope_utils.py): float32 after each
 operation.
@@ -14,6 +15,7 @@ frequencies.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +26,7 @@ from kukri.errors import ConfigError
 from kukri.kernels.types import FloatArray, RopeFrequencies
 
 _ONE = np.float32(1)
+_ROTATED = re.compile(r".*\bself_attn\.[qk]_proj\.(?:weight|bias)")
 USER_SCALINGS = ("linear", "dynamic", "yarn")  # a kind and a factor say it all
 
 
@@ -138,3 +141,29 @@ def _llama3(rope: RopeConfig, scaling: RopeScaling) -> FloatArray:
     slow, fast = wavelengths > n_tokens / low, wavelengths < n_tokens / high
     frequencies: FloatArray = np.where(slow, plain / factor, np.where(fast, plain, blended))
     return frequencies
+
+
+def rope_row_order(name: str, n_rows: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
+    """`half_split_order` for a projection of q or k, by its Hugging Face name; None for other tensors.
+
+    If attention has gates, the files' rows of q are of each head its query and its gate: all queries, then
+    all gates.
+    """
+    if _ROTATED.fullmatch(name) is None:
+        return None
+    if config.has_gates:
+        heads = np.arange(n_rows).reshape(-1, 2, config.d_head)
+        return heads.swapaxes(0, 1).reshape(-1) if ".q_proj." in name else None
+    return half_split_order(n_rows, config.d_head, config.rope.rotary_dim)
+
+
+def half_split_order(n_rows: int, d_head: int, rotary_dim: int) -> npt.NDArray[np.int64]:
+    """For each row of a half-split q or k, its row in an interleaved one: int64 [n_rows].
+
+    Of a head's rotary rows, interleaved files hold the pair (2i, 2i + 1) where transformers
+    has (i, i + rotary_dim / 2); the others stay. Undoes `permute` of llama.cpp's convert_hf_to_gguf.py.
+    """
+    heads = np.arange(n_rows).reshape(-1, d_head)
+    pairs = heads[:, :rotary_dim].reshape(len(heads), rotary_dim // 2, 2)
+    heads[:, :rotary_dim] = pairs.swapaxes(1, 2).reshape(len(heads), rotary_dim)
+    return heads.reshape(-1)

@@ -7,11 +7,15 @@ from typing import Any
 
 from kukri.kernels.types import (
     AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
     EmbedBy,
     Experts,
+    GateBy,
     Program,
     RopeFrequencies,
     Routing,
+    ScanSpec,
     Tensor,
     Vector,
     Weight,
@@ -36,16 +40,26 @@ def linear_inputs(program: Program) -> dict[str, str]:
     return ops.inputs
 
 
+def linear_matrices(program: Program) -> dict[str, tuple[int, int]]:
+    """The name and shape (out, in) of each matrix that is multiplied and is no embedding or expert."""
+    ops = _TapOps()
+    program(ops, None)
+    return {name: shape for name, shape in ops.matrices.items() if name not in ops.embeddings}
+
+
 class _TapOps:
     """The op set, on values that are the full name of the tap which shows them, or None."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.inputs: dict[str, str] = {}
+        self.matrices: dict[str, tuple[int, int]] = {}
+        self.embeddings: set[str] = set()
 
     def embed(
         self, weight: Weight, batch: Any, by: EmbedBy = "token_ids", residual: Tensor | None = None
     ) -> Tensor:
+        self.embeddings.add(weight.name)
         return None
 
     def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
@@ -67,6 +81,7 @@ class _TapOps:
     ) -> Tensor:
         if x is not None:
             self.inputs |= {weight.name: x for weight in weights}
+        self.matrices |= {weight.name: weight.shape for weight in weights}
         if tap is not None:
             self.tap(*tap, None)
         return None  # for what the tap shows is not the result: a residual is added
@@ -86,6 +101,20 @@ class _TapOps:
         return None, None
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: Any) -> Tensor:
+        return None
+
+    def conv(self, x: Tensor, spec: ConvSpec, batch: Any) -> Tensor:
+        return None
+
+    def scan(self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, spec: ScanSpec, batch: Any) -> Tensor:
+        return None
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, spec: DeltaSpec, batch: Any
+    ) -> Tensor:
+        return None
+
+    def gated(self, x: Tensor, gate: Tensor, by: GateBy) -> Tensor:
         return None
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:

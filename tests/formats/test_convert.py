@@ -71,6 +71,8 @@ SAVED = [
     "olmo2",
     "olmo3-yarn",
     "ernie4_5",
+    "lfm2",
+    "qwen3_5_text",
 ]
 
 
@@ -100,13 +102,15 @@ def test_the_gguf_package_reads_every_field(kind: str, tmp_path: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     name = fields["general.architecture"]
     assert fields[f"{name}.block_count"] == TINY["num_hidden_layers"]
-    assert fields[f"{name}.rope.freq_base"] == pytest.approx(10000.0) or "smollm3" in kind or "gemma3" in kind
+    assert fields[f"{name}.rope.freq_base"] == pytest.approx(10000.0) or kind.startswith(
+        ("smollm3", "gemma3", "lfm2")
+    )
     assert reader.fields[f"{name}.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
     assert len(fields["tokenizer.ggml.tokens"]) == N_VOCAB
     expected = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper().replace("-", "_")], 4).mapping.values()
     known = {tensor for _, tensor in expected}
     for tensor in reader.tensors:
-        assert tensor.name.rsplit(".", 1)[0] in known
+        assert tensor.name.rsplit(".", 1)[0] in known or tensor.name in known
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,8 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     state = again.state_dict()
     for name, tensor in model.state_dict().items():
         # Gemma's norms are stored as what is added to 1, and pass through float32 with the 1
-        atol = 2**-23 if "gemma" in kind and "norm" in name else 0
+        atol = 2**-23 if kind.startswith(("gemma", "qwen3_5")) and "norm" in name else 0
+        atol = 2**-21 if "A_log" in name else atol  # a logarithm of an exponential
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=atol)
     with torch.no_grad():
         want, got = model(torch.tensor([IDS])).logits, again(torch.tensor([IDS])).logits
@@ -394,7 +399,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
     [
         *("llama", "llama-tied-llama3", "llama-biases", "llama-yarn", "smollm3-yarn", "qwen3", "phi3", "phi"),
         *("phi3-as-phi4-mini", "olmo2", "olmo3", "olmo3-yarn", "granite", "ernie4_5"),
-        *("gemma2", "gemma3_text", "gemma3_text-pattern", "qwen3_moe", "olmoe"),
+        *("gemma2", "gemma3_text", "gemma3_text-pattern", "qwen3_moe", "olmoe", "lfm2", "qwen3_5_text"),
     ],
 )
 def test_llama_cpp_gives_the_same_logits(kind: str, tmp_path: Path) -> None:

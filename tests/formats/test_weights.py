@@ -13,9 +13,10 @@ from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
-from kukri.formats.gguf.weights import GGUFWeights, half_split_order
+from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels.cpu.quantize import quantize
+from kukri.models.rope import half_split_order
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 

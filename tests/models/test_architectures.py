@@ -23,6 +23,7 @@ from kukri.models import ARCHITECTURES, Model, load_model, tap_names
 
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
+HYBRIDS = ["lfm2", "qwen3_5_text"]  # with layers that keep a state
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
 
 
@@ -136,7 +137,13 @@ def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Bac
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi", *DECODERS, *MIXTURES])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_packed_weights_of_hybrids_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
+    """The same of recurrent layers."""
+    test_packed_weights_run_on_the_cpu(name, tmp_path, reference)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi", *DECODERS, *MIXTURES, *HYBRIDS])
 def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
     """An op that works on a row differently when others are beside it."""
     _, config, source = make(name)
@@ -147,7 +154,7 @@ def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
         np.testing.assert_array_equal(Driver(model, backend, kv_type="f16").run(ids, chunks), whole)
 
 
-@pytest.mark.parametrize("name", ["qwen2", *DECODERS])
+@pytest.mark.parametrize("name", ["qwen2", *DECODERS, *HYBRIDS])
 def test_a_neighbour_changes_no_bit(name: str, backend: Backend) -> None:
     """A sequence that sees another's keys, or sums in another order beside it."""
     _, config, source = make(name)
@@ -224,12 +231,17 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     assert windows["phi3"] == {9}
     assert windows["starcoder2"] == {11}
     assert windows["gpt_oss"] == {7, None}
+    for name in HYBRIDS:
+        assert {layer.is_recurrent for layer in configs[name].layers} == {True, False}
     assert windows["olmo3"] == windows["gemma2"] == windows["gemma3_text"] == {None, 7}
     assert all(window < N_TOKENS for found in windows.values() for window in found if window is not None)
     assert make("qwen2")[0].config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     assert {n: c.rope.rotary_dim for n, c in configs.items() if c.rope.rotary_dim != D_HEAD} == {
         "phi3": 12,
         "phi": 8,
+        "qwen3_5_text": 8,
+        "qwen3_5_text-grouped": 8,
+        "phi-grouped": 8,
     }
     kinds = {name: c.rope.scaling.kind for name, c in configs.items() if c.rope.scaling}
     assert kinds == {
@@ -256,6 +268,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("gpt_oss", "mlp.experts.gate_proj.bias", "mlp.gate_proj.weight"),
         ("olmoe", "mlp.gate.weight", "mlp.up_proj.weight"),
         ("qwen3_moe", "mlp.experts.gate_proj.weight", "mlp.gate_proj.weight"),
+        ("lfm2", "conv.conv.weight", "self_attn.q_proj.weight"),
         ("olmo2", "self_attn.q_norm.weight", "input_layernorm.weight"),
         ("olmo3", "post_feedforward_layernorm.weight", "pre_feedforward_layernorm.weight"),
         ("gemma2", "pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"),

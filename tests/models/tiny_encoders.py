@@ -27,6 +27,7 @@ class TinyEncoder:
 
 ENCODERS: dict[str, TinyEncoder] = {
     "bert": TinyEncoder("Bert", {"layer_norm_eps": 1e-5}),
+    "nomic_bert": TinyEncoder("NomicBert", {"layer_norm_eps": 1e-5, "head_dim": D // HEADS}),
 }
 
 

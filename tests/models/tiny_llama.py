@@ -135,7 +135,7 @@ class Driver:
         max_tokens: int = 256,
     ) -> None:
         self.model = model
-        self.cache = backend.new_cache(model.cache_layout, n_pages, kv_type=kv_type)
+        self.cache = backend.new_cache(model.cache_layout, n_pages, 1, kv_type)
         self.pages = np.random.default_rng(7).permutation(n_pages).astype(np.int32)
         limits = StepLimits(max_tokens, 1, max_tokens, n_pages)
         self.hooks = Hooks()
@@ -186,7 +186,7 @@ def run_together(model: Model, backend: Backend, texts: Sequence[Sequence[int]])
     owner = np.repeat(np.arange(len(texts)), lengths)
     slots = table[owner, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
     n_tokens = sum(lengths)
-    cache = backend.new_cache(model.cache_layout, sum(n_pages), kv_type="f16")
+    cache = backend.new_cache(model.cache_layout, sum(n_pages), len(texts), "f16")
     program = backend.compile(model, cache, StepLimits(n_tokens, len(texts), n_tokens, max(n_pages)))
     batch = ForwardBatch(
         np.concatenate(texts).astype(np.int32),

@@ -14,8 +14,9 @@ import transformers
 from tiny_gguf import _interleaved
 from tiny_llama import TorchSource
 
-from kukri.config import LayerConfig, MixtureConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import LayerConfig, MixtureConfig, ModelConfig, RecurrentConfig, RopeConfig, RopeScaling
 from kukri.formats.gguf.writer import write_gguf
+from kukri.formats.huggingface.weights import is_convolution
 from kukri.kernels.cpu.quantize import quantize
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
@@ -25,6 +26,7 @@ N_TOKENS = 40  # of a prompt: longer than every window and every original contex
 ORIGINAL = 32
 FULL = LayerConfig()
 NOPE = LayerConfig(use_rope=False)
+RECURRENT = LayerConfig(is_recurrent=True)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Tiny:
     tensors: Mapping[str, Sequence[float]] | None = None
     tied: bool = False
     mixture: MixtureConfig | None = None
+    recurrent: RecurrentConfig | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)  # more of our configuration
     norm_offset: float = 0.0  # what transformers' norms add to their weights
     is_paired: bool = False  # transformers' rows of q and k are in pairs
@@ -86,6 +89,22 @@ _PHI3_ROPE = _rope(
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 _EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}
 
+
+def _qwen3_5(n_heads: int) -> Tiny:
+    """Two key heads for so many value heads."""
+    return Tiny(
+        "Qwen3_5Text", "qwen35",
+        {"linear_num_key_heads": 2, "linear_num_value_heads": n_heads, "linear_key_head_dim": 16,
+         "linear_value_head_dim": 16, "rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        layers=(RECURRENT, RECURRENT, RECURRENT, FULL), rotary_dim=8, norm_offset=1.0,
+        recurrent=RecurrentConfig(4, n_heads, 2, 16, 16),
+        facts={"has_gates": True},
+        keys={"ssm.conv_kernel": 4, "ssm.time_step_rank": n_heads, "ssm.group_count": 2, "ssm.state_size": 16,
+              "ssm.inner_size": 16 * n_heads, "attention.key_length": D_HEAD,
+              "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)},
+    )  # fmt: skip
+
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny(
         "Llama", "llama", {"rope_parameters": _LLAMA3},
@@ -123,6 +142,9 @@ TINY: dict[str, Tiny] = {
         "Phi", "phi2", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
         rotary_dim=8, n_kv_heads=HEADS,
     ),
+    "phi-grouped": Tiny(
+        "Phi", "phi2", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)}, rotary_dim=8,
+    ),
     "starcoder2": Tiny(
         "Starcoder2", "starcoder2", {"sliding_window": 11}, layers=_windows(11, 11, 11, 11), tied=True,
         keys={"attention.sliding_window": 11},
@@ -152,6 +174,14 @@ TINY: dict[str, Tiny] = {
                "logits_divisor": 1.75},
         keys={"embedding_scale": 3.0, "attention.scale": 0.375, "residual_scale": 0.625, "logit_scale": 1.75},
     ),
+    "lfm2": Tiny(
+        "Lfm2", "lfm2",
+        {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+        layers=(RECURRENT, RECURRENT, FULL, RECURRENT), tied=True, recurrent=RecurrentConfig(3),
+        keys={"attention.head_count_kv": np.array([0, 0, KV_HEADS, 0], np.int32), "shortconv.l_cache": 3},
+    ),
+    "qwen3_5_text": _qwen3_5(2),
+    "qwen3_5_text-grouped": _qwen3_5(4),
     "ernie4_5": Tiny("Ernie4_5", "ernie4_5", {"use_bias": True}, tied=True, is_paired=True),
     "gemma2": Tiny(
         "Gemma2", "gemma2",
@@ -205,7 +235,7 @@ def make(
         "rope_parameters": _rope("default"),
     }  # fmt: skip
     config_class = getattr(transformers, f"{tiny.hf_type}Config")
-    epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+    epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
     epsilon = {key: 1e-5 for key in epsilons if hasattr(config_class(), key)}
     hf_config = config_class(**{**common, **epsilon, **tiny.hf})
     hf = getattr(transformers, f"{tiny.hf_type.removesuffix('Text')}ForCausalLM")(hf_config).eval()
@@ -215,8 +245,10 @@ def make(
             if "sinks" in key:
                 parameter.copy_(torch.randn_like(parameter))
             elif "norm" in key or "bias" in key:  # else all ones or zeros, and a mistake would not show
-                middle = 0.0 if "bias" in key else 1.0 - tiny.norm_offset
+                middle = 0.0 if "bias" in key else 1.0 - tiny.norm_offset * ("linear_attn" not in key)
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
+            elif is_convolution(key):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
             elif kind.name == "BF16":
                 parameter.copy_(parameter.bfloat16().float())
     config = ModelConfig(
@@ -234,16 +266,50 @@ def make(
         rope=RopeConfig(10000.0, tiny.rotary_dim, scaling),
         layers=tuple(tiny.layers),
         mixture=tiny.mixture,
+        recurrent=tiny.recurrent,
         **tiny.facts,
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
+    state = dict(_named(key, tensor) for key, tensor in state.items())
     made = TorchSource(_with_experts_apart(state))
     for key in made.arrays:
-        made.arrays[key] = made.arrays[key] + np.float32(tiny.norm_offset if "norm" in key else 0.0)
+        is_norm = "norm" in key and "linear_attn" not in key
+        made.arrays[key] = made.arrays[key] + np.float32(tiny.norm_offset if is_norm else 0.0)
+    if config.has_gates:  # rows of a head's query and gate apart
+        for key in [key for key in made.arrays if "q_proj" in key]:
+            made.arrays[key] = np.concatenate([part.reshape(-1, D) for part in _gates(made.arrays[key])])
     if tiny.is_paired:
         rotated = [key for key in made.arrays if "q_proj" in key or "k_proj" in key]
         made.arrays |= {key: _half_split(made.arrays[key]) for key in rotated}
     return hf, config, made
+
+
+def _gates(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows of queries and gates, head by head, both [heads, D_HEAD, D]."""
+    heads = rows.reshape(HEADS, 2, D_HEAD, -1)
+    return heads[:, 0], heads[:, 1]
+
+
+def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """A parameter of transformers' as kukri names it and has it."""
+    if key.endswith(".A_log"):
+        return f"{key}.weight", -torch.exp(tensor)
+    key = f"{key}.weight" if key.endswith(".D") else key.replace(".dt_bias", ".dt_proj.bias")
+    return key, tensor[:, 0] if is_convolution(key) else tensor
+
+
+def _tiled(key: str, array: np.ndarray, recurrent: RecurrentConfig) -> np.ndarray:
+    """An array as llama.cpp's converter has it: value head j of key head k at place j * n_groups + k."""
+    if "linear_attn." not in key or "linear_attn.norm" in key:
+        return array
+    n, g, n_keys = recurrent.n_heads, recurrent.n_groups, 2 * recurrent.n_groups * recurrent.d_state
+    order = np.arange(n).reshape(g, n // g).T.reshape(-1)
+    wide = (order[:, None] * recurrent.d_head + np.arange(recurrent.d_head)).reshape(-1)
+    if "out_proj" in key:
+        return array[:, wide]
+    if "in_proj_qkv" in key or "conv1d" in key:
+        return np.concatenate([array[:n_keys], array[n_keys:][wide]])
+    return array[wide if "in_proj_z" in key else order]
 
 
 def _half_split(rows: np.ndarray) -> np.ndarray:
@@ -284,11 +350,16 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
         in_pairs = tiny.gguf_arch in ("llama", "smollm3", "granite", "ernie4_5")
         if in_pairs and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
+        if config.has_gates and "q_proj" in key:
+            array = np.stack(np.split(array.reshape(-1, D_HEAD, D), 2), axis=1).reshape(array.shape)
+        if config.recurrent is not None and config.recurrent.n_heads:
+            array = _tiled(key, array, config.recurrent)
         is_kept = array.ndim == 1 or key.endswith(
-            (".bias", "mlp.gate.weight", "mlp.router.weight")
-        )  # routers, as llama.cpp keeps them
+            (".bias", "mlp.gate.weight", "mlp.router.weight", "conv.weight", "conv1d.weight")
+        )  # routers and convolutions, as llama.cpp keeps them
         kind = QUANT_TYPES["F32" if is_kept else weight_type]
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        stored = stored.removesuffix(".weight") if key.endswith((".A_log.weight", ".D.weight")) else stored
         assert stored is not None, key
         tensors[stored] = (kind, quantize(array.reshape(-1, array.shape[-1]), kind), array.shape)
     for key, factors in {**(tiny.tensors or {}), **_rope_freqs(config)}.items():
@@ -338,4 +409,7 @@ def as_read(name: str, config: ModelConfig) -> ModelConfig:
     named = {a.gguf: a.name for a in sorted(ARCHITECTURES.values(), key=lambda a: a.name == a.gguf)}
     architecture = named[TINY[name].gguf_arch]
     rope = replace(config.rope, scaling=scaling)
+    if architecture == "qwen3_5_text" and config.recurrent is not None:
+        are_tiled = config.recurrent.n_heads != config.recurrent.n_groups
+        config = replace(config, recurrent=replace(config.recurrent, are_tiled=are_tiled))
     return replace(config, architecture=architecture, rope=rope, name="tiny")

@@ -28,8 +28,10 @@ from kukri.formats.facts import (
     mixture_facts,
     read_mixture,
     read_numbers,
+    read_recurrent,
     write_mixture,
     write_numbers,
+    write_recurrent,
     write_scaling,
 )
 from kukri.formats.gguf.reader import GGUFFile
@@ -50,6 +52,8 @@ CAUSAL_KEY, POOLING_KEY, RANK = "attention.causal", "pooling_type", 4  # llama.c
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LOCAL_THETA = "rope.freq_base_swa"
 _SCALE = "attention.scale"
+_KV_HEADS, _INTERVAL = "attention.head_count_kv", "full_attention_interval"
+_RECURRENT = "attention.recurrent_layers"
 _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 
 # Of mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
@@ -165,6 +169,8 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         name=Keys(gguf.metadata, gguf.path, "general.").text("name", gguf.path.stem),
         head=_head(keys, n_vocab, architecture),
         mixture=read_mixture(keys, "gguf", architecture, numbers["d_ffn"], _normalized(keys, architecture)),
+        recurrent=read_recurrent(keys, "gguf", architecture),
+        has_gates=architecture.has_gates,
         is_causal=architecture.is_causal,
         n_token_types=_n_rows(gguf, "token_types.weight"),
         n_positions=_n_rows(gguf, "position_embd.weight"),
@@ -191,6 +197,8 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
         **({NOPE_KEY: np.array(nope, np.int32)} if states_nope else {}),
         **_head_keys(config),
         **_mixture_keys(config, architecture),
+        **_recurrent_keys(config, architecture),
+        **architecture.gguf_states,
     }
     return {
         "general.architecture": architecture.gguf,
@@ -261,12 +269,17 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     if architecture.experts is not None:
         neutral |= {key: (value,) for key, value in NEUTRAL_OF_MIXTURES.items()}
         neutral.pop("expert_count")
+    else:  # a mixture behind all layers is none
+        neutral["leading_dense_block_count"] = (0, keys.value("block_count"))
     neutral[CAUSAL_KEY] = (architecture.is_causal,)
     if keys.value(_WINDOW, 0):
         neutral |= {key: (keys.value(base),) for key, base in AS_WITHOUT_WINDOW.items() if keys.has(base)}
     read_here = {fact.gguf for fact in facts(architecture)}
     read_here |= {_LOCAL_THETA} if architecture.local_rope else set()
     read_here |= {_SCALE} if architecture.wide_layers else set()
+    if architecture.recurrent is not None:
+        read_here |= {*architecture.recurrent.gguf.values(), _INTERVAL, _RECURRENT}
+    read_here |= architecture.gguf_ignores
     neutral = {key: values for key, values in neutral.items() if key not in read_here}
     for key, values in neutral.items():
         if not keys.has(key):
@@ -300,6 +313,41 @@ def _mixture_keys(config: ModelConfig, architecture: Architecture) -> dict[str, 
             f"readers of GGUF take the weights of {architecture.name}'s experts to be {usual}: these are not"
         )
     return write_mixture(mixture, "gguf", architecture)
+
+
+def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """The keys of recurrent layers, and of which layers they are."""
+    if config.recurrent is None or architecture.recurrent is None:
+        return {}
+    recurrent = [layer.is_recurrent for layer in config.layers]
+    keys = write_recurrent(config.recurrent, "gguf", architecture)
+    if not architecture.recurrent.gguf_interval:
+        counts = [0 if is_recurrent else config.n_kv_heads for is_recurrent in recurrent]
+        return keys | {_KV_HEADS: np.array(counts, np.int32)}
+    for n in range(2, len(recurrent) + 1):
+        if recurrent == [not is_nth(i, n) for i in range(len(recurrent))]:
+            return keys | {_INTERVAL: n}
+    return keys | {_RECURRENT: np.array(recurrent)}
+
+
+def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:
+    """Which layers are recurrent."""
+    own = architecture.recurrent
+    if own is None:
+        return [False] * n_layers
+    if not own.gguf_interval:
+        if type(keys.value(_KV_HEADS)) is int:
+            return [False] * n_layers
+        listed = [count == 0 for count in keys.items(_KV_HEADS, int)]
+        key = _KV_HEADS
+    elif keys.has(_RECURRENT):
+        listed, key = [bool(entry) for entry in keys.items(_RECURRENT, int)], _RECURRENT
+    else:
+        interval = keys.whole(_INTERVAL, own.gguf_interval)
+        return [not is_nth(i, interval) for i in range(n_layers)]
+    if len(listed) != n_layers:
+        raise keys.error(key, f"has {len(listed)} entries for {n_layers} layers")
+    return listed
 
 
 def _n_rows(gguf: GGUFFile, name: str) -> int:
@@ -360,10 +408,18 @@ def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[Laye
         if not nope <= set(range(n_layers)):
             raise keys.error(NOPE_KEY, f"names layers outside 0 to {n_layers - 1}")
     window = keys.whole(_WINDOW, 0, least=0) or None
-    windowed = _windowed(keys, architecture, n_layers)
+    if window is not None and not architecture.is_causal:
+        window = one_sided(window)
+    windowed, recurrent = _windowed(keys, architecture, n_layers), _recurrent(keys, architecture, n_layers)
     return tuple(
-        LayerConfig(use_rope=i not in nope, window=window if windowed[i] else None) for i in range(n_layers)
+        LayerConfig(i not in nope, window if windowed[i] else None, is_recurrent=recurrent[i])
+        for i in range(n_layers)
     )
+
+
+def one_sided(window: int) -> int:
+    """Tokens that an encoder's token sees on each side, itself among them, by the window of both sides."""
+    return window // 2 + 1
 
 
 def with_local_rope(layers: Sequence[LayerConfig], rope: RopeConfig) -> tuple[LayerConfig, ...]:
@@ -414,7 +470,9 @@ def _window_keys(config: ModelConfig, architecture: Architecture) -> dict[str, A
         return {_WINDOW: 0} if architecture.gguf == "phi3" or _WINDOW in architecture.gguf_defaults else {}
     if len(sizes) > 1:
         raise UnsupportedError(f"GGUF has no key for windows of several sizes: {sorted(sizes, key=str)}")
-    return {_WINDOW: sizes.pop(), **_pattern_key([window is not None for window in windows], architecture)}
+    size = sizes.pop()
+    stated = size if size is None or config.is_causal else 2 * (size - 1)
+    return {_WINDOW: stated, **_pattern_key([window is not None for window in windows], architecture)}
 
 
 def _pattern_key(windowed: list[bool], architecture: Architecture) -> dict[str, Any]:

@@ -33,6 +33,7 @@ _NAMES = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
+_BARE = (".ssm_a", ".ssm_d")  # parameters whose names have no ending
 _OUTSIDE = re.compile(r"model\..+|lm_head|score|classifier|qa_outputs")
 
 
@@ -44,13 +45,14 @@ def gguf_name(name: str, architecture: str = "llama") -> str:
         in_layer = _OUTSIDE.fullmatch(match["module"]) is None
         if match["prefix"] == (layers if in_layer else None):
             prefix = f"blk.{match['layer']}." if in_layer else ""
-            return f"{prefix}{table[match['module']]}.{match['kind']}"
+            stored = f"{prefix}{table[match['module']]}"
+            return stored if stored.endswith(_BARE) else f"{stored}.{match['kind']}"
     raise _unknown(name)
 
 
 def hf_name(name: str, architecture: str = "llama") -> str:
     """`output_norm.weight` -> `model.norm.weight`. Raises UnsupportedError for a name it does not know."""
-    match = _pattern("blk").fullmatch(name)
+    match = _pattern("blk").fullmatch(f"{name}.weight" if name.endswith(_BARE) else name)
     if match and match["module"] in (table := _reverse_table(architecture)):
         module = table[match["module"]]
         in_layer = _OUTSIDE.fullmatch(module) is None

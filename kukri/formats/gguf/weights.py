@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
@@ -15,11 +14,11 @@ from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.tensor_names import gguf_name, module_name
 from kukri.kernels.types import Experts, FloatArray, Weight
 from kukri.models import Architecture
+from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS
 
 _MAX_LISTED = 8
-_ROTATED = re.compile(r".*\bself_attn\.[qk]_proj\.(?:weight|bias)")
 _BIAS = re.compile(r"blk\.\d+\.(?P<module>\w+)\.(?P<kind>weight|bias)")
 
 
@@ -33,6 +32,8 @@ class GGUFWeights:
         self._gguf, self._config = gguf, config
         self._taken = set(ROPE_TENSORS) if config.rope.scaling is not None else set[str]()
         self._architecture = architecture_of(gguf)
+        if self._architecture.has_dense:
+            self._taken |= {name for name in gguf.tensors if re.fullmatch(r"dense_[23]\.weight", name)}
         self._per_token = activations_per_token(gguf)
         _check_biases(gguf, self._architecture)
 
@@ -113,22 +114,3 @@ def _check_biases(gguf: GGUFFile, architecture: Architecture) -> None:
         if bias not in gguf.tensors and (always or stored in some):
             reason = "this architecture has it" if always else f"{brief(some[stored])} is there"
             raise FormatError(f"is missing, but {reason}", path=gguf.path, tensor=bias)
-
-
-def rope_row_order(name: str, n_rows: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
-    """`half_split_order` for a projection of q or k, by its Hugging Face name; None for other tensors."""
-    if _ROTATED.fullmatch(name) is None:
-        return None
-    return half_split_order(n_rows, config.d_head, config.rope.rotary_dim)
-
-
-def half_split_order(n_rows: int, d_head: int, rotary_dim: int) -> npt.NDArray[np.int64]:
-    """For each row of a half-split q or k, its row in an interleaved one: int64 [n_rows].
-
-    Of a head's rotary rows, interleaved files hold the pair (2i, 2i + 1) where transformers
-    has (i, i + rotary_dim / 2); the others stay. Undoes `permute` of llama.cpp's convert_hf_to_gguf.py.
-    """
-    heads = np.arange(n_rows).reshape(-1, d_head)
-    pairs = heads[:, :rotary_dim].reshape(len(heads), rotary_dim // 2, 2)
-    heads[:, :rotary_dim] = pairs.swapaxes(1, 2).reshape(len(heads), rotary_dim)
-    return heads.reshape(-1)

@@ -23,6 +23,7 @@ from kukri.formats.gguf.reader import (
     impossible_shape,
     n_bytes_of,
 )
+from kukri.formats.unfinished import unfinished
 from kukri.quant.types import QuantType
 
 # What a tensor is written from: type, data (or a function that makes it when its turn comes), shape.
@@ -42,9 +43,8 @@ def write_gguf(
     """
     target = Path(path)
     alignment = alignment_of(metadata, target)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with open(unfinished, "wb") as file:
+        with unfinished(target) as path, open(path, "wb") as file:
             file.write(_encode_header(metadata, tensors, alignment))
             for name, (weight_type, data, shape) in tensors.items():
                 _pad(file, alignment)
@@ -52,11 +52,8 @@ def write_gguf(
             _pad(file, alignment)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, target)
     except OSError as error:
         raise FormatError(f"cannot be written: {error.strerror}", path=target) from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _encode_header(metadata: Mapping[str, Any], tensors: Mapping[str, TensorSource], alignment: int) -> bytes:

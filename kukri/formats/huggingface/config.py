@@ -29,11 +29,13 @@ from kukri.formats.facts import (
     mixture_facts,
     read_mixture,
     read_numbers,
+    read_recurrent,
     write_mixture,
     write_numbers,
+    write_recurrent,
     write_scaling,
 )
-from kukri.formats.gguf.config import is_nth, llama3_divisors, local_rope, with_local_rope
+from kukri.formats.gguf.config import is_nth, llama3_divisors, local_rope, one_sided, with_local_rope
 from kukri.formats.keys import Keys
 from kukri.models import ARCHITECTURES, Architecture
 
@@ -104,6 +106,8 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
     if _QUERY_SCALAR in architecture.reads:
         scalar = keys.positive(_QUERY_SCALAR)
         numbers["attention_scale"] = None if scalar == numbers["d_head"] else scalar**-0.5
+    if _ADJUSTS in architecture.reads and keys.flag(_ADJUSTS):
+        numbers["d_ffn"] = _adjusted_width(keys, numbers["d_ffn"])
     rope, local = RopeConfig(), None
     if architecture.has_rope:
         rope, local = _ropes(keys, architecture, numbers["d_head"], numbers["max_context"])
@@ -119,10 +123,22 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         name=name or path.parent.name,
         head=_head(keys, architecture),
         mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"], normalized),
+        recurrent=read_recurrent(keys, "hf", architecture),
+        has_gates=architecture.has_gates,
         is_causal=architecture.is_causal,
         n_token_types=keys.whole("type_vocab_size", most=MAX_TOKEN_TYPES) if has_types else 0,
         n_positions=0 if architecture.has_rope else numbers["max_context"],
     )
+
+
+def _adjusted_width(keys: Keys, stated: int) -> int:
+    """LFM2's width of an MLP: two thirds of that stated, times a factor, in whole multiples."""
+    factor = keys.value("block_ffn_dim_multiplier")
+    width = int(2 * stated / 3)
+    if factor is not None:
+        width = int(keys.positive("block_ffn_dim_multiplier") * width)
+    step = keys.whole("block_multiple_of")
+    return -(-width // step) * step
 
 
 def _flag(keys: Keys, rule: str | bool) -> bool:
@@ -154,7 +170,10 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         # the tokenizer's files say them; left out, each class has ids of its own that the vocabulary may lack
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **_window_keys(architecture, windows),
+        **_recurrent_keys(config, architecture),
     }
+    if _ADJUSTS in architecture.reads:
+        made[_ADJUSTS] = False
     if architecture.partial_rotary:
         made["partial_rotary_factor"] = config.rope.rotary_dim / config.d_head
     elif config.rope.rotary_dim != config.d_head:
@@ -204,10 +223,18 @@ def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
 def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, Keys]:
     """The architecture, and its keys."""
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    named = [one for one in ARCHITECTURES.values() if (one.hf_type or one.name) == model_type]
+    flagged = [one for one in named if one.hf_flag and config.get(one.hf_flag) is True]
+    found = flagged or [one for one in named if not one.hf_flag]
+    if not found:
+        known = ", ".join(dict.fromkeys(one.hf_type or name for name, one in ARCHITECTURES.items()))
         raise UnsupportedError(f"{path}: model_type {brief(model_type)} is not supported: kukri runs {known}")
-    architecture = ARCHITECTURES[model_type]
+    architecture = found[0]
+    if architecture.aliases:
+        newer = {
+            architecture.aliases[key]: value for key, value in config.items() if key in architecture.aliases
+        }
+        config = {key: value for key, value in config.items() if key not in architecture.aliases} | newer
     if architecture.experts is not None:  # transformers writes either name and reads both
         other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
         own, name = architecture.experts.n_experts, other[architecture.experts.n_experts]
@@ -219,6 +246,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, 
 def _known(architecture: Architecture) -> frozenset[str]:
     """The keys that are read or ignored, whatever they hold."""
     numbers = frozenset(fact.hf for fact in (*facts(architecture), *mixture_facts(architecture)))
+    if architecture.recurrent is not None:
+        numbers |= {*architecture.recurrent.hf.values(), "layer_types"}
     if architecture.experts is not None and isinstance(architecture.experts.normalized, str):
         numbers |= {architecture.experts.normalized}
     return numbers | _READ | IGNORED_KEYS | architecture.reads | architecture.ignores
@@ -291,6 +320,8 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_ADJUSTS = "block_auto_adjust_ff_dim"
+_ATTENTION_INDICES, _INTERVAL = "full_attn_idxs", "full_attention_interval"
 _LOCAL_THETA = "rope_local_base_freq"
 _QUERY_SCALAR = "query_pre_attn_scalar"
 _HEAD_CLASSES = {
@@ -340,7 +371,42 @@ def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[Laye
         use_rope = _rotating(keys, n_layers)
         if keys.value("layer_types") is None:  # then windows are for the layers without RoPE
             windows = [None if rope else window for rope, window in zip(use_rope, windows)]
-    return tuple(LayerConfig(rope, window) for rope, window in zip(use_rope, windows))
+    recurrent = _recurrent(keys, architecture, n_layers)
+    return tuple(
+        LayerConfig(rope, window, is_recurrent=is_recurrent)
+        for rope, window, is_recurrent in zip(use_rope, windows, recurrent)
+    )
+
+
+def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:
+    """Which layers are recurrent, by the rules of each configuration class."""
+    own = architecture.recurrent
+    if own is None:
+        return [False] * n_layers
+    if keys.value("layer_types") is not None:
+        types = _per_layer(keys, "layer_types", str, n_layers)
+        if unknown := set(types) - {"full_attention", "attention", *own.layer_types}:
+            known = f"full_attention and {own.layer_types[0]}"
+            raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs {known} here")
+        return [kind in own.layer_types for kind in types]
+    if _ATTENTION_INDICES in architecture.reads:
+        if keys.value(_ATTENTION_INDICES) is None:
+            return [False] * n_layers
+        attending = set(keys.items(_ATTENTION_INDICES, int))
+        if not attending <= set(range(n_layers)):
+            raise keys.error(_ATTENTION_INDICES, f"names layers outside 0 to {n_layers - 1}")
+        return [i not in attending for i in range(n_layers)]
+    interval = keys.whole(_INTERVAL, 4) if _INTERVAL in architecture.reads else 0
+    return [not is_nth(i, interval) for i in range(n_layers)]
+
+
+def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """The keys of recurrent layers, and of which layers they are."""
+    if config.recurrent is None or architecture.recurrent is None:
+        return {}
+    names = ("full_attention", architecture.recurrent.layer_types[0])
+    types = [names[layer.is_recurrent] for layer in config.layers]
+    return write_recurrent(config.recurrent, "hf", architecture) | {"layer_types": types}
 
 
 def _rotating(keys: Keys, n_layers: int) -> list[bool]:
@@ -370,6 +436,8 @@ def _windows(keys: Keys, architecture: Architecture, n_layers: int) -> list[int 
     if "use_sliding_window" in reads and not keys.flag("use_sliding_window"):
         return [None] * n_layers
     window = keys.whole("sliding_window")
+    if not architecture.is_causal:
+        window = one_sided(window)
     if "layer_types" in reads and keys.value("layer_types") is not None:
         types = _per_layer(keys, "layer_types", str, n_layers)
         if unknown := set(types) - set(_LAYER_TYPES):
@@ -512,7 +580,7 @@ def _scaling(
         raise keys.unsupported(where, f"has rope_type {brief(kind)}: kukri runs {known}")
     fields = () if kind == "default" else SCALING_FIELDS[kind]
     names = {SCALING_FACTS[field].hf: field for field in (*fields, "original_context")}
-    common = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *architecture.ignores}
     stated = [name.removeprefix(parameters.prefix) for name in parameters.values]
     if unknown := set(stated) - names.keys() - common:
         raise keys.unsupported(where, f"has the unknown parameter {brief(min(unknown))}")

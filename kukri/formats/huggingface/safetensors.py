@@ -52,8 +52,8 @@ class SafeTensor:
 class SafetensorsFile:
     """A .safetensors file, mapped and checked: its tensors fill it without gap or overlap.
 
-    Attributes: path, tensors (name -> SafeTensor, in file order). Raises FormatError for a file that is
-    broken or cannot be read. The file must not shrink while it is in use.
+    Attributes: path, tensors (name -> SafeTensor, in file order), metadata (texts by name). Raises
+    FormatError for a file that is broken or cannot be read. The file must not shrink while it is in use.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,6 +61,7 @@ class SafetensorsFile:
         self._bytes = map_file(self.path, "safetensors")
         entries, start = _read_header(self._bytes, self.path)
         self.tensors = _read_tensors(entries, start, len(self._bytes), self.path)
+        self.metadata = _read_metadata(entries)
 
     def data(self, tensor: SafeTensor) -> ByteArray:
         """A tensor as stored: uint8 [n_bytes], a read-only view of the mapped file."""
@@ -87,19 +88,45 @@ def write_safetensors(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], Callable[[], ByteArray]]]
 ) -> None:
     """Writes a file from (dtype, shape, a function that gives the bytes), one tensor in memory at a time."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape, _) in tensors.items():
-        start, end = end, end + prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    header = _header({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}, {})
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for _, _, make in tensors.values():
             file.write(np.ascontiguousarray(make()).reshape(-1).data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def safetensors_bytes(
+    arrays: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The bytes of a file of arrays: float16, float32, int32 or int64."""
+    kept = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    header = _header(
+        {name: (_NAMES[array.dtype.name], array.shape) for name, array in kept.items()}, metadata or {}
+    )
+    return header + b"".join(array.tobytes() for array in kept.values())
+
+
+_NAMES = {"float16": "F16", "float32": "F32", "int32": "I32", "int64": "I64"}
+
+
+def _header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a file whose tensors (dtype, shape) follow one another."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_metadata(entries: dict[str, Any]) -> dict[str, str]:
+    """The texts under `__metadata__`; anything else there is left out."""
+    given = entries.get("__metadata__")
+    return {k: v for k, v in given.items() if isinstance(v, str)} if isinstance(given, dict) else {}
 
 
 def _read_header(data: ByteArray, path: Path) -> tuple[dict[str, Any], int]:

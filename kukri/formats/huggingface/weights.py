@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief
-from kukri.formats.gguf.weights import rope_row_order
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
 from kukri.models import ARCHITECTURES, Architecture
+from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
@@ -44,7 +44,7 @@ _EXPERTS = re.compile(
 _ROUTER = re.compile(r".+\.mlp\.(?:gate|router)\.weight")
 
 # The model below a head, or on its own, has other names in front than a language model's.
-_PREFIXES = ("model.", "transformer.", "bert.", "")
+_PREFIXES = ("model.", "transformer.", "bert.", "nomic_bert.", "")
 
 
 class SafetensorsWeights:
@@ -129,6 +129,7 @@ class SafetensorsWeights:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
         data, kind = self._take(name, (size,))
         values = dequantize(data.reshape(1, -1), kind).reshape(size) + norm_offset(name, self._config)
+        values = -np.exp(values) if is_decay(name) else values
         order = self._row_order(name, size)
         return values if order is None else values[order]
 
@@ -169,7 +170,7 @@ class SafetensorsWeights:
     ) -> Weight:
         weight = Weight(rows, kind, shape, name, row_order=order)
         target = self._target and fitting_type(self._target, shape[1])
-        if target is None or _ROUTER.fullmatch(name):
+        if target is None or not is_packed(name, shape):
             return weight
         return Weight(requantize(weight.data, kind, target, tensor=name), target, shape, name)
 
@@ -179,14 +180,13 @@ class SafetensorsWeights:
         return rope_row_order(name, n_rows, self._config) if is_interleaved else None
 
     def _stored_name(self, name: str) -> str:
-        if name.endswith(".sinks.weight"):  # a parameter without a module
-            name = name.removesuffix(".weight")
+        name = parameter_name(name)
         return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     def _take(
         self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = _RUNS
     ) -> tuple[ByteArray, QuantType]:
-        name = self._stored_name(name)
+        name, shape = self._stored_name(name), stored_shape(name, shape)
         file = self._files.get(name)
         if file is None:
             raise FormatError("is missing", path=self.path, tensor=name)
@@ -233,13 +233,35 @@ def mxfp4_rows(blocks: ByteArray, scales: ByteArray) -> ByteArray:
 
 
 def is_packed(name: str, shape: tuple[int, ...]) -> bool:
-    """True for a tensor that packing while loading is for: a matrix that is no router."""
-    return len(shape) > 1 and _ROUTER.fullmatch(name) is None
+    """True for a tensor that packing while loading is for: a matrix that is no router or convolution."""
+    return len(shape) > 1 and _ROUTER.fullmatch(name) is None and not is_convolution(name)
+
+
+def is_convolution(name: str) -> bool:
+    """True for the weights of a convolution of single channels, which stay float32 in GGUF."""
+    return name.endswith((".conv.weight", ".conv1d.weight"))
+
+
+def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor in safetensors, where a convolution is (channels, 1, taps)."""
+    return (shape[0], 1, *shape[1:]) if is_convolution(name) else shape
+
+
+def parameter_name(name: str) -> str:
+    """A tensor's name as models know it, as it is stored: parameters without a module have a short one."""
+    name = re.sub(r"\.(sinks|A_log|D)\.weight$", r".\1", name)
+    return re.sub(r"\.dt_proj\.bias$", ".dt_bias", name)
+
+
+def is_decay(name: str) -> bool:
+    """True for the logarithms of decays, whose negative exponentials models and GGUF files have."""
+    return name.endswith((".A_log", ".A_log.weight"))
 
 
 def norm_offset(name: str, config: ModelConfig) -> np.float32:
     """The number that the weight of a norm lacks in safetensors; 0 for other vectors."""
-    offset = ARCHITECTURES[config.architecture].hf_norm_offset if name.endswith("norm.weight") else 0.0
+    is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    offset = ARCHITECTURES[config.architecture].hf_norm_offset if is_norm else 0.0
     return np.float32(offset)
 
 
@@ -259,7 +281,8 @@ def model_prefix(names: Collection[str], architecture: Architecture) -> str:
 def canonical_name(name: str, prefix: str) -> str:
     """A stored tensor's name as models know it; `prefix` is that of `model_prefix`."""
     is_head = not prefix and name.partition(".")[0] in _HEADS
-    name += ".weight" if name.endswith(".sinks") else ""  # a parameter without a module
+    name = re.sub(r"\.(sinks|A_log|D)$", r".\1.weight", name)  # parameters without a module
+    name = re.sub(r"\.dt_bias$", ".dt_proj.bias", name)
     return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) and not is_head else name
 
 

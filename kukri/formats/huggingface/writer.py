@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,14 +13,15 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError
-from kukri.formats.gguf.weights import rope_row_order
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
-from kukri.formats.huggingface.weights import norm_offset
+from kukri.formats.huggingface.weights import is_decay, norm_offset, parameter_name, stored_shape
+from kukri.formats.unfinished import unfinished
 from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES
+from kukri.models.rope import rope_row_order
 from kukri.models.weights import WeightSource, expert_name
 from kukri.quant.types import QUANT_TYPES, QuantType
 
@@ -149,11 +148,14 @@ def write_directory(
     def vector(name: str) -> Callable[[], ByteArray]:
         def make() -> ByteArray:
             values = weights.vector(name, weights.vectors[name]) - norm_offset(name, config)
+            values = np.log(-values) if is_decay(name) else values
             return np.ascontiguousarray(values[stored_order(name, len(values))]).view(np.uint8)
 
         return make
 
-    tensors: Tensors = {name: (dtype, shape, matrix(name)) for name, shape in weights.matrices.items()}
+    tensors: Tensors = {
+        name: (dtype, stored_shape(name, shape), matrix(name)) for name, shape in weights.matrices.items()
+    }
     experts = ARCHITECTURES[config.architecture].experts
     if experts is not None and experts.is_interleaved:
         tensors |= _interleaved(weights, target, on_tensor)
@@ -161,21 +163,15 @@ def write_directory(
         for name, (n, *shape) in weights.stacks.items():
             tensors |= {expert_name(name, i): (dtype, tuple(shape), expert(name, i)) for i in range(n)}
     for name, size in weights.vectors.items():
-        stored = name.removesuffix(".weight") if name.endswith(".sinks.weight") else name
-        tensors[stored] = ("F32", (size,), vector(name))
+        tensors[parameter_name(name)] = ("F32", (size,), vector(name))
     torch_name = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
     stated = {**hf_config(config, names), "torch_dtype": torch_name}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        unfinished.mkdir()
-        for name, contents in {"config.json": stated, **text}.items():
-            written = (
-                contents if isinstance(contents, str) else json.dumps(contents, ensure_ascii=False, indent=2)
-            )
-            (unfinished / name).write_text(written, encoding="utf-8")
-        write_safetensors(unfinished / SINGLE_NAME, tensors)
-        unfinished.rename(path)
+        with unfinished(path, is_directory=True) as folder:
+            for name, contents in {"config.json": stated, **text}.items():
+                is_text = isinstance(contents, str)
+                written = contents if is_text else json.dumps(contents, ensure_ascii=False, indent=2)
+                (folder / name).write_text(str(written), encoding="utf-8")
+            write_safetensors(folder / SINGLE_NAME, tensors)
     except OSError as error:
         raise FormatError(f"cannot be written: {error.strerror}", path=path) from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,0 +1,315 @@
+"""LoRA adapters: directories as PEFT saves them, and GGUF files as llama.cpp's converter writes them.
+
+PEFT: adapter_config.json and adapter_model.safetensors, with `….q_proj.lora_A.weight` (rank, in) and
+`….lora_B.weight` (out, rank). GGUF: `blk.0.attn_q.weight.lora_a` and `….lora_b`, q and k in the order of rows
+of the model's own GGUF files. Whatever would change the result in another way is refused by its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.tensor_names import hf_name
+from kukri.formats.huggingface.safetensors import SafetensorsFile
+from kukri.formats.json_files import read_json
+from kukri.kernels.types import ByteArray, LowRank, Weight
+from kukri.models import ARCHITECTURES, Adapter, Model, linear_matrices
+from kukri.models.rope import rope_row_order
+from kukri.quant.blocks import BLOCKS, dequantize
+from kukri.quant.types import QUANT_TYPES, QuantType
+
+MAX_RANK = 512
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+_FLOATS = ("F32", "F16", "BF16")
+_MAX_LISTED = 6
+_PEFT = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+_GGUF = re.compile(r"(?P<tensor>.+)\.lora_(?P<part>[ab])")
+_PREFIXES = ("model.", "transformer.", "bert.")
+
+# Keys of adapter_config.json that change the result unless they hold one of these, with what they ask for.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_dora": ((False,), "DoRA"),
+    "modules_to_save": (([],), "whole modules beside the updates"),
+    "bias": (("none",), "biases"),
+    "lora_bias": ((False,), "biases of updates"),
+    "fan_in_fan_out": ((False,), "transposed matrices"),
+    "layer_replication": (([],), "layers twice"),
+    "megatron_config": ((), "Megatron's layers"),
+    "target_parameters": (([],), "parameters outside of linear layers"),
+    "trainable_token_indices": (([], {}), "tokens of the embedding"),
+    "alora_invocation_tokens": (([],), "an update from a token on"),
+    "use_qalora": ((False,), "QALoRA"),
+    "use_bdlora": ((False,), "BDLoRA"),
+    "arrow_config": ((), "a router of adapters"),
+}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initializations that rewrite the model's own weights
+
+
+class _Part(NamedTuple):
+    """A or B as stored: its numbers, type, shape and the tensor's name in the file."""
+
+    data: ByteArray
+    type: QuantType
+    shape: tuple[int, ...]
+    name: str
+
+
+def is_adapter(path: Path) -> bool:
+    """True if a path looks like an adapter: a directory with adapter_config.json, or a GGUF file of one."""
+    if path.is_dir():
+        return (path / CONFIG_NAME).is_file()
+    if path.suffix != ".gguf" or not path.is_file():
+        return False
+    with GGUFFile(path) as file:
+        return file.metadata.get("general.type") == "adapter"
+
+
+def read_adapter(path: Path, model: Model) -> Adapter:
+    """The adapter at a path, checked against the model that it is for.
+
+    Raises FormatError for files that are broken or of another model, UnsupportedError for what kukri does not
+    apply: DoRA, saved modules, biases, embeddings, experts.
+    """
+    if not path.exists():
+        raise FormatError("there is no such adapter", path=path)
+    return _read_peft(path, model) if path.is_dir() else _read_gguf(path, model)
+
+
+# --- PEFT
+
+
+def _read_peft(directory: Path, model: Model) -> Adapter:
+    stated = read_json(directory / CONFIG_NAME)
+    _check_config(stated, directory / CONFIG_NAME)
+    weights = directory / WEIGHTS_NAME
+    if not weights.is_file():
+        pickled = any(directory.glob("*.bin"))
+        way_out = ": kukri does not read pickles; save it as safetensors" if pickled else ""
+        raise FormatError(f"holds no {WEIGHTS_NAME}{way_out}", path=directory)
+    file = SafetensorsFile(weights)
+    matrices = linear_matrices(model)
+    parts: dict[str, dict[str, _Part]] = {}
+    modules: dict[str, str] = {}  # as PEFT names them
+    for name, tensor in file.tensors.items():
+        _refuse_kind(name, weights)
+        match = _PEFT.fullmatch(name)
+        if match is None:
+            raise FormatError("is neither lora_A nor lora_B of a linear layer", path=weights, tensor=name)
+        module = match["module"].removeprefix("base_model.model.")
+        matrix = _canonical(module, matrices)
+        if matrix is None:
+            raise _no_matrix(module, matrices, weights, name)
+        if tensor.dtype not in _FLOATS:
+            raise UnsupportedError(
+                f"{weights}: tensor {name!r} is of type {tensor.dtype}, not F32, F16 or BF16"
+            )
+        data = file.data(tensor).copy()  # the file may be replaced while the adapter is in use
+        part = _Part(data, QUANT_TYPES[tensor.dtype], tensor.shape, name)
+        parts.setdefault(matrix, {})[match["part"].lower()] = part
+        modules[matrix] = module
+    order_of = _row_orders(model, is_gguf=False)
+    updates = {}
+    for matrix, both in parts.items():
+        down, up = _checked(matrix, matrices[matrix], both, weights, order_of)
+        rank, scale = _rank_and_scale(stated, modules[matrix], directory / CONFIG_NAME)
+        if down.shape[0] != rank:
+            message = f"has rank {down.shape[0]} where {CONFIG_NAME} says {rank}"
+            raise FormatError(message, path=weights, tensor=both["a"].name)
+        updates[matrix] = LowRank(down, up, scale)
+    return _adapter(directory, updates)
+
+
+def _check_config(stated: Mapping[str, Any], path: Path) -> None:
+    """Raises UnsupportedError for what is no plain LoRA."""
+    kind = stated.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise UnsupportedError(f"{path}: peft_type is {brief(kind)}; kukri applies LORA")
+    for key, (neutral, what) in _REFUSED.items():
+        value = stated.get(key)
+        if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+            raise UnsupportedError(f"{path}: {key} is {brief(value)}; kukri applies no {what}")
+    start = stated.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise UnsupportedError(
+            f"{path}: init_lora_weights is {brief(start)}, which changed the model's own weights too: save "
+            "the adapter converted to plain LoRA"
+        )
+
+
+def _rank_and_scale(stated: Mapping[str, Any], module: str, path: Path) -> tuple[int, float]:
+    """The rank of a module's update and its factor: alpha / rank, or alpha / sqrt(rank) of rsLoRA."""
+    rank = _of_module(stated, "rank_pattern", module, path)
+    rank = stated.get("r", 8) if rank is None else rank
+    alpha = _of_module(stated, "alpha_pattern", module, path)
+    alpha = stated.get("lora_alpha", 8) if alpha is None else alpha
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise FormatError(f"a rank of {brief(rank)}: kukri applies 1 to {MAX_RANK}", path=path)
+    if type(alpha) not in (int, float) or not math.isfinite(alpha) or abs(alpha) > 1e6:
+        raise FormatError(f"lora_alpha must be a number, not {brief(alpha)}", path=path)
+    is_rs = stated.get("use_rslora", False)
+    if not isinstance(is_rs, bool):
+        raise FormatError(f"use_rslora must be true or false, not {brief(is_rs)}", path=path)
+    return rank, float(alpha / math.sqrt(rank) if is_rs else alpha / rank)
+
+
+def _of_module(stated: Mapping[str, Any], key: str, module: str, path: Path) -> Any:
+    """The value of the first name in a pattern that a module's name is, or ends with; None if none is.
+
+    PEFT takes the names for regular expressions; those that need to be are refused.
+    """
+    patterns = stated.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise FormatError(f"{key} must be an object, not {brief(patterns)}", path=path)
+    for name, value in patterns.items():
+        plain = name.removeprefix("^").replace("\\.", ".")
+        if re.fullmatch(r"[\w.]+", plain) is None:
+            raise UnsupportedError(f"{path}: {key} names {brief(name)}; kukri reads plain names there")
+        if module == plain or (not name.startswith("^") and module.endswith(f".{plain}")):
+            return value
+    return None
+
+
+def _canonical(module: str, matrices: Mapping[str, Any]) -> str | None:
+    """The name of the matrix of a module as PEFT names it: with or without what is in front of the layers."""
+    stripped = [module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix)]
+    candidates = [module, f"model.{module}", *(f"model.{name}" for name in stripped)]
+    return next((f"{name}.weight" for name in candidates if f"{name}.weight" in matrices), None)
+
+
+# --- GGUF
+
+
+def _read_gguf(path: Path, model: Model) -> Adapter:
+    with GGUFFile(path) as file:
+        alpha = _check_keys(file, model)
+        matrices = linear_matrices(model)
+        parts: dict[str, dict[str, _Part]] = {}
+        for name, tensor in file.tensors.items():
+            match = _GGUF.fullmatch(name)
+            if match is None:
+                raise FormatError("is neither lora_a nor lora_b of a matrix", path=path, tensor=name)
+            matrix = _matrix_name(match["tensor"], model, path, name)
+            if matrix not in matrices:
+                raise _no_matrix(matrix.removesuffix(".weight"), matrices, path, name)
+            if tensor.type.name not in BLOCKS:
+                known = ", ".join(BLOCKS)
+                raise UnsupportedError(
+                    f"{path}: tensor {name!r} is of type {tensor.type.name}; kukri reads {known}"
+                )
+            data, kind = file.data(name).copy(), tensor.type
+            if kind.name not in _FLOATS:
+                data, kind = dequantize(data, kind).view(np.uint8), QUANT_TYPES["F32"]
+            parts.setdefault(matrix, {})[match["part"]] = _Part(data, kind, tensor.shape, name)
+        order_of = _row_orders(model, is_gguf=True)
+        updates = {}
+        for matrix, both in parts.items():
+            down, up = _checked(matrix, matrices[matrix], both, path, order_of)
+            scale = alpha / down.shape[0] if alpha else 1.0  # as llama.cpp has it
+            updates[matrix] = LowRank(down, up, scale)
+        return _adapter(path, updates)
+
+
+def _check_keys(file: GGUFFile, model: Model) -> float:
+    """The alpha of a file. Raises FormatError and UnsupportedError unless it is LoRA for such a model."""
+    path, stated = file.path, file.metadata
+    if stated.get("general.type") != "adapter":
+        raise FormatError("is no adapter: its general.type is not 'adapter'", path=path)
+    kind = stated.get("adapter.type")
+    if kind != "lora":
+        raise UnsupportedError(f"{path}: adapter.type is {brief(kind)}; kukri applies lora")
+    if "adapter.alora.invocation_tokens" in stated:
+        raise UnsupportedError(f"{path}: holds invocation tokens; kukri applies no update from a token on")
+    architecture = stated.get("general.architecture")
+    wanted = ARCHITECTURES[model.config.architecture].gguf
+    if architecture != wanted:
+        raise FormatError(f"is for the architecture {brief(architecture)}, not {wanted!r}", path=path)
+    alpha = stated.get("adapter.lora.alpha")
+    if not isinstance(alpha, float) or not math.isfinite(alpha) or abs(alpha) > 1e6:
+        raise FormatError(f"key 'adapter.lora.alpha' is {brief(alpha)}, not a number", path=path)
+    return alpha
+
+
+def _matrix_name(stored: str, model: Model, path: Path, tensor: str) -> str:
+    try:
+        return hf_name(stored, model.config.architecture)
+    except UnsupportedError:
+        raise FormatError("names no tensor of the model", path=path, tensor=tensor) from None
+
+
+# --- both
+
+
+_RowOrder = Callable[[str, int], npt.NDArray[np.int64] | None]
+
+
+def _row_orders(model: Model, *, is_gguf: bool) -> _RowOrder:
+    """Gives the order of rows in the file by a matrix's name and their number; None for as they are."""
+    architecture = ARCHITECTURES[model.config.architecture]
+    is_interleaved = architecture.interleaved_rope if is_gguf else architecture.hf_interleaved_rope
+    return lambda name, n_rows: rope_row_order(name, n_rows, model.config) if is_interleaved else None
+
+
+def _checked(
+    matrix: str, shape: tuple[int, int], both: Mapping[str, _Part], path: Path, order_of: _RowOrder
+) -> tuple[Weight, Weight]:
+    """A and B of a matrix of this shape. Raises FormatError if one is missing or wrong."""
+    (n_out, n_in), present = shape, next(iter(both.values()))
+    for missing in {"a", "b"} - both.keys():
+        raise FormatError(f"comes without its {missing.upper()}", path=path, tensor=present.name)
+    down, up = both["a"], both["b"]
+    rank = down.shape[0] if len(down.shape) == 2 else 0
+    if not 1 <= rank <= MAX_RANK or down.shape != (rank, n_in):
+        raise _wrong_shape(down, f"(rank up to {MAX_RANK}, {n_in})", path)
+    if up.shape != (n_out, rank):
+        raise _wrong_shape(up, f"({n_out}, {rank})", path)
+    weights = []
+    for part, name, order in ((down, "A", None), (up, "B", order_of(matrix, n_out))):
+        rows = part.data.reshape(part.shape[0], -1)
+        if not np.isfinite(dequantize(rows, part.type)).all():
+            raise FormatError("holds numbers that are not finite", path=path, tensor=part.name)
+        rows = rows if order is None else np.ascontiguousarray(rows[order])
+        weights.append(Weight(rows, part.type, (part.shape[0], part.shape[1]), f"{matrix}.{name}"))
+    return weights[0], weights[1]
+
+
+def _wrong_shape(part: _Part, wanted: str, path: Path) -> FormatError:
+    message = f"has shape {part.shape} where the model needs {wanted}: the adapter is for another model"
+    return FormatError(message, path=path, tensor=part.name)
+
+
+def _refuse_kind(name: str, path: Path) -> None:
+    """Raises UnsupportedError for tensors of other kinds of updates than those of linear layers."""
+    for mark, what in (
+        ("lora_embedding_", "updates of embeddings"),
+        ("lora_magnitude_vector", "DoRA"),
+        ("modules_to_save", "whole modules beside the updates"),
+    ):
+        if mark in name:
+            raise UnsupportedError(f"{path}: tensor {name[:200]!r}: kukri applies no {what}")
+
+
+def _no_matrix(module: str, matrices: Iterable[str], path: Path, tensor: str) -> Exception:
+    """The error of an update of a module that is no linear layer of the model."""
+    if ".experts" in module:
+        return UnsupportedError(f"{path}: tensor {tensor!r}: kukri applies no updates of experts")
+    if module.rpartition(".")[2] in ("embed_tokens", "word_embeddings", "wte"):
+        return UnsupportedError(f"{path}: tensor {tensor!r}: kukri applies no updates of embeddings")
+    parts = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in matrices)
+    listed = ", ".join([*parts][: 2 * _MAX_LISTED])
+    message = f"the model has no linear layer {brief(module)}: its layers have {listed}"
+    return FormatError(message, path=path, tensor=tensor)
+
+
+def _adapter(path: Path, updates: Mapping[str, LowRank]) -> Adapter:
+    if not updates:
+        raise FormatError("holds no update of any matrix", path=path)
+    return Adapter(path, updates)

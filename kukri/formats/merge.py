@@ -1,0 +1,105 @@
+"""Models with an adapter in their weights: W + scale * B A in place of W, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.config import ModelConfig
+from kukri.errors import FormatError
+from kukri.formats.convert import Conversion, Step
+from kukri.formats.gguf.tensor_names import gguf_name
+from kukri.formats.huggingface.safetensors import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    SafetensorsFile,
+    open_files,
+    write_safetensors,
+)
+from kukri.formats.huggingface.weights import canonical_name, model_prefix
+from kukri.formats.unfinished import unfinished
+from kukri.kernels.cpu.quantize import requantize
+from kukri.kernels.types import LowRank
+from kukri.models import ARCHITECTURES, Adapter
+from kukri.models.rope import rope_row_order
+from kukri.quant.blocks import ByteArray, FloatArray, dequantize
+from kukri.quant.types import QUANT_TYPES
+
+_F32 = QUANT_TYPES["F32"]
+
+
+def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
+    """The conversion of the merged model; tensors that the adapter changes keep their types."""
+    config = conversion.config
+    updates = {gguf_name(name, config.architecture): (name, u) for name, u in adapter.updates.items()}
+    in_pairs = ARCHITECTURES[config.architecture].interleaved_rope
+
+    def merged(step: Step) -> Step:
+        if step.name not in updates:
+            return step
+        name, update = updates[step.name]
+        order = rope_row_order(name, step.shape[0], config) if in_pairs else None
+
+        def read() -> ByteArray:
+            return _sum(dequantize(step.read(), step.source), update, order).view(np.uint8)
+
+        return replace(step, source=_F32, read=read)
+
+    steps = tuple(merged(step) for step in conversion.steps)
+    assert updates.keys() <= {step.name for step in steps}, "the adapter was checked against the model"
+    return replace(conversion, steps=steps)
+
+
+def write_merged_directory(
+    source: Path, target: Path, config: ModelConfig, adapter: Adapter, on_tensor: Callable[[str], None]
+) -> None:
+    """Writes a safetensors directory with the adapter merged, its other files copied; complete or not at all.
+
+    Tensors keep their names and types. `on_tensor` is called before each that changes.
+    """
+    files = open_files(source)
+    architecture = ARCHITECTURES[config.architecture]
+    prefix = model_prefix(files, architecture)
+
+    def maker(name: str, file: SafetensorsFile) -> Callable[[], ByteArray]:
+        tensor, canonical = file.tensors[name], canonical_name(name, prefix)
+        update = adapter.updates.get(canonical)
+        if update is None:
+            return lambda: file.data(tensor)
+        in_pairs = architecture.hf_interleaved_rope
+        order = rope_row_order(canonical, tensor.shape[0], config) if in_pairs else None
+
+        def make() -> ByteArray:
+            on_tensor(name)
+            kind = QUANT_TYPES[tensor.dtype]
+            rows = dequantize(file.data(tensor).reshape(tensor.shape[0], -1), kind)
+            return requantize(_sum(rows, update, order).view(np.uint8), _F32, kind, tensor=name)
+
+        return make
+
+    tensors = {}
+    for name, file in files.items():
+        stored = file.tensors[name]
+        tensors[name] = (stored.dtype, stored.shape, maker(name, file))
+    try:
+        with unfinished(target, is_directory=True) as folder:
+            for other in source.iterdir():
+                if other.is_file() and other.suffix != ".safetensors" and other.name != INDEX_NAME:
+                    shutil.copy(other, folder / other.name)
+            write_safetensors(folder / SINGLE_NAME, tensors)
+    except OSError as error:
+        raise FormatError(f"cannot be written: {error.strerror}", path=target) from None
+
+
+def _sum(matrix: FloatArray, update: LowRank, order: npt.NDArray[np.int64] | None) -> FloatArray:
+    """W + scale * B A; row i of B is row `order[i]` of W."""
+    down, up = (dequantize(w.data, w.type).astype(np.float64) for w in (update.down, update.up))
+    rows: slice | npt.NDArray[np.int64] = slice(None) if order is None else order
+    made = matrix.astype(np.float32).copy()
+    made[rows] += (update.scale * (up @ down)).astype(np.float32)
+    return made

@@ -1,0 +1,19 @@
+"""EmbeddingGemma (Gemma team 2025): Gemma 3 as an encoder, with windows on both sides of a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kukri.models.gemma3_text import GEMMA3_TEXT
+
+GEMMA_EMBEDDING = replace(
+    GEMMA3_TEXT,
+    name="gemma_embedding",
+    hf_type="gemma3_text",
+    hf_flag="use_bidirectional_attention",
+    hf_class="Gemma3TextModel",
+    gguf="gemma-embedding",
+    is_causal=False,
+    has_dense=True,
+    fixed={"use_bidirectional_attention": True},
+)

@@ -1,0 +1,125 @@
+"""LFM2 (Liquid AI 2025): short convolutions in most layers, attention with head norms in some.
+
+A convolution looks at three inputs; two gates, linear in the stream, multiply its input and its output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import Ops, StateLayer, Tensor
+from kukri.models.architecture import Architecture, RecurrentKeys
+from kukri.models.layers import Attention, GatedMLP, HeadNorm, Linear
+from kukri.models.llama import Block, Llama
+from kukri.models.recurrent import Convolution
+
+if TYPE_CHECKING:
+    from kukri.models.weights import WeightSource
+
+
+class ShortConv:
+    """out(c * conv(b * x)), with b, c and x linear in the layer's input."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        assert config.recurrent is not None, "the configuration's readers see to that"
+        n = config.d_model
+        self.layer = layer
+        self.into = Linear(source, [f"{name}.in_proj"], (n, n, n), n)
+        self.conv = Convolution(source, f"{name}.conv", n, config.recurrent.n_taps, layer)
+        self.out = Linear(source, [f"{name}.out_proj"], (n,), n)
+        self.cache_layer = StateLayer(self.conv.states)
+        self.parameters = self.into.parameters + self.conv.parameters + self.out.parameters
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
+        """residual + this of x, both [T, D]. Writes the layer's state."""
+        b, c, x = self.into.parts(ops, x)
+        x = ops.tap("conv.hook_in", self.layer, ops.gated(x, b, "itself"))
+        y = ops.tap("conv.hook_out", self.layer, ops.conv(x, self.conv.spec, batch))
+        return self.out(ops, ops.gated(y, c, "itself"), residual, ("hook_mixer_out", self.layer))
+
+
+class Lfm2Attention(Attention):
+    """Attention with a norm that all query heads share, and one for the key heads."""
+
+    out_name = "out_proj"
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        self.q_norm = HeadNorm(source, f"{name}.q_layernorm", self.spec.d_head, config.norm_eps)
+        self.k_norm = HeadNorm(source, f"{name}.k_layernorm", self.spec.d_head, config.norm_eps)
+        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
+
+    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, H*K] and k [T, G*K], normed head by head."""
+        return self.q_norm(ops, q), self.k_norm(ops, k)
+
+
+class Lfm2MLP(GatedMLP):
+    """The gated MLP under other names."""
+
+    in_names = ("w1", "w3")
+    out_name = "w2"
+
+
+class Lfm2Block(Block):
+    """A layer: a convolution or attention, and an MLP, each behind its norm."""
+
+    attention_type, recurrent_type, mlp_type = Lfm2Attention, ShortConv, Lfm2MLP
+    attention_norm_name, mlp_norm_name = "operator_norm", "ffn_norm"
+    recurrent_name, mlp_name = "conv", "feed_forward"
+
+
+class Lfm2(Llama):
+    """The whole model."""
+
+    block_type = Lfm2Block
+    norm_name = "model.embedding_norm"
+
+
+LFM2 = Architecture(
+    "lfm2",
+    Lfm2,
+    "Lfm2ForCausalLM",
+    tensor_names={
+        "model.embedding_norm": "token_embd_norm",
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.conv": "shortconv.conv",
+        "conv.out_proj": "shortconv.out_proj",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w2": "ffn_down",
+        "feed_forward.w3": "ffn_up",
+    },
+    hf_epsilon="norm_eps",
+    reads=frozenset(
+        [
+            *("full_attn_idxs", "conv_bias", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
+            "block_multiple_of",
+        ]
+    ),
+    ignores=frozenset(
+        [
+            *(
+                "block_dim",
+                "block_norm_eps",
+                "block_mlp_init_scale",
+                "block_out_init_scale",
+                "block_use_swiglu",
+            ),
+            *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
+            "use_pos_enc",
+        ]
+    ),
+    aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    defaults={
+        **{"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1000000.0},
+        **{"conv_L_cache": 3, "conv_bias": False, "block_auto_adjust_ff_dim": True},
+        **{"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
+    },
+    recurrent=RecurrentKeys(("conv",), {"n_taps": "shortconv.l_cache"}, {"n_taps": "conv_L_cache"}),
+)

@@ -1,0 +1,149 @@
+"""Qwen3.5's language model (Qwen team 2026): the gated delta rule, with gated attention in each fourth layer.
+
+The delta rule (Yang et al. 2024) keeps a matrix for each head: values are written under keys, in place of
+what was found there, and queries read it; what is old decays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.kernels.types import DeltaSpec, Ops, Tensor, Vector
+from kukri.models.architecture import Architecture, RecurrentKeys
+from kukri.models.layers import HeadNorm, Linear, vector_parameter
+from kukri.models.llama import Block, Llama
+from kukri.models.qwen3 import Qwen3Attention
+from kukri.models.recurrent import Convolution, state_layer
+
+if TYPE_CHECKING:
+    from kukri.models.weights import WeightSource
+
+_L2_EPS = 1e-6  # of the norms of queries and keys
+
+
+class GatedAttention(Qwen3Attention):
+    """Attention whose result is multiplied by the sigmoid of gates, further rows of q's matrix."""
+
+    q_parts = 2
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
+        """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
+        both, k, v = self.qkv.parts(ops, x)
+        n = self.spec.n_heads * self.spec.d_head
+        q, gate = ops.split(both, (n, n))
+        z = self.attend(ops, q, k, v, batch)
+        gate = ops.tap("attn.hook_gate", self.layer, gate)
+        return self.out(ops, ops.gated(z, gate, "sigmoid"), residual, ("hook_attn_out", self.layer))
+
+
+class GatedDeltaNet:
+    """The gated delta rule behind a convolution, its result normed and gated head by head."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        own = config.recurrent
+        assert own is not None, "the configuration's readers see to that"
+        n_keys, n_values = own.n_groups * own.d_state, own.n_heads * own.d_head
+        self.layer, self.widths, n = layer, (n_keys, n_keys, n_values), 2 * n_keys + n_values
+        names = [f"{name}.in_proj_{part}" for part in ("qkv", "z", "a", "b")]
+        self.into = Linear(source, names, (n, n_values, own.n_heads, own.n_heads), config.d_model)
+        self.conv = Convolution(source, f"{name}.conv1d", n, own.n_taps, layer, is_activated=True)
+        a = Vector(source.vector(f"{name}.A_log.weight", own.n_heads), f"{name}.A_log.weight")
+        dt_bias = Vector(source.vector(f"{name}.dt_proj.bias", own.n_heads), f"{name}.dt_proj.bias")
+        self.spec = DeltaSpec(
+            layer, own.n_heads, own.n_groups, own.d_state, own.d_head, a, dt_bias, own.are_tiled
+        )
+        self.norm = HeadNorm(source, f"{name}.norm", own.d_head, config.norm_eps)
+        self.out = Linear(source, [f"{name}.out_proj"], (config.d_model,), n_values)
+        self.cache_layer = state_layer(self.conv.states, (("delta", (own.n_heads, own.d_state, own.d_head)),))
+        # x / sqrt(sum(x^2) + eps) by a norm whose mean has the d_state in it; queries are divided by its root
+        self.eps = _L2_EPS / own.d_state
+        self.of_keys = Vector(np.full(own.d_state, own.d_state**-0.5, np.float32))
+        self.of_queries = Vector(np.full(own.d_state, 1 / own.d_state, np.float32))
+        vectors = [vector_parameter(a), vector_parameter(dt_bias), *self.norm.parameters]
+        self.parameters = [*self.into.parameters, *self.conv.parameters, *vectors, *self.out.parameters]
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
+        """residual + this of x, both [T, D]. Writes the layer's states."""
+        qkv, z, a, b = self.into.parts(ops, x)
+        qkv = ops.tap("linear_attn.hook_qkv", self.layer, ops.conv(qkv, self.conv.spec, batch))
+        q, k, v = ops.split(qkv, self.widths)
+        q, k = ops.head_norm(q, self.of_queries, self.eps), ops.head_norm(k, self.of_keys, self.eps)
+        y = ops.tap("linear_attn.hook_read", self.layer, ops.delta_rule(q, k, v, a, b, self.spec, batch))
+        y = ops.gated(self.norm(ops, y), z, "silu")
+        return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
+
+
+class Qwen35Block(Block):
+    """A layer: the delta rule or attention, and an MLP, each behind its norm."""
+
+    attention_type, recurrent_type, recurrent_name = GatedAttention, GatedDeltaNet, "linear_attn"
+
+
+class Qwen35(Llama):
+    """The whole model."""
+
+    block_type = Qwen35Block
+
+
+QWEN3_5_TEXT = Architecture(
+    "qwen3_5_text",
+    Qwen35,
+    "Qwen3_5ForCausalLM",
+    gguf="qwen35",
+    gguf_ignores=frozenset(["rope.dimension_sections"]),  # of text, whose positions are the same in each
+    gguf_states={"rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)},
+    interleaved_rope=True,
+    hf_interleaved_rope=True,
+    has_gates=True,
+    hf_norm_offset=1.0,
+    partial_rotary=True,
+    tensor_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.A_log": "ssm_a",
+        "linear_attn.dt_proj": "ssm_dt",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+    },
+    reads=frozenset(["attention_bias", "full_attention_interval"]),
+    ignores=frozenset(
+        [
+            *(
+                "mrope_section",
+                "mrope_interleaved",
+                "mamba_ssm_dtype",
+                "attn_output_gate",
+                "output_gate_type",
+            ),
+            *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+        ]
+    ),
+    unused=r"mtp\..+",
+    defaults={
+        **{"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+        **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    },
+    biases={"self_attn": "attention_bias"},
+    recurrent=RecurrentKeys(
+        ("linear_attention",),
+        {
+            **{"n_taps": "ssm.conv_kernel", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"},
+            **{"d_state": "ssm.state_size", "d_inner": "ssm.inner_size"},
+        },
+        {
+            **{"n_taps": "linear_conv_kernel_dim", "n_heads": "linear_num_value_heads"},
+            **{"n_groups": "linear_num_key_heads", "d_state": "linear_key_head_dim"},
+            "d_head": "linear_value_head_dim",
+        },
+        gguf_interval=4,
+        tiles=True,
+    ),
+)

@@ -1,0 +1,229 @@
+"""Models with recurrent layers from files: prefixes, batches, answers, masks, hooks, wrong inputs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from test_llm_safetensors import N_VOCAB, make
+from tiny_models import TINY, write
+from tiny_models import make as make_tiny
+
+from kukri import LLM, SamplingParams
+from kukri.errors import FormatError, KukriError, RequestError, UnsupportedError
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.terminal.inspect import show_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """An lfm2 as transformers saves it, and transformers' model."""
+    return make(tmp_path_factory.mktemp("hybrid"), "lfm2")
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory, _ = make(tmp_path_factory.mktemp("hybrid"), request.param)
+    with LLM(directory, quantize="Q8_0", max_requests=4) as opened:
+        yield opened
+
+
+def same(a: Any, b: Any) -> bool:
+    """True if tokens and the bits of their log-probabilities are equal."""
+    return bool(a.token_ids == b.token_ids and a.logprobs == b.logprobs)
+
+
+def test_a_shared_prefix_changes_no_bit(llm: LLM) -> None:
+    """A state taken from a place that is not where the prompt goes on."""
+    scheduler = llm.calls.engine.scheduler
+    ends = ["One.", "Another end, and a longer one: seven, eight, nine.", "A third"]
+    shared = [llm.generate(TEXT + end, GREEDY) for end in ends]
+    n_hit = scheduler.n_prefix_hit
+    assert n_hit > 2 * 0.6 * len(TEXT)
+    for end, before in zip(ends, shared, strict=True):
+        llm.calls.engine.add_hooks({})  # forgets all that is cached
+        assert same(llm.generate(TEXT + end, GREEDY), before)
+    assert scheduler.n_prefix_hit == n_hit
+
+
+def test_neighbours_and_steps_change_no_bit(llm: LLM) -> None:
+    """A sequence that goes on with another's state; a chunk that begins with zeros."""
+    prompts = ["The first of them.", TEXT, "x"]
+    together = llm.generate(prompts, GREEDY)
+    llm.calls.engine.add_hooks({})
+    assert all(same(llm.generate(p, GREEDY), t) for p, t in zip(prompts, together, strict=True))
+    with LLM(llm.path, quantize="Q8_0", max_step_tokens=7) as other:
+        assert same(other.generate(TEXT, GREEDY), together[1])
+
+
+def test_several_answers(llm: LLM) -> None:
+    """Answers that share one state."""
+    sampled = SamplingParams(temperature=1, seed=5, max_tokens=9, n=3, ignore_eos=True)
+    answers = [output.token_ids for output in llm.generate(TEXT, sampled).outputs]
+    apart = [llm.generate(TEXT, sampled, n=1, seed=5 + i).token_ids for i in range(3)]
+    assert answers == apart
+    assert len({tuple(ids) for ids in answers}) == 3
+
+
+def test_drafts_are_left_out(llm: LLM) -> None:
+    """A state that stays behind a rejected draft."""
+    result = llm.generate("a b c d a b c d a b c d", GREEDY, speculation="ngram", prediction="a b c d")
+    assert same(result, llm.generate("a b c d a b c d a b c d", GREEDY, speculation="off"))
+    assert llm.calls.engine.scheduler.n_drafted == 0
+
+
+def test_logits_and_vectors_of_texts(llm: LLM) -> None:
+    """Rows that go on from a cached state, whose own rows are missing or wrong."""
+    ids = llm.tokenizer.encode(TEXT)
+    llm.generate(TEXT, GREEDY)
+    cached = llm.logits(ids), llm.embed(TEXT)
+    llm.calls.engine.add_hooks({})
+    np.testing.assert_array_equal(llm.logits(ids), cached[0])
+    np.testing.assert_array_equal(llm.embed(TEXT), cached[1])
+
+
+def test_forward_pads_on_either_side(saved: tuple[Path, Any]) -> None:
+    """Pads that enter a state; a row of the batch with another's state; a cache that is not continued."""
+    directory, hf = saved
+    ids = np.random.default_rng(0).integers(0, N_VOCAB, (2, 20))
+    with LLM(directory, backend="reference") as llm:
+        model = llm.model
+        with torch.no_grad():
+            want = hf(torch.from_numpy(ids)).logits.numpy()
+        np.testing.assert_allclose(model.forward(ids), want, atol=1e-4)
+        mask = np.ones((2, 20), int)
+        mask[0, :5] = mask[1, 16:] = 0
+        padded = model.forward(ids, mask)
+        np.testing.assert_array_equal(
+            padded[0, 5:], model.forward(ids[:1, 5:], positions=np.arange(5, 20))[0]
+        )
+        np.testing.assert_array_equal(padded[1, :16], model.forward(ids[1:, :16])[0])
+        cache = model.new_cache(2, 40)
+        steps = [model.forward(ids[:, :7], cache=cache), model.forward(ids[:, 7:], cache=cache)]
+        np.testing.assert_array_equal(np.concatenate(steps, axis=1), model.forward(ids))
+        with pytest.raises(RequestError, match="state cannot go back"):
+            cache.crop(3)
+        cache.crop(0)
+        np.testing.assert_array_equal(model.forward(ids[:, :7], cache=cache), steps[0])
+        with pytest.raises(RequestError, match="recurrent layers have no mask"):
+            model.forward(ids, np.ones((1, 1, 20, 20), bool))
+        mask[0, 10] = 0
+        with pytest.raises(RequestError, match="pads between tokens"):
+            model.forward(ids, mask)
+
+
+def test_hooks_see_the_layers(llm: LLM) -> None:
+    """A state layer without taps, names of attention where there is none, a run without states."""
+    ids = llm.tokenizer.encode(TEXT)[:50]
+    logits, cache = llm.run_with_cache(ids)
+    np.testing.assert_array_equal(logits[0], llm.logits(ids))
+    names = {name for name in cache if name.startswith("blocks.0.")}
+    inside = ("linear_attn.hook_read", "conv.hook_out")[llm.config.architecture == "lfm2"]
+    assert {f"blocks.0.{inside}", "blocks.0.hook_mixer_out", "blocks.0.hook_resid_post"} <= names
+    assert not any(".attn.hook_" in name and "attn.hook_in" not in name for name in names)
+    mid = cache["blocks.0.hook_resid_pre"] + cache["blocks.0.hook_mixer_out"]
+    np.testing.assert_array_equal(cache["blocks.0.hook_resid_mid"], mid)
+    hook = [(f"blocks.1.{inside}", lambda x, hook: x * 0)]
+    assert np.abs(llm.run_with_hooks(ids, fwd_hooks=hook) - logits).max() > 0.01
+    np.testing.assert_array_equal(llm.logits(ids), logits[0])
+
+
+def test_inspect_tells_states(saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values counted for layers that have none."""
+    show_model(str(saved[0]), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["recurrent_layers"] == "SSAS"
+    assert report["kv_bytes_per_token"] * 4 == report["kv_bytes_per_token_mha"] * 2
+    assert report["state_bytes"] == 3 * 2 * 64 * 4
+    show_model(str(saved[0]), as_json=False)
+    assert "SSAS   S keeps a state, A attends" in capsys.readouterr().out
+
+
+@pytest.fixture
+def edited(saved: tuple[Path, Any], tmp_path: Path) -> Callable[..., Path]:
+    """A copy whose tensors a function has changed, and keys of its config.json."""
+
+    def edit(change: Callable[[dict[str, Any]], None], keys: dict[str, Any]) -> Path:
+        copy = Path(shutil.copytree(saved[0], tmp_path / "copy"))
+        tensors = load_file(copy / "model.safetensors")
+        change(tensors)
+        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**config, **keys}))
+        return copy
+
+    return edit
+
+
+CONV = "model.layers.1.conv.conv.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "error", "message"),
+    [
+        (lambda t: t.pop(CONV), {}, FormatError, r"'model.layers.1.conv.conv.weight'.*is missing"),
+        (
+            lambda t: t.update({CONV: np.zeros((64, 1, 4), np.float32)}), {}, FormatError,
+            r"layers.1.conv.conv.*has shape \(64, 1, 4\) where the configuration asks for \(64, 1, 3\)",
+        ),
+        (lambda t: None, {"conv_L_cache": 1}, FormatError, "a recurrent layer's convolution of 1 taps"),
+        (lambda t: None, {"conv_L_cache": "3"}, FormatError, "conv_L_cache.*must be a whole number"),
+        (
+            lambda t: None, {"layer_types": ["conv", "mamba", "full_attention", "conv"]}, UnsupportedError,
+            "layer_types' names 'mamba': kukri runs full_attention and conv here",
+        ),
+        (lambda t: None, {"layer_types": ["conv"]}, FormatError, "layer_types' has 1 entries for 4 layers"),
+        (
+            lambda t: None, {"layer_types": None, "full_attn_idxs": [2, 9]}, FormatError,
+            "full_attn_idxs' names layers outside 0 to 3",
+        ),
+    ],
+    ids=["missing", "shape", "taps", "type", "layer types", "few layers", "indices"],
+)  # fmt: skip
+def test_wrong_files(edited: Callable[..., Path], change: Any, keys: Any, error: Any, message: str) -> None:
+    """A traceback from NumPy; a model that runs with a layer left out."""
+    with pytest.raises(error, match=message) as caught:
+        LLM(edited(change, keys))
+    assert isinstance(caught.value, KukriError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ssm.inner_size": 33}, r"ssm.inner_size' is 33, which 2 heads do not divide"),
+        ({"ssm.time_step_rank": 3, "ssm.inner_size": 48}, "3 heads of a recurrent layer in 2 groups"),
+        ({"ssm.state_size": 0}, r"ssm.state_size' is 0, not between 1 and"),
+        ({"attention.recurrent_layers": [True, False]}, "recurrent_layers' has 2 entries for 4 layers"),
+    ],
+)
+def test_sizes_that_do_not_divide(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Heads cut in the middle; a traceback from a reshape."""
+    name = "qwen3_5_text"
+    tiny = TINY[name]
+    _, config, source = make_tiny(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TINY, name, replace(tiny, keys={**(tiny.keys or {}), **keys}))
+        path = write(tmp_path / "m.gguf", name, config, source)
+    with GGUFFile(path) as file, pytest.raises(FormatError, match=message) as caught:
+        model_config(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:
+    """A draft model whose state stays behind what was rejected."""
+    with pytest.raises(KukriError, match="recurrent layers takes no draft model") as caught:
+        LLM(saved[0], draft_model=saved[0])
+    assert "\n" not in str(caught.value)
