@@ -3,6 +3,7 @@
 from kukri.engine.engine import Engine, InFlight
 from kukri.engine.loop import EngineLoop, EngineStatus
 from kukri.engine.request import Request, RequestState, Timings
+from kukri.engine.request_maker import RequestMaker
 from kukri.engine.scheduler import ScheduledChunk, StepOutput
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "EngineStatus",
     "InFlight",
     "Request",
+    "RequestMaker",
     "RequestState",
     "ScheduledChunk",
     "StepOutput",

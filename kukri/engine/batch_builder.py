@@ -12,11 +12,20 @@ from kukri.kernels.types import ForwardBatch, IntArray, StepInputs
 
 
 class CachedSequence(Protocol):
-    """A token sequence and its row of the page table; the types of its tokens, or None: all 0."""
+    """A token sequence: its tokens and their types (None: all 0), its row of the page table, the slot of its
+    recurrent state.
+
+    `adapter_slot` is that of its adapter, -1 for none.
+    """
 
     tokens: IntArray
     page_row: IntArray
     token_types: IntArray | None
+    state_slot: int
+
+    @property
+    def adapter_slot(self) -> int:
+        """See the class."""
 
 
 @dataclass(eq=False, slots=True)  # frozen ones take 2 us to make
@@ -24,7 +33,7 @@ class Chunk:
     """Tokens `start` to `start + n_tokens - 1` of a sequence; the last `n_logits` of them want logits.
 
     The last `n_drafts` are draft tokens, which lie in its `tokens` beyond its own; or `n_after` tokens follow
-    those that want logits.
+    those that want logits. `saves`: (number of tokens, slot) of copies of the state behind so many.
     """
 
     sequence: CachedSequence
@@ -33,13 +42,25 @@ class Chunk:
     n_logits: int
     n_drafts: int = 0
     n_after: int = 0
+    saves: Sequence[tuple[int, int]] = ()
 
 
 class BatchBuilder:
-    """Fills a program's inputs, token types only if the model `has_types`."""
+    """Fills a program's inputs: token types only if the model `has_types`, recurrent states if it
+    `has_states`, adapters if it `has_adapters`.
+    """
 
-    def __init__(self, inputs: StepInputs, page_tokens: int, *, has_types: bool = False) -> None:
-        self._inputs, self._page_tokens, self._has_types = inputs, page_tokens, has_types
+    def __init__(
+        self,
+        inputs: StepInputs,
+        page_tokens: int,
+        *,
+        has_types: bool = False,
+        has_states: bool = False,
+        has_adapters: bool = False,
+    ) -> None:
+        self._inputs, self._page_tokens = inputs, page_tokens
+        self._has_types, self._has_states, self._has_adapters = has_types, has_states, has_adapters
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
@@ -63,10 +84,17 @@ class BatchBuilder:
             if self._has_types:
                 types = sequence.token_types
                 inputs.token_types[t : t + n_tokens] = 0 if types is None else types[start:stop]
+            if self._has_states:
+                inputs.state_slots[s] = sequence.state_slot
+                inputs.state_saves[t : t + n_tokens] = -1
+                for n_past, slot in chunk.saves:
+                    inputs.state_saves[t + n_past - start - 1] = slot
             t += n_tokens
             inputs.query_start[s + 1] = t
             inputs.context_len[s] = stop
             inputs.page_table[s] = sequence.page_row
+            if self._has_adapters:
+                inputs.adapters[s] = sequence.adapter_slot
             stop_row = t - chunk.n_drafts - chunk.n_after
             for row in range(t - chunk.n_logits - chunk.n_after, stop_row):
                 inputs.logit_rows[n_rows] = row

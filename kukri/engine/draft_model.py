@@ -29,6 +29,8 @@ class ModelDrafts:
     """A draft model's state for one request: cached tokens, pages, and its last drafts."""
 
     token_types: IntArray | None = None
+    adapter_slot = -1  # drafts are the same for all adapters
+    state_slot = 0
 
     def __init__(self, pool: PagePool, page_row: IntArray, max_context: int, price: float) -> None:
         self.price, self.page_row = price, page_row

@@ -5,28 +5,41 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 
 from kukri.config import EngineConfig
+from kukri.engine.adapters import LoadedAdapters
 from kukri.engine.draft_model import DraftModel
-from kukri.engine.drafts import Drafts, LookupDrafts
+from kukri.engine.drafts import Drafts
 from kukri.engine.pages import PagePool, pages_for
-from kukri.engine.request import Output, Request, RequestState
+from kukri.engine.request import Request, RequestState
+from kukri.engine.request_maker import RequestMaker
 from kukri.engine.runner import Runner
+from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
+from kukri.engine.states import StatePool
 from kukri.engine.step_taps import StepTaps
-from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
+from kukri.errors import ConfigError, KukriError, RequestError
+from kukri.kernels.paged_kv import state_bytes
 from kukri.kernels.sampling_record import SamplingRecords
-from kukri.kernels.types import Backend, FloatArray, Hook, IntArray, KVType, Logits, StepLimits
+from kukri.kernels.types import (
+    Backend,
+    Cache,
+    CacheLayout,
+    FloatArray,
+    Hook,
+    KVType,
+    Logits,
+    StepLimits,
+    has_states,
+)
 from kukri.models import Model
-from kukri.sampling import RequestSampler, SampledToken, SamplingParams, sample_rows, token_logprobs
-from kukri.sampling.params import SEED_MAX
+from kukri.models.adapter import Adapter
+from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs
 
-_GREEDY = SamplingParams(temperature=0)  # of requests that draw nothing
 _ROWS_PER_STEP = 64  # of logits beyond one for each request: a row is large, and all are made room for
 
 
@@ -41,12 +54,15 @@ class InFlight:
     logits: Logits
 
 
-class Engine:
+class Engine(RequestMaker):
     """Runs requests on a model. Not for several threads at a time, but for `make_requests`.
 
-    `eos_ids` end a request unless it ignores them. The KV pool has room for `max_requests` requests of
-    `max_context` tokens, for `kv_bytes`, or for `n_pages` pages; its memory is taken as it is used. A
-    `draft_model` has the same token ids, and a pool of its own with as many pages.
+    The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
+    pages; its memory is taken as it is used. A `draft_model` has the same token ids, and a pool of its own
+    with as many pages.
+
+    Attributes: those of RequestMaker; model, config; arithmetic, equal for engines that compute the same
+    bits.
     """
 
     def __init__(
@@ -58,24 +74,37 @@ class Engine:
         eos_ids: Iterable[int] = (),
         n_pages: int | None = None,
         draft_model: Model | None = None,
+        identity: bytes = b"",
     ) -> None:
         if not (is_causal := model.config.is_causal):
             # what a token keeps depends on those after it
-            config = replace(config, caches_prefixes=False)
+            config = replace(config, caches_prefixes=False, prefix_dir=None)
         self.model, self.config = model, config
-        self.max_context = _max_context(config, model)
-        self.eos_ids = frozenset(eos_ids)
-        self._max_pages = max_pages = pages_for(self.max_context, backend.page_tokens)
+        self.arithmetic = f"{backend.arithmetic}, {config.kv_type}"
+        max_context, page_tokens = _max_context(config, model), backend.page_tokens
         kv_type = cache_type(config, backend)
         page_bytes = backend.page_bytes(model.cache_layout, kv_type)
-        n_pages = _n_pages(config, page_bytes, max_pages) if n_pages is None else n_pages
+        if n_pages is None:
+            n_pages = _n_pages(config, page_bytes, pages_for(max_context, page_tokens))
+        super().__init__(
+            model.config,
+            backend.sampling,
+            max_context=max_context,
+            n_pages=n_pages,
+            page_tokens=page_tokens,
+            eos_ids=eos_ids,
+            identity=identity,
+        )
+        self.max_draft_tokens = config.max_draft_tokens
+        self._has_states = has_states(model.cache_layout)
+        n_states = state_slots(config, model.cache_layout, n_pages)
         is_large = model.config.head.kind == "language_model"
         n_tokens = config.max_step_tokens if is_causal else max(config.max_step_tokens, self.max_context)
         n_rows = min(_ROWS_PER_STEP, n_tokens) if is_large else n_tokens
         max_rows = config.max_requests + n_rows
-        limits = StepLimits(n_tokens, config.max_requests, max_rows, max_pages)
+        limits = StepLimits(n_tokens, config.max_requests, max_rows, self._max_pages)
         try:
-            self.runner = Runner(model, backend, n_pages, limits, kv_type)
+            self.runner = Runner(model, backend, n_pages, limits, kv_type, n_states)
         except MemoryError:
             n_gib = n_pages * page_bytes / 2**30
             raise ConfigError(
@@ -83,6 +112,8 @@ class Engine:
                 "lower max_requests (--max-requests) or max_context (--max-context)"
             ) from None
         self.pool = PagePool(n_pages, backend.page_tokens)
+        self.saved_prefixes = _saved_prefixes(config, self.runner.cache)
+        self.adapters = LoadedAdapters()
         self.scheduler = Scheduler(
             self.pool,
             config.max_requests,
@@ -91,100 +122,55 @@ class Engine:
             max_rows,
             caches_prefixes=config.caches_prefixes,
             takes_whole=not is_causal,
+            saved=self.saved_prefixes,
+            states=StatePool(n_states) if self._has_states else None,
         )
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
+            if self._has_states or has_states(draft_model.cache_layout):
+                raise ConfigError(
+                    "a model with recurrent layers takes no draft model and is none: their state cannot go "
+                    "back behind a rejected draft; leave draft_model (--draft-model) out"
+                )
             price = draft_model.n_parameters / model.n_parameters
             self._draft_model = DraftModel(draft_model, backend, config, self.max_context, n_pages, price)
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
         self._in_flight: deque[InFlight] = deque()  # in the order of their launch
-        self._sampling, self._records = backend.sampling, SamplingRecords()
-        self._ids = count(1)
+        self._records = SamplingRecords()
 
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs, or a step is in flight."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._in_flight)
 
-    def make_request(self, prompt_ids: npt.ArrayLike, params: SamplingParams | None = None) -> Request:
-        """The one request for one answer: see `make_requests`."""
-        (request,) = self.make_requests(prompt_ids, replace(params or SamplingParams(), n=1, best_of=None))
-        return request
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """See RequestMaker.adapter_names."""
+        return self.adapters.names
 
-    def make_requests(
-        self, prompt_ids: npt.ArrayLike, params: SamplingParams, *, priority: int = 0, client: str = ""
-    ) -> list[Request]:
-        """The requests for `best_of` or `n` answers, checked and not yet queued: see `add_request`.
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Makes an adapter of this model usable by a name, between steps.
 
-        They share the prompt's pages and differ by their seed, which counts up from the one given. Lower
-        `priority` goes first; the queue is fair among clients. Safe to call from any thread. Raises
-        RequestError on an empty prompt or ids outside the vocabulary, ContextLengthError on a prompt longer
-        than the context.
+        Raises ConfigError on a name that is taken or cannot be one, CapacityError if there are too many.
         """
-        kind = self.model.config.head.kind
-        if kind != "language_model":
-            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
-            raise RequestError(f"the model has {head} and generates no text", param="model")
-        prompt = self._checked_prompt(prompt_ids)
-        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
-        stop_ids = eos_ids.union(params.stop_token_ids)
-        n_answers = params.best_of or params.n
-        if n_answers > params.n and params.logprobs is None:
-            params = replace(params, logprobs=0)  # what the best are chosen by
-        requests: list[Request] = []
-        for i in range(n_answers):
-            own = params if i == 0 or params.seed is None else replace(params, seed=_seed(params.seed + i))
-            requests.append(
-                Request(
-                    next(self._ids),
-                    prompt,
-                    own,
-                    RequestSampler(own, prompt, self.model.config.n_vocab, eos_ids, self._sampling),
-                    stop_ids,
-                    self.max_context,
-                    self._max_pages,
-                    priority=priority,
-                    client=client,
-                    leader=requests[0] if requests else None,
-                    drafts=self._drafts(params),
-                    max_drafts=params.max_draft_tokens or self.config.max_draft_tokens,
-                )
-            )
-        return requests
+        self.adapters.release()
+        self.adapters.add(name, adapter)
+        try:
+            self.runner.set_adapters(self.adapters.slots)
+        except BaseException:
+            self.adapters.remove(name)
+            self.adapters.release()
+            self.runner.set_adapters(self.adapters.slots)
+            raise
 
-    def make_output_request(
-        self,
-        token_ids: npt.ArrayLike,
-        output: Output,
-        *,
-        first_row: int = 0,
-        stop_row: int | None = None,
-        token_types: IntArray | None = None,
-        priority: int = 0,
-        client: str = "",
-    ) -> Request:
-        """A request for the rows of `output` of the tokens from `first_row` to `stop_row` - 1: see `Request`.
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter, between steps: no new request may use it, and those that do still end with it.
 
-        `token_types` tell the texts of a pair apart, int32 of as many. It is checked, and not yet queued.
-        Raises what `make_requests` raises.
+        Raises RequestError if there is none of this name.
         """
-        ids = self._checked_prompt(token_ids)
-        return Request(
-            next(self._ids),
-            ids,
-            _GREEDY,
-            None,
-            frozenset(),
-            self.max_context,
-            self._max_pages,
-            priority=priority,
-            client=client,
-            output=output,
-            first_row=first_row,
-            stop_row=stop_row,
-            token_types=token_types,
-        )
+        self.adapters.remove(name)
+        self._release_adapters()
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises CapacityError if it could never get all its pages."""
@@ -206,6 +192,8 @@ class Engine:
         chunks = scheduled.chunks
         if not chunks:
             return None
+        if self.runner.adapters:
+            chunks.sort(key=lambda chunk: chunk.request.adapter_slot)  # rows of one adapter side by side
         now_s = perf_counter()
         for chunk in chunks:
             chunk.request.started_s = chunk.request.started_s or now_s
@@ -215,6 +203,8 @@ class Engine:
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
             for source, target in scheduled.copies:
                 self.runner.cache.copy_page(source, target)
+            for source, target in scheduled.state_copies:
+                self.runner.cache.copy_state(source, target)
             run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
             listens = any(chunk.request.taps is not None for chunk in chunks)
             step = InFlight(chunks, run(chunks, StepTaps(chunks)) if listens else run(chunks))
@@ -245,7 +235,10 @@ class Engine:
         except BaseException as error:
             self._fail(step.chunks, error)
             raise
-        return self.scheduler.postprocess(step.chunks, results, perf_counter())
+        outputs = self.scheduler.postprocess(step.chunks, results, perf_counter())
+        if self.adapters.has_leaving:
+            self._release_adapters()
+        return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request between steps, for example at a stop string; one that ended stays so."""
@@ -255,6 +248,11 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Aborts a request; its pages are free at once."""
         self.finish(request, "abort")
+
+    def close(self) -> None:
+        """Waits until prefixes that are to be saved are on the disk. No step may follow."""
+        if self.saved_prefixes is not None:
+            self.saved_prefixes.close()
 
     def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
         """Makes each hook listen on its full name. What a hook saw or edited is no cached prefix."""
@@ -273,6 +271,14 @@ class Engine:
             holding = (*self.scheduler.running, *self.scheduler.ending)
             drafts = (request.drafts for request in holding)
             self._draft_model.check_integrity(d for d in drafts if d is not None)
+
+    def _release_adapters(self) -> None:
+        """Gives back the slots of adapters that are unloaded and that no request uses any more."""
+        if self.adapters.release():
+            self.runner.set_adapters(self.adapters.slots)
+
+    def _use_adapter(self, name: str, request: Request) -> None:
+        self.adapters.use(name, request)
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
         """Extends the chunks of decoding requests by draft tokens."""
@@ -303,7 +309,7 @@ class Engine:
             if chunk.request.output != "tokens":
                 self._keep_rows(chunk, logits.take(range(row - n_own, row)).numpy())
             elif chunk.request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, logits.take(range(row - n_own, row)).numpy())
+                self._score_prompt(chunk, logits.take(range(row - n_own, row)))
             if chunk.gives_token:
                 rows[i] = [row - 1, *range(first_draft_row, draft_row)]
         going_on, depth = list(rows), 0
@@ -320,7 +326,7 @@ class Engine:
         self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: Logits
     ) -> None:
         """Adds a token to the results of each chunk, by a row of logits of its own; rows are in order."""
-        wanted = logits.take([row for _, row, _ in turns]).numpy()
+        wanted = logits.take([row for _, row, _ in turns])
         samplers = [chunk.request.sampler for chunk, _, _ in turns if chunk.request.sampler is not None]
         tokens = sample_rows(samplers, wanted, self._sampling, self._records)
         for (chunk, _, results), token in zip(turns, tokens, strict=True):
@@ -339,26 +345,24 @@ class Engine:
     def _drafts(self, params: SamplingParams) -> Drafts | None:
         """The source of a request's drafts. Raises RequestError if there is none of that kind here."""
         kind = params.speculation or ("ngram" if params.prediction else self.config.speculation)
-        if kind == "off":
+        if kind == "off" or self._has_states:  # a state cannot go back behind a rejected draft
             return None
         if kind == "draft":
             if self._draft_model is None:
                 raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
             return self._draft_model.drafts()
-        given = [i for i in params.prediction if isinstance(i, int) and 0 <= i < self.model.config.n_vocab]
-        if len(given) < len(params.prediction):
-            raise RequestError("prediction must be token ids of the vocabulary here", param="prediction")
-        return LookupDrafts(given[: self.max_context])
+        return self._lookup_drafts(params)
 
-    def _score_prompt(self, chunk: ScheduledChunk, logits: FloatArray) -> None:
+    def _score_prompt(self, chunk: ScheduledChunk, logits: Logits) -> None:
         """Keeps the log-probabilities of the prompt's tokens that the rows of a chunk are about."""
         request = chunk.request
         n_top = request.params.prompt_logprobs
         assert n_top is not None
         first = chunk.start + chunk.n_tokens - chunk.n_drafts - len(logits)
-        for i, row in enumerate(logits, first + 1):  # the row of token i - 1
+        for i in range(first + 1, first + 1 + len(logits)):  # the row of token i - 1
             if i < request.n_prompt and i == len(request.prompt_logprobs) + 1:
                 try:
+                    row = logits.take([i - first - 1])
                     token = token_logprobs(int(request.tokens[i]), row, n_top, self._sampling)
                 except KukriError as error:  # the request fails when it would get its token
                     request.error = error
@@ -406,31 +410,13 @@ class Engine:
     def _forget_prefixes(self) -> None:
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""
         self.pool.forget()
+        if self.scheduler.states is not None:
+            self.scheduler.states.forget()
         for request in self.scheduler.running:
             request.n_cached_pages, request.is_cacheable = 0, False
         self.scheduler.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
         # a hook sees each token of a sequence once, and none that is not in it
         self.scheduler.takes_drafts = not self.runner.hooks
-
-    def _checked_prompt(self, prompt_ids: npt.ArrayLike) -> IntArray:
-        try:
-            ids = np.asarray(prompt_ids)
-        except ValueError:  # lists of different lengths
-            ids = np.empty((0, 0))
-        if ids.ndim == 1 and not len(ids):
-            raise RequestError("the prompt is empty: give it at least one token", param="prompt")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError("the prompt must be a text or a list of token ids (integers)", param="prompt")
-        n_vocab = self.model.config.n_vocab
-        wrong = ids[(ids < 0) | (ids >= n_vocab)]
-        if len(wrong):
-            raise RequestError(
-                f"token id {wrong[0]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}",
-                param="prompt",
-            )
-        if len(ids) > self.max_context:
-            raise ContextLengthError(len(ids), self.max_context)
-        return ids.astype(np.int32)
 
 
 def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:
@@ -439,6 +425,17 @@ def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> 
     if n > chunk.n_drafts or isinstance(token, KukriError) or token.id in request.stop_ids:
         return False
     return token.id == int(request.tokens[request.n_tokens + n - 1])
+
+
+def _saved_prefixes(config: EngineConfig, cache: Cache) -> SavedPrefixes | None:
+    """The saved pages of a cache. Raises ConfigError if it is not made of pages alone."""
+    if config.prefix_dir is None:
+        return None
+    if has_states(cache.layout):
+        raise ConfigError(
+            "the prefixes of a model with recurrent layers cannot be saved: leave out prefix_dir"
+        )
+    return SavedPrefixes(cache, Path(config.prefix_dir).expanduser(), config.prefix_bytes)
 
 
 def cache_type(config: EngineConfig, backend: Backend) -> KVType:
@@ -454,9 +451,13 @@ def _n_pages(config: EngineConfig, page_bytes: int, max_pages: int) -> int:
     return config.kv_bytes // page_bytes
 
 
-def _seed(seed: int) -> int:
-    """A seed within the range of 64 bits."""
-    return seed if seed <= SEED_MAX else seed - 2**64
+def state_slots(config: EngineConfig, layout: CacheLayout, n_pages: int) -> int:
+    """Slots of recurrent states: one for each request that runs, and those of snapshots; 0 without states."""
+    n_bytes = state_bytes(layout)
+    if not n_bytes:
+        return 0
+    n_snapshots = min(config.snapshot_bytes // n_bytes, n_pages) if config.caches_prefixes else 0
+    return config.max_requests + n_snapshots
 
 
 def _max_context(config: EngineConfig, model: Model) -> int:

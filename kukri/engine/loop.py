@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 
@@ -32,6 +33,7 @@ class EngineStatus:
     n_pages_cached: int  # that hold a known prefix, held or not
     n_preemptions: int
     n_prefix_hit: int  # prompt tokens found in the cache
+    n_restored: int  # of those, read from disk
     n_computed: int  # tokens computed, rejected drafts left out
     n_drafted: int  # draft tokens computed
     n_accepted: int  # of those, accepted
@@ -46,6 +48,8 @@ class EngineLoop:
     `deliver` is called on that thread, once after each step, with what became of the requests; it must be
     quick and must not raise. At most `max_waiting` requests wait for their first step. The engine belongs to
     the thread from `start` on: only what makes requests may be called from elsewhere.
+
+    Attributes: has_failed, True once the thread has ended by an error, which then ends every request.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, *, max_waiting: int = 256) -> None:
@@ -54,7 +58,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # run between steps, in order
         self._live: dict[int, Request] = {}  # submitted and not ended; changed under _wake
-        self._is_draining = self._is_stopping = False
+        self._is_draining = self._is_stopping = self.has_failed = False
         self._busy_since: float | None = None
         self._n_steps = self._n_generated = 0
         self._busy_s = 0.0
@@ -70,7 +74,7 @@ class EngineLoop:
         Raises CapacityError if too many wait already, if one could never fit, or while draining.
         """
         for request in requests:
-            self.engine.scheduler.check_fits(request)
+            self.engine.check_fits(request)
         with self._wake:
             self._check_room(len(requests))
             for request in requests:
@@ -88,6 +92,28 @@ class EngineLoop:
     def abort(self, request: Request) -> None:
         """Aborts a request before the next step; its pages are free then."""
         self.finish(request, "abort")
+
+    def call(self, command: Callable[[], None]) -> Future[None]:
+        """Runs a command of the engine between two steps; the future has what it raised.
+
+        Raises CapacityError if the engine stops.
+        """
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                command()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self._wake:
+            if self._is_stopping:
+                raise CapacityError("the server is shutting down: try again later")
+            self._commands.append(run)
+            self._wake.notify()
+        return done
 
     def drain(self, timeout_s: float | None) -> bool:
         """Refuses new requests and waits for those there are; False if some were left at the end.
@@ -112,6 +138,10 @@ class EngineLoop:
         since = self._busy_since
         return self._thread.is_alive() and (since is None or monotonic() - since < _STALL_S)
 
+    def statuses(self) -> dict[str, EngineStatus]:
+        """The counts of each replica by its name: this engine is the only one, and has none."""
+        return {"": self.status()}
+
     def status(self) -> EngineStatus:
         """Counts, read without waiting for the running step."""
         engine = self.engine
@@ -125,6 +155,7 @@ class EngineLoop:
             n_pages_cached=pool.n_cached,
             n_preemptions=scheduler.n_preemptions,
             n_prefix_hit=scheduler.n_prefix_hit,
+            n_restored=scheduler.n_restored,
             n_computed=scheduler.n_computed,
             n_drafted=scheduler.n_drafted,
             n_accepted=scheduler.n_accepted,
@@ -204,7 +235,7 @@ class EngineLoop:
     def _fail_all(self) -> None:
         """Fails every request with the engine's error, and refuses new ones."""
         with self._wake:
-            self._is_stopping = True
+            self._is_stopping = self.has_failed = True
             left = list(self._live.values())
         for request in left:
             request.error = request.error or KukriError("the engine stopped: see the log")

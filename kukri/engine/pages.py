@@ -1,26 +1,44 @@
 """The pool of KV pages: reference counts, and the prefix cache.
 
-A full page can be *cached*: found again by its tokens and all those before it. Its key is the identity of the
-page before it and its own tokens, compared as they are, so no two contexts are ever taken for one another.
-A cached page without owners keeps its contents until its space is needed, least recently used first.
+A full page can be *cached*: found again by its tokens and all those before it. Its key is the SHA-256 of the
+key of the page before it and its own tokens, so no two contexts are taken for one another, and a page has the
+same key in every process. A cached page without owners keeps its contents until its space is needed, least
+recently used first.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 
 from kukri.errors import CapacityError
 from kukri.kernels.types import IntArray
 
-_Key = tuple[int, bytes]  # (identity of the page before, the page's tokens)
-ROOT = 0  # the identity before the first page
+PageKey = bytes  # SHA-256 of the key of the page before, and the page's tokens
+ROOT: PageKey = bytes(32)  # the key before the first page, unless requests have one of their own
+
+
+def page_keys(tokens: IntArray, page_tokens: int, before: PageKey = ROOT) -> Iterator[PageKey]:
+    """The key of each full page of `tokens`, int32, after the page whose key is `before`."""
+    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
+        before = sha256(before + tokens[start : start + page_tokens].tobytes()).digest()
+        yield before
 
 
 def pages_for(n_tokens: int, page_tokens: int) -> int:
     """Pages that hold `n_tokens` tokens."""
     return -(-n_tokens // page_tokens)
+
+
+def check_fits(n_tokens: int, n_pages: int, page_tokens: int) -> None:
+    """Raises CapacityError if a request of up to `n_tokens` tokens could outgrow a pool."""
+    n_needed = pages_for(n_tokens, page_tokens)
+    if n_needed > n_pages:
+        raise CapacityError(
+            f"a request of up to {n_tokens} tokens needs {n_needed} KV pages and there are {n_pages}: "
+            "shorten it or lower max_tokens"
+        )
 
 
 class PagePool:
@@ -35,10 +53,8 @@ class PagePool:
         self._free = list(range(n_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._n_owners = [0] * n_pages
-        self._page_of: dict[_Key, int] = {}
-        self._key_of: dict[int, _Key] = {}
-        self._identity: dict[int, int] = {}  # of a cached page; never used twice
-        self._identities = count(ROOT + 1)
+        self._page_of: dict[PageKey, int] = {}
+        self._key_of: dict[int, PageKey] = {}
 
     @property
     def n_free(self) -> int:
@@ -89,30 +105,26 @@ class PagePool:
         """True if a page is cached and has no owner."""
         return page in self._idle
 
-    def identity(self, page: int) -> int:
-        """The parent id in the key of the page after a cached page."""
-        return self._identity[page]
+    def key(self, page: int) -> PageKey:
+        """The key of a cached page."""
+        return self._key_of[page]
 
-    def find(self, tokens: IntArray) -> list[int]:
+    def find(self, tokens: IntArray, root: PageKey = ROOT) -> list[int]:
         """The cached pages of the longest known prefix of `tokens`, whole pages only. Takes none."""
         pages: list[int] = []
-        identity = ROOT
-        size = self.page_tokens
-        for start in range(0, len(tokens) - size + 1, size):
-            page = self._page_of.get((identity, tokens[start : start + size].tobytes()))
+        for key in page_keys(tokens, self.page_tokens, root):
+            page = self._page_of.get(key)
             if page is None:
                 break
             pages.append(page)
-            identity = self._identity[page]
         return pages
 
-    def cache(self, page: int, identity_before: int, tokens: IntArray) -> int:
-        """Lets a full page be found by its tokens and by the page before; gives the page to hold from now on.
+    def cache(self, page: int, key: PageKey) -> int:
+        """Lets a full page be found by its key; gives the page to hold from now on.
 
         That is `page`, or the one cached for the same tokens already: contents are equal to the bit, so the
         caller's page is freed and its place taken by the other.
         """
-        key = identity_before, tokens.tobytes()
         known = self._page_of.get(key)
         if known is not None:
             if known != page:
@@ -120,7 +132,6 @@ class PagePool:
                 self.free([page])
             return known
         self._page_of[key], self._key_of[page] = page, key
-        self._identity[page] = next(self._identities)
         return page
 
     def forget(self) -> None:
@@ -129,7 +140,6 @@ class PagePool:
         self._idle.clear()
         self._page_of.clear()
         self._key_of.clear()
-        self._identity.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
         """Asserts that `owners`, the pages of each, are all there are: nothing lost, nothing held twice."""
@@ -143,11 +153,10 @@ class PagePool:
             "the free list is wrong"
         )
         assert self._idle.keys() <= self._key_of.keys(), "an idle page cannot be found"
-        assert self._key_of.keys() == self._identity.keys(), "a cached page has no identity"
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages disagree"
 
     def _evict(self) -> int:
         """Evicts the least recently used idle page."""
         page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)], self._identity[page]
+        del self._page_of[self._key_of.pop(page)]
         return page

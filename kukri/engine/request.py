@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
@@ -9,8 +10,10 @@ from typing import Literal
 
 import numpy as np
 
+from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
-from kukri.errors import KukriError
+from kukri.engine.pages import ROOT, PageKey
+from kukri.errors import KukriError, RequestError
 from kukri.kernels.taps import SequenceTaps
 from kukri.kernels.types import FloatArray, IntArray
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams
@@ -62,12 +65,14 @@ class Request:
     """
 
     __slots__ = (
-        "arrived_s", "client", "cumulative_logprob", "drafts", "error", "finish_reason",
+        "__weakref__", "adapter", "arrived_s", "client", "cumulative_logprob", "drafts", "error",
+        "finish_reason",
         "first_row", "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
-        "max_drafts", "max_length", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
-        "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "next_row", "output",
-        "page_row", "params", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
-        "started_s", "state", "stop_ids", "stop_reason", "stop_row", "taps", "token_types", "tokens",
+        "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
+        "n_known", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "next_row", "output",
+        "page_row", "params", "prefix_root", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
+        "snapshot", "snapshots", "started_s", "state", "state_slot", "stop_ids", "stop_reason", "stop_row",
+        "taps", "token_types", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +94,7 @@ class Request:
         first_row: int = 0,
         stop_row: int | None = None,
         token_types: IntArray | None = None,
+        prefix_root: PageKey = ROOT,
     ) -> None:
         self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
         self.priority, self.client = priority, client
@@ -106,6 +112,7 @@ class Request:
         self.first_row = self.next_row = first_row  # the next token whose row of output is wanted
         self.stop_row = self.max_length if stop_row is None else stop_row
         self.token_types = token_types  # [n_prompt]: of a pair of texts; None: all 0
+        self.adapter: LoadedAdapter | None = None
         self.rows: FloatArray | None = None  # see the class; "pooled" is a sum until its end
         self.tokens = np.empty(self.max_length, np.int32)  # prompt, generated, and in a step drafts
         self.tokens[: self.n_prompt] = prompt_ids
@@ -113,9 +120,15 @@ class Request:
         self.page_row = np.zeros(max_pages, np.int32)  # its row of the page table
         self.n_pages = 0
         self.n_cached_pages = 0  # of those, the first that may be found by their tokens
+        self.prefix_root = prefix_root  # the key before its first page: prefixes of others are never found
+        self.may_restore = False  # True while its next pages may be saved on disk
+        self.state_slot = -1  # of its recurrent state, while it runs
+        self.snapshots: list[tuple[int, int]] = []  # (tokens, slot) of states to keep once pages are cached
+        self.snapshot: PageKey | None = None  # of the page behind which its answer's newest state is kept
         self.is_cacheable = True  # False if hooks may have changed what its pages hold
         self.is_in_flight = False  # True from the launch of a step to its collection
         self.taps: SequenceTaps | None = None
+        self.n_known = 0  # tokens whose pages were cached when it was last to run
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
         self.n_drafted = 0  # drafts computed
@@ -136,6 +149,16 @@ class Request:
         """
         self.taps, self.drafts = taps, None
         self.is_cacheable = self.is_cacheable and not taps.edits
+
+    @property
+    def adapter_slot(self) -> int:
+        """The slot of its adapter; -1 for none."""
+        return -1 if self.adapter is None else self.adapter.slot
+
+    @property
+    def has_ended(self) -> bool:
+        """True once it is finished."""
+        return self.state is RequestState.FINISHED
 
     @property
     def pages(self) -> list[int]:
@@ -163,6 +186,34 @@ class Request:
         """The tokens generated so far, a stop token included."""
         ids: list[int] = self.tokens[self.n_prompt : self.n_tokens].tolist()
         return ids
+
+    def append(self, token: SampledToken, now_s: float) -> None:
+        """Adds a generated token; the time in seconds is `perf_counter`'s."""
+        if not self.n_generated:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        self.tokens[self.n_tokens] = token.id
+        self.n_tokens += 1
+        if token.logprob is not None:
+            self.sampled.append(token)
+            self.cumulative_logprob += token.logprob
+
+    def resume(self, generated: Sequence[SampledToken], mirostat_mu: float | None = None) -> None:
+        """Makes a new request go on after tokens that another engine generated for it.
+
+        What follows is what that engine would have generated next, as no result depends on chunks and a
+        sampler's state follows from its tokens, but for mirostat's, which is given. Raises RequestError if
+        the tokens are more than the request may have.
+        """
+        if not generated:
+            return
+        if self.sampler is None or self.n_tokens + len(generated) >= self.max_length:
+            raise RequestError(f"{len(generated)} tokens cannot be resumed: the request ends before")
+        now_s = perf_counter()
+        for token in generated:
+            self.append(token, now_s)
+        self.first_row = self.next_row = self.n_tokens - 1
+        self.sampler.resume([token.id for token in generated], mirostat_mu)
 
     def cut(self, n_generated: int) -> None:
         """Forgets the tokens after the first `n_generated`: a step gave them beyond the end of the text."""

@@ -11,6 +11,7 @@ from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.request import ProgramKind
 from kukri.kernels.taps import Hooks
 from kukri.kernels.types import (
+    AdapterSlots,
     Backend,
     CompiledProgram,
     FloatArray,
@@ -19,43 +20,65 @@ from kukri.kernels.types import (
     Logits,
     Program,
     StepLimits,
+    has_states,
 )
 from kukri.models import Model
 
 _N_KEPT = 4  # programs beside the plain one that are kept, each with buffers of its own
+_N_SPARE_TAPS = 32  # that a step may stop at beyond those it needs: each costs some 20 us
 
 
 class Runner:
     """A model compiled for a backend: for logits without taps at the start, else when it is first wanted.
 
-    Programs for hidden states, and for each set of taps that has hooks, are kept as long as they are among
-    those used last: so hooks which come and go compile nothing anew.
+    Programs for hidden states, for adapters, and for sets of taps that have hooks, are kept as long as they
+    are among those used last, and serve steps that need somewhat fewer taps too: so hooks which come and go
+    compile nothing anew. A step whose sequences have no adapter runs a program without any.
     """
 
     def __init__(
-        self, model: Model, backend: Backend, n_pages: int, limits: StepLimits, kv_type: KVType = "f16"
+        self,
+        model: Model,
+        backend: Backend,
+        n_pages: int,
+        limits: StepLimits,
+        kv_type: KVType = "f16",
+        n_states: int = 0,
     ) -> None:
         self.model, self.backend, self.limits = model, backend, limits
-        self.cache = backend.new_cache(model.cache_layout, n_pages, kv_type=kv_type)
+        self.cache = backend.new_cache(model.cache_layout, n_pages, n_states, kv_type)
         self.hooks = Hooks()
         self.plain = self._compile("logits", frozenset())
-        self._kept: OrderedDict[tuple[ProgramKind, frozenset[str]], Compiled] = OrderedDict()
+        self.adapters: AdapterSlots = ()
+        self._kept: OrderedDict[tuple[ProgramKind, frozenset[str], bool], Compiled] = OrderedDict()
+
+    def set_adapters(self, adapters: AdapterSlots) -> None:
+        """Replaces the adapters, and compiles a program with them for logits."""
+        for key in [key for key in self._kept if key[2]]:
+            del self._kept[key]
+        self.adapters = adapters
+        if adapters:
+            self._compiled("logits", frozenset(), True)
 
     def run(self, chunks: Sequence[Chunk], own: OwnTaps | None = None) -> Logits:
         """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache.
 
         `own` sees the taps of requests that listen, after the hooks.
         """
-        if own is None and not self.hooks:
+        has_adapters = self._has_adapters(chunks)
+        if own is None and not self.hooks and not has_adapters:
             program, builder = self.plain
         else:
-            program, builder = self._compiled("logits", self._names(own))
+            program, builder = self._compiled("logits", self._names(own), has_adapters)
         return program(builder.build(chunks), self._listener(own))
 
     def run_hidden(self, chunks: Sequence[Chunk], own: OwnTaps | None = None) -> Logits:
         """Runs one step and gives hidden states [N, D], the last norm's outputs, instead of logits."""
-        program, builder = self._compiled("hidden", self._names(own))
+        program, builder = self._compiled("hidden", self._names(own), self._has_adapters(chunks))
         return program(builder.build(chunks), self._listener(own))
+
+    def _has_adapters(self, chunks: Sequence[Chunk]) -> bool:
+        return bool(self.adapters) and any(chunk.sequence.adapter_slot >= 0 for chunk in chunks)
 
     def _names(self, own: OwnTaps | None) -> frozenset[str]:
         return self.hooks.names if own is None else self.hooks.names | own.names
@@ -71,21 +94,34 @@ class Runner:
 
         return listen
 
-    def _compiled(self, kind: ProgramKind, taps: frozenset[str]) -> Compiled:
-        compiled = self._kept.pop((kind, taps), None) or self._compile(kind, taps)
-        self._kept[kind, taps] = compiled  # the last used last
+    def _compiled(self, kind: ProgramKind, taps: frozenset[str], has_adapters: bool) -> Compiled:
+        if (kind, taps, has_adapters) not in self._kept and taps:
+            # one with more taps only stops more often: requests that come and go compile nothing anew
+            most = len(taps) + _N_SPARE_TAPS
+            alike = [more for a_kind, more, adapts in self._kept if (a_kind, adapts) == (kind, has_adapters)]
+            taps = min((more for more in alike if taps < more and len(more) <= most), key=len, default=taps)
+        key = (kind, taps, has_adapters)
+        compiled = self._kept.pop(key, None) or self._compile(*key)
+        self._kept[key] = compiled  # the last used last
         if len(self._kept) > _N_KEPT:
             self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, kind: ProgramKind, taps: frozenset[str]) -> Compiled:
+    def _compile(self, kind: ProgramKind, taps: frozenset[str], has_adapters: bool = False) -> Compiled:
         model: Program = self.model
         limits = self.limits
         if kind == "hidden":  # its rows are small: there is room for all tokens of a step
             model, limits = self.model.hidden, replace(limits, max_logit_rows=limits.max_tokens)
-        program = self.backend.compile(model, self.cache, limits, taps)
+        adapters = self.adapters if has_adapters else ()
+        program = self.backend.compile(model, self.cache, limits, taps, adapters)
         has_types = self.model.config.n_token_types > 0
-        builder = BatchBuilder(program.inputs, self.cache.page_tokens, has_types=has_types)
+        builder = BatchBuilder(
+            program.inputs,
+            self.cache.page_tokens,
+            has_types=has_types,
+            has_states=has_states(self.cache.layout),
+            has_adapters=has_adapters,
+        )
         return Compiled(program, builder)
 
 

@@ -4,7 +4,8 @@ Every running request gets its next token, or the next chunk of its prompt, with
 what is left admits waiting requests (waiting.py orders them). A prompt that runs beside decodes has a
 budget of its own, so that long prompts do not delay the others' tokens. If pages run out, the request last in
 order is preempted: it frees its pages and is recomputed later. That changes no token, as no result depends on
-chunks. A request begins after the longest prefix whose pages are cached, which changes none either.
+chunks. A request begins after the longest prefix whose pages are cached, or saved on disk, which changes none
+either.
 
 If room is left, decoding requests have draft tokens computed beside their newest one (drafts.py). No request
 is preempted for a draft, and a rejected one is forgotten: its slot in the cache is overwritten.
@@ -14,14 +15,17 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import DraftBudget, Drafts
-from kukri.engine.pages import ROOT, PagePool
+from kukri.engine.pages import PagePool, check_fits, page_keys
 from kukri.engine.request import ProgramKind, Request, RequestState
+from kukri.engine.saved_prefixes import SavedPrefixes
+from kukri.engine.states import StatePool, snapshot_places
 from kukri.engine.waiting import WaitingQueue
-from kukri.errors import CapacityError, KukriError
+from kukri.errors import KukriError
 from kukri.sampling import SampledToken
 
 
@@ -48,10 +52,11 @@ class ScheduledChunk(Chunk):
 
 @dataclass(eq=False, slots=True)
 class ScheduledStep:
-    """The chunks of a step, and the pages (from, to) to copy before it runs, in this order."""
+    """The chunks of a step, and the pages and states (from, to) to copy before it runs, in this order."""
 
     chunks: list[ScheduledChunk]
     copies: list[tuple[int, int]]
+    state_copies: list[tuple[int, int]]
     program: ProgramKind = "logits"
 
 
@@ -72,8 +77,9 @@ class Scheduler:
     """The queue, the running requests in order of their turn, and their pages.
 
     `max_step_tokens` bounds a step; `max_prompt_tokens` what prompts get of it beside requests that generate,
-    `max_logit_rows` the rows of logits. With `caches_prefixes` the pages of requests outlive them. With
-    `takes_whole` a prompt is computed in one step, of its own if it is longer than a step should be.
+    `max_logit_rows` the rows of logits. With `caches_prefixes` the pages of requests outlive them; `saved`
+    keeps them on disk too. With `takes_whole` a prompt is computed in one step, of its own if it is longer
+    than a step should be. `states` has the slots of a model with recurrent layers, None for any other.
     """
 
     def __init__(
@@ -86,8 +92,10 @@ class Scheduler:
         *,
         caches_prefixes: bool = True,
         takes_whole: bool = False,
+        saved: SavedPrefixes | None = None,
+        states: StatePool | None = None,
     ) -> None:
-        self.takes_whole = takes_whole
+        self.takes_whole, self.saved, self.states = takes_whole, saved, states
         self.pool, self.max_requests, self.max_step_tokens = pool, max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
@@ -99,6 +107,7 @@ class Scheduler:
         self.ending: list[Request] = []  # finished while in flight: their step may still write their pages
         self.n_preemptions = 0
         self.n_prefix_hit = 0  # tokens that were found and not computed
+        self.n_restored = 0  # of those, read from disk
         self.n_computed = 0  # tokens that were, rejected drafts left out
         self.n_drafted = 0  # drafts computed
         self.n_accepted = 0  # drafts accepted
@@ -111,18 +120,13 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raises CapacityError if a request could outgrow the whole pool."""
-        n_pages = self.pool.pages_for(request.max_cached)
-        if n_pages > self.pool.n_pages:
-            raise CapacityError(
-                f"a request of up to {request.max_cached} tokens needs {n_pages} KV pages and there are "
-                f"{self.pool.n_pages}: shorten it or lower max_tokens"
-            )
+        check_fits(request.max_cached, self.pool.n_pages, self.pool.page_tokens)
 
     def schedule(self) -> ScheduledStep:
         """The next step, with pages to write to. Requests in flight are left out.
 
         A step runs one program: if requests of both can run, they take turns. Without any in flight it has no
-        chunks only when nothing waits or runs.
+        chunks only when nothing waits or runs, or when all that was done is to read saved pages.
         """
         if self.waiting:
             self._preempt_for_urgent()
@@ -136,7 +140,7 @@ class Scheduler:
 
     def _schedule_program(self, program: ProgramKind) -> ScheduledStep:
         """A step of the requests that a program computes."""
-        step = ScheduledStep([], [], program)
+        step = ScheduledStep([], [], [], program)
         budget = _Budget(self, program)
         n_preemptions = self.n_preemptions
         i = 0
@@ -146,8 +150,8 @@ class Scheduler:
             i += 1
         if self.n_preemptions == n_preemptions:  # a request just preempted must not be admitted at once
             while self.waiting and budget.n_tokens and budget.n_prompt_tokens:
-                request = self.waiting.first(lambda r: r.program == program and _may_run(r))
-                if request is None or not budget.has_room(request) or not self._admit(request):
+                request = self.waiting.first(_may_run, program)
+                if request is None or not budget.has_room(request) or not self._admit(request, step):
                     break
                 self._schedule(request, budget, step)
         return step
@@ -239,11 +243,17 @@ class Scheduler:
         """Asserts that queue, running requests and pages agree with one another."""
         assert len(self.running) <= self.max_requests, "more requests run than may"
         assert self.running == sorted(self.running, key=_turn), "requests run out of turn"
-        self.pool.check_integrity([request.pages for request in (*self.running, *self.ending)])
+        holding = (*self.running, *self.ending)
+        self.pool.check_integrity([request.pages for request in holding])
+        if self.states is not None:
+            saved = [slot for request in holding for _, slot in request.snapshots]
+            self.states.check_integrity([*saved, *(request.state_slot for request in holding)])
         assert all(request.is_in_flight for request in self.ending), "a request has landed and not been freed"
         for request in self.waiting:
             assert request.state is RequestState.WAITING, f"request {request.id} waits and is {request.state}"
             assert request.n_pages == request.n_cached == 0, f"request {request.id} waits and holds pages"
+            assert request.state_slot < 0, f"request {request.id} waits and has a state"
+            assert not request.snapshots, f"request {request.id} waits and holds snapshots"
         for request in self.running:
             assert request.state is RequestState.RUNNING, f"request {request.id} runs and is {request.state}"
             assert request not in self.waiting, f"request {request.id} runs and waits"
@@ -272,13 +282,65 @@ class Scheduler:
 
     def _schedule(self, request: Request, budget: _Budget, step: ScheduledStep) -> None:
         """Adds the request's next tokens to the step, within the budget."""
+        if request.may_restore and not self._restore(request, budget):
+            return
         start = request.n_cached
         n_tokens, n_logits = budget.take(request)
         if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens, step.copies):
             return
         n_after = max(start + n_tokens - request.stop_row, 0)
-        step.chunks.append(ScheduledChunk(request, start, n_tokens, n_logits, n_after=n_after))
+        saves = self._saves(request, start, start + n_tokens)
+        step.chunks.append(ScheduledChunk(request, start, n_tokens, n_logits, n_after=n_after, saves=saves))
         budget.spend(request, n_tokens, n_logits)
+
+    def _restore(self, request: Request, budget: _Budget) -> bool:
+        """Reads the request's next pages that are saved on disk; False if a later step may read more."""
+        size = self.pool.page_tokens
+        depth, n_wanted = request.n_pages, (request.next_row - request.n_cached) // size
+        n_most = min(n_wanted, self.pool.n_free)
+        if self.saved is None or not self._uses_cache(request) or not n_most:
+            request.may_restore = False
+            return True
+        before = self.pool.key(int(request.page_row[depth - 1])) if depth else request.prefix_root
+        keys = list(islice(page_keys(request.tokens[depth * size : request.next_row], size, before), n_most))[
+            : budget.n_saved_pages
+        ]
+        for key, contents in zip(keys, self.saved.read(keys, depth)):
+            (page,) = self.pool.allocate(1)
+            self.saved.write(page, contents)
+            request.page_row[request.n_pages] = self.pool.cache(page, key)
+            request.n_pages += 1
+        n_found = request.n_pages - depth
+        budget.n_saved_pages -= n_found
+        self._count_known(request, n_found * size)
+        self.n_restored += n_found * size
+        request.may_restore = n_found == len(keys) and n_found < n_wanted
+        return not request.may_restore
+
+    def _count_known(self, request: Request, n_tokens: int) -> None:
+        """Counts further tokens whose keys and values were found."""
+        request.n_cached += n_tokens
+        request.next_row = max(request.next_row, request.n_cached)  # those before are the leader's to give
+        if not request.n_generated and not request.n_preemptions:
+            request.n_prefix_hit += n_tokens
+        self.n_prefix_hit += n_tokens
+
+    def _saves(self, request: Request, start: int, stop: int) -> list[tuple[int, int]]:
+        """(tokens, slot) of the snapshots to take while tokens `start` to `stop` - 1 are computed.
+
+        Of a prompt where `snapshot_places` says, of an answer behind each page.
+        """
+        size = self.pool.page_tokens
+        if self.states is None or not self._uses_cache(request):
+            return []
+        places = [stop] if stop > request.n_prompt and stop % size == 0 else []
+        if start < request.n_prompt:
+            wanted = snapshot_places(request.n_prompt, request.n_known, size)
+            places += [place for place in wanted if start < place <= stop]
+        n_spare = max(self.states.n_free - (self.max_requests - len(self.running)), 0)
+        saves = [(place, self.states.allocate()) for place in places[:n_spare]]
+        request.snapshots += saves
+        return saves
 
     def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
         """Counts drafts, and frees the pages of rejected ones."""
@@ -341,39 +403,58 @@ class Scheduler:
         """The cached pages a waiting request can begin with; None if the rest of it finds no room."""
         if len(self.running) >= self.max_requests:
             return None
+        if self.states is not None and not self.states.n_free:
+            return None
         known = self._known_pages(request)
         n_new = self.pool.pages_for(request.n_tokens) - len(known)
         n_left = self.pool.n_free - sum(self.pool.is_idle(page) for page in known)
         return known if n_new <= n_left else None
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Moves a waiting request to the running, with the pages it can share, if it has room."""
         pages = self._room(request)
         if pages is None:
             return False
         n_known = len(pages) * self.pool.page_tokens
-        leader = request.leader
-        if leader is not None and leader.n_cached >= request.n_prompt and not request.n_generated:
+        leader, is_shared = request.leader, False
+        if self.states is not None:
+            self._admit_state(request, pages, step)
+        elif leader is not None and leader.n_cached >= request.n_prompt and not request.n_generated:
             n_known = request.n_prompt - 1  # its last token is computed anew, for logits
             pages = leader.pages[: self.pool.pages_for(n_known)]
+            is_shared = True
         self.pool.share(pages)
         request.page_row[: len(pages)] = pages
-        request.n_pages, request.n_cached = len(pages), n_known
-        request.next_row = max(request.next_row, n_known)  # those before are the leader's to give
+        request.n_pages = len(pages)
         request.n_cached_pages = 0  # counted when its next token shows that all is well
-        if not request.n_generated and not request.n_preemptions:
-            request.n_prefix_hit = n_known
-        self.n_prefix_hit += n_known
+        self._count_known(request, n_known)
+        request.may_restore = self.saved is not None and not is_shared and request.taps is None
         self.waiting.remove(request)
         insort(self.running, request, key=_turn)
         request.state = RequestState.RUNNING
         return True
 
+    def _admit_state(self, request: Request, pages: list[int], step: ScheduledStep) -> None:
+        """Gives a request a slot, with the state behind the cached pages that it begins with."""
+        assert self.states is not None, "the model has recurrent layers"
+        source = self.states.find(self.pool.key(pages[-1])) if pages else None
+        request.state_slot = self.states.allocate()
+        if source is not None and source != request.state_slot:  # which may be the only one left
+            step.state_copies.append((source, request.state_slot))
+
     def _known_pages(self, request: Request) -> list[int]:
-        """Cached pages with the request's tokens, up to the first token whose row of output is wanted."""
+        """Cached pages with the request's tokens, up to the first token whose row of output is wanted.
+
+        Of a model with recurrent layers, those up to the last with a snapshot.
+        """
         if not self._uses_cache(request) or request.taps is not None:
             return []
-        return self.pool.find(request.tokens[: request.next_row])
+        pages = self.pool.find(request.tokens[: request.next_row], request.prefix_root)
+        request.n_known = len(pages) * self.pool.page_tokens
+        if self.states is not None:
+            while pages and self.states.find(self.pool.key(pages[-1])) is None:
+                pages.pop()
+        return pages
 
     def _uses_cache(self, request: Request) -> bool:
         return self.caches_prefixes and request.is_cacheable
@@ -383,14 +464,28 @@ class Scheduler:
         n_full = request.n_cached // self.pool.page_tokens
         if n_full == request.n_cached_pages or not self._uses_cache(request):
             return
-        first = request.n_cached_pages
-        identity = self.pool.identity(int(request.page_row[first - 1])) if first else ROOT
-        for i in range(first, n_full):
-            tokens = request.tokens[i * self.pool.page_tokens : (i + 1) * self.pool.page_tokens]
-            page = self.pool.cache(int(request.page_row[i]), identity, tokens)
+        first, size = request.n_cached_pages, self.pool.page_tokens
+        before = self.pool.key(int(request.page_row[first - 1])) if first else request.prefix_root
+        keys = page_keys(request.tokens[first * size : n_full * size], size, before)
+        for i, key in enumerate(keys, first):
+            page = self.pool.cache(int(request.page_row[i]), key)
             request.page_row[i] = page
-            identity = self.pool.identity(page)
+            if self.saved is not None:
+                self.saved.save(page, key, i)
         request.n_cached_pages = n_full
+        if self.states is not None:
+            self._keep_snapshots(request, self.states)
+
+    def _keep_snapshots(self, request: Request, states: StatePool) -> None:
+        """Lets others find the states behind the request's cached pages; of its answer the newest alone."""
+        for place, slot in request.snapshots:
+            key = self.pool.key(int(request.page_row[place // self.pool.page_tokens - 1]))
+            states.keep(key, slot)
+            if place > request.n_prompt:
+                if request.snapshot is not None:
+                    states.drop(request.snapshot)
+                request.snapshot = key
+        request.snapshots = []
 
     def _preempt(self, request: Request) -> None:
         """Sends a running request back to the queue, without its pages."""
@@ -404,19 +499,17 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if request.drafts is not None:
             request.drafts.release()
+        if self.states is not None:
+            for slot in (request.state_slot, *(slot for _, slot in request.snapshots)):
+                if slot >= 0:  # one that waits has none
+                    self.states.free(slot)
+            request.state_slot, request.snapshots, request.snapshot = -1, [], None
         self.pool.free(request.pages)
         request.page_row[: request.n_pages] = 0
         request.n_pages = request.n_cached = request.n_cached_pages = 0
 
     def _append(self, request: Request, token: SampledToken, now_s: float) -> None:
-        if not request.n_generated:
-            request.first_token_s = now_s
-        request.last_token_s = now_s
-        request.tokens[request.n_tokens] = token.id
-        request.n_tokens += 1
-        if token.logprob is not None:
-            request.sampled.append(token)
-            request.cumulative_logprob += token.logprob
+        request.append(token, now_s)
         if token.id in request.stop_ids:
             named = token.id in request.params.stop_token_ids
             self.finish(request, "stop", token.id if named else None)
@@ -429,6 +522,7 @@ class _Budget:
 
     def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
         self.takes_whole, self.is_unspent = scheduler.takes_whole, True
+        self.n_saved_pages = 0 if scheduler.saved is None else scheduler.saved.pages_per_step
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
         for request in scheduler.running:
             if _generates(request):

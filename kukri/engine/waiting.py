@@ -8,28 +8,39 @@ client it is first come, first served.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 
-from kukri.engine.request import Request
+from kukri.engine.request import ProgramKind, Request
+
+_Line = tuple[int, bool, str, ProgramKind]  # priority, never preempted, client, program
 
 
 class WaitingQueue:
-    """The waiting requests, and a virtual token counter for each client with a live request."""
+    """The waiting requests, and a virtual token counter for each client with a live request.
+
+    Requests that differ by their id alone stand in one line, so that finding the next of a thousand looks at
+    the first of each line.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Request] = {}  # by id
+        self._lines: dict[_Line, list[Request]] = {}  # each in order of ids; none is empty
         self._n_live: Counter[str] = Counter()  # requests of each client, waiting or running
         self._n_served: dict[str, int] = {}  # tokens of each client with live requests
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._lines.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting.values())
+        return chain.from_iterable(self._lines.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request.id in self._waiting
+        return request in self._lines.get(_line(request), ())
 
     def arrive(self, request: Request) -> None:
         """Queues a request that is new."""
@@ -41,15 +52,19 @@ class WaitingQueue:
 
     def put(self, request: Request) -> None:
         """Queues a request, new or preempted."""
-        self._waiting[request.id] = request
+        insort(self._lines.setdefault(_line(request), []), request, key=_id)
 
     def remove(self, request: Request) -> None:
         """Takes a request out, as it runs from now on."""
-        del self._waiting[request.id]
+        line = self._lines[_line(request)]
+        del line[bisect_left(line, request.id, key=_id)]
+        if not line:
+            del self._lines[_line(request)]
 
     def leave(self, request: Request) -> None:
         """Forgets a request that has ended, wherever it was."""
-        self._waiting.pop(request.id, None)
+        if request in self:
+            self.remove(request)
         self._n_live[request.client] -= 1
         if not self._n_live[request.client]:
             del self._n_live[request.client], self._n_served[request.client]
@@ -58,11 +73,21 @@ class WaitingQueue:
         """Adds tokens computed to the counter of a request's client."""
         self._n_served[request.client] += n_tokens
 
-    def first(self, may_run: Callable[[Request], bool]) -> Request | None:
-        """The next request in turn, of those that may run."""
-        return min(filter(may_run, self), key=self._rank, default=None)
+    def first(self, may_run: Callable[[Request], bool], program: ProgramKind | None = None) -> Request | None:
+        """The next request in turn, of those that may run and, if given, of one program."""
+        lines = [line for key, line in self._lines.items() if program in (None, key[3])]
+        firsts = (next(filter(may_run, line), None) for line in lines)
+        return min((request for request in firsts if request is not None), key=self._rank, default=None)
 
     def _rank(self, request: Request) -> tuple[int, bool, int, int]:
         was_preempted = request.n_preemptions > 0
         n_served = 0 if was_preempted else self._n_served[request.client]
         return request.priority, not was_preempted, n_served, request.id
+
+
+def _line(request: Request) -> _Line:
+    return request.priority, request.n_preemptions == 0, request.client, request.program
+
+
+def _id(request: Request) -> int:
+    return request.id

@@ -137,7 +137,7 @@ class DryRepetitions:
 
     As llama.cpp has it: a token that would prolong a repetition of `length` tokens, `dry_allowed_length` or
     more, loses dry_multiplier * dry_base ^ (length - dry_allowed_length). A repetition does not reach back
-    over a sequence breaker.
+    over a sequence breaker, and a token that is one by itself loses nothing.
     """
 
     def __init__(self, params: SamplingParams, tokens: Tokens, breakers: Sequence[Phrase]) -> None:
@@ -164,6 +164,8 @@ class DryRepetitions:
         ids, lengths = self._continuations()
         order = np.argsort(lengths, kind="stable")
         longest = dict(zip(ids[order].tolist(), lengths[order].tolist(), strict=True))  # the last one stays
+        for token_id in self._single_breakers.intersection(longest):
+            del longest[token_id]
         lengths = np.array(list(longest.values()), np.int64)
         excess = np.minimum(lengths, self._longest) - self._params.dry_allowed_length
         losses = self._params.dry_multiplier * self._params.dry_base ** excess.astype(np.float64)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import KukriError, RequestError, ShapeError
+from kukri.kernels.host_step import HostLogits
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.sampling_record import (
     CHOSEN,
@@ -25,7 +26,7 @@ from kukri.kernels.sampling_record import (
     RECORD,
     SamplingRecords,
 )
-from kukri.kernels.types import SamplingBackend
+from kukri.kernels.types import Logits, SamplingBackend
 from kukri.sampling.grammar import Grammar
 from kukri.sampling.history import BadPhrases, DryRepetitions, ReasoningTokens, SeenTokens, Tokens
 from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
@@ -111,13 +112,31 @@ class RequestSampler:
         seed = None if params.seed is None else params.seed % 2**64
         self._random = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
 
+    @property
+    def mirostat_mu(self) -> float | None:
+        """The state of mirostat, in bits; None without."""
+        return self._mu if self.params.mirostat else None
+
+    def resume(self, token_ids: Sequence[int], mirostat_mu: float | None = None) -> None:
+        """Brings a new sampler to the state of one that has chosen these tokens.
+
+        `mirostat_mu` is that one's: it does not follow from the tokens alone.
+        """
+        for token_id in token_ids:
+            self._take(token_id)
+        if self._random is not None:
+            n_numbers = 2 if self.params.xtc_probability else 1
+            self._random.bit_generator.advance(n_numbers * len(token_ids))  # type: ignore[attr-defined]
+        if mirostat_mu is not None:
+            self._mu = mirostat_mu
+
     def __call__(self, logits: FloatArray, allow_end: bool = True) -> SampledToken:
         """The next token for `logits`, float32 [V], which are not written; counts it as generated.
 
         End-of-text and stop ids are not chosen before `min_tokens`, nor if `allow_end` is False.
         Raises SamplingError if the logits hold NaN or +inf, no token is allowed, or a processor fails.
         """
-        result = sample_rows([self], logits[None], self._sampling, allow_end=allow_end)[0]
+        result = sample_rows([self], HostLogits(logits[None]), self._sampling, allow_end=allow_end)[0]
         if isinstance(result, KukriError):
             raise result
         return result
@@ -160,8 +179,8 @@ class RequestSampler:
                 return np.append(forbidden, np.array(ids, np.int32))
         return forbidden
 
-    def process(self, row: FloatArray) -> FloatArray | None:
-        """Updates the grammar's allowed tokens; a copy of the row edited by the caller's functions, if any.
+    def process(self, logits: Logits, i: int) -> FloatArray | None:
+        """Updates the grammar's allowed tokens; a copy of row i edited by the caller's functions, if any.
 
         Raises SamplingError if one fails.
         """
@@ -171,13 +190,27 @@ class RequestSampler:
                 raise SamplingError(f"the grammar failed: {error[:300]}")
         if not self._processors or self._tokens is None:
             return None
-        row = row.copy()
+        row: FloatArray = logits.take([i]).numpy()[0].copy()
         for processor in self._processors:
             row = _processed(processor, self._tokens.ids, row)
         return row
 
-    def finish(self, records: SamplingRecords, i: int, row: FloatArray, token_id: int) -> SampledToken:
-        """The token that record i chose, with its log-probabilities; counts it as generated."""
+    def finish(
+        self, records: SamplingRecords, i: int, logits: Logits, row: int, token_id: int
+    ) -> SampledToken:
+        """The token that record i chose, with its log-probabilities in a row; counts it as generated."""
+        self._take(token_id)
+        if self.params.mirostat and self._random is not None:
+            surprise = -math.log2(records.fields["probability"][i])
+            self._mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
+        if self.params.logprobs is None:
+            return SampledToken(token_id)
+        if self._processors:
+            return token_logprobs(token_id, logits.take([row]), self.params.logprobs, self._sampling)
+        return _with_logprobs(records, i, logits, row)
+
+    def _take(self, token_id: int) -> None:
+        """Counts a token as generated."""
         self.n_generated += 1
         if self._seen is not None:
             self._seen.add(token_id)
@@ -189,25 +222,17 @@ class RequestSampler:
             self._matcher.take(token_id)
         if self._reasoning is not None:
             self._reasoning.add(token_id)
-        if self.params.mirostat and self._random is not None:
-            surprise = -math.log2(records.fields["probability"][i])
-            self._mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
-        if self.params.logprobs is None:
-            return SampledToken(token_id)
-        if self._processors:
-            return token_logprobs(token_id, row, self.params.logprobs, self._sampling)
-        return _with_logprobs(records, i, row)
 
 
 def sample_rows(
     samplers: Sequence[RequestSampler],
-    logits: FloatArray,
+    logits: Logits,
     sampling: SamplingBackend,
     records: SamplingRecords | None = None,
     *,
     allow_end: bool = True,
 ) -> list[SampledToken | KukriError]:
-    """The next token of each request by its row of logits, float32 [N, V], or the error that ends it.
+    """The next token of each request by its row of logits [N, V], or the error that ends it.
 
     The logits are not written. Whoever calls often keeps `records`. Raises ShapeError if the logits are not a
     row for each.
@@ -222,7 +247,7 @@ def sample_rows(
     edited_rows: list[FloatArray] = []
     for i, sampler in enumerate(samplers):
         try:
-            row = sampler.process(logits[i])
+            row = sampler.process(logits, i)
         except KukriError as error:
             results[i] = error
             continue
@@ -232,7 +257,7 @@ def sample_rows(
             edited.append(i)
             edited_rows.append(row)
 
-    def choose(chosen: list[int], rows: FloatArray, row_numbers: Sequence[int]) -> None:
+    def choose(chosen: list[int], rows: Logits, row_numbers: Sequence[int]) -> None:
         records.start([samplers[i].settings for i in chosen], row_numbers)
         for place, i in enumerate(chosen):
             samplers[i].prepare(records, place, allow_end)
@@ -240,42 +265,42 @@ def sample_rows(
         tokens, statuses = records.fields["token"].tolist(), records.fields["status"].tolist()
         for place, i in enumerate(chosen):
             if statuses[place] == CHOSEN:
-                results[i] = samplers[i].finish(records, place, logits[i], tokens[place])
+                results[i] = samplers[i].finish(records, place, logits, i, tokens[place])
             else:
                 results[i] = _failure(records, place)
 
     if plain:
         choose(plain, logits, plain)
     if edited:
-        choose(edited, np.stack(edited_rows), range(len(edited)))
+        choose(edited, HostLogits(np.stack(edited_rows)), range(len(edited)))
     return results
 
 
-def token_logprobs(token_id: int, logits: FloatArray, n_top: int, sampling: SamplingBackend) -> SampledToken:
-    """A given token with its log-probability by a row of logits, float32 [V], and the `n_top` most likely.
+def token_logprobs(token_id: int, logits: Logits, n_top: int, sampling: SamplingBackend) -> SampledToken:
+    """A given token with its log-probability by one row of logits [1, V], and the `n_top` most likely.
 
     Raises SamplingError if the logits hold NaN or +inf, or nothing but -inf.
     """
     records = SamplingRecords([_GIVEN.view(np.uint8)], [0])
     records.fields["token"] = token_id
     _add_top(records, 0, n_top)
-    sampling.choose(records, logits[None])
+    sampling.choose(records, logits)
     if records.fields["status"][0] != CHOSEN:
         raise _failure(records, 0)
-    return _with_logprobs(records, 0, logits)
+    return _with_logprobs(records, 0, logits, 0)
 
 
-def _with_logprobs(records: SamplingRecords, i: int, row: FloatArray) -> SampledToken:
+def _with_logprobs(records: SamplingRecords, i: int, logits: Logits, row: int) -> SampledToken:
     record = records.fields[i]
     token_id = int(record["token"])
     log_total = float(record["peak"]) + math.log(record["sum_exp"])
     top: tuple[tuple[int, float], ...] = ()
     if record["n_top"]:
-        ids, logits = (array[: record["n_top_found"]].tolist() for array in records.table(i, "top"))
+        ids, values = (array[: record["n_top_found"]].tolist() for array in records.table(i, "top"))
         # stable: of equals the lowest id first
-        likeliest = sorted(zip(ids, logits, strict=True), key=_minus_logit)
+        likeliest = sorted(zip(ids, values, strict=True), key=_minus_logit)
         top = tuple((i, x - log_total) for i, x in likeliest)
-    return SampledToken(token_id, float(row[token_id]) - log_total, top)
+    return SampledToken(token_id, logits.logit(row, token_id) - log_total, top)
 
 
 def _minus_logit(entry: tuple[int, float]) -> float:
@@ -339,12 +364,10 @@ def _failure(records: SamplingRecords, i: int) -> SamplingError:
     )
 
 
-def _check_shape(samplers: Sequence[RequestSampler], logits: FloatArray) -> None:
+def _check_shape(samplers: Sequence[RequestSampler], logits: Logits) -> None:
     n_vocab = samplers[0].n_vocab
-    if logits.shape != (len(samplers), n_vocab) or logits.dtype != np.float32:
-        raise ShapeError(
-            f"logits {logits.dtype} {logits.shape} given for {len(samplers)} rows of {n_vocab} tokens"
-        )
+    if logits.shape != (len(samplers), n_vocab):
+        raise ShapeError(f"logits {logits.shape} given for {len(samplers)} rows of {n_vocab} tokens")
 
 
 def _phrase_ids(name: str, params: SamplingParams, n_vocab: int) -> tuple[tuple[int, ...], ...]:

@@ -9,10 +9,19 @@ import numpy as np
 
 from kukri.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
-from kukri.kernels.host_step import HostLogits
+from kukri.kernels.host_step import HostLogits, state_steps
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference import ReferenceSampling
-from kukri.kernels.types import CacheLayout, ForwardBatch, Hook, KVLayer, StepInputs, StepLimits
+from kukri.kernels.types import (
+    AdapterSlots,
+    CacheLayout,
+    ForwardBatch,
+    Hook,
+    KVLayer,
+    StateLayer,
+    StepInputs,
+    StepLimits,
+)
 
 N_VOCAB = 50
 N_HIDDEN = 4  # the width of its hidden states
@@ -47,14 +56,26 @@ def expected_output(
     return output
 
 
+STATE = StateLayer((("hash", (2,)),))  # tokens so far, and what they come to
+_START = 17
+
+
+def state_after(context: Sequence[int]) -> int:
+    """What the fake model keeps of a context."""
+    state = _START
+    for token in context:
+        state = (state * 31 + token + 1) % 1_000_003
+    return state
+
+
 class FakeModel:
     """Only its config is looked at."""
 
     parameters = ()
-    cache_layout = (KVLayer(1, 16),)
     n_parameters = 0
 
-    def __init__(self, max_context: int) -> None:
+    def __init__(self, max_context: int, has_states: bool = False) -> None:
+        self.cache_layout = (KVLayer(1, 16), *((STATE,) if has_states else ()))
         self.config = ModelConfig(
             architecture="fake",
             n_layers=1,
@@ -81,9 +102,10 @@ class FakeModel:
 class FakeBackend:
     """Keeps tokens where keys would be, and finds each context through the page table."""
 
-    name = "fake"
+    name = arithmetic = "fake"
     page_tokens = PAGE_TOKENS
     exact_kv_type = "f16"
+    arithmetic = "fake"
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, int]] = []  # (T, S, N) of every step
@@ -101,7 +123,12 @@ class FakeBackend:
         return page_bytes(layout, kv_type)
 
     def compile(
-        self, program: FakeModel, cache: PagedKV, limits: StepLimits, taps: frozenset[str] = frozenset()
+        self,
+        program: FakeModel,
+        cache: PagedKV,
+        limits: StepLimits,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> FakeProgram:
         self.n_compiled += 1
         return FakeProgram(self, program, cache, limits)
@@ -122,6 +149,8 @@ class FakeProgram:
         pages, offsets = np.divmod(batch.slots, PAGE_TOKENS)
         assert all(map(self.backend.is_writable, set(pages.tolist()))), "a write to a page that others read"
         self.cache.keys[0][pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
+        if self.cache.states:
+            self._compute_states(batch)
         self._last.fill(np.nan)
         width = N_VOCAB if isinstance(self.program, FakeModel) else N_HIDDEN
         logits = self._last = np.zeros((batch.n_logit_rows, width), np.float32)
@@ -139,6 +168,26 @@ class FakeProgram:
             if POISON in context:
                 logits[i, 3] = np.nan
         return HostLogits(logits)
+
+    def _compute_states(self, batch: ForwardBatch) -> None:
+        """Each state from where its sequence stood, which must be where the sequence goes on."""
+        states = self.cache.states[1]["hash"]
+        assert batch.state_slots is not None
+        used = [*batch.state_slots.tolist(), *(s for step in state_steps(batch) for _, s in step.saves)]
+        assert len(set(used)) == len(used), "two states in one slot"
+        for s, step in enumerate(state_steps(batch)):
+            n, state = (0, _START) if step.begins else states[step.slot].astype(int).tolist()
+            positions = np.arange(batch.context_len[s])
+            slots = batch.page_table[s, positions // PAGE_TOKENS], positions % PAGE_TOKENS
+            context = (self.cache.keys[0][slots[0], 0, 0, slots[1]].astype(int) - 1).tolist()
+            assert n == batch.positions[step.start], "a state of another place"
+            assert state == state_after(context[:n]), "a state of another text"
+            saves = dict(step.saves)
+            for t in range(step.start, step.stop):
+                state, n = (state * 31 + int(batch.token_ids[t]) + 1) % 1_000_003, n + 1
+                if t in saves:
+                    states[saves[t]] = n, state
+            states[step.slot] = n, state
 
     def _check(self, batch: ForwardBatch) -> None:
         t, s, n = batch.n_tokens, batch.n_sequences, batch.n_logit_rows
@@ -172,11 +221,14 @@ def make_engine(
     max_requests: int = 1,
     max_step_tokens: int = 32,
     n_pages: int | None = None,
+    identity: bytes = b"",
+    has_states: bool = False,
     **options: Any,
 ) -> tuple[Engine, FakeBackend]:
     backend = FakeBackend()
     options = {"speculation": "off", **options}
     config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens, **options)
-    engine = Engine(FakeModel(max_context), backend, config, eos_ids=[EOS], n_pages=n_pages)  # type: ignore[arg-type]
+    model: Any = FakeModel(max_context, has_states)
+    engine = Engine(model, backend, config, eos_ids=[EOS], n_pages=n_pages, identity=identity)  # type: ignore[arg-type]
     backend.is_writable = engine.pool.is_writable
     return engine, backend

@@ -21,7 +21,7 @@ from kukri.engine.draft_model import ModelDrafts
 from kukri.errors import ConfigError, RequestError
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.types import ForwardBatch, Hook, StepLimits
+from kukri.kernels.types import AdapterSlots, ForwardBatch, Hook, StepLimits
 from kukri.sampling import SamplingParams
 
 
@@ -33,7 +33,12 @@ class WorseBackend(FakeBackend):
         self._n_wrong = n_wrong  # of 8 contexts
 
     def compile(
-        self, program: FakeModel, cache: PagedKV, limits: StepLimits, taps: frozenset[str] = frozenset()
+        self,
+        program: FakeModel,
+        cache: PagedKV,
+        limits: StepLimits,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
     ) -> Any:
         compiled = super().compile(program, cache, limits, taps)
         if self.n_compiled == 1:

@@ -6,11 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import KukriError, ShapeError
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.host_step import HostLogits
+from kukri.kernels.pytorch.sampling import TorchSampling
+from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SAMPLERS
@@ -49,10 +53,20 @@ MIROSTAT = st.fixed_dictionaries(
 )
 
 
-@pytest.fixture(scope="module")
-def sampling() -> Any:
+class OnTensors:
+    """Sampling by PyTorch, as on a device."""
+
+    def __init__(self, host: Any) -> None:
+        self._sampling = TorchSampling(lambda: host)
+
+    def choose(self, records: Any, logits: Any) -> None:
+        self._sampling.choose(records, TensorLogits(torch.from_numpy(logits.numpy())))
+
+
+@pytest.fixture(scope="module", params=["cpu", "torch"])
+def sampling(request: Any) -> Any:
     backend = CpuBackend(2)
-    yield backend.sampling
+    yield backend.sampling if request.param == "cpu" else OnTensors(backend.sampling)
     backend.close()
 
 
@@ -74,7 +88,7 @@ def test_batch_mates_do_not_matter(sampling: Any, asked: list[dict[str, Any]], s
     together = [RequestSampler(p, prompt, N_VOCAB, [0], sampling) for p in params]
     alone = [RequestSampler(p, prompt, N_VOCAB, [0], REFERENCE) for p in params]
     for step in logits:
-        for i, result in enumerate(sample_rows(together, step, sampling)):
+        for i, result in enumerate(sample_rows(together, HostLogits(step), sampling)):
             if isinstance(result, KukriError):
                 with pytest.raises(type(result), match=str(result)):
                     alone[i](step[i])
@@ -98,7 +112,7 @@ def test_a_row_that_fails_fails_alone(sampling: Any, fault: str) -> None:
             fault, -np.inf
         )
     samplers = [RequestSampler(p, [1], N_VOCAB, sampling=sampling) for p in params]
-    results = sample_rows(samplers, logits, sampling)
+    results = sample_rows(samplers, HostLogits(logits), sampling)
     assert isinstance(results[2], SamplingError)
     for i in (0, 1, 3, 4):
         assert results[i] == RequestSampler(params[i], [1], N_VOCAB)(before[i])
@@ -110,16 +124,16 @@ def test_given_tokens_are_scored(sampling: Any) -> None:
     row[[5, 90]] = row.max() + 1
     exact = row - np.log(np.exp(row.astype(np.float64)).sum())
     for ops in (sampling, REFERENCE):
-        token = token_logprobs(7, row, 4, ops)
+        token = token_logprobs(7, HostLogits(row[None]), 4, ops)
         assert token.id == 7
         assert token.logprob == pytest.approx(exact[7], abs=1e-6)
         best = np.argsort(-row, kind="stable")[:4]
         assert [i for i, _ in token.top_logprobs or ()] == best.tolist()
         np.testing.assert_allclose([x for _, x in token.top_logprobs or ()], exact[best], atol=1e-6)
-        assert token_logprobs(3, row, 0, ops).top_logprobs == ()
-        assert len(token_logprobs(3, row[:20], 50, ops).top_logprobs or ()) == 20
+        assert token_logprobs(3, HostLogits(row[None]), 0, ops).top_logprobs == ()
+        assert len(token_logprobs(3, HostLogits(row[None, :20]), 50, ops).top_logprobs or ()) == 20
         with pytest.raises(SamplingError):
-            token_logprobs(0, np.full(30, np.nan, np.float32), 1, ops)
+            token_logprobs(0, HostLogits(np.full((1, 30), np.nan, np.float32)), 1, ops)
 
 
 def test_rows_must_be_those_of_the_requests(sampling: Any) -> None:
@@ -127,5 +141,5 @@ def test_rows_must_be_those_of_the_requests(sampling: Any) -> None:
     samplers = [RequestSampler(SamplingParams(), [1], N_VOCAB) for _ in range(3)]
     for shape in ((2, N_VOCAB), (3, N_VOCAB - 1)):
         with pytest.raises(ShapeError):
-            sample_rows(samplers, np.zeros(shape, np.float32), sampling)
-    assert sample_rows([], np.zeros((0, N_VOCAB), np.float32), sampling) == []
+            sample_rows(samplers, HostLogits(np.zeros(shape, np.float32)), sampling)
+    assert sample_rows([], HostLogits(np.zeros((0, N_VOCAB), np.float32)), sampling) == []

@@ -233,6 +233,8 @@ def losses(prompt: list[int], generated: list[int] = (), **params: Any) -> dict[
         ([1, 2, 3, 4, 9, 1, 2, 3], {"dry_penalty_last_n": 7}, {4: 1.0}),
         ([1, 2, 3, 4, 9, 1, 2, 3], {"dry_penalty_last_n": 4}, {}),
         ([6, 6, 6, 6], {}, {6: 2.0}),
+        ([1, 2, 3, 9, 1, 2], {"dry_sequence_breakers": [[3]]}, {}),  # a breaker itself is exempt
+        ([1, 2, 3, 9, 1, 2], {"dry_sequence_breakers": [[3, 4]]}, {3: 1.0}),
     ],
 )
 def test_dry_penalizes_repetitions(tokens: list[int], params: dict[str, Any], expected: dict) -> None:

@@ -1,0 +1,202 @@
+"""Makes requests: checks prompts and parameters against a model's facts, without running anything."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
+from hashlib import sha256
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.config import ModelConfig
+from kukri.engine.drafts import Drafts, LookupDrafts
+from kukri.engine.pages import PageKey, check_fits, pages_for
+from kukri.engine.request import Output, Request
+from kukri.errors import ContextLengthError, RequestError
+from kukri.kernels.types import IntArray, SamplingBackend
+from kukri.sampling import RequestSampler, SamplingParams
+from kukri.sampling.params import SEED_MAX
+
+_GREEDY = SamplingParams(temperature=0)  # of requests that draw nothing
+
+
+class RequestMaker(ABC):
+    """Makes the requests of an engine. `make_requests` may be called from any thread.
+
+    The engine's pool has `n_pages` pages of `page_tokens` tokens. `eos_ids` end a request unless it ignores
+    them. `identity` names all that keys and values depend on beside the tokens, for prefixes that are saved
+    on disk. Attributes: max_context, eos_ids, n_pages, page_tokens.
+    """
+
+    max_draft_tokens = 0  # of a request in a step, unless it says
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sampling: SamplingBackend,
+        *,
+        max_context: int,
+        n_pages: int,
+        page_tokens: int,
+        eos_ids: Iterable[int] = (),
+        identity: bytes = b"",
+    ) -> None:
+        self._model_config, self._sampling = config, sampling
+        self.max_context, self.eos_ids = max_context, frozenset(eos_ids)
+        self.n_pages, self.page_tokens = n_pages, page_tokens
+        self._max_pages = pages_for(max_context, page_tokens)
+        self._identity = identity
+        self._ids = count(1)
+
+    def make_request(self, prompt_ids: npt.ArrayLike, params: SamplingParams | None = None) -> Request:
+        """The one request for one answer: see `make_requests`."""
+        (request,) = self.make_requests(prompt_ids, replace(params or SamplingParams(), n=1, best_of=None))
+        return request
+
+    def make_requests(
+        self,
+        prompt_ids: npt.ArrayLike,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        client: str = "",
+        prefix_scope: str = "",
+        adapter: str | None = None,
+    ) -> list[Request]:
+        """The requests for `best_of` or `n` answers, checked and not yet queued: see `Engine.add_request`.
+
+        They share the prompt's pages and differ by their seed, which counts up from the one given. Lower
+        `priority` goes first; the queue is fair among clients. Prefixes are shared among requests of equal
+        `prefix_scope`. `adapter` is the name of a loaded one. Safe to call from any thread. Raises
+        RequestError on an empty prompt, ids outside the vocabulary or an adapter that is not loaded,
+        ContextLengthError on a prompt longer than the context.
+        """
+        kind = self._model_config.head.kind
+        if kind != "language_model":
+            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
+            raise RequestError(f"the model has {head} and generates no text", param="model")
+        prompt = self._checked_prompt(prompt_ids)
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        stop_ids = eos_ids.union(params.stop_token_ids)
+        prefix_root = self._prefix_root(prefix_scope)
+        n_answers = params.best_of or params.n
+        if n_answers > params.n and params.logprobs is None:
+            params = replace(params, logprobs=0)  # what the best are chosen by
+        requests: list[Request] = []
+        for i in range(n_answers):
+            own = params if i == 0 or params.seed is None else replace(params, seed=_seed(params.seed + i))
+            requests.append(
+                Request(
+                    next(self._ids),
+                    prompt,
+                    own,
+                    RequestSampler(own, prompt, self._model_config.n_vocab, eos_ids, self._sampling),
+                    stop_ids,
+                    self.max_context,
+                    self._max_pages,
+                    priority=priority,
+                    client=client,
+                    leader=requests[0] if requests else None,
+                    drafts=self._drafts(params),
+                    max_drafts=params.max_draft_tokens or self.max_draft_tokens,
+                    prefix_root=prefix_root,
+                )
+            )
+            if adapter is not None:
+                self._use_adapter(adapter, requests[-1])
+        return requests
+
+    def make_output_request(
+        self,
+        token_ids: npt.ArrayLike,
+        output: Output,
+        *,
+        first_row: int = 0,
+        stop_row: int | None = None,
+        token_types: IntArray | None = None,
+        priority: int = 0,
+        client: str = "",
+        prefix_scope: str = "",
+        adapter: str | None = None,
+    ) -> Request:
+        """A request for the rows of `output` of the tokens from `first_row` to `stop_row` - 1: see `Request`.
+
+        `token_types` tell the texts of a pair apart, int32 of as many. It is checked, and not yet queued.
+        Raises what `make_requests` raises.
+        """
+        ids = self._checked_prompt(token_ids)
+        request = Request(
+            next(self._ids),
+            ids,
+            _GREEDY,
+            None,
+            frozenset(),
+            self.max_context,
+            self._max_pages,
+            priority=priority,
+            client=client,
+            output=output,
+            first_row=first_row,
+            stop_row=stop_row,
+            token_types=token_types,
+            prefix_root=self._prefix_root(prefix_scope),
+        )
+        if adapter is not None:
+            self._use_adapter(adapter, request)
+        return request
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may use."""
+        return ()
+
+    def _use_adapter(self, name: str, request: Request) -> None:
+        """Makes a new request one of an adapter. Raises RequestError if there is none of this name."""
+        raise RequestError(f"there is no adapter {name!r}: none is loaded", param="adapter")
+
+    def _prefix_root(self, scope: str) -> PageKey:
+        return sha256(self._identity + b"\0" + scope.encode()).digest()
+
+    def check_fits(self, request: Request) -> None:
+        """Raises CapacityError if a request could outgrow the whole pool."""
+        check_fits(request.max_cached, self.n_pages, self.page_tokens)
+
+    @abstractmethod
+    def _drafts(self, params: SamplingParams) -> Drafts | None:
+        """The source of a request's drafts. Raises RequestError if there is none of that kind here."""
+
+    def _lookup_drafts(self, params: SamplingParams) -> LookupDrafts:
+        """Drafts from the text so far and the prediction. Raises RequestError for a prediction in text."""
+        n_vocab = self._model_config.n_vocab
+        given = [i for i in params.prediction if isinstance(i, int) and 0 <= i < n_vocab]
+        if len(given) < len(params.prediction):
+            raise RequestError("prediction must be token ids of the vocabulary here", param="prediction")
+        return LookupDrafts(given[: self.max_context])
+
+    def _checked_prompt(self, prompt_ids: npt.ArrayLike) -> IntArray:
+        try:
+            ids = np.asarray(prompt_ids)
+        except ValueError:  # lists of different lengths
+            ids = np.empty((0, 0))
+        if ids.ndim == 1 and not len(ids):
+            raise RequestError("the prompt is empty: give it at least one token", param="prompt")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError("the prompt must be a text or a list of token ids (integers)", param="prompt")
+        n_vocab = self._model_config.n_vocab
+        wrong = ids[(ids < 0) | (ids >= n_vocab)]
+        if len(wrong):
+            raise RequestError(
+                f"token id {wrong[0]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}",
+                param="prompt",
+            )
+        if len(ids) > self.max_context:
+            raise ContextLengthError(len(ids), self.max_context)
+        return ids.astype(np.int32)
+
+
+def _seed(seed: int) -> int:
+    """A seed within the range of 64 bits."""
+    return seed if seed <= SEED_MAX else seed - 2**64

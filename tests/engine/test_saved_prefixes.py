@@ -1,0 +1,284 @@
+"""Pages on disk: found by another engine, verified, within a budget, whole after a crash."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from driving import add, finish, greedy, prompt_of
+from fake_model import FakeBackend, expected_output, make_engine
+
+from kukri.engine import Engine, Request, saved_prefixes
+from kukri.engine.pages import ROOT, page_keys
+from kukri.engine.saved_prefixes import _HEADER_BYTES, SavedPrefixes
+from kukri.errors import ConfigError
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.types import KVLayer
+
+PAGE_FILE_BYTES = 1024 + _HEADER_BYTES  # of the fake model's pages
+
+
+def open_engine(directory: Path, **options: object) -> tuple[Engine, FakeBackend]:
+    """An engine as a new process opens it."""
+    return make_engine(
+        **{"max_context": 256, "max_step_tokens": 100, "prefix_dir": str(directory), **options}  # type: ignore[arg-type]
+    )
+
+
+def answer(engine: Engine, prompt: list[int], n: int = 5, scope: str = "") -> Request:
+    """A request that has ended."""
+    (request,) = engine.make_requests(prompt, greedy(n), prefix_scope=scope)
+    engine.add_request(request)
+    finish(engine)
+    return request
+
+
+def saved_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.page"))
+
+
+@pytest.mark.parametrize("pages_per_step", [1, 2, 100])
+def test_another_process_finds_a_prefix(tmp_path: Path, pages_per_step: int) -> None:
+    """Pages that are never written, read for another text, or computed although they were read."""
+    prompt = prompt_of(100)
+    first, _ = open_engine(tmp_path)
+    answer(first, prompt, 30)
+    first.close()
+    assert len(saved_files(tmp_path)) == 129 // 16
+    engine, backend = open_engine(tmp_path)
+    assert engine.saved_prefixes is not None
+    engine.saved_prefixes.pages_per_step = pages_per_step
+    request = answer(engine, prompt)
+    assert request.n_prefix_hit == engine.scheduler.n_restored == 96
+    assert backend.batches[0][0] == 4
+    assert request.output_ids == expected_output(prompt, 5)
+    assert answer(engine, prompt).n_prefix_hit == 96
+    assert engine.scheduler.n_restored == 96  # the second time it was in memory
+    other = prompt[:50] + prompt_of(40, 9)
+    assert answer(engine, other).output_ids == expected_output(other, 5)
+    engine.close()
+
+
+def test_requests_beside_each_other_read_and_preempt(tmp_path: Path) -> None:
+    """Pages read twice, lost, or read into pages that another request holds, as memory runs out."""
+    prompts = [prompt_of(64) + prompt_of(30, i) for i in range(5)]
+    for n_pages in (60, 14, 9):
+        engine, _ = open_engine(tmp_path, max_requests=3, n_pages=n_pages)
+        requests = [add(engine, prompt, greedy(20)) for prompt in prompts for _ in range(2)]
+        finish(engine)
+        for request in requests:
+            prompt = request.tokens[: request.n_prompt].tolist()
+            assert request.output_ids == expected_output(prompt, 20)
+        engine.close()
+
+
+def test_a_prefix_is_found_within_its_scope_alone(tmp_path: Path) -> None:
+    """One client's prompts that another can find out by asking, in memory or on disk."""
+    prompt = prompt_of(100)
+    engine, _ = open_engine(tmp_path)
+    hits = [answer(engine, prompt, 5, scope).n_prefix_hit for scope in ("a", "b", "a", "")]
+    assert hits == [0, 0, 96, 0]
+    engine.close()
+    engine, _ = open_engine(tmp_path)
+    hits = [answer(engine, prompt, 5, scope).n_prefix_hit for scope in ("c", "b", "a", "")]
+    assert hits == [0, 96, 96, 96]
+    engine.close()
+
+
+def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    """Keys and values of another model, or of kernels with other bits."""
+    prompt = prompt_of(100)
+    engine, _ = open_engine(tmp_path, identity=b"one")
+    answer(engine, prompt)
+    engine.close()
+    for identity, n_hit in ((b"two", 0), (b"one", 96)):
+        engine, _ = open_engine(tmp_path, identity=identity)
+        assert answer(engine, prompt).n_prefix_hit == n_hit
+        engine.close()
+
+
+def test_what_hooks_may_have_changed_is_not_saved(tmp_path: Path) -> None:
+    """An edited activation that outlives its process."""
+    engine, _ = open_engine(tmp_path)
+    hooks = {"hook_embed": lambda name, x: None}
+    engine.add_hooks(hooks)
+    answer(engine, prompt_of(100))
+    engine.remove_hooks(hooks)
+    engine.close()
+    assert not saved_files(tmp_path)
+
+
+def corruptions(seed: int, data: bytes) -> bytes:
+    """A file's bytes damaged in one of the ways in which disks and people do it."""
+    rng = random.Random(seed)
+    kind, at = rng.randrange(6), rng.randrange(len(data))
+    if kind == 0:  # a bit
+        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+    if kind == 1:  # a run of zeros
+        end = min(at + rng.randrange(1, 64), len(data))
+        damaged = data[:at] + bytes(end - at) + data[end:]
+        return damaged if damaged != data else data[:-1] + bytes([data[-1] ^ 1])
+    if kind == 2:  # cut short
+        return data[:at]
+    if kind == 3:  # longer
+        return data + rng.randbytes(rng.randrange(1, 100))
+    if kind == 4:  # two bytes exchanged, or one changed
+        other = rng.randrange(len(data))
+        swapped = bytearray(data)
+        swapped[at], swapped[other] = swapped[other], swapped[at]
+        return bytes(swapped) if swapped != data else data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+    return rng.randbytes(len(data))
+
+
+def test_a_thousand_corruptions_are_found(tmp_path: Path) -> None:
+    """A damaged page that is believed: an answer that is wrong and cannot be explained."""
+    cache = PagedKV([KVLayer(1, 16)], 4)
+    saved = SavedPrefixes(cache, tmp_path, 1 << 20)
+    tokens = np.arange(32, dtype=np.int32)
+    keys = list(page_keys(tokens, 16, ROOT))
+    cache.set_page_data(0, np.random.default_rng(0).integers(0, 256, 1024, np.uint8).tobytes())
+    for key in keys:
+        saved.save(0, key, 0)
+    saved.close()
+    first, second = (tmp_path / f"{key.hex()}.page" for key in keys)
+    good = first.read_bytes()
+    saved = SavedPrefixes(cache, tmp_path, 1 << 20)
+    logging.getLogger("kukri.prefixes").setLevel(logging.ERROR)
+    for seed in range(1000):
+        damaged = corruptions(seed, good)
+        assert damaged != good
+        first.write_bytes(damaged)
+        assert not list(saved.read(keys, 0)), seed
+        assert not first.exists()
+    logging.getLogger("kukri.prefixes").setLevel(logging.NOTSET)
+    assert saved.n_damaged == 1000
+    first.write_bytes(second.read_bytes())  # whole, under another page's name
+    assert not list(saved.read(keys, 0))
+    first.write_bytes(good)
+    assert [bytes(page) for page in saved.read(keys, 0)] == [cache.page_data(0)] * 2
+    saved.close()
+
+
+def test_the_budget_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that grows for ever, or that loses the newest prefix, or the first page of one, first."""
+    monkeypatch.setattr(saved_prefixes, "_AGE_S", 0.001)
+    engine, _ = open_engine(tmp_path, prefix_bytes=32 * PAGE_FILE_BYTES)
+    prompts = [prompt_of(130, seed) for seed in range(6)]
+    for prompt in prompts:
+        answer(engine, prompt, 1)
+        time.sleep(0.05)
+    engine.close()
+    files = saved_files(tmp_path)
+    assert 16 <= len(files) <= 32
+    engine, _ = open_engine(tmp_path)
+    hits = [answer(engine, prompt, 1).n_prefix_hit for prompt in prompts]
+    assert hits[-1] == 128
+    assert hits[0] == 0
+    # a prefix that lost pages lost the last ones
+    assert sum(hits) == len(files) * 16
+    engine.close()
+
+
+def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """A request that fails, or a half-written page, because the disk is full."""
+    real, n_written = os.fsync, 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal n_written
+        n_written += 1
+        if n_written == 3:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    engine, _ = open_engine(tmp_path)
+    prompt = prompt_of(100)
+    assert answer(engine, prompt).output_ids == expected_output(prompt, 5)
+    assert answer(engine, prompt_of(100, 3)).output_ids == expected_output(prompt_of(100, 3), 5)
+    engine.close()
+    assert "No space left on device" in caplog.text
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".page"] == []
+
+
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    """Keys and values that another user put there."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ConfigError, match="other users may write to"):
+        open_engine(shared)
+    shared.chmod(0o755)
+    engine, _ = open_engine(shared)
+    prompt = prompt_of(40)
+    answer(engine, prompt)
+    engine.close()
+    for path in saved_files(shared):
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.chmod(0o620)
+    engine, _ = open_engine(shared)
+    assert answer(engine, prompt).n_prefix_hit == 0
+    engine.close()
+    own = tmp_path / "own"
+    engine, _ = open_engine(own)
+    engine.close()
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_budget_below_a_page_is_refused(tmp_path: Path) -> None:
+    """A directory that saves and removes each page at once."""
+    with pytest.raises(ConfigError, match="hold no page"):
+        open_engine(tmp_path, prefix_bytes=1000)
+
+
+_WRITER = """
+import sys
+import numpy as np
+from kukri.engine.pages import page_keys
+from kukri.engine.saved_prefixes import SavedPrefixes
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.types import KVLayer
+from pathlib import Path
+
+cache = PagedKV([KVLayer(8, 64)] * 4, 2)
+saved = SavedPrefixes(cache, Path(sys.argv[1]), 1 << 30)
+tokens = np.random.default_rng(int(sys.argv[2])).integers(0, 1000, 16 * 4000).astype(np.int32)
+print("ready", flush=True)
+for i, key in enumerate(page_keys(tokens, 16)):
+    saved.save(0, key, i)
+saved.close()
+"""
+
+
+@pytest.mark.parametrize("n_tries", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_killed_process_leaves_whole_pages(tmp_path: Path, n_tries: int) -> None:
+    """A page under its final name of which half was written."""
+    rng = random.Random(n_tries)
+    cache = PagedKV([KVLayer(8, 64)] * 4, 2)
+    for i in range(n_tries):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(tmp_path), str(i)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        n_before = len(saved_files(tmp_path))
+        while len(saved_files(tmp_path)) == n_before:
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.3)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    saved = SavedPrefixes(cache, tmp_path, 1 << 30)
+    files = saved_files(tmp_path)
+    for path in files:
+        assert len(list(saved.read([bytes.fromhex(path.stem)], 0))) == 1, path
+    saved.close()
+    assert files
+    assert saved.n_damaged == 0
