@@ -2,12 +2,19 @@
 
 Start at `LLM.run_with_cache`. A trace of the model's own code (`trace.py`) gives the names (`names.py`), the
 weights (`weights.py`) and the values of names from what taps saw (`values.py`); `texts.py` runs whole texts,
-`listening.py` calls hooks.
+`listening.py` calls hooks. `interventions.py` has edits, captures and readouts that are data, not code.
 """
 
 from kukri.interp.cache import ActivationCache
+from kukri.interp.control_vectors import ControlVector
+from kukri.interp.generation import Readout
+from kukri.interp.interventions import Intervention
 from kukri.interp.listening import HookPoint
+from kukri.interp.readers import Probe, SparseAutoencoder
 from kukri.interp.session import Session
 from kukri.interp.weights import Weights
 
-__all__ = ["ActivationCache", "HookPoint", "Session", "Weights"]
+__all__ = [
+    "ActivationCache", "ControlVector", "HookPoint", "Intervention", "Probe", "Readout", "Session",
+    "SparseAutoencoder", "Weights",
+]  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kukri.errors import HookError, RequestError
-from kukri.interp.names import LOGITS, Point, apply_norm, find, full_name
+from kukri.interp.names import LOGITS, Form, Point, apply_norm, find, full_name
 from kukri.interp.values import Model, Rows
 from kukri.kernels.types import FloatArray, IntArray
 
@@ -47,6 +47,10 @@ class ActivationCache(Mapping[str, Any]):
             raise KeyError(f"{point.name} was not captured: add it to `names`")
         value = model.value(point, self._taps, self._rows, self._ids)
         return value if self.has_batch_dim or point.form in ("cos", "sin") else value[0]
+
+    def form(self, name: str) -> Form:
+        """The form of a full name's activations, from which its shape follows."""
+        return find(name, self._model.points).form
 
     def _has(self, point: Point) -> bool:
         if point.form == "logits":
@@ -288,15 +292,25 @@ class ActivationCache(Mapping[str, Any]):
         attributed: FloatArray = (scaled * directions).sum(axis=-1)
         return attributed
 
-    def logit_lens(self, layer: int | None = None, pos_slice: PosSlice = -1) -> FloatArray:
+    def logit_lens(
+        self,
+        layer: int | None = None,
+        pos_slice: PosSlice = -1,
+        translators: Sequence[tuple[FloatArray, FloatArray]] | None = None,
+    ) -> FloatArray:
         """Logits of the stream before each layer, by the final norm and the head: [layer, batch, V].
 
-        Of the last position; with another `pos_slice` than an index [layer, batch, pos, V].
+        Of the last position; with another `pos_slice` than an index [layer, batch, pos, V]. They are capped
+        or divided as the model's own. `translators` are those of a tuned lens (Belrose et al. 2023): (weight
+        [D, D], bias [D]) of each layer, whose x W^T + b is added to the stream before it.
         """
         stack = self.accumulated_resid(layer, pos_slice=pos_slice)
+        for i, (weight, bias) in enumerate(translators or ()):
+            if i < len(stack):
+                stack[i] += stack[i] @ weight.T + bias
         weights = self._model.weights
         logits: FloatArray = apply_norm(self._final_norm, stack) @ weights.W_U + weights.b_U
-        return logits
+        return self._model.adjust_logits(logits)
 
     def to_transformer_lens(self, model: Any) -> Any:
         """TransformerLens' ActivationCache of the same arrays, for its `model`. Needs that package."""

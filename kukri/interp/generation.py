@@ -1,17 +1,19 @@
-"""Hooks and captures of one request, while it generates beside others."""
+"""Hooks, interventions and captures of one request, while it generates beside others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kukri.engine import Request
-from kukri.errors import HookError
+from kukri.errors import ActivationLimitError, HookError
 from kukri.interp.cache import ActivationCache
+from kukri.interp.interventions import Edit, Resolved
 from kukri.interp.listening import Listening, StepListener
-from kukri.interp.names import Point
+from kukri.interp.names import POS_AXIS, Point
 from kukri.interp.values import Model, Rows
 from kukri.kernels.types import FloatArray
 
@@ -21,10 +23,17 @@ class RequestTaps:
 
     Captures are of each token that was an input, the prompt's and all generated but the last; edits are made
     to each chunk of the prompt and to each token. A request that is preempted is computed anew, edits
-    included.
+    included. More than `max_bytes` of captured activations end it with ActivationLimitError; None is no
+    limit.
     """
 
-    def __init__(self, model: Model, wanted: Sequence[Point], hooks: Sequence[Listening]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        wanted: Sequence[Point],
+        hooks: Sequence[Listening] = (),
+        max_bytes: int | None = None,
+    ) -> None:
         for point in (*wanted, *(listening.point for listening in hooks)):
             if point.form == "logits":
                 raise HookError(f"{point.name} is seen in runs of whole texts alone: run_with_hooks")
@@ -38,6 +47,7 @@ class RequestTaps:
         self._keep = {tap for point in wanted for tap in point.needs}
         self.names = StepListener(model, Rows(np.ones(1, np.int32)), _NO_IDS, hooks, self._keep).taps
         self.edits = bool(hooks)
+        self._max_bytes, self._n_bytes = max_bytes, 0
         self._listener: StepListener | None = None  # of the chunk that starts at
         self._start = -1
         self._kept: dict[str, dict[int, tuple[int, FloatArray]]] = {
@@ -55,14 +65,129 @@ class RequestTaps:
             self._start = start
         listener(name, x)
         if name in self._keep:
-            self._kept[name][start] = n_tokens, listener.kept[name]
+            kept, chunks = listener.kept[name], self._kept[name]
+            if start == 0:  # a request that was preempted begins again, perhaps in other chunks
+                self._n_bytes -= sum(x.nbytes for _, x in chunks.values())
+                chunks.clear()
+            self._n_bytes += kept.nbytes
+            if self._max_bytes is not None and self._n_bytes > self._max_bytes:
+                raise ActivationLimitError(self._max_bytes)
+            chunks[start] = n_tokens, kept
 
     def cache(self, request: Request) -> ActivationCache:
-        """What was captured of a request that has ended."""
-        n = request.n_tokens - 1  # the last token generated was no input
-        taps = {tap: _joined(chunks, n) for tap, chunks in self._kept.items()}
-        names = [point.name for point in self._wanted]
-        return ActivationCache(self._model, taps, Rows(np.array([n], np.int32)), request.tokens[:n], names)
+        """What was captured of a request that has ended. Raises ActivationLimitError."""
+        return joined_cache([self], [request])
+
+    def taken(self, n: int) -> dict[str, FloatArray]:
+        """The taps of the first n tokens, as rows."""
+        return {tap: _joined(dict(chunks), n) for tap, chunks in self._kept.items()}
+
+
+def joined_cache(taps: Sequence[RequestTaps], requests: Sequence[Request]) -> ActivationCache:
+    """One cache of requests that have ended and captured the same. Raises ActivationLimitError."""
+    first = taps[0]
+    # the last token generated was no input
+    texts = [request.tokens[: request.n_tokens - (request.output == "tokens")] for request in requests]
+    kept = [one.taken(len(ids)) for one, ids in zip(taps, texts, strict=True)]
+    joined = {tap: np.concatenate([each[tap] for each in kept]) for tap in kept[0]}
+    rows = Rows(np.array([len(ids) for ids in texts], np.int32))
+    names = [point.name for point in first._wanted]
+    limit = first._max_bytes
+    if limit is not None and sum(first._model.n_bytes(point, rows) for point in first._wanted) > limit:
+        raise ActivationLimitError(limit)
+    return ActivationCache(first._model, joined, rows, np.concatenate(texts), names)
+
+
+@dataclass(frozen=True)
+class Readout:
+    """What probes and autoencoders read of a token: `values` by their names, numbers by label or feature."""
+
+    position: int
+    token_id: int
+    values: dict[str, dict[str, float]]
+
+
+class InterventionTaps:
+    """The interventions of one request: see `kukri.kernels.taps.SequenceTaps`.
+
+    Edits of a tap come first, so that captures and readouts see what they left. `max_bytes` as in
+    RequestTaps.
+    """
+
+    def __init__(self, model: Model, resolved: Resolved, max_bytes: int | None = None) -> None:
+        self._model, self._readings, self._max_bytes = model, resolved.readings, max_bytes
+        self._positions = {point.name: span for point, span in resolved.captures}
+        self._captured = RequestTaps(model, [point for point, _ in resolved.captures], max_bytes=max_bytes)
+        self._edits: dict[str, list[Edit]] = {}
+        for edit in resolved.edits:
+            self._edits.setdefault(edit.tap, []).append(edit)
+        self._unread: list[dict[int, FloatArray]] = [{} for _ in self._readings]  # by position
+        self._n_read = [0] * len(self._readings)  # positions that are kept, or were read already
+        read = {reading.point.tap for reading in self._readings}
+        self.names = self._captured.names | self._edits.keys() | read
+        self.edits = bool(resolved.edits)
+
+    def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
+        """Edits and shows a chunk's rows at a tap."""
+        for edit in self._edits.get(name, ()):
+            edit(x, start, n_tokens)
+        if name in self._captured.names:
+            self._captured(name, x, start, n_tokens)
+        for i, reading in enumerate(self._readings):
+            if reading.point.tap == name:
+                self._keep_to_read(i, x, start, n_tokens)
+
+    def _keep_to_read(self, i: int, x: FloatArray, start: int, n_tokens: int) -> None:
+        reading = self._readings[i]
+        first = max(reading.first, start, self._n_read[i])
+        stop = min(reading.stop, start + n_tokens)
+        if first < stop:
+            rows = Rows(np.array([n_tokens], np.int32))
+            value = self._model.value(reading.point, {reading.point.tap: x}, rows, _NO_IDS)
+            value = value[0].reshape(n_tokens, -1)
+            self._n_read[i] = stop
+            self._unread[i].update((p, value[p - start].copy()) for p in range(first, stop))
+            unread = zip(self._readings, self._unread)
+            n_bytes = 4 * sum(each.reader.width * len(kept) for each, kept in unread)
+            if self._max_bytes is not None and n_bytes > self._max_bytes:
+                raise ActivationLimitError(self._max_bytes)
+
+    @property
+    def has_unread(self) -> bool:
+        """True if there may be something to read out."""
+        return any(self._unread)
+
+    @property
+    def captures(self) -> bool:
+        """True if activations are wanted."""
+        return bool(self._positions)
+
+    def readouts(self, request: Request, *, is_done: bool = False) -> list[Readout]:
+        """Removes and returns what can be read by now, in the order of positions. Any thread may call it.
+
+        Tokens of a step that is under way come once it is over; `is_done` says that no step follows.
+        """
+        limit = request.n_tokens if is_done else request.n_cached
+        values: dict[int, dict[str, dict[str, float]]] = {}
+        for reading, unread in zip(self._readings, self._unread):
+            positions = sorted(p for p in tuple(unread) if p < limit)
+            if positions:
+                rows = np.stack([unread.pop(p) for p in positions])
+                for p, found in zip(positions, reading.read(rows)):
+                    values.setdefault(p, {})[reading.name] = found
+        return [Readout(p, int(request.tokens[p]), values[p]) for p in sorted(values)]
+
+    def activations(self, request: Request) -> dict[str, FloatArray]:
+        """What was captured of a request that has ended, by name: [1, pos, ...] of the positions wanted.
+
+        Raises ActivationLimitError.
+        """
+        cache = self._captured.cache(request)
+        found: dict[str, FloatArray] = {}
+        for name in cache:
+            axis = POS_AXIS.get(cache.form(name), 1)
+            found[name] = cache[name][(*[slice(None)] * axis, self._positions[name])]
+        return found
 
 
 _NO_IDS: Any = np.zeros(0, np.int32)

@@ -33,6 +33,10 @@ Form = Literal[
     "tokens",  # [batch, pos]
     "logits",  # [.., n_vocab]
 ]  # fmt: skip
+# the dimension of positions, if it is not the second
+POS_AXIS: dict[Form, int] = {
+    "scores": 2, "pattern": 2, "head_in": 2, "head_scale": 2, "head_normalized": 2, "head_out": 2,
+}  # fmt: skip
 LOGITS = "unembed.hook_out"  # a point without a tap: the program's result
 TOKENS = "embed.hook_in"
 FINAL = "ln_final.hook_normalized"  # kukri's tap, which sees the rows with logits, after the norm's weight
@@ -118,7 +122,9 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
     def add(
         name: str, tap: str | None, form: Form, edits: str, layer: int | None, norm: Norm | None = None
     ) -> None:
-        if tap is not None and (not tap or tap in taps):
+        # a norm may stand between the heads' matrix and the stream
+        is_lacking = form == "result" and f"blocks.{layer}.hook_attn_out" not in trace.matrices
+        if tap is not None and (not tap or tap in taps) and not is_lacking:
             found[name] = Point(name, tap, form, layer, edits, norm)
 
     def add_products(layer: int) -> None:

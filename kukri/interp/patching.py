@@ -148,6 +148,12 @@ class _Sweep:
 
     def __init__(self, session: Session, tokens: Any, name: str, axes: Axes, logits: str) -> None:
         self.session, self.name, self.axes = session, name, axes
+        if session.config.recurrent is not None:
+            raise RequestError(
+                "sweeps over patches run models of attention alone, and this one has recurrent layers: "
+                "patch by run_with_hooks",
+                param="model",
+            )
         texts = session.tokens(tokens)
         if len({len(ids) for ids in texts}) > 1:
             raise RequestError("the texts of a sweep must be of one length", param="tokens")

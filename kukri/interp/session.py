@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -12,14 +12,17 @@ import numpy as np
 from kukri.engine import Request
 from kukri.errors import HookError, RequestError
 from kukri.interp.cache import ActivationCache
-from kukri.interp.generation import RequestTaps
+from kukri.interp.generation import InterventionTaps, RequestTaps
+from kukri.interp.interventions import Catalog, Intervention, resolve
 from kukri.interp.listening import Listening, PointHook, StepListener
 from kukri.interp.names import LOGITS, Point, find, full_name
+from kukri.interp.tape import Tape, Variable
 from kukri.interp.texts import Texts
 from kukri.interp.trace import Trace
 from kukri.interp.values import Encode, Rows
 from kukri.interp.values import Model as Values
-from kukri.kernels.types import Backend, FloatArray, IntArray
+from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.types import Backend, FloatArray, IntArray, KVType, RopeFrequencies, Weight
 from kukri.models import Model
 
 NamesFilter = None | str | Sequence[str] | Callable[[str], bool]
@@ -31,7 +34,8 @@ _STEP_ROWS = 2048  # texts that are only read share steps of about this many tok
 class Session:
     """The interpretability side of one model. `alone()` is entered for each run: no engine step meets it.
 
-    Attributes: config, trace, values, weights, points (every name), texts (the runner).
+    Attributes: config, trace, values, weights, points (every name), texts (the runner), catalog (control
+    vectors and what reads activations).
     """
 
     def __init__(
@@ -40,12 +44,25 @@ class Session:
         backend: Backend,
         encode: Encode,
         alone: Callable[[], AbstractContextManager[None]],
+        catalog: Catalog | None = None,
+        kv_type: KVType | None = None,
     ) -> None:
-        self.alone, self.trace = alone, Trace(model)
-        self.values = Values(model.config, self.trace, backend.exact_kv_type, encode)
+        """`kv_type` is that of the keys and values of runs, None for the backend's `exact_kv_type`."""
+        kv_type = kv_type or backend.exact_kv_type
+        self.alone, self.trace, self.model = alone, Trace(model), model
+        self.matrices: dict[Weight, FloatArray] = {}  # in float32, of gradients
+        self.ropes: dict[RopeFrequencies, RopeRows] = {}
+        self.values = Values(model.config, self.trace, kv_type, encode, self._adjusted)
         self.config, self.points, self.weights = model.config, self.values.points, self.values.weights
-        self.texts = Texts(model, backend)
+        self.texts = Texts(model, backend, kv_type)
+        self.catalog = Catalog(model.config) if catalog is None else catalog
+        self.catalog.check(self.values)
         self.added: list[Listening] = []  # by add_hook
+
+    def _adjusted(self, logits: FloatArray) -> FloatArray:
+        """Logits of the head as the model's code caps or divides them."""
+        adjust = getattr(self.model, "adjust_logits", None)
+        return logits if adjust is None else adjust(Tape({}, {}), Variable(logits)).x
 
     @cached_property
     def _order(self) -> dict[str, int]:
@@ -143,6 +160,21 @@ class Session:
         taps = RequestTaps(self.values, wanted, [*self.added, *self.listen(fwd_hooks)])
         requests[0].listen(taps)
         return taps
+
+    def intervene(
+        self,
+        requests: Sequence[Request],
+        interventions: Sequence[Intervention | Mapping[str, Any]],
+        max_bytes: int | None = None,
+    ) -> list[InterventionTaps]:
+        """Makes the new requests for one prompt do what interventions say. Raises RequestError."""
+        found = resolve(interventions, self.values, self.catalog, requests[0].n_prompt)
+        if len(requests) > 1 and (found.captures or found.readings):
+            raise RequestError("captures and readouts are of one answer: leave n and best_of at 1", param="n")
+        made = [InterventionTaps(self.values, found, max_bytes) for _ in requests]
+        for request, taps in zip(requests, made):
+            request.listen(taps)
+        return made
 
     def _run(
         self,

@@ -21,7 +21,9 @@ from kukri.kernels.types import (
     ForwardBatch,
     Hook,
     IntArray,
+    KVType,
     StepLimits,
+    has_states,
 )
 from kukri.models import Model
 
@@ -41,10 +43,9 @@ class Piece:
 class Texts:
     """A model on a backend, with a cache for texts that come and go. Not for several threads at a time."""
 
-    def __init__(self, model: Model, backend: Backend) -> None:
-        self.model, self.backend = model, backend
+    def __init__(self, model: Model, backend: Backend, kv_type: KVType) -> None:
+        self.model, self.backend, self.kv_type = model, backend, kv_type
         self.page_tokens = backend.page_tokens
-        self.kv_type = backend.exact_kv_type
         self._cache: Cache | None = None
         self._programs: OrderedDict[tuple[frozenset[str], StepLimits], CompiledProgram] = OrderedDict()
 
@@ -52,15 +53,16 @@ class Texts:
         """Pages of a sequence."""
         return -(-n_tokens // self.page_tokens)
 
-    def reserve(self, n_pages: int) -> None:
-        """Makes room for so many pages: what was cached is lost if there were fewer."""
-        if self._cache is not None and self._cache.n_pages >= n_pages:
+    def reserve(self, n_pages: int, n_texts: int = 0) -> None:
+        """Makes room for so many pages and recurrent states: what was cached is lost if there were fewer."""
+        n_states = _room(n_texts) if has_states(self.model.cache_layout) else 0
+        if self._cache is not None and self._cache.n_pages >= n_pages and self._cache.n_states >= n_states:
             return
         self._cache = None
         self._programs.clear()
         try:
             self._cache = self.backend.new_cache(
-                self.model.cache_layout, max(_FIRST_PAGES, n_pages), kv_type=self.kv_type
+                self.model.cache_layout, max(_FIRST_PAGES, n_pages), n_states, self.kv_type
             )
         except MemoryError:
             raise KukriError(
@@ -84,7 +86,7 @@ class Texts:
             n_pages = self.pages_for(len(ids))
             pieces.append(Piece(ids, 0, range(page, page + n_pages)))
             page += n_pages
-        self.reserve(page)
+        self.reserve(page, len(texts))
         return pieces
 
     def run(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kukri.kernels.types import AttentionSpec, Program, RopeFrequencies, Vector, Weight, tap_name
+from kukri.kernels.types import AttentionSpec, Experts, Program, RopeFrequencies, Vector, Weight, tap_name
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Heads:
 
 @dataclass(eq=False)
 class _Value:
-    """A value inside a step: the tap that shows it, and the op and the values that made it."""
+    """A value inside a step: its columns, the tap that shows it, and the op and the values that made it."""
 
+    width: int
     tap: str | None = None
     made_by: Norm | Matrix | None = None
     rope: RopeFrequencies | None = None
@@ -61,7 +62,7 @@ class Trace:
     `taps`: full names, in the order of a step. `norms` and `matrices`: what made a tapped value, by the tap's
     name; `products`: matrices, of values that were normalized too. `head_norms`: the norms of heads, by the
     tap of what they read. `heads`: by layer. `embedding`: the matrix of the tokens; `unembedding`: the last
-    product. `row_taps`: taps that see only rows with logits.
+    product. `row_taps`: taps that see only rows with logits. `widths`: columns of each tap.
     """
 
     def __init__(self, program: Program) -> None:
@@ -74,40 +75,41 @@ class Trace:
         self.embedding: Weight | None = None
         self.unembedding: Matrix | None = None
         self.row_taps: set[str] = set()
+        self.widths: dict[str, int] = {}
         self._has_rows = False  # True once only the rows with logits are left
         program(self, None)  # type: ignore[arg-type]
 
     def __getattr__(self, op: str) -> Callable[..., _Value]:
-        """An op of which only its tap matters: any that is not below."""
+        """An op of which only its tap and its width, that of its input, matter: any that is not below."""
         if op.startswith("_"):
             raise AttributeError(op)
 
-        def run(*values: Any, **options: Any) -> _Value:
+        def run(x: _Value, *values: Any, **options: Any) -> _Value:
             for value in (*values, *options.values()):
                 if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-                    self.tap(*value, _Value())
-            return _Value()
+                    self.tap(*value, _Value(x.width))
+            return _Value(x.width)
 
         return run
 
     def embed(self, weight: Weight, batch: Any, *rest: Any, **options: Any) -> _Value:
         """Notes the first embedding, that of the tokens."""
         self.embedding = self.embedding or weight
-        return _Value()
+        return _Value(weight.shape[1])
 
     def rms_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
         """A value that knows its norm."""
-        return _Value(made_by=Norm(weight, None, eps, x.tap, False), product=_product(x))
+        return _Value(x.width, made_by=Norm(weight, None, eps, x.tap, False), product=_product(x))
 
     def layer_norm(self, x: _Value, weight: Vector, bias: Vector, eps: float) -> _Value:
         """A value that knows its norm."""
-        return _Value(made_by=Norm(weight, bias, eps, x.tap, True), product=_product(x))
+        return _Value(x.width, made_by=Norm(weight, bias, eps, x.tap, True), product=_product(x))
 
     def head_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
         """Notes the norm under the tap of its input."""
         if x.tap is not None:
             self.head_norms[x.tap] = Norm(weight, None, eps, x.tap, False)
-        return _Value()
+        return _Value(x.width)
 
     def linear(
         self,
@@ -118,15 +120,22 @@ class Trace:
         tap: tuple[str, int | None] | None = None,
     ) -> _Value:
         """A value that knows its weights."""
-        matrix = Matrix(tuple(weights), bias, 0, sum(w.shape[0] for w in weights), x.tap)
+        width = sum(w.shape[0] for w in weights)
+        matrix = Matrix(tuple(weights), bias, 0, width, x.tap)
         self.unembedding = matrix  # until another comes
         if tap is not None:
-            self.tap(*tap, _Value(made_by=matrix))
-        return _Value(made_by=None if residual is not None else matrix)
+            self.tap(*tap, _Value(width, made_by=matrix))
+        return _Value(width, made_by=None if residual is not None else matrix)
+
+    def expert_linear(
+        self, x: _Value, routes: Any, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> _Value:
+        """A value of the experts' width."""
+        return _Value(sum(each.shape[1] for each in experts))
 
     def scale(self, x: _Value, factor: float) -> _Value:
         """A value that knows what was scaled."""
-        return _Value(product=_product(x))
+        return _Value(x.width, product=_product(x))
 
     def split(self, x: _Value, widths: Sequence[int]) -> tuple[_Value, ...]:
         """Parts that know their rows of the weights."""
@@ -135,7 +144,7 @@ class Trace:
             made_by = x.made_by
             if isinstance(made_by, Matrix):
                 made_by = Matrix(made_by.weights, made_by.bias, start, start + width, made_by.source)
-            parts.append(_Value(made_by=made_by))
+            parts.append(_Value(width, made_by=made_by))
             start += width
         return tuple(parts)
 
@@ -143,22 +152,23 @@ class Trace:
         self, q: _Value, k: _Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[_Value, _Value]:
         """Values that know their rotation."""
-        return _Value(rope=rope), _Value(rope=rope)
+        return _Value(q.width, rope=rope), _Value(k.width, rope=rope)
 
     def attention(self, q: _Value, k: _Value, v: _Value, spec: AttentionSpec, batch: Any) -> _Value:
         """Notes the layer's heads."""
         self.heads[spec.layer] = Heads(spec, q.rope)
-        return _Value()
+        return _Value(q.width)
 
     def logit_rows(self, x: _Value, batch: Any) -> _Value:
         """The same tap shows the rows that are left."""
         self._has_rows = True
-        return _Value(tap=x.tap)
+        return _Value(x.width, tap=x.tap)
 
     def tap(self, name: str, layer: int | None, x: _Value) -> _Value:
         """Notes the tap, and what made its value."""
         full_name = tap_name(name, layer)
         self.taps.append(full_name)
+        self.widths[full_name] = x.width
         if isinstance(x.made_by, Norm):
             self.norms[full_name] = x.made_by
         elif isinstance(x.made_by, Matrix):
@@ -168,7 +178,7 @@ class Trace:
             self.products[full_name] = product
         if self._has_rows:
             self.row_taps.add(full_name)
-        return _Value(tap=full_name, rope=x.rope, made_by=x.made_by, product=x.product)
+        return _Value(x.width, full_name, x.made_by, x.rope, x.product)
 
 
 def _product(x: _Value) -> Matrix | None:

@@ -51,11 +51,20 @@ class Model:
     """What values are computed from, beside taps.
 
     Attributes: config; trace; weights; points, every name; kv_type, which rounds keys and values;
-    encode(text, add_special), which gives token ids.
+    encode(text, add_special), which gives token ids; adjust_logits, which caps or divides those of the head
+    as the model does.
     """
 
-    def __init__(self, config: ModelConfig, trace: Trace, kv_type: KVType, encode: Encode) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        trace: Trace,
+        kv_type: KVType,
+        encode: Encode,
+        adjust_logits: Callable[[FloatArray], FloatArray],
+    ) -> None:
         self.config, self.trace, self.kv_type, self.encode = config, trace, kv_type, encode
+        self.adjust_logits = adjust_logits
         self.weights = Weights(trace, config)
         self.points = points(trace, config.n_layers)
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
@@ -73,6 +82,18 @@ class Model:
         if form == "logits":
             return rows.padded(taps[LOGITS])
         return self._token_value(point, taps[point.tap], rows)
+
+    def n_bytes(self, point: Point, rows: Rows) -> int:
+        """Bytes of a point's value, at least: experts give several rows a token."""
+        n = rows.n_batch * rows.n_tokens
+        if point.form in ("scores", "pattern"):
+            assert point.layer is not None
+            return 4 * n * self.trace.heads[point.layer].spec.n_heads * rows.n_tokens
+        if point.form == "result":
+            return 4 * n * self.trace.widths[point.tap] // self._d_head(point) * self.config.d_model
+        if point.form == "logits":
+            return 4 * n * self.config.n_vocab
+        return 4 * n * self.trace.widths.get(point.tap, 1)
 
     def scores(self, point: Point, taps: Taps, rows: Rows) -> FloatArray:
         """The scores [B, H, T, T] of a point's layer."""

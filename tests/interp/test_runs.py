@@ -244,3 +244,20 @@ def test_an_llm_has_them(llm: LLM):
     llm_closed.close()
     with pytest.raises(KukriError, match="closed"):
         llm_closed.run_with_cache(text)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "llama"])
+def test_the_logit_lens_ends_with_the_models_logits(name):
+    """A cap or a factor that is left out; a tuned lens that moves another layer."""
+    own = session(name)
+    logits, cache = own.run_with_cache(IDS)
+    lens = cache.logit_lens(pos_slice=slice(None))
+    np.testing.assert_allclose(lens[-1], logits, atol=1e-4)
+    n, d = len(lens), own.config.d_model
+    nothing = (np.zeros((d, d), np.float32), np.zeros(d, np.float32))
+    np.testing.assert_array_equal(cache.logit_lens(translators=[nothing] * n), cache.logit_lens())
+    doubled = cache.logit_lens(
+        translators=[(np.eye(d, dtype=np.float32), np.ones(d, np.float32)), *[nothing] * 2]
+    )
+    changed = np.abs(doubled - cache.logit_lens()).max(axis=(1, 2)) > 1e-4
+    assert changed.tolist() == [True] + [False] * (n - 1)

@@ -7,6 +7,10 @@ import pytest
 import torch
 from tl_models import IDS, bridge, session
 
+from benchmarks.interp import transformer_lens_bridge
+from kukri import LLM
+from kukri.terminal.convert import quantized_file
+
 pytestmark = pytest.mark.slow
 pytest.importorskip("transformer_lens")
 
@@ -77,3 +81,70 @@ def test_attributions_are_those_of_folded_norms():
         )
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-3)
         np.testing.assert_allclose(found[-1], expected.numpy()[-1], atol=1e-3)
+
+
+def test_gradients(pair):
+    """A gradient by a name that means another value there."""
+    from types import SimpleNamespace
+
+    from kukri.interp import gradients
+
+    own, theirs = pair
+    kept = {}
+
+    def keep(grad, hook):
+        kept[hook.name] = np.array(grad[0] if isinstance(grad, tuple) else grad)
+
+    names = [
+        name
+        for name, point in own.points.items()
+        if point.form in ("plain", "heads") and point.tap == point.edit_tap and point.layer == 1
+    ]
+    # theirs of hook_resid_mid is of the norm's input, to which the residual connection adds nothing
+    names = [n for n in names if n in theirs.hook_dict and not n.endswith("resid_mid")]
+    with torch.enable_grad():
+        theirs.reset_hooks()
+        for name in names:
+            theirs.add_hook(name, keep, dir="bwd")
+        logits = theirs(torch.from_numpy(IDS).long())
+        (logits[0, -1, 5] - logits[0, -1, 9]).backward()
+        theirs.reset_hooks()
+    _, _, grads = gradients.run_with_gradients(
+        SimpleNamespace(interp=own), IDS, gradients.logit_difference(5, 9), names
+    )
+    assert len(kept) >= 8
+    wrong = []
+    for name, expected in kept.items():
+        found = grads[name].reshape(expected.shape)
+        if not np.allclose(found, expected, atol=1e-3 * np.abs(expected).max()):
+            wrong.append((name, float(np.abs(found - expected).max() / np.abs(expected).max())))
+    assert not wrong, wrong
+
+
+@pytest.fixture(scope="module")
+def real(smollm2_path, tmp_path_factory):
+    """(a file of SmolLM2-135M's weights in float32, TransformerLens' activations of a text)."""
+    path = tmp_path_factory.mktemp("real") / "f32.gguf"
+    quantized_file(smollm2_path, path, "F32", None)
+    ids = np.random.default_rng(0).integers(0, 49152, (1, 15))
+    with torch.no_grad():
+        logits, cache = transformer_lens_bridge(smollm2_path, 2).run_with_cache(torch.from_numpy(ids))
+    return path, ids, {"logits": logits.numpy(), **{name: x.numpy() for name, x in cache.items()}}
+
+
+@pytest.mark.parametrize(("backend", "kv_type"), [("reference", "f16"), ("cpu", "f32")])
+def test_every_name_of_the_real_model(real, backend, kv_type):
+    """A name, shape or value that only a model of thirty layers and nine heads shows to be wrong."""
+    path, ids, expected = real
+    with LLM(path, backend=backend, kv_type=kv_type, max_context=64) as llm:
+        logits, cache = llm.run_with_cache(ids)
+        found = {"logits": logits, **{name: cache[name] for name in cache}}
+    assert len(expected) > 900
+    assert not expected.keys() - found.keys()
+    for name, want in expected.items():
+        assert found[name].shape == want.shape, name
+        seen = want > -1e30  # masked scores are as low as numbers go
+        scale = max(1.0, float(np.abs(want[seen]).max()))
+        np.testing.assert_allclose(
+            np.where(seen, found[name], 0), np.where(seen, want, 0), atol=1e-4 * scale, err_msg=name
+        )

@@ -22,6 +22,7 @@ import tiny_models
 
 from kukri.interp import Session
 from kukri.kernels import make_backend
+from kukri.kernels.types import KVType
 from kukri.models import load_model
 
 NAMES = ["smollm3", "llama", "qwen3", "phi", "phi3", "starcoder2", "mistral", "qwen2"]
@@ -34,7 +35,7 @@ FACTS = Path(__file__).parent / "names.json"
 IDS = np.random.default_rng(0).integers(3, tiny_models.V, (1, tiny_models.N_TOKENS), np.int32)
 
 
-def session(name: str, backend: str = "reference") -> Session:
+def session(name: str, backend: str = "reference", kv_type: KVType | None = None) -> Session:
     """A session of a tiny model, whose tokens are words t0, t1 and so on."""
     _, config, source = tiny_models.make(name)
     model = load_model(source, config)
@@ -42,7 +43,7 @@ def session(name: str, backend: str = "reference") -> Session:
     def encode(text: str, add_special: bool = True) -> list[int]:
         return [int(word[1:]) for word in text.split()]
 
-    return Session(model, make_backend(backend), encode, nullcontext)
+    return Session(model, make_backend(backend), encode, nullcontext, kv_type=kv_type)
 
 
 def bridge(name: str) -> Any:

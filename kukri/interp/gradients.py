@@ -1,0 +1,188 @@
+"""Gradients of a metric by every activation, attribution patching and integrated gradients.
+
+They are of the model in float32 on its dequantized weights (`tape.py`), whatever the backend; these weights
+are kept while the LLM is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kukri.errors import RequestError
+from kukri.interp.cache import ActivationCache
+from kukri.interp.names import LOGITS, Point
+from kukri.interp.patching import Axes, HasInterp
+from kukri.interp.session import NamesFilter, Session
+from kukri.interp.tape import Tape, TextRows
+from kukri.interp.values import Rows
+from kukri.kernels.types import FloatArray
+
+
+class Metric(Protocol):
+    """A number of the logits [batch, pos, V], and its gradient by them, of the same shape."""
+
+    def __call__(self, logits: FloatArray) -> tuple[float, FloatArray]:
+        """(number, gradient)."""
+
+
+def logit_difference(right: int | Sequence[int], wrong: int | Sequence[int], pos: int = -1) -> Metric:
+    """The mean over texts of the logit of `right` less that of `wrong`, at a position."""
+
+    def metric(logits: FloatArray) -> tuple[float, FloatArray]:
+        n, grad = len(logits), np.zeros_like(logits)
+        texts = np.arange(n)
+        ups, downs = (np.broadcast_to(np.asarray(ids), n) for ids in (right, wrong))
+        grad[texts, pos, ups] += np.float32(1 / n)
+        grad[texts, pos, downs] -= np.float32(1 / n)
+        return float((logits[texts, pos, ups] - logits[texts, pos, downs]).mean()), grad
+
+    return metric
+
+
+def log_probability(tokens: int | Sequence[int], pos: int = -1) -> Metric:
+    """The mean over texts of the log-probability (nats) of a token at a position."""
+
+    def metric(logits: FloatArray) -> tuple[float, FloatArray]:
+        n, grad = len(logits), np.zeros_like(logits)
+        texts, ids = np.arange(n), np.broadcast_to(np.asarray(tokens), len(logits))
+        rows = logits[:, pos] - logits[:, pos].max(axis=-1, keepdims=True)
+        shares = np.exp(rows)
+        total = shares.sum(axis=-1, keepdims=True)
+        grad[:, pos] = -shares / total / n
+        grad[texts, pos, ids] += np.float32(1 / n)
+        return float((rows[texts, ids] - np.log(total[:, 0])).mean()), grad
+
+    return metric
+
+
+def by_torch(metric: Callable[[Any], Any]) -> Metric:
+    """A metric of torch's tensors, as for TransformerLens, whose gradient torch computes."""
+
+    def found(logits: FloatArray) -> tuple[float, FloatArray]:
+        import torch
+
+        tensor = torch.from_numpy(logits.copy()).requires_grad_()
+        value = metric(tensor)
+        (grad,) = torch.autograd.grad(value, tensor)
+        return float(value.detach()), grad.numpy()
+
+    return found
+
+
+def run_with_gradients(
+    llm: HasInterp, prompt: Any, metric: Metric, names: NamesFilter = None
+) -> tuple[float, ActivationCache, ActivationCache]:
+    """(the metric, the activations, the gradient of the metric by each) of whole texts.
+
+    Both caches are of TransformerLens' names and shapes; `names` as in `LLM.run_with_cache`. Names of which
+    others are computed (scores, patterns, scales and what only they need) are left out, or a RequestError
+    if they are asked for. Raises UnsupportedError for mixtures of experts.
+    """
+    session = llm.interp
+    texts = session.tokens(prompt)
+    points = _points(session, names)
+    value, tape, rows, batch = _run(session, texts, metric)
+    taps = {point.tap for point in points if point.tap}
+    wanted = [point.name for point in points]
+    values = {tap: tape.taps[tap].x for tap in taps}
+    grads = {tap: _gradient(tape, tap) for tap in taps}
+    activations = ActivationCache(session.values, values, rows, batch.token_ids, wanted)
+    return value, activations, ActivationCache(session.values, grads, rows, batch.token_ids, wanted)
+
+
+def attribution_patch(
+    llm: HasInterp,
+    corrupted_tokens: Any,
+    clean_tokens: Any,
+    metric: Metric,
+    name: str = "resid_pre",
+    axes: Axes = "layer pos",
+) -> FloatArray:
+    """An estimate of what patching each clean activation into the corrupted run changes of the metric.
+
+    (clean - corrupted) times the gradient of the corrupted run, summed: float32 [layer, pos], [layer, head]
+    or [layer, pos, head], from two runs and one backward pass in all (Nanda 2023; Syed et al. 2023). `name`
+    is short: resid_pre, resid_mid, resid_post, attn_out, mlp_out, z, q, k, v.
+    """
+    session = llm.interp
+    names = [session.point((name, i)).name for i in range(session.config.n_layers)]
+    is_by_head = axes != "layer pos"
+    if (session.point(names[0]).form == "heads") != is_by_head or axes not in (
+        "layer pos",
+        "layer head",
+        "layer pos head",
+    ):
+        raise RequestError(f"{name} is not patched by {axes}", param="axes")
+    _, corrupted, grads = run_with_gradients(llm, corrupted_tokens, metric, names)
+    _, clean, _ = run_with_gradients(llm, clean_tokens, metric, names)
+    if corrupted.tokens.shape != clean.tokens.shape:
+        raise RequestError("the clean and the corrupted texts must be of one length", param="clean_tokens")
+    found: list[FloatArray] = []
+    for full_name in names:
+        parts = (clean[full_name] - corrupted[full_name]) * grads[full_name]  # [batch, pos, (head,) width]
+        kept = {"layer pos": (0, 2), "layer head": (0, 1, 3), "layer pos head": (0, 3)}[axes]
+        found.append(parts.sum(axis=kept))
+    return np.stack(found)
+
+
+def integrated_gradients(
+    llm: HasInterp, prompt: Any, metric: Metric, baseline: Any = None, n_steps: int = 32
+) -> FloatArray:
+    """What each token adds to the metric, float32 [batch, pos]: gradients by its embedding, averaged on the
+    straight way from a baseline, times the difference (Sundararajan et al. 2017).
+
+    `baseline` is a prompt of as many tokens, or None for embeddings of zero. The sum is the metric less that
+    of the baseline, up to the error of `n_steps` midpoints.
+    """
+    if n_steps < 1:
+        raise RequestError(f"n_steps must be at least 1, not {n_steps}", param="n_steps")
+    session = llm.interp
+    texts = session.tokens(prompt)
+    tap = "hook_embed"
+    _, tape, rows, _ = _run(session, texts, None)
+    end = tape.taps[tap].x
+    start = np.zeros_like(end)
+    if baseline is not None:
+        others = session.tokens(baseline)
+        if [len(ids) for ids in others] != [len(ids) for ids in texts]:
+            raise RequestError("the baseline must have as many tokens as the prompt", param="baseline")
+        start = _run(session, others, None)[1].taps[tap].x
+    total = np.zeros_like(end)
+    for i in range(n_steps):
+        at = start + (end - start) * np.float32((i + 0.5) / n_steps)
+        total += _gradient(_run(session, texts, metric, {tap: at})[1], tap)
+    return rows.padded(((end - start) * total / np.float32(n_steps)).sum(axis=1))
+
+
+def _run(
+    session: Session, texts: list[Any], metric: Metric | None, given: dict[str, FloatArray] | None = None
+) -> tuple[float, Tape, Rows, TextRows]:
+    """Runs texts, and with a metric back."""
+    rows, batch = Rows(np.array([len(ids) for ids in texts], np.int32)), TextRows.of(texts)
+    tape = Tape(session.matrices, session.ropes, given)
+    logits = tape.run(session.model, batch)
+    if metric is None:
+        return 0.0, tape, rows, batch
+    value, grad = metric(rows.padded(logits.x))
+    tape.backward(logits, rows.rows(np.asarray(grad, np.float32)))
+    return value, tape, rows, batch
+
+
+def _gradient(tape: Tape, tap: str) -> FloatArray:
+    variable = tape.taps[tap]
+    return np.zeros_like(variable.x) if variable.grad is None else variable.grad
+
+
+def _points(session: Session, names: NamesFilter) -> list[Point]:
+    """The points of names whose gradient is that of a tap."""
+    found = session.select(names)
+    usable = [p for p in found if p.form in ("plain", "heads") and p.tap == p.edit_tap and p.tap != LOGITS]
+    if names is not None and not callable(names) and len(usable) < len(found):
+        lacking = next(point.name for point in found if point not in usable)
+        raise RequestError(
+            f"{lacking} has no gradient of its own: name what it is computed of", param="names"
+        )
+    return usable

@@ -1,0 +1,200 @@
+"""Linear probes and sparse autoencoders: what reads a token's activations out as a few numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
+from kukri.formats.huggingface.safetensors import SafetensorsFile
+from kukri.formats.json_files import read_json
+from kukri.kernels.types import FloatArray
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_SAE_WEIGHTS, _SAE_CONFIG = "sae_weights.safetensors", "cfg.json"
+_NORMALIZATIONS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm")
+SAEKind = Literal["standard", "jumprelu", "topk", "gated"]
+
+
+class Probe:
+    """Scores x W^T + b of activations at one hook. Attributes: name (of the hook), weight [n, width],
+    bias [n], labels (of the n scores).
+    """
+
+    def __init__(self, name: str, weight: Any, bias: Any = None, labels: Sequence[str] | None = None) -> None:
+        self.name, self.weight = name, np.atleast_2d(np.asarray(weight, np.float32))
+        n = len(self.weight)
+        self.bias = np.zeros(n, np.float32) if bias is None else np.asarray(bias, np.float32).reshape(-1)
+        self.labels = tuple(labels or (["score"] if n == 1 else map(str, range(n))))
+        if self.weight.ndim != 2 or len(self.bias) != n or len(self.labels) != n:
+            raise ConfigError(
+                f"a probe has a weight [n, width], n biases and n labels, not {list(self.weight.shape)}, "
+                f"{len(self.bias)} and {len(self.labels)}"
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Probe:
+        """Reads a .safetensors file: `weight` [n, width] or [width], perhaps `bias` [n], and in its metadata
+        `hook_name` and perhaps `labels`, a JSON list of texts. Raises FormatError.
+        """
+        arrays, metadata = _arrays(Path(path))
+        if not {"weight"} <= arrays.keys() <= {"weight", "bias"}:
+            raise FormatError(f"a probe has weight and bias, not {brief(sorted(arrays))}", path=path)
+        name = metadata.get("hook_name")
+        if not isinstance(name, str):
+            raise FormatError("the metadata of a probe must have its hook_name", path=path)
+        try:
+            labels = json.loads(metadata.get("labels", "null"))
+        except ValueError:
+            labels = ""
+        if labels is not None and not (
+            isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+        ):
+            raise FormatError("the labels of a probe must be a JSON list of texts", path=path)
+        try:
+            return cls(name, arrays["weight"], arrays.get("bias"), labels)
+        except ConfigError as error:
+            raise FormatError(str(error), path=path) from None
+
+    @property
+    def width(self) -> int:
+        """Numbers that it reads of a token."""
+        return int(self.weight.shape[1])
+
+    def scores(self, x: FloatArray) -> FloatArray:
+        """The scores [rows, n] of x [rows, width]."""
+        found: FloatArray = x @ self.weight.T + self.bias
+        return found
+
+
+class SparseAutoencoder:
+    """An autoencoder as SAELens saves it: a directory with cfg.json and sae_weights.safetensors.
+
+    Attributes: name (of the hook), kind, width, n_features. The architectures are standard, gated, topk and
+    jumprelu (batchtopk is saved as that). Formulas are those of SAELens 6.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: SAEKind,
+        arrays: Mapping[str, FloatArray],
+        *,
+        k: int = 0,
+        subtracts_bias: bool = True,
+        normalization: str = "none",
+    ) -> None:
+        needed = {"W_enc", "b_dec", *_BIASES[kind]}
+        if missing := sorted(needed - arrays.keys()):
+            raise ConfigError(f"an autoencoder of kind {kind} needs {', '.join(missing)}")
+        if arrays["W_enc"].ndim != 2:
+            raise ConfigError(f"W_enc must be [width, features], not {list(arrays['W_enc'].shape)}")
+        self.width, self.n_features = map(int, arrays["W_enc"].shape)
+        shapes = {"b_dec": (self.width,), "W_dec": (self.n_features, self.width)}
+        for part in (needed | {"W_dec"}) & arrays.keys() - {"W_enc"}:
+            if arrays[part].shape != shapes.get(part, (self.n_features,)):
+                raise ConfigError(f"{part} does not fit W_enc: its shape is {list(arrays[part].shape)}")
+        if kind == "topk" and not 1 <= k <= self.n_features:
+            raise ConfigError(f"k must be from 1 to {self.n_features} features, not {k}")
+        self.name, self.kind, self._k = name, kind, k
+        self._arrays = {part: arrays[part] for part in arrays if part in needed | {"W_dec"}}
+        self._subtracts_bias, self._normalization = subtracts_bias, normalization
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SparseAutoencoder:
+        """Reads a directory. Raises FormatError, and UnsupportedError for other architectures."""
+        folder = Path(path)
+        facts = read_json(folder / _SAE_CONFIG, max_bytes=1 << 20)
+        more = facts.get("metadata", facts.get("meta"))
+        facts |= {
+            key: value for key, value in (more if isinstance(more, dict) else {}).items() if key not in facts
+        }
+        arrays, _ = _arrays(folder / _SAE_WEIGHTS)
+        kind, name = facts.get("architecture", "standard"), facts.get("hook_name")
+        options = facts.get("activation_fn_kwargs") or {}
+        k = facts.get("k", options.get("k", 0) if isinstance(options, dict) else 0)
+        if facts.get("activation_fn_str", facts.get("activation_fn")) == "topk":
+            kind = "topk"
+        if kind not in _BIASES or facts.get("rescale_acts_by_decoder_norm"):
+            raise UnsupportedError(
+                f"{folder}: an autoencoder of architecture {brief(kind)} is not supported: "
+                f"{', '.join(_BIASES)} are, without rescale_acts_by_decoder_norm"
+            )
+        if facts.get("hook_head_index") is not None:
+            raise UnsupportedError(f"{folder}: autoencoders of a single head are not supported")
+        normalization = facts.get("normalize_activations", "none")
+        if normalization not in _NORMALIZATIONS:
+            raise UnsupportedError(f"{folder}: normalize_activations {brief(normalization)} is not supported")
+        if not isinstance(name, str) or type(k) is not int:
+            raise FormatError("must have a hook_name, and a whole number k", path=folder / _SAE_CONFIG)
+        subtracts = bool(facts.get("apply_b_dec_to_input", True))
+        try:
+            return cls(name, kind, arrays, k=k, subtracts_bias=subtracts, normalization=normalization)
+        except ConfigError as error:
+            raise FormatError(str(error), path=folder / _SAE_WEIGHTS) from None
+
+    def features(self, x: FloatArray) -> FloatArray:
+        """The activations of its features [rows, n_features] for x [rows, width]."""
+        arrays = self._arrays
+        x = self._normalized(x)
+        if self._subtracts_bias:
+            x = x - arrays["b_dec"]
+        if self.kind == "gated":
+            product = x @ arrays["W_enc"]
+            size = np.maximum(product * np.exp(arrays["r_mag"]) + arrays["b_mag"], 0)
+            return np.where(product + arrays["b_gate"] > 0, size, np.float32(0))
+        found: FloatArray = x @ arrays["W_enc"] + arrays["b_enc"]
+        if self.kind == "jumprelu":
+            return np.where(found > np.maximum(arrays["threshold"], 0), found, np.float32(0))
+        if self.kind == "topk":
+            kept = np.argpartition(-found, self._k - 1, axis=1)[:, : self._k]
+            chosen = np.zeros_like(found)
+            np.put_along_axis(chosen, kept, np.take_along_axis(found, kept, 1), 1)
+            found = chosen
+        return np.maximum(found, 0)
+
+    @property
+    def decoder(self) -> FloatArray:
+        """The directions of the features in the stream, [n_features, width]."""
+        return self._arrays["W_dec"]
+
+    def _normalized(self, x: FloatArray) -> FloatArray:
+        if self._normalization == "constant_norm_rescale":
+            scaled: FloatArray = x * (np.float32(self.width**0.5) / np.linalg.norm(x, axis=1, keepdims=True))
+            return scaled
+        if self._normalization == "layer_norm":
+            centred = x - x.mean(axis=1, keepdims=True)
+            divided: FloatArray = centred / (x.std(axis=1, ddof=1, keepdims=True) + np.float32(1e-5))
+            return divided
+        return x  # the factor of expected_average_only_in is folded into the weights of a saved file
+
+
+_BIASES: dict[str, tuple[str, ...]] = {
+    "standard": ("b_enc",),
+    "jumprelu": ("b_enc", "threshold"),
+    "topk": ("b_enc",),
+    "gated": ("b_gate", "b_mag", "r_mag"),
+}
+
+
+def _arrays(path: Path) -> tuple[dict[str, FloatArray], dict[str, Any]]:
+    """The arrays of a .safetensors file in float32, and its metadata."""
+    file = SafetensorsFile(path)
+    found: dict[str, FloatArray] = {}
+    for name, tensor in file.tensors.items():
+        stored = file.data(tensor)
+        if tensor.dtype == "BF16":
+            array: Any = (stored.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        elif tensor.dtype in _DTYPES:
+            array = stored.view(_DTYPES[tensor.dtype]).astype(np.float32)
+        else:
+            raise FormatError(f"is of type {tensor.dtype}, not floating point", path=path, tensor=name)
+        if not np.isfinite(array).all():
+            raise FormatError("holds numbers that are not finite", path=path, tensor=name)
+        found[name] = array.reshape(tensor.shape)
+    return found, file.metadata

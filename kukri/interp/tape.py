@@ -1,0 +1,355 @@
+"""A tape over the op set in NumPy: runs a model's code on float32 weights and gives gradients of every tap.
+
+Reverse-mode differentiation: each op keeps what its derivative needs, and `backward` goes through them from
+the last to the first. Matrices are dequantized once and kept in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kukri.errors import UnsupportedError
+from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.types import (
+    AttentionSpec,
+    EmbedBy,
+    FloatArray,
+    IntArray,
+    Program,
+    RopeFrequencies,
+    Vector,
+    Weight,
+    tap_name,
+)
+from kukri.quant.blocks import dequantize
+
+_C = np.float32(np.sqrt(2 / np.pi))
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """The tokens of whole texts, back to back: the batch that a tape runs. All int32, [rows] but `starts`."""
+
+    token_ids: IntArray
+    positions: IntArray
+    starts: IntArray  # [texts + 1]
+    logit_rows: IntArray
+    token_types: IntArray
+
+    @classmethod
+    def of(cls, texts: Sequence[IntArray]) -> TextRows:
+        """All rows of texts."""
+        ids = np.concatenate(texts).astype(np.int32)
+        starts = np.cumsum([0, *map(len, texts)], dtype=np.int32)
+        positions = np.concatenate([np.arange(len(text), dtype=np.int32) for text in texts])
+        return cls(ids, positions, starts, np.arange(len(ids), dtype=np.int32), np.zeros_like(ids))
+
+
+class Variable:
+    """A value of a run, and its gradient once `backward` has come there: float32 of one shape."""
+
+    __slots__ = ("grad", "x")
+
+    def __init__(self, x: FloatArray) -> None:
+        self.x = x
+        self.grad: FloatArray | None = None
+
+    def add(self, grad: FloatArray) -> None:
+        """Adds to its gradient."""
+        self.grad = grad if self.grad is None else self.grad + grad
+
+
+Pull = Callable[[FloatArray], None]  # takes the gradient of an op's result to those of its inputs
+
+
+class Tape:
+    """The op set (`kukri.kernels.types.Ops`) on Variables.
+
+    Attribute: taps, the variables at each tap by full name. `given` are values to take in place of those at
+    taps; no gradient goes beyond them. Raises UnsupportedError on an op without a derivative here.
+    """
+
+    def __init__(
+        self,
+        matrices: dict[Weight, FloatArray],
+        ropes: dict[RopeFrequencies, RopeRows],
+        given: Mapping[str, FloatArray] | None = None,
+    ) -> None:
+        self.taps: dict[str, Variable] = {}
+        self._nodes: list[tuple[Variable, Pull]] = []
+        self._matrices, self._ropes, self._given = matrices, ropes, given or {}
+
+    def run(self, program: Program, batch: TextRows) -> Variable:
+        """The program's result, [rows, width]."""
+        result: Variable = program(self, batch)  # type: ignore[arg-type]
+        return result
+
+    def backward(self, result: Variable, grad: FloatArray) -> None:
+        """Fills in the gradients, of sum(result * grad)."""
+        result.add(grad.astype(np.float32))
+        for variable, pull in reversed(self._nodes):
+            if variable.grad is not None:
+                pull(variable.grad)
+
+    def __getattr__(self, op: str) -> Any:
+        """Raises UnsupportedError: the op is not below."""
+        if op.startswith("_"):
+            raise AttributeError(op)
+        raise UnsupportedError(f"models with the op {op} have no gradients here: dense transformers have")
+
+    def embed(
+        self, weight: Weight, batch: TextRows, by: EmbedBy = "token_ids", residual: Variable | None = None
+    ) -> Variable:
+        """Rows of a matrix, which have no gradient, plus `residual`."""
+        rows = self._matrix(weight)[getattr(batch, by)]
+        if residual is None:
+            return self._new(rows, lambda g: None)
+        return self._new(rows + residual.x, residual.add)
+
+    def rms_norm(self, x: Variable, weight: Vector, eps: float) -> Variable:
+        """The derivative is r (g w - n mean(g w n)), of n = x r."""
+        return self._normed(x, x.x, weight, None, eps, x.x.shape)
+
+    def head_norm(self, x: Variable, weight: Vector, eps: float) -> Variable:
+        """rms_norm of each head."""
+        return self._normed(x, x.x.reshape(len(x.x), -1, len(weight)), weight, None, eps, x.x.shape)
+
+    def layer_norm(self, x: Variable, weight: Vector, bias: Vector, eps: float) -> Variable:
+        """The derivative loses its mean as well."""
+        return self._normed(x, x.x, weight, bias, eps, x.x.shape)
+
+    def linear(
+        self,
+        x: Variable,
+        weights: Sequence[Weight],
+        bias: Vector | None = None,
+        residual: Variable | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Variable:
+        """The derivative is g W."""
+        matrices = [self._matrix(weight) for weight in weights]
+        y = np.concatenate([x.x @ matrix.T for matrix in matrices], axis=1)
+        if bias is not None:
+            y += bias.data
+
+        def pull(g: FloatArray) -> None:
+            start = 0
+            for matrix in matrices:
+                x.add(g[:, start : start + len(matrix)] @ matrix)
+                start += len(matrix)
+
+        found = self._new(y, pull)
+        if tap is not None:
+            found = self.tap(*tap, found)
+        return found if residual is None else self.add(found, residual)
+
+    def add(self, x: Variable, residual: Variable) -> Variable:
+        """The derivative is g, for both."""
+
+        def pull(g: FloatArray) -> None:
+            x.add(g)
+            residual.add(g)
+
+        return self._new(x.x + residual.x, pull)
+
+    def scale(self, x: Variable, factor: float) -> Variable:
+        """The derivative is g times the factor."""
+        return self._new(x.x * np.float32(factor), lambda g: x.add(g * np.float32(factor)))
+
+    def split(self, x: Variable, widths: Sequence[int]) -> tuple[Variable, ...]:
+        """The derivative of a part is zero in the other columns."""
+        parts: list[Variable] = []
+        start = 0
+        for width in widths:
+            columns = slice(start, start + width)
+
+            def pull(g: FloatArray, columns: slice = columns) -> None:
+                whole = np.zeros_like(x.x)
+                whole[:, columns] = g
+                x.add(whole)
+
+            parts.append(self._new(x.x[:, columns], pull))
+            start += width
+        return tuple(parts)
+
+    def rope(
+        self, q: Variable, k: Variable, rope: RopeFrequencies, spec: AttentionSpec, batch: TextRows
+    ) -> tuple[Variable, Variable]:
+        """The derivative is the rotation back."""
+        rows = self._ropes.setdefault(rope, RopeRows(rope))
+        rows.ensure(int(batch.positions.max()) + 1)
+        cos, sin = rows.cos[batch.positions, None], rows.sin[batch.positions, None]
+
+        def rotated(x: Variable) -> Variable:
+            return self._new(
+                _rotate(x.x, cos, sin, spec.d_head), lambda g: x.add(_rotate(g, cos, -sin, spec.d_head))
+            )
+
+        return rotated(q), rotated(k)
+
+    def attention(
+        self, q: Variable, k: Variable, v: Variable, spec: AttentionSpec, batch: TextRows
+    ) -> Variable:
+        """Softmax attention within each text: the derivative of a score is p (gp - sum(gp p))."""
+        out = np.empty_like(q.x)
+        kept: list[tuple[slice, FloatArray, FloatArray]] = []
+        for start, stop in zip(batch.starts[:-1], batch.starts[1:]):
+            rows = slice(start, stop)
+            scores, shares = _shares(q.x[rows], k.x[rows], spec)
+            out[rows] = _by_token(shares @ _by_head(v.x[rows], spec.n_kv_heads))
+            kept.append((rows, scores, shares))
+
+        def pull(g: FloatArray) -> None:
+            grads = [np.empty_like(each.x) for each in (q, k, v)]
+            for rows, scores, shares in kept:
+                keys, values = (_by_head(each.x[rows], spec.n_kv_heads) for each in (k, v))
+                queries, own = (_by_head(each, spec.n_kv_heads, spec.group) for each in (q.x[rows], g[rows]))
+                to_shares = own @ values.swapaxes(-1, -2)
+                to_scores = shares * (to_shares - (to_shares * shares).sum(-1, keepdims=True))
+                if spec.softcap is not None:  # of keys that are not seen shares are 0
+                    capped = np.where(np.isfinite(scores), scores / np.float32(spec.softcap), 0)
+                    to_scores *= 1 - capped * capped
+                to_scores *= np.float32(spec.scale)
+                grads[0][rows] = _by_token(to_scores @ keys)
+                grads[1][rows] = _by_token((to_scores.swapaxes(-1, -2) @ queries).sum(1, keepdims=True))
+                grads[2][rows] = _by_token((shares.swapaxes(-1, -2) @ own).sum(1, keepdims=True))
+            for variable, grad in zip((q, k, v), grads):
+                variable.add(grad)
+
+        return self._new(out, pull)
+
+    def silu_mul(self, gate: Variable, up: Variable) -> Variable:
+        """The derivative of silu is s (1 + x (1 - s))."""
+        s = (1 / (1 + np.exp(-gate.x))).astype(np.float32)
+        return self._gated(gate, up, gate.x * s, s * (1 + gate.x * (1 - s)))
+
+    def gelu_mul(self, gate: Variable, up: Variable) -> Variable:
+        """By the derivative of GELU."""
+        return self._gated(gate, up, *_gelu(gate.x))
+
+    def gelu(self, x: Variable, is_exact: bool = False) -> Variable:
+        """See _gelu."""
+        y, slope = _exact_gelu(x.x) if is_exact else _gelu(x.x)
+        return self._new(y, lambda g: x.add(g * slope))
+
+    def softcap(self, x: Variable, cap: float) -> Variable:
+        """The derivative is 1 - tanh^2."""
+        t = np.tanh(x.x / np.float32(cap))
+        return self._new(t * np.float32(cap), lambda g: x.add(g * (1 - t * t)))
+
+    def tanh(self, x: Variable) -> Variable:
+        """The derivative is 1 - tanh^2."""
+        return self.softcap(x, 1.0)
+
+    def logit_rows(self, x: Variable, batch: TextRows) -> Variable:
+        """All rows: the metric sees all."""
+        return x
+
+    def tap(self, name: str, layer: int | None, x: Variable) -> Variable:
+        """x under its name, or the value given in its place."""
+        full_name = tap_name(name, layer)
+        given = self._given.get(full_name)
+        found = self._new(x.x, x.add) if given is None else self._new(given, lambda g: None)
+        self.taps[full_name] = found
+        return found
+
+    def _new(self, x: FloatArray, pull: Pull) -> Variable:
+        variable = Variable(x.astype(np.float32, copy=False))
+        self._nodes.append((variable, pull))
+        return variable
+
+    def _matrix(self, weight: Weight) -> FloatArray:
+        if weight not in self._matrices:
+            self._matrices[weight] = dequantize(weight.data, weight.type)
+        return self._matrices[weight]
+
+    def _normed(
+        self, x: Variable, parts: FloatArray, weight: Vector, bias: Vector | None, eps: float, shape: Any
+    ) -> Variable:
+        """A norm along the last axis of x seen as `parts`; with a bias, centred first."""
+        centred = parts if bias is None else parts - parts.mean(-1, keepdims=True)
+        inverse = 1 / np.sqrt((centred * centred).mean(-1, keepdims=True) + np.float32(eps))
+        divided = centred * inverse
+
+        def pull(g: FloatArray) -> None:
+            scaled = g.reshape(parts.shape) * weight.data
+            back = inverse * (scaled - divided * (scaled * divided).mean(-1, keepdims=True))
+            if bias is not None:
+                back -= back.mean(-1, keepdims=True)
+            x.add(back.reshape(shape))
+
+        y = divided * weight.data
+        return self._new((y if bias is None else y + bias.data).reshape(shape), pull)
+
+    def _gated(self, gate: Variable, up: Variable, y: FloatArray, slope: FloatArray) -> Variable:
+        """y * up, of an activation y of the gate and its slope."""
+
+        def pull(g: FloatArray) -> None:
+            gate.add(g * up.x * slope)
+            up.add(g * y)
+
+        return self._new(y * up.x, pull)
+
+
+def _gelu(x: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """GELU by tanh, and its slope."""
+    t = np.tanh(_C * (x + np.float32(0.044715) * x**3))
+    slope = (1 + t) / 2 + x / 2 * (1 - t * t) * _C * (1 + np.float32(3 * 0.044715) * x * x)
+    return x / 2 * (1 + t), slope
+
+
+def _exact_gelu(x: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """GELU by the error function, and its slope."""
+    from math import erf
+
+    t = np.vectorize(erf, otypes=[np.float64])(x / np.sqrt(2)).astype(np.float32)
+    slope = (1 + t) / 2 + x * np.exp(-x * x / 2) / np.float32(np.sqrt(2 * np.pi))
+    return x / 2 * (1 + t), slope
+
+
+def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> FloatArray:
+    half = cos.shape[-1]
+    heads = x.reshape(len(x), -1, d_head)
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    rotated = heads.copy()
+    rotated[..., :half] = first * cos - second * sin
+    rotated[..., half : 2 * half] = second * cos + first * sin
+    return rotated.reshape(x.shape)
+
+
+def _by_head(x: FloatArray, n_groups: int, group: int = 1) -> FloatArray:
+    """x [T, G*R*K] as [G, R, T, K]."""
+    return x.reshape(len(x), n_groups, group, -1).transpose(1, 2, 0, 3)
+
+
+def _by_token(x: FloatArray) -> FloatArray:
+    """x [G, R, T, K] as [T, G*R*K]."""
+    return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1)
+
+
+def _shares(q: FloatArray, k: FloatArray, spec: AttentionSpec) -> tuple[FloatArray, FloatArray]:
+    """(scores, after their cap, and the softmax of them) of a text, [G, H/G, T, T]."""
+    n = len(q)
+    keys = _by_head(k, spec.n_kv_heads)
+    scores = _by_head(q, spec.n_kv_heads, spec.group) @ keys.swapaxes(-1, -2) * np.float32(spec.scale)
+    if spec.softcap is not None:
+        scores = np.float32(spec.softcap) * np.tanh(scores / np.float32(spec.softcap))
+    query, key = np.arange(n)[:, None], np.arange(n)
+    seen = key <= query if spec.is_causal else np.ones((n, n), np.bool_)
+    if spec.window is not None:
+        seen &= abs(query - key) < spec.window
+    scores = np.where(seen, scores, np.float32(-np.inf))
+    top = scores.max(-1, keepdims=True)
+    sink: FloatArray | None = None
+    if spec.sinks is not None:
+        sink = spec.sinks.data.reshape(spec.n_kv_heads, spec.group, 1, 1)
+        top = np.maximum(top, sink)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if sink is not None:
+        total = total + np.exp(sink - top)
+    return scores, weights / total

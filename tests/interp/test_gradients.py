@@ -1,0 +1,174 @@
+"""Gradients by every activation beside torch's autograd on transformers' models, and finite differences."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny_models
+import tl_models
+import torch
+from tiny_gguf import write_tiny
+
+from kukri import LLM
+from kukri.errors import RequestError, UnsupportedError
+from kukri.interp import gradients
+
+IDS = tl_models.IDS[0]
+OTHER = np.random.default_rng(1).integers(3, tiny_models.V, len(IDS))
+RIGHT, WRONG = 5, 9
+QUICK = ["smollm3", "phi", "starcoder2", "gemma2", "granite", "olmo2"]
+NAMES = [*tl_models.NAMES, "ernie4_5", "olmo3"]
+
+
+def holder(name):
+    return SimpleNamespace(interp=tl_models.session(name))
+
+
+def torch_gradients(name):
+    """The gradient of a logit difference by the stream before each block, and by what the o and down
+    matrices read; and the difference itself.
+    """
+    hf, _, _ = tiny_models.make(name)
+    kept = {}
+
+    def keep(key):
+        def hook(module, args, kwargs):
+            x = args[0] if args else kwargs["hidden_states"]
+            x.retain_grad()
+            kept[key] = x
+
+        return hook
+
+    for i, layer in enumerate(hf.model.layers):
+        layer.register_forward_pre_hook(keep(f"blocks.{i}.hook_resid_pre"), with_kwargs=True)
+        parts = dict(layer.named_modules())
+        for module, key in (
+            ("self_attn.o_proj", "attn.hook_z"),
+            ("self_attn.dense", "attn.hook_z"),
+            ("mlp.down_proj", "mlp.hook_post"),
+            ("mlp.fc2", "mlp.hook_post"),
+            ("mlp.c_proj", "mlp.hook_post"),
+        ):
+            if module in parts:
+                parts[module].register_forward_pre_hook(keep(f"blocks.{i}.{key}"), with_kwargs=True)
+    embeddings = hf.get_input_embeddings()(torch.from_numpy(IDS.astype(np.int64))[None])
+    logits = hf(inputs_embeds=embeddings.detach().requires_grad_()).logits
+    value = logits[0, -1, RIGHT] - logits[0, -1, WRONG]
+    value.backward()
+    return float(value.detach()), {key: x.grad[0].numpy() for key, x in kept.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_gradients_are_torchs(name):
+    """A derivative that is wrong in one op: norms with their parts, caps, windows, rotations, activations."""
+    value, expected = torch_gradients(name)
+    metric = gradients.logit_difference(RIGHT, WRONG)
+    found, activations, grads = gradients.run_with_gradients(holder(name), IDS, metric)
+    assert found == pytest.approx(value, abs=1e-4)
+    assert len(expected) >= 2 * tiny_models.N_LAYERS
+    for key, grad in expected.items():
+        mine = grads[key][0].reshape(grad.shape)
+        np.testing.assert_allclose(mine, grad, atol=2e-4 * np.abs(grad).max(), err_msg=key)
+        assert activations[key].shape == grads[key].shape
+
+
+def test_gradients_are_finite_differences():
+    """A gradient of queries, keys or values by another rotation or group; transformers does not show them."""
+    llm = holder("smollm3")
+    session = llm.interp
+    metric = gradients.log_probability(RIGHT)
+    names = [f"blocks.1.{tap}" for tap in ("attn.hook_q", "attn.hook_rot_k", "attn.hook_v", "mlp.hook_pre")]
+    names += ["blocks.0.attn.hook_k", "blocks.2.ln2.hook_out", "hook_embed", "blocks.2.hook_attn_out"]
+    _, activations, grads = gradients.run_with_gradients(llm, IDS, metric, names)
+    rng = np.random.default_rng(2)
+    for name in names:
+        x = activations[name]
+        direction = rng.standard_normal(x.shape).astype(np.float32) * x.std()
+        direction[:, : len(IDS) // 2] = 0
+        values = []
+        for step in (-3e-3, 3e-3):
+            tap = session.point(name).tap
+            given = {tap: (x + np.float32(step) * direction)[0].reshape(len(IDS), -1)}
+            values.append(gradients._run(session, [IDS], metric, given)[0])
+        slope = (values[1] - values[0]) / 6e-3
+        assert float((grads[name] * direction).sum()) == pytest.approx(slope, rel=1e-2, abs=1e-3), name
+
+
+def test_attribution_patching_estimates_patching():
+    """Axes that are swapped, a sign, the gradient of the wrong run."""
+    llm = holder("llama")
+    session = llm.interp
+    metric = gradients.logit_difference(RIGHT, WRONG)
+    near = IDS.copy()
+    near[-3] = OTHER[-3]
+    found = gradients.attribution_patch(llm, near, IDS, metric)
+    assert found.shape == (tiny_models.N_LAYERS, len(IDS))
+    assert np.abs(found[0, :-3]).max() == 0  # tokens before the one that differs
+    _, clean, _ = gradients.run_with_gradients(llm, IDS, metric)
+    value, corrupted, _ = gradients.run_with_gradients(llm, near, metric)
+    for layer in (1, 3):
+        stream, other = corrupted["resid_pre", layer][0], clean["resid_pre", layer][0]
+        for pos in (-3, -1):
+            part = stream.copy()
+            part[pos] += np.float32(1e-2) * (other[pos] - stream[pos])
+            given = {f"blocks.{layer}.hook_resid_pre": part}
+            moved = (gradients._run(session, [near], metric, given)[0] - value) / 1e-2
+            assert found[layer, pos] == pytest.approx(moved, rel=0.05, abs=2e-3)
+    by_head = gradients.attribution_patch(llm, near, IDS, metric, "z", "layer pos head")
+    assert by_head.shape == (tiny_models.N_LAYERS, len(IDS), tiny_models.HEADS)
+    whole = gradients.attribution_patch(llm, near, IDS, metric, "z", "layer head")
+    np.testing.assert_allclose(by_head.sum(1), whole, atol=1e-5)
+    with pytest.raises(RequestError, match="is not patched by"):
+        gradients.attribution_patch(llm, near, IDS, metric, "z")
+    with pytest.raises(RequestError, match="of one length"):
+        gradients.attribution_patch(llm, near[1:], IDS, metric)
+
+
+def test_integrated_gradients_sum_to_the_difference():
+    """A path that ends elsewhere, or weights of steps that do not sum to 1."""
+    llm = holder("qwen3")
+    metric = gradients.logit_difference(RIGHT, WRONG)
+    ends = [gradients.run_with_gradients(llm, ids, metric, ())[0] for ids in (IDS, OTHER)]
+    found = gradients.integrated_gradients(llm, IDS, metric, baseline=OTHER, n_steps=64)
+    assert found.shape == (1, len(IDS))
+    assert float(found.sum()) == pytest.approx(ends[0] - ends[1], rel=0.05, abs=0.05)
+    assert gradients.integrated_gradients(llm, IDS, metric, n_steps=2).shape == (1, len(IDS))
+    for options, words in [({"n_steps": 0}, "at least 1"), ({"baseline": OTHER[1:]}, "as many tokens")]:
+        with pytest.raises(RequestError, match=words):
+            gradients.integrated_gradients(llm, IDS, metric, **options)
+
+
+def test_batches_and_metrics(tmp_path):
+    """Texts of a batch that see each other, a metric of torch that gives another gradient."""
+    path = write_tiny(tmp_path / "tiny.gguf")
+    with LLM(path, backend="reference") as llm:
+        texts = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+        metric = gradients.log_probability([3, 4, 5])
+        value, _, grads = gradients.run_with_gradients(llm, texts, metric, "resid_pre1")
+        each = [
+            gradients.run_with_gradients(llm, ids, gradients.log_probability(i), "resid_pre1")
+            for ids, i in zip(texts, (3, 4, 5))
+        ]
+        assert value == pytest.approx(np.mean([one[0] for one in each]), abs=1e-5)
+        alone = np.concatenate([one[2]["resid_pre1"] for one in each])
+        np.testing.assert_allclose(grads["resid_pre1"], alone / 3, atol=1e-6)
+        by_torch = gradients.by_torch(
+            lambda logits: logits[:, -1].log_softmax(-1)[torch.arange(3), torch.tensor([3, 4, 5])].mean()
+        )
+        again, _, theirs = gradients.run_with_gradients(llm, texts, by_torch, "resid_pre1")
+        assert again == pytest.approx(value, abs=1e-5)
+        np.testing.assert_allclose(theirs["resid_pre1"], grads["resid_pre1"], atol=1e-6)
+        logits, _ = llm.run_with_cache(texts)
+        np.testing.assert_allclose(value, metric(logits)[0], atol=1e-3)
+        with pytest.raises(RequestError, match="no gradient of its own"):
+            gradients.run_with_gradients(llm, texts, metric, "pattern0")
+
+
+def test_mixtures_are_refused():
+    """A gradient that ignores the routes."""
+    with pytest.raises(UnsupportedError, match="the op route"):
+        gradients.run_with_gradients(holder("olmoe"), IDS, gradients.log_probability(1))
