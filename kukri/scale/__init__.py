@@ -1,0 +1,14 @@
+"""One model on several engines: replicas behind one server, batches, pipelines. Ray starts them.
+
+    routing.py      chooses the replica for a request
+    wire.py         requests and tokens as JSON
+    channel.py      the connection between a front and a replica
+    replica.py      an engine that runs requests of fronts
+    facts.py        what a front knows of a replica
+    front.py        a front: runs a server's requests on replicas, again if one dies
+    simulation.py   replicas by discrete events: `kukri plan`
+    data.py         a model over the rows of a Ray Data set
+    serve.py        replicas and fronts on Ray Serve
+
+Only `serve.py` imports Ray.
+"""

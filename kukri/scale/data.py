@@ -1,0 +1,140 @@
+"""A model over the rows of a Ray Data set: `dataset.map_batches(**predictor("model", column="prompt"))`.
+
+Nothing here imports Ray: `predictor` gives the arguments of `map_batches`, which starts an actor for each
+model. Rows are independent: which others are in their batch, and on which actor, changes no bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from kukri.errors import ConfigError, RequestError
+from kukri.llm import LLM
+from kukri.results import Result
+
+Task = Literal["generate", "chat", "embed", "classify"]
+_TASKS = ("generate", "chat", "embed", "classify")
+Batch = dict[str, Any]  # columns by name, each a NumPy array
+
+
+class Predictor:
+    """Adds the model's answers to batches of rows.
+
+    `task` says how `column` is used. "generate": its texts are continued; "chat": each is a conversation, as
+    messages or as their JSON; the text goes to the column `output`, why it ended to `output`_finish_reason.
+    "embed": `output` has a vector for each text; "classify": the likeliest label, and its score in
+    `output`_score. `sampling` are fields of SamplingParams. A row that cannot be answered gets the reason in
+    `output`_error, which is empty for the others; no other row is touched by it.
+    """
+
+    def __init__(
+        self,
+        model: str | None,
+        column: str,
+        output: str,
+        task: Task,
+        sampling: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._llm = LLM(model, **options)
+        self._column, self._output, self._task, self._sampling = column, output, task, dict(sampling)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with the answers' columns."""
+        inputs = [self._input(value) for value in batch[self._column]]
+        many: dict[Task, Callable[[list[Any]], list[Any]]] = {
+            "generate": lambda texts: self._llm.generate(texts, **self._sampling),
+            "chat": self._chat,
+            "embed": lambda texts: list(self._llm.embed(texts)),
+            "classify": lambda texts: [self._llm.classify(text)[0] for text in texts],
+        }
+        results, errors = _answered(many[self._task], inputs)
+        return {**batch, **self._columns(results), f"{self._output}_error": np.array(errors)}
+
+    def _input(self, value: Any) -> Any:
+        if self._task != "chat":
+            return str(value)
+        messages = json.loads(value) if isinstance(value, str) else value
+        return [dict(message) for message in messages]
+
+    def _chat(self, conversations: list[Any]) -> list[Result]:
+        """The answers to conversations, as one batch."""
+        calls = self._llm.calls
+        return calls.run([calls.for_chat(messages, None, self._sampling) for messages in conversations])
+
+    def _columns(self, results: Sequence[Any]) -> Batch:
+        """The columns of results; None stands for those that there are not."""
+        name = self._output
+        if self._task == "embed":
+            width = next((len(vector) for vector in results if vector is not None), 0)
+            nothing = np.full(width, np.nan, np.float32)
+            return {name: np.array([nothing if vector is None else vector for vector in results])}
+        if self._task == "classify":
+            labels = ["" if one is None else one.label for one in results]
+            scores = [np.nan if one is None else one.score for one in results]
+            return {name: np.array(labels), f"{name}_score": np.array(scores, np.float32)}
+        texts = ["" if one is None else one.text for one in results]
+        reasons = ["" if one is None else one.finish_reason for one in results]
+        return {name: np.array(texts, object), f"{name}_finish_reason": np.array(reasons)}
+
+
+def predictor(
+    model: str | None = None,
+    *,
+    column: str,
+    output: str = "answer",
+    task: Task = "generate",
+    sampling: Mapping[str, Any] | None = None,
+    concurrency: int | tuple[int, int] = 1,
+    batch_size: int = 64,
+    **options: Any,
+) -> dict[str, Any]:
+    """The arguments of `map_batches` for a `Predictor`, which has `column`, `output`, `task` and `sampling`.
+
+    `concurrency` actors, or from one number to another, have a model each, opened with `options` (those of
+    `LLM`); each takes as many processors as `n_threads` says, 1 unless it is given. An actor that dies is
+    replaced, and its batches run again. Raises ConfigError on a task that there is not.
+    """
+    if task not in _TASKS:
+        raise ConfigError(f"task must be one of {', '.join(_TASKS)}, not {task!r}")
+    options.setdefault("n_threads", 1)
+    arguments = {
+        "model": model,
+        "column": column,
+        "output": output,
+        "task": task,
+        "sampling": sampling or {},
+        "options": options,
+    }
+    return {
+        "fn": Predictor,
+        "fn_constructor_kwargs": arguments,
+        "concurrency": concurrency,
+        "batch_size": batch_size,
+        "num_cpus": options["n_threads"],
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+
+
+def _answered(
+    answer: Callable[[list[Any]], list[Any]], inputs: list[Any]
+) -> tuple[list[Any | None], list[str]]:
+    """The results of inputs and their errors: of all at once, or one by one if some are wrong."""
+    try:
+        return answer(inputs), [""] * len(inputs)
+    except RequestError:
+        results: list[Any | None] = []
+        errors: list[str] = []
+        for one in inputs:
+            try:
+                results += answer([one])
+                errors.append("")
+            except RequestError as error:
+                results.append(None)
+                errors.append(str(error))
+        return results, errors

@@ -1,0 +1,53 @@
+"""The facts of a replica that a front must know, and those that must agree among replicas."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from kukri import __version__
+from kukri.config import ModelConfig
+from kukri.llm import LLM
+
+
+@dataclass(frozen=True)
+class ReplicaFacts:
+    """A replica as its fronts know it."""
+
+    name: str
+    model: str  # equal for the same weights, in the same version of kukri
+    numerics: str  # equal if results are the same bits
+    host: str
+    pid: int
+    max_context: int
+    max_requests: int  # computed at a time
+    n_pages: int
+    page_tokens: int
+    has_draft_model: bool
+
+
+def replica_facts(llm: LLM, name: str) -> ReplicaFacts:
+    """The facts of an open model under the replica's name."""
+    engine, config = llm.engine, llm.engine_config
+    return ReplicaFacts(
+        name=name,
+        model=weights_identity(llm.path, llm.config, llm.options.quantize),
+        numerics=engine.arithmetic,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        max_context=engine.max_context,
+        max_requests=config.max_requests,
+        n_pages=engine.n_pages,
+        page_tokens=engine.page_tokens,
+        has_draft_model=llm.options.draft_model is not None,
+    )
+
+
+def weights_identity(path: Path, config: ModelConfig, quantize: str | None) -> str:
+    """A hash of a model's configuration and the sizes of its files: other weights seldom have the same."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    sizes = [(file.name, file.stat().st_size) for file in files if file.is_file()]
+    return sha256(repr((__version__, config, sizes, quantize)).encode()).hexdigest()[:16]

@@ -1,0 +1,87 @@
+"""Models over the rows of data sets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_gguf import write_tiny
+
+from kukri import LLM
+from kukri.errors import ConfigError
+from kukri.scale.data import Predictor, predictor
+
+SAMPLING = {"max_tokens": 12, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf"))
+
+
+def made(path: str, **options) -> Predictor:
+    arguments = predictor(path, column="text", **options)
+    return arguments["fn"](**arguments["fn_constructor_kwargs"])
+
+
+def test_rows_are_answered_and_wrong_ones_say_why(path: str) -> None:
+    """Catches a row that is too long and ends the whole job, or takes its neighbors' answers."""
+    texts = np.array(["one", "x" * 1000, "two"], object)
+    found = made(path, sampling=SAMPLING)({"id": np.arange(3), "text": texts})
+    with LLM(path) as llm:
+        wanted = [llm.generate(text, **SAMPLING).text for text in ("one", "two")]
+    assert [found["answer"][0], found["answer"][2]] == wanted
+    assert found["answer"][1] == ""
+    assert "128" in found["answer_error"][1]
+    assert found["answer_error"][0] == found["answer_error"][2] == ""
+    assert found["id"].tolist() == [0, 1, 2]
+
+
+def test_conversations_come_as_messages_or_as_json(path: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    rows = np.empty(2, object)
+    rows[:] = [messages, json.dumps(messages)]
+    found = made(path, task="chat", sampling=SAMPLING)({"text": rows})
+    with LLM(path) as llm:
+        assert found["answer"].tolist() == [llm.chat(messages, **SAMPLING).text] * 2
+    assert set(found["answer_finish_reason"]) <= {"stop", "length"}
+
+
+def test_vectors(path: str) -> None:
+    found = made(path, task="embed", output="vector")({"text": np.array(["a cat", "a dog"])})
+    with LLM(path) as llm:
+        assert np.array_equal(found["vector"], llm.embed(["a cat", "a dog"]))
+
+
+def test_an_unknown_task() -> None:
+    with pytest.raises(ConfigError, match="task must be one of"):
+        predictor(column="text", task="dance")  # type: ignore[arg-type]
+
+
+@pytest.mark.ray
+def test_a_data_set_loses_and_doubles_no_row(path: str, tmp_path: Path) -> None:
+    """A data set of 60 rows over two actors, as Parquet in and out, in order."""
+    ray = pytest.importorskip("ray")
+    import pandas
+
+    pandas.DataFrame({"id": range(60), "text": [f"row {i}" for i in range(60)]}).to_parquet(
+        tmp_path / "in.parquet"
+    )
+    ray.init(num_cpus=3, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    try:
+        context = ray.data.DataContext.get_current()
+        context.execution_options.preserve_order, context.enable_progress_bars = True, False
+        rows = ray.data.read_parquet(str(tmp_path / "in.parquet"), override_num_blocks=4)
+        found = rows.map_batches(
+            **predictor(path, column="text", sampling=SAMPLING, concurrency=2, batch_size=8)
+        )
+        found.write_parquet(str(tmp_path / "out"))
+        answers = pandas.read_parquet(tmp_path / "out")
+    finally:
+        ray.shutdown()
+    assert sorted(answers["id"]) == list(range(60))
+    with LLM(path) as llm:
+        wanted = [one.text for one in llm.generate([f"row {i}" for i in range(60)], **SAMPLING)]
+    assert answers.sort_values("id")["answer"].tolist() == wanted
