@@ -9,16 +9,21 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from kukri.calls import Call, Message, Prompt, is_many
 from kukri.errors import KukriError
 from kukri.llm import LLM
 from kukri.results import Chunk, Result
 from kukri.sampling import SamplingOptions, SamplingParams
+
+if TYPE_CHECKING:
+    from kukri.interp.interventions import Intervention
+
+    Interventions = Sequence[Intervention | Mapping[str, Any]]
 
 
 class AsyncLLM:
@@ -47,7 +52,13 @@ class AsyncLLM:
 
     @overload
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Unpack[SamplingOptions]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
+        **overrides: Unpack[SamplingOptions],
     ) -> Result: ...
 
     @overload
@@ -55,15 +66,26 @@ class AsyncLLM:
         self,
         prompt: list[str] | list[list[int]],
         params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> list[Result]: ...
 
     async def generate(
-        self, prompt: Any, params: SamplingParams | None = None, **overrides: Unpack[SamplingOptions]
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
+        **overrides: Unpack[SamplingOptions],
     ) -> Result | list[Result]:
         """The Result that continues a prompt, or a list of Results, as `LLM.generate`; raises the same."""
         self._check_open()
-        calls = await asyncio.to_thread(self.llm.calls.for_prompts, prompt, params, overrides)
+        calls = await asyncio.to_thread(
+            self.llm.calls.for_prompts, prompt, params, overrides, adapter, self.llm.intervene(interventions)
+        )
         results = await self._run(calls)
         return results if is_many(prompt) else results[0]
 
@@ -71,11 +93,16 @@ class AsyncLLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result:
         """The model's answer to a conversation, as `LLM.chat`; raises the same."""
         self._check_open()
-        call = await asyncio.to_thread(self.llm.calls.for_chat, messages, params, overrides)
+        call = await asyncio.to_thread(
+            self.llm.calls.for_chat, messages, params, overrides, adapter, self.llm.intervene(interventions)
+        )
         (result,) = await self._run([call])
         return result
 
@@ -83,6 +110,9 @@ class AsyncLLM:
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """The Chunks of the answer to a prompt or to messages, as `LLM.stream`.
@@ -90,7 +120,9 @@ class AsyncLLM:
         The request is checked and starts with the first chunk. Raises the same as `LLM.stream`.
         """
         self._check_open()
-        call = await asyncio.to_thread(self.llm.calls.for_stream, prompt, params, overrides)
+        call = await asyncio.to_thread(
+            self.llm.calls.for_stream, prompt, params, overrides, adapter, self.llm.intervene(interventions)
+        )
         changed = _wake_on_change([call])
         try:
             self._start([call])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kukri.answer import Answer
 from kukri.engine import Engine, Request, RequestState
@@ -32,6 +32,11 @@ _USES = {
 }
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
+if TYPE_CHECKING:
+    from kukri.interp.generation import InterventionTaps, Readout
+
+    # makes the new requests for a prompt do what interventions say
+    Intervene = Callable[[Sequence[Request]], list[InterventionTaps]]
 
 
 class EngineCalls:
@@ -64,25 +69,37 @@ class EngineCalls:
         return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 
     def for_prompts(
-        self, prompt: Any, params: SamplingParams | None, overrides: Mapping[str, Any]
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        overrides: Mapping[str, Any],
+        adapter: str | None = None,
+        intervene: Intervene | None = None,
     ) -> list[Call]:
         """A call for a prompt, or for each of a list of them."""
         checked = resolve_texts(self._params(params, overrides), self.tokenizer)
         prompts = prompt if is_many(prompt) else [prompt]
-        return [self._call(self._encode(one), checked) for one in prompts]
+        return [self._call(self._encode(one), checked, adapter, intervene) for one in prompts]
 
     def for_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None, overrides: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        overrides: Mapping[str, Any],
+        adapter: str | None = None,
+        intervene: Intervene | None = None,
     ) -> Call:
         """A call for the answer to a conversation."""
         checked = resolve_texts(self._params(params, overrides), self.tokenizer)
-        return self._call(self._encode_chat(messages), checked)
+        return self._call(self._encode_chat(messages), checked, adapter, intervene)
 
     def for_stream(
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None,
         overrides: Mapping[str, Any],
+        adapter: str | None = None,
+        intervene: Intervene | None = None,
     ) -> Call:
         """A call for a stream. Raises RequestError for a `best_of` above `n`."""
         checked = resolve_texts(self._params(params, overrides), self.tokenizer)
@@ -92,7 +109,7 @@ class EngineCalls:
             ids: Any = self._encode_chat(cast("Sequence[Message]", prompt))
         else:
             ids = self._encode(prompt)
-        return self._call(ids, checked, streams=True)
+        return self._call(ids, checked, adapter, intervene, streams=True)
 
     def run(self, calls: list[Call]) -> list[Result]:
         """The result of each call, in order. Raises the error that ended one."""
@@ -152,6 +169,8 @@ class EngineCalls:
         for batch in self._batches:
             batch.error = batch.error or closed_error()
             self._end_batch(batch)
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
 
     def start(self, calls: list[Call]) -> None:
@@ -201,13 +220,22 @@ class EngineCalls:
             )
         return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
 
-    def _call(self, prompt_ids: Any, params: SamplingParams, *, streams: bool = False) -> Call:
+    def _call(
+        self,
+        prompt_ids: Any,
+        params: SamplingParams,
+        adapter: str | None = None,
+        intervene: Intervene | None = None,
+        *,
+        streams: bool = False,
+    ) -> Call:
         """A call for one prompt, checked, texts in its parameters tokenized already; not started."""
         self.check_generates()
         engine = self.engine
-        requests = engine.make_requests(prompt_ids, params)
-        engine.scheduler.check_fits(requests[0])
-        return Call(requests, params, self.tokenizer, streams=streams)
+        requests = engine.make_requests(prompt_ids, params, adapter=adapter)
+        engine.check_fits(requests[0])
+        taps = [] if intervene is None else intervene(requests)
+        return Call(requests, params, self.tokenizer, taps, streams=streams)
 
     # The methods below belong to the thread that holds the turn.
 
@@ -296,14 +324,21 @@ class Call:
     """The answers to one prompt, filled by the thread that holds the turn and read by the one that called."""
 
     def __init__(
-        self, requests: Sequence[Request], params: SamplingParams, tokenizer: Tokenizer, *, streams: bool
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        taps: Sequence[InterventionTaps] = (),
+        *,
+        streams: bool,
     ) -> None:
         self.answers = [Answer(request, i, tokenizer) for i, request in enumerate(requests)]
         self.chunks: deque[Chunk] = deque()  # of a stream, not read yet
         self.result: Result | None = None
         self.error: Exception | None = None
         self.on_change: Callable[[], None] = _ignore  # called after a change; quick, and must not raise
-        self._params, self._streams = params, streams
+        self._params, self._streams, self._taps = params, streams, taps
+        self._readouts: list[Readout] = []
         self._texts = [""] * len(requests)
         self._n_tokens_taken = [0] * len(requests)
         self._outputs: dict[int, Output] = {}
@@ -338,10 +373,15 @@ class Call:
         result = None
         if is_ended:
             self._outputs[answer.index] = self._output(answer)
-            if len(self._outputs) == len(self.answers):
+        readouts = self._read(answer, is_ended)
+        if len(self._outputs) == len(self.answers):
+            try:
                 result = self._result()
-        if self._streams and (text or is_ended):
-            self.chunks.append(self._chunk(answer, text, result))
+            except KukriError as error:  # activations that are larger than allowed
+                self.fail(error)
+                return
+        if self._streams and (text or is_ended or readouts):
+            self.chunks.append(self._chunk(answer, text, result, readouts))
         self.result = result  # last: a reader takes it for the end
         self.on_change()
 
@@ -350,12 +390,20 @@ class Call:
         self.error = self.error or error
         self.on_change()
 
-    def _chunk(self, answer: Answer, text: str, result: Result | None) -> Chunk:
+    def _read(self, answer: Answer, is_ended: bool) -> list[Readout]:
+        """What was read of tokens since the last time: of one answer, as the session sees to."""
+        if not self._taps or not self._taps[0].has_unread:
+            return []
+        found = self._taps[0].readouts(answer.request, is_done=is_ended)
+        self._readouts += found
+        return found
+
+    def _chunk(self, answer: Answer, text: str, result: Result | None, readouts: list[Readout]) -> Chunk:
         request, i = answer.request, answer.index
         first, stop = request.n_prompt + self._n_tokens_taken[i], request.n_prompt + answer.n_tokens
         self._n_tokens_taken[i] = answer.n_tokens
         reason = cast("FinishReason | None", answer.finish_reason)
-        return Chunk(text, request.tokens[first:stop].tolist(), reason, result, i)
+        return Chunk(text, request.tokens[first:stop].tolist(), reason, result, i, readouts)
 
     def _output(self, answer: Answer) -> Output:
         request, params = answer.request, self._params
@@ -392,6 +440,8 @@ class Call:
             if scores is None
             else [SampledToken(prompt_ids[0]), *request.prompt_logprobs],
             outputs=tuple(replace(output, index=i) for i, output in enumerate(outputs[:n])),
+            activations=self._taps[0].activations(request) if self._taps and self._taps[0].captures else None,
+            readouts=self._readouts,
         )
 
 

@@ -5,6 +5,7 @@ else; options that several share are in `kukri.terminal.options`. Annotations ar
 evaluate their text at each start.
 """
 
+import gc
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,9 +15,12 @@ from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.errors import BenchGroup, ErrorReportingGroup
 from kukri.terminal.options import (
     Alias,
+    APIKey,
+    ClusterOptions,
     DryRun,
     Imatrix,
     Json,
+    LoadOfUsers,
     LoadOptions,
     LoadTestOptions,
     ManyOptions,
@@ -24,16 +28,25 @@ from kukri.terminal.options import (
     ModelOption,
     ModelOptions,
     NeededModel,
+    ReaderOptions,
     SamplingOptions,
     ServeOptions,
+    ServerURL,
+    SteeringOptions,
     System,
     TextOptions,
     Threads,
+    cluster_options,
     command,
     expanded,
     given,
     model_and,
     one_model,
+    size_bytes,
+)
+
+_GC_THRESHOLD = (
+    50_000  # objects between collections: with Python's 700, a start spends 25 ms on finding nothing
 )
 
 app = typer.Typer(
@@ -47,6 +60,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(cls=BenchGroup, subcommand_metavar="[MODEL | COMMAND [ARGS]...]")
 app.add_typer(bench_app, name="bench")
+cluster_app = typer.Typer(help="Serve a model by replicas on several machines.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
 
 
 def main() -> None:
@@ -93,25 +108,25 @@ def run(
     *,
     sampling: SamplingOptions,
     loading: LoadOptions,
+    steering: SteeringOptions,
     json: Json = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print token counts and speeds to stderr.")] = False,
 ) -> None:
     """Answer a prompt and stream the answer."""
-    from kukri.tokenizer.template_process import start_early
-
-    if not raw:
-        start_early()  # before what else takes time
+    gc.set_threshold(_GC_THRESHOLD)
     from kukri.terminal.run import answer_prompt, is_model_file
 
     if prompt is None and not is_model_file(model):
         model, prompt = None, model
+    files, interventions = steering.files_and_interventions()
     answer_prompt(
         prompt,
         model=one_model(model, model_option),
         system=system,
         raw=raw,
         sampling=given(sampling),
-        loading=given(loading),
+        loading=given(loading) | files,
+        interventions=interventions,
         as_json=json,
         with_stats=stats,
     )
@@ -122,18 +137,24 @@ def chat(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     system: System = DEFAULT_SYSTEM,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the last conversation.")] = False,
     *,
     sampling: SamplingOptions,
     loading: LoadOptions,
+    steering: SteeringOptions,
 ) -> None:
     """Chat in the terminal; /help lists commands."""
-    from kukri.tokenizer.template_process import start_early
-
-    start_early()  # before what else takes time
+    gc.set_threshold(_GC_THRESHOLD)
     from kukri.terminal.chat import talk
 
+    files, interventions = steering.files_and_interventions()
     talk(
-        model=one_model(model, model_option), system=system, sampling=given(sampling), loading=given(loading)
+        model=one_model(model, model_option),
+        system=system,
+        sampling=given(sampling),
+        loading=given(loading) | files,
+        resumes=resume,
+        interventions=interventions,
     )
 
 
@@ -149,6 +170,7 @@ def serve(
     *,
     serving: ServeOptions,
     loading: ManyOptions,
+    readers: ReaderOptions,
 ) -> None:
     """Serve OpenAI's, Anthropic's and Ollama's APIs and a page.
 
@@ -156,21 +178,69 @@ def serve(
     """
     from kukri.terminal.serve import serve_models
 
-    serve_models([*([model] if model else []), *(model_option or [])], serving, given(loading))
+    serve_models(
+        [*([model] if model else []), *(model_option or [])], serving, given(loading) | readers.files()
+    )
 
 
 @command(app)
 def ps(
-    url: Annotated[str, typer.Option(metavar="URL", help="URL of the server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", envvar="KUKRI_API_KEY", help="API key.")
-    ] = None,
+    url: ServerURL = "http://127.0.0.1:8000",
+    api_key: APIKey = None,
     json: Json = False,
 ) -> None:
     """List the models of a running server and their state."""
     from kukri.terminal.ps import show_served_models
 
     show_served_models(url, api_key, as_json=json)
+
+
+@command(cluster_app, "serve")
+def cluster_serve(
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    *,
+    replicas: ClusterOptions,
+    serving: ServeOptions,
+    loading: ManyOptions,
+) -> None:
+    """Serve one model by replicas on Ray, with the API of `kukri serve`.
+
+    A replica that dies costs its clients nothing but time. Needs the extras `serve` and `ray`.
+    """
+    from kukri.terminal.cluster import serve_cluster
+
+    serve_cluster(one_model(model, model_option), replicas, serving, given(loading))
+
+
+@command(cluster_app)
+def status(
+    url: ServerURL = "http://127.0.0.1:8000",
+    api_key: APIKey = None,
+    json: Json = False,
+) -> None:
+    """List the replicas of a running server and their load."""
+    from kukri.terminal.cluster import show_cluster
+
+    show_cluster(url, api_key, as_json=json)
+
+
+@command(app)
+def plan(
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    *,
+    load: LoadOfUsers,
+    loading: ManyOptions,
+    json: Json = False,
+) -> None:
+    """Tell how many replicas a load needs.
+
+    Measures the engine's steps on this machine and simulates replicas with them.
+    """
+    from kukri.terminal.plan import plan as print_plan
+
+    print_plan(one_model(model, model_option), load, given(loading), as_json=json)
 
 
 @command(app)
@@ -184,13 +254,17 @@ def batch(
     ] = None,
     model_option: ModelOption = None,
     alias: Alias = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Let replicas on Ray answer; the options on replicas are for it.")
+    ] = False,
     *,
+    replicas: ClusterOptions,
     loading: ManyOptions,
     json: Json = False,
 ) -> None:
     """Answer a file of requests, many at a time.
 
-    An interrupted run resumes with the same command. Needs the extra `serve`.
+    An interrupted run resumes with the same command. Needs the extra `serve`, and `ray` with --ray.
     """
     from kukri.terminal.batch import run_batch
 
@@ -203,6 +277,7 @@ def batch(
         model=model,
         aliases=alias or [],
         loading=given(loading),
+        cluster=cluster_options(replicas, is_wanted=ray),
         as_json=json,
     )
 
@@ -267,6 +342,52 @@ def rerank(
         model=model,
         top_n=top_n,
         truncate=truncate,
+        loading=given(loading),
+        as_json=json,
+    )
+
+
+@command(app)
+def activations(
+    model: ModelArgument = None,
+    texts: Annotated[
+        str | None,
+        typer.Argument(metavar="TEXTS", help='A text, or JSON lines with a "text" each (.jsonl).'),
+    ] = None,
+    model_option: ModelOption = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--names", metavar="NAME", help="Hook, such as resid_post14; repeatable."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory for the shards.")] = None,
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a window.", min=1)] = 128,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard.")] = "128MiB",
+    shuffle: Annotated[
+        int | None, typer.Option(metavar="SEED", help="Random order of windows and of a shard's rows.", min=0)
+    ] = None,
+    *,
+    loading: ModelOptions,
+    json: Json = False,
+) -> None:
+    """Store a model's activations on texts, as autoencoders are trained on.
+
+    Shards are safetensors in float16, with tokens and positions. An interrupted run resumes with the same
+    command.
+    """
+    from kukri.errors import ConfigError
+    from kukri.terminal.activations import store_activations
+
+    model, source = model_and(model_option, model, texts, names="MODEL TEXTS", needs_model=False)
+    if not names or out is None:
+        raise ConfigError("give the hooks and a directory: --names resid_post14 --out DIR")
+    store_activations(
+        Path(str(source)),
+        out,
+        model=model,
+        names=names,
+        context=context,
+        shard_bytes=size_bytes(shard_size, "--shard-size"),
+        shuffle=shuffle,
         loading=given(loading),
         as_json=json,
     )
@@ -447,6 +568,29 @@ def convert(
     if to == "hf":
         return convert_to_directory(source, Path(str(target)), type, as_json=json)
     convert_model(source, Path(str(target)), type, dry_run=dry_run, as_json=json)
+
+
+@command(app)
+def merge(
+    model: NeededModel = None,
+    adapter: Annotated[
+        str | None, typer.Argument(metavar="ADAPTER", help="LoRA adapter: a PEFT directory or GGUF file.")
+    ] = None,
+    model_option: ModelOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="TARGET", help=".gguf file, or directory, to write."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a model with a LoRA adapter in its weights."""
+    from kukri.errors import ConfigError
+    from kukri.terminal.merge import merge_model
+
+    model, adapter = model_and(model_option, model, adapter, names="MODEL ADAPTER")
+    if output is None:
+        raise ConfigError("missing option -o TARGET: a .gguf file, or a directory, to write")
+    merge_model(model, Path(str(adapter)), output, as_json=json)
 
 
 @command(app)

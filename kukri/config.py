@@ -105,6 +105,7 @@ class LayerConfig:
     n_kv_heads: int | None = None
     d_head: int | None = None
     attention_scale: float | None = None  # multiplies scores; the model's is d_head ** -0.5
+    is_recurrent: bool = False  # True: keeps a state in place of keys and values
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,25 @@ class MixtureConfig:
             raise ConfigError(f"{self.n_used} experts used of {self.n_experts}")
         if self.d_ffn < 1:
             raise ConfigError(f"experts of width {self.d_ffn}")
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The layers that keep a state: a convolution and, of some kinds, heads with a matrix each."""
+
+    n_taps: int  # of the convolution: the inputs that an output depends on
+    n_heads: int = 0
+    n_groups: int = 0  # of heads that share keys and queries
+    d_state: int = 0  # width of keys and queries
+    d_head: int = 0  # width of a head's values
+    are_tiled: bool = False  # heads of a group lie n_groups apart, as in GGUF, not side by side
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on sizes that no layer can have."""
+        if self.n_taps < 2:
+            raise ConfigError(f"a recurrent layer's convolution of {self.n_taps} taps: it has at least 2")
+        if self.n_heads and (self.n_groups < 1 or self.n_heads % self.n_groups):
+            raise ConfigError(f"{self.n_heads} heads of a recurrent layer in {self.n_groups} groups")
 
 
 HEADS = (
@@ -185,6 +205,8 @@ class ModelConfig:
     name: str = ""
     head: HeadConfig = HeadConfig()
     mixture: MixtureConfig | None = None
+    recurrent: RecurrentConfig | None = None
+    has_gates: bool = False  # attention's result is gated, by further rows of q's matrix
     # of some architectures (`Architecture.numbers`)
     attention_scale: float | None = None  # multiplies scores; None: d_head ** -0.5
     embedding_scale: float = 1.0  # multiplies embeddings
@@ -217,6 +239,8 @@ class ModelConfig:
             _check_heads(self.n_heads, layer.n_kv_heads, layer.d_head, layer.rope)
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps must be above 0, not {self.norm_eps}")
+        if self.recurrent is None and any(layer.is_recurrent for layer in self.layers):
+            raise ConfigError("recurrent layers without their sizes")
 
     def attention(self, layer: int) -> AttentionConfig:
         """The attention of a layer: its own numbers, and the model's for those that it leaves out."""
@@ -234,8 +258,20 @@ class ModelConfig:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes one token takes in an fp16 KV cache, all layers."""
-        layers = map(self.attention, range(self.n_layers))
+        layers = (self.attention(i) for i, layer in enumerate(self.layers) if not layer.is_recurrent)
         return sum(2 * 2 * layer.n_kv_heads * layer.d_head for layer in layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's recurrent state, all layers."""
+        own = self.recurrent
+        if own is None:
+            return 0
+        channels = self.d_model
+        if own.n_heads:
+            channels = own.n_heads * own.d_head + 2 * own.n_groups * own.d_state
+        n_values = (own.n_taps - 1) * channels + own.n_heads * own.d_head * own.d_state
+        return 4 * n_values * sum(layer.is_recurrent for layer in self.layers)
 
 
 def _check_heads(n_heads: int, n_kv_heads: int, d_head: int, rope: RopeConfig | None) -> None:
@@ -275,15 +311,18 @@ class EngineConfig:
     max_prompt_tokens: int = 64  # of a step in which others generate: what bounds how late their tokens come
     kv_bytes: int | None = None  # of the KV pool; None: room for max_requests of max_context tokens
     caches_prefixes: bool = True  # reuse keys and values of past requests with equal prefixes
+    snapshot_bytes: int = 1 << 29  # of the recurrent states behind such prefixes, of models that have states
     n_threads: int | None = None  # None: the cores this process may use
     speculation: Speculation = "ngram"  # speculative decoding, unless a request says
     max_draft_tokens: int = 15  # draft tokens of a request in a step
-    kv_type: Literal["f16", "q8_0"] = "f16"  # of the cache: q8_0 takes 53% of the memory
+    kv_type: Literal["f16", "q8_0", "f32"] = "f16"  # of the cache: q8_0 takes 53% of the memory
+    prefix_dir: str | None = None  # where prefixes are saved, to be found after a restart; None: nowhere
+    prefix_bytes: int = 4 << 30  # of all that is saved there
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
-        if self.kv_type not in ("f16", "q8_0"):
-            raise ConfigError(f"kv_type must be f16 or q8_0, not {self.kv_type!r}")
+        if self.kv_type not in ("f16", "q8_0", "f32"):
+            raise ConfigError(f"kv_type must be f16, q8_0 or f32, not {self.kv_type!r}")
         if self.speculation not in get_args(Speculation):
             raise ConfigError(
                 f"speculation must be one of {', '.join(get_args(Speculation))}, not {self.speculation!r}"
@@ -291,7 +330,9 @@ class EngineConfig:
         for name in ("max_requests", "max_step_tokens", "max_prompt_tokens", "max_draft_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_context", "n_threads", "kv_bytes"):
+        for name in ("max_context", "n_threads", "kv_bytes", "prefix_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.snapshot_bytes < 0:
+            raise ConfigError(f"snapshot_bytes must be at least 0, not {self.snapshot_bytes}")

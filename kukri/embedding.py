@@ -14,7 +14,7 @@ from typing import get_args
 import numpy as np
 
 from kukri.config import EmbeddingConfig, Pooling
-from kukri.engine import Engine, Request
+from kukri.engine import Request, RequestMaker
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.formats.sentence_transformers import DenseLayer
 from kukri.kernels.types import FloatArray, IntArray
@@ -118,15 +118,20 @@ class TextEncoder:
 
     def requests(
         self,
-        engine: Engine,
+        engine: RequestMaker,
         texts: Sequence[Sequence[int]],
         pooling: Pooling | None = None,
+        *,
+        priority: int = 0,
         client: str = "",
+        prefix_scope: str = "",
+        adapter: str | None = None,
     ) -> list[Request]:
         """The requests whose `rows` are the pooled states [D] of texts when they have ended; not queued.
 
-        Raises RequestError for a sequence without tokens and for ids outside the vocabulary,
-        ContextLengthError for one that is too long.
+        `priority`, `client` and `prefix_scope` are those of `Engine.make_requests`. Raises RequestError for a
+        sequence without tokens and for ids outside the vocabulary, ContextLengthError for one that is too
+        long.
         """
         self._check(texts)
         pooling = pooling or self.config.pooling
@@ -141,19 +146,38 @@ class TextEncoder:
                 first_row = len(ids) - 1
             made.append(
                 engine.make_output_request(
-                    ids, "pooled", first_row=first_row, stop_row=stop_row, client=client
+                    ids,
+                    "pooled",
+                    first_row=first_row,
+                    stop_row=stop_row,
+                    priority=priority,
+                    client=client,
+                    prefix_scope=prefix_scope,
+                    adapter=adapter,
                 )
             )
         return made
 
     def pair_requests(
-        self, engine: Engine, pairs: Sequence[Sequence[int]], client: str = ""
+        self,
+        engine: RequestMaker,
+        pairs: Sequence[Sequence[int]],
+        *,
+        priority: int = 0,
+        client: str = "",
+        adapter: str | None = None,
     ) -> list[Request]:
         """The requests whose `rows` are the head's outputs [1, labels] for pairs of texts; not queued."""
         self._check(pairs)
         return [
             engine.make_output_request(
-                ids, "logits", stop_row=1, token_types=self.token_types(ids), client=client
+                ids,
+                "logits",
+                stop_row=1,
+                token_types=self.token_types(ids),
+                priority=priority,
+                client=client,
+                adapter=adapter,
             )
             for ids in pairs
         ]

@@ -6,8 +6,10 @@ KukriError
 │   └── UnusedTensorError    a checkpoint holds tensors that no layer took
 ├── UnsupportedError         valid, but not something kukri runs; says what is supported
 │   └── MissingKernelError   a backend has no kernel for an op and type
+│       └── KernelSizeError  … for a size, such as a head's
 ├── RequestError             the caller's request is wrong (HTTP 400)
-│   └── ContextLengthError   the prompt does not fit into the context
+│   ├── ContextLengthError   the prompt does not fit into the context
+│   └── ActivationLimitError the activations wanted are larger than allowed (HTTP 413)
 ├── CapacityError            no room now, try again later (HTTP 503)
 ├── DownloadError            a model could not be fetched or verified
 ├── HookError                a hook raised or returned something unusable
@@ -62,6 +64,10 @@ class MissingKernelError(UnsupportedError):
     """A backend has no kernel for this op and weight type."""
 
 
+class KernelSizeError(MissingKernelError):
+    """A backend's kernels do not take a size of the model's."""
+
+
 class RequestError(KukriError):
     """A request is wrong. `param` and `code` are those of an OpenAI error body."""
 
@@ -80,6 +86,17 @@ class ContextLengthError(RequestError):
             f"the prompt has {count} tokens and the context holds {max_context}: shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
+        )
+
+
+class ActivationLimitError(RequestError):
+    """The activations that a request wants take more bytes than it may have."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(
+            f"the activations are larger than {max_bytes} bytes: name fewer, or send a shorter text",
+            param="names",
+            code="activations_too_large",
         )
 
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -18,7 +19,8 @@ from kukri.config import Pooling, Speculation
 from kukri.embedding import Ranked, check_pooling, ranked
 from kukri.engine import Engine
 from kukri.errors import HookError, KukriError, RequestError
-from kukri.kernels.types import FloatArray, Hook
+from kukri.formats.adapters import read_adapter
+from kukri.kernels.types import FloatArray, Hook, KVType
 from kukri.loading import BackendName, ModelOptions, Progress, open_model
 from kukri.models import Forward, tap_names
 from kukri.results import Chunk, Result
@@ -27,10 +29,14 @@ from kukri.tasks import Label, Span, TokenLabel
 from kukri.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
+    from kukri.calls import Intervene
     from kukri.interp.cache import ActivationCache
+    from kukri.interp.interventions import Intervention
     from kukri.interp.listening import PointHook
     from kukri.interp.session import FwdHooks, NamesFilter, ReturnType, Session
     from kukri.interp.weights import Weights
+
+    Interventions = Sequence[Intervention | Mapping[str, Any]]
 
 
 class LLM:
@@ -45,11 +51,15 @@ class LLM:
     from it, but "torch" runs on PyTorch on the CPU too, and "reference" in NumPy, for checks. A prompt is
     read in steps of `max_step_tokens`. Up to `max_requests` requests, None for 16, run side by side, in a KV
     cache of `kv_bytes`; None takes what as many contexts need, as far as memory is free. Its numbers are
-    float16 or q8_0. `rope_scaling`, "linear", "dynamic" or "yarn", stretches the model's context
-    `rope_factor` times. `speculation` computes drafts beside a token, which change none, unless a request
-    says otherwise: "ngram" looks them up in the text, "draft" runs `draft_model`, a small model of the same
-    tokens; "off" does without. `chat_template` is the source of a Jinja template to use instead of the
-    file's. `progress(done, total)`, in bytes of weights, is called while these are loaded.
+    float16, q8_0 or float32. `rope_scaling`, "linear", "dynamic" or "yarn", stretches the model's context
+    `rope_factor` times. `adapters` are LoRA adapters by name, directories of PEFT or GGUF files, which
+    requests choose by `adapter`. `speculation` computes drafts beside a token, which change none, unless a
+    request says otherwise: "ngram" looks them up in the text, "draft" runs `draft_model`, a small model of
+    the same tokens; "off" does without. `chat_template` is the source of a Jinja template to use instead of
+    the file's. Keys and values of prompts and answers are saved in `prefix_dir`, up to `prefix_bytes`
+    (4 GiB), and read back by later processes whose prompts begin alike. `control_vectors`, `probes` and
+    `saes` are files by names of their own, which interventions speak of: GGUF, .safetensors, and directories
+    of SAELens. `progress(done, total)`, in bytes of weights, is called while these are loaded.
 
     Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
     see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
@@ -72,13 +82,19 @@ class LLM:
         max_step_tokens: int = 512,
         max_requests: int | None = None,
         kv_bytes: int | None = None,
-        kv_type: Literal["f16", "q8_0"] = "f16",
+        kv_type: Literal["f16", "q8_0", "f32"] = "f16",
         quantize: str | None = None,
         rope_scaling: str | None = None,
         rope_factor: float | None = None,
         speculation: Speculation | None = None,
         draft_model: str | os.PathLike[str] | None = None,
         chat_template: str | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        prefix_dir: str | os.PathLike[str] | None = None,
+        prefix_bytes: int | None = None,
+        control_vectors: Mapping[str, Any] | None = None,
+        probes: Mapping[str, Any] | None = None,
+        saes: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.options = ModelOptions(
@@ -97,6 +113,12 @@ class LLM:
             speculation=speculation,
             draft_model=None if draft_model is None else os.fspath(draft_model),
             chat_template=chat_template,
+            adapters={name: os.fspath(path) for name, path in (adapters or {}).items()},
+            prefix_dir=None if prefix_dir is None else os.fspath(prefix_dir),
+            prefix_bytes=prefix_bytes,
+            control_vectors=control_vectors,
+            probes=probes,
+            saes=saes,
         )
         loaded = open_model(self.options, progress)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config
@@ -104,10 +126,18 @@ class LLM:
         self.default_params, self.text_encoder = loaded.default_params, loaded.text_encoder
         self._backend = loaded.backend
         self.calls = EngineCalls(loaded)
+        if control_vectors or probes or saes:
+            _ = self.interp  # which checks them
 
     @overload
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Unpack[SamplingOptions]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
+        **overrides: Unpack[SamplingOptions],
     ) -> Result: ...
 
     @overload
@@ -115,38 +145,57 @@ class LLM:
         self,
         prompt: list[str] | list[list[int]],
         params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> list[Result]: ...
 
     def generate(
-        self, prompt: Any, params: SamplingParams | None = None, **overrides: Unpack[SamplingOptions]
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
+        **overrides: Unpack[SamplingOptions],
     ) -> Result | list[Result]:
         """The Result that continues a prompt, text or token ids; for a list of prompts, a list of Results.
 
         `overrides` are fields of SamplingParams, set on top of `params` or, without these, of the model's
-        `default_params`. A text gets the model's tokens around it (BOS, EOS); control tokens spelled
-        out in it stay text. Raises RequestError on anything wrong with a prompt or the parameters, before a
+        `default_params`; `adapter` is the name of a loaded adapter, None for the model alone. A text gets the
+        model's tokens around it (BOS, EOS); control tokens spelled out in it stay text. `interventions` steer
+        these requests alone, capture their activations and read them out (`kukri.interp.Intervention`, or the
+        same as a dictionary). Raises RequestError on anything wrong with a prompt or the parameters, before a
         token is computed.
         """
-        results = self.calls.run(self.calls.for_prompts(prompt, params, overrides))
+        calls = self.calls.for_prompts(prompt, params, overrides, adapter, self.intervene(interventions))
+        results = self.calls.run(calls)
         return results if is_many(prompt) else results[0]
 
     def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result:
         """The model's answer to a conversation: messages of `role` and `content`, by its own chat template.
 
         Control tokens come from the template alone: in the contents they stay text.
         """
-        return self.calls.run([self.calls.for_chat(messages, params, overrides)])[0]
+        call = self.calls.for_chat(messages, params, overrides, adapter, self.intervene(interventions))
+        return self.calls.run([call])[0]
 
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Iterator[Chunk]:
         """The Chunks of the answer to a prompt or to messages, as they come.
@@ -154,12 +203,33 @@ class LLM:
         The request is checked at once and starts with the first chunk; closing the iterator ends it. Raises
         RequestError for a `best_of` above `n`, as the best answers are known at the end.
         """
-        return self.calls.chunks(self.calls.for_stream(prompt, params, overrides))
+        intervene = self.intervene(interventions)
+        return self.calls.chunks(self.calls.for_stream(prompt, params, overrides, adapter, intervene))
 
-    def logits(self, token_ids: Sequence[int]) -> FloatArray:
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Loads a LoRA adapter, a directory of PEFT or a GGUF file, that requests may choose by the name.
+
+        Requests that run go on. Raises FormatError and UnsupportedError for files that are broken, of another
+        model, or no plain LoRA, ConfigError on a name that is taken.
+        """
+        adapter = read_adapter(Path(path).expanduser(), self.model)
+        with self.calls.alone():
+            self.engine.load_adapter(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; requests that run with it end with it. Raises RequestError without it."""
+        with self.calls.alone():
+            self.engine.unload_adapter(name)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        return self.engine.adapters.names
+
+    def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> FloatArray:
         """Logits float32 [T, V]: row t is about the token after `token_ids[: t + 1]`."""
         self.calls.check_generates()
-        request = self.engine.make_output_request(token_ids, "logits")
+        request = self.engine.make_output_request(token_ids, "logits", adapter=adapter)
         (rows,) = self.calls.compute([request])
         return rows
 
@@ -198,13 +268,15 @@ class LLM:
         prompt_name: str | None = None,
         truncate: bool = False,
         dimensions: int | None = None,
+        adapter: str | None = None,
     ) -> FloatArray:
         """A vector for each text, float32 [n, D], or [D] for a single text; any checkpoint has them.
 
         `pooling` is the mean over all tokens, the last or the first ("cls"), of the last hidden states;
         `normalize` makes vectors of length 1. None is what the model's files say: sentence-transformers' or
         GGUF's pooling type, else the mean, normalized. `prompt` is put before each text, or one of the
-        model's own by `prompt_name` ("query"). An encoder's vectors may be cut to `dimensions`.
+        model's own by `prompt_name` ("query"). An encoder's vectors may be cut to `dimensions`. `adapter` is
+        the name of a loaded adapter.
 
         Raises ContextLengthError for a text beyond the model's limit; with `truncate` it is cut, and a
         warning is logged.
@@ -218,7 +290,7 @@ class LLM:
         encoder = self.text_encoder
         encoder.check_dimensions(dimensions)
         encoded = encoder.encode(many, prompt=prompt, prompt_name=prompt_name, truncate=truncate)
-        requests = encoder.requests(self.calls.engine, encoded.ids, pooling)
+        requests = encoder.requests(self.calls.engine, encoded.ids, pooling, adapter=adapter)
         vectors = encoder.vectors(self.calls.compute(requests), normalize, dimensions)
         return vectors[0] if isinstance(texts, str) else vectors
 
@@ -316,6 +388,7 @@ class LLM:
         *,
         fwd_hooks: FwdHooks = (),
         names: NamesFilter = (),
+        adapter: str | None = None,
         **overrides: Unpack[SamplingOptions],
     ) -> tuple[Result, ActivationCache]: ...
 
@@ -327,6 +400,7 @@ class LLM:
         *,
         fwd_hooks: FwdHooks = (),
         names: NamesFilter = (),
+        adapter: str | None = None,
         **overrides: Unpack[SamplingOptions],
     ) -> list[tuple[Result, ActivationCache]]: ...
 
@@ -337,6 +411,7 @@ class LLM:
         *,
         fwd_hooks: FwdHooks = (),
         names: NamesFilter = (),
+        adapter: str | None = None,
         **overrides: Unpack[SamplingOptions],
     ) -> Any:
         """`generate`, with hooks and captures of these requests alone: (result, activations) of each prompt.
@@ -348,7 +423,7 @@ class LLM:
         here.
         """
         hooks = list(fwd_hooks)
-        calls = self.calls.for_prompts(prompt, params, overrides)
+        calls = self.calls.for_prompts(prompt, params, overrides, adapter)
         taps = [self.interp.listen_to(call.requests, names, hooks) for call in calls]
         results = self.calls.run(calls)
         found = [(r, t.cache(call.requests[0])) for r, t, call in zip(results, taps, calls, strict=True)]
@@ -365,6 +440,7 @@ class LLM:
     @cached_property
     def interp(self) -> Session:
         """The names, weights and runs of `kukri.interp` for this model."""
+        from kukri.interp.interventions import Catalog
         from kukri.interp.session import Session
 
         def encode(text: str, add_special: bool = True) -> list[int]:
@@ -376,7 +452,16 @@ class LLM:
                 _ = self.calls.engine  # an error once closed
                 yield
 
-        return Session(self.model, self._backend, encode, alone)
+        options = self.options
+        catalog = Catalog(self.config, options.control_vectors, options.probes, options.saes)
+        kv_type: KVType | None = "f32" if options.kv_type == "f32" else None
+        return Session(self.model, self._backend, encode, alone, catalog, kv_type)
+
+    def intervene(self, interventions: Interventions) -> Intervene | None:
+        """What makes the new requests for a prompt do what interventions say; None if there are none."""
+        if isinstance(interventions, Sequence) and not interventions:
+            return None
+        return lambda requests: self.interp.intervene(requests, interventions)
 
     @property
     def weights(self) -> Weights:

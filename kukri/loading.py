@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from kukri.config import EngineConfig, ModelConfig, Speculation
 from kukri.embedding import TextEncoder
 from kukri.engine import Engine
-from kukri.engine.engine import cache_type
+from kukri.engine.engine import cache_type, state_slots
 from kukri.engine.kv_size import choose_kv_size
-from kukri.errors import ConfigError, FormatError, UnsupportedError
+from kukri.errors import ConfigError, FormatError, KernelSizeError, UnsupportedError
 from kukri.formats import hub
+from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.headers import Headers, read_headers
 from kukri.formats.huggingface.weights import packed_type
 from kukri.kernels import choose_backend, make_backend
-from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
+from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
 from kukri.kernels.types import Backend, KVLayer
+from kukri.machine import available_bytes
+from kukri.model_identity import model_identity
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
 from kukri.sampling import SamplingParams, default_params
@@ -49,13 +52,19 @@ class ModelOptions:
     max_step_tokens: int = 512
     max_requests: int | None = None
     kv_bytes: int | None = None
-    kv_type: Literal["f16", "q8_0"] = "f16"
+    kv_type: Literal["f16", "q8_0", "f32"] = "f16"
     quantize: str | None = None
     rope_scaling: str | None = None
     rope_factor: float | None = None
     speculation: Speculation | None = None
     draft_model: str | None = None
     chat_template: str | None = None
+    prefix_dir: str | None = None
+    prefix_bytes: int | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    control_vectors: Mapping[str, Any] | None = None
+    probes: Mapping[str, Any] | None = None
+    saes: Mapping[str, Any] | None = None
 
 
 @runtime_checkable
@@ -66,22 +75,29 @@ class PacksWeights(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model in memory, on its backend. A head for a task has no engine."""
+class ReadModel:
+    """A model as its files state it, whose weights are mapped and not yet packed for a backend."""
 
     path: Path
     config: ModelConfig  # as the files state it
-    engine_config: EngineConfig
     tokenizer: Tokenizer
     model: Model
-    backend: Backend
-    engine: Engine
     default_params: SamplingParams  # as the files advise
     text_encoder: TextEncoder
 
 
+@dataclass(frozen=True)
+class LoadedModel(ReadModel):
+    """A model in memory, on its backend. A head for a task has no engine."""
+
+    engine_config: EngineConfig
+    backend: Backend
+    engine: Engine
+
+
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
 _MAX_TEXTS = 64  # of an encoder side by side: short ones share a step
+_PREFIX_BYTES = 4 << 30
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
 
 
@@ -107,7 +123,57 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         kv_type=options.kv_type,
         speculation=options.speculation or ("ngram" if options.draft_model is None else "draft"),
         n_threads=options.n_threads,
+        prefix_dir=options.prefix_dir,
+        prefix_bytes=_PREFIX_BYTES if options.prefix_bytes is None else options.prefix_bytes,
     )
+    if options.prefix_dir is None and options.prefix_bytes is not None:
+        raise ConfigError("prefix_bytes (--prefix-size) limits prefix_dir (--prefix-dir): give both")
+    read = read_model(options)
+    if not read.config.is_causal:
+        if options.draft_model is not None:
+            raise ConfigError(f"{read.path} is an encoder and generates no text: it takes no draft_model")
+        engine_config = replace(engine_config, max_requests=options.max_requests or _MAX_TEXTS)
+    try:
+        return _on_backend(options, read, engine_config, progress)
+    except KernelSizeError as error:
+        backend_bytes = 4 * read.model.n_parameters
+        if options.backend is not None or backend_bytes > available_bytes() // 2:
+            raise
+        logger.warning("%s: this model runs on the reference backend, which is slow", error)
+    return _on_backend(options, read, replace(engine_config, backend="reference"), None)
+
+
+def _on_backend(
+    options: ModelOptions, read: ReadModel, engine_config: EngineConfig, progress: Progress | None
+) -> LoadedModel:
+    """Loads a model that has been read onto the configuration's backend, and makes its engine."""
+    tokenizer, model = read.tokenizer, read.model
+    backend = make_backend(engine_config.backend, options.n_threads, engine_config.device)
+    model.bind(backend)
+    draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
+    models = [model] if draft_model is None else [model, draft_model]
+    if progress is not None:
+        _report_packing(backend, models, progress)
+    engine_config = _sized(engine_config, models, backend)
+    identity = b""
+    if options.prefix_dir is not None and read.config.is_causal:
+        kv_type, directory = cache_type(engine_config, backend), Path(options.prefix_dir).expanduser()
+        identity = model_identity(read.path, model.config, options.quantize, kv_type, backend, directory)
+    engine = Engine(
+        model,
+        backend,
+        engine_config,
+        eos_ids=tokenizer.eos_ids,
+        draft_model=draft_model,
+        identity=identity,
+    )
+    for name, adapter in options.adapters.items():
+        engine.load_adapter(name, read_adapter(Path(adapter).expanduser(), model))
+    return LoadedModel(**vars(read), engine_config=engine_config, backend=backend, engine=engine)
+
+
+def read_model(options: ModelOptions) -> ReadModel:
+    """Reads a model's files, without its weights. Raises KukriError on files that do not work."""
     path = hub.resolve(options.model)
     with open_checkpoint(path, options.quantize) as checkpoint:
         defaults = default_params(checkpoint.sampling or hub.known_sampling(path))
@@ -124,19 +190,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         text_encoder = TextEncoder(
             model, tokenizer, checkpoint.embedding, checkpoint.dense, options.max_context
         )
-    if not config.is_causal:
-        if options.draft_model is not None:
-            raise ConfigError(f"{path} is an encoder and generates no text: it takes no draft_model")
-        engine_config = replace(engine_config, max_requests=options.max_requests or _MAX_TEXTS)
-    backend = make_backend(backend_name, options.n_threads, device)
-    model.bind(backend)
-    draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
-    models = [model] if draft_model is None else [model, draft_model]
-    if progress is not None:
-        _report_packing(backend, models, progress)
-    engine_config = _sized(engine_config, models, backend)
-    engine = Engine(model, backend, engine_config, eos_ids=tokenizer.eos_ids, draft_model=draft_model)
-    return LoadedModel(path, config, engine_config, tokenizer, model, backend, engine, defaults, text_encoder)
+    return ReadModel(path, config, tokenizer, model, defaults, text_encoder)
 
 
 def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> EngineConfig:
@@ -156,7 +210,7 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
         max_context=config.max_context,
         max_requests=config.max_requests,
         kv_bytes=config.kv_bytes,
-        free_bytes=free_bytes - weight_bytes,  # which are yet to be packed
+        free_bytes=free_bytes - weight_bytes - _state_bytes(config, models[0], backend),  # yet to be taken
     )
     n_pages = size.n_bytes // sum(page_bytes)
     logger.info(
@@ -166,6 +220,13 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
     if size.note:
         logger.log(logging.WARNING if config.kv_bytes is None else logging.INFO, "%s", size.note)
     return replace(config, max_context=size.max_context, kv_bytes=n_pages * page_bytes[0])
+
+
+def _state_bytes(config: EngineConfig, model: Model, backend: Backend) -> int:
+    """Bytes of recurrent states and their snapshots, of which there are no more than pages."""
+    context = config.max_context or model.config.max_context
+    n_pages = config.max_requests * -(-context // backend.page_tokens)
+    return state_slots(config, model.cache_layout, n_pages) * state_bytes(model.cache_layout)
 
 
 def _check_fits(config: EngineConfig, weight_bytes: int, page_bytes: int, free_bytes: int) -> None:
@@ -207,7 +268,7 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
         raise headers.problem or UnsupportedError(f"{headers.path} is no model that kukri runs")
     context = min(options.max_context or config.max_context, config.max_context)
     n_requests = options.max_requests or _MAX_REQUESTS
-    layers = map(config.attention, range(config.n_layers))
+    layers = (config.attention(i) for i, layer in enumerate(config.layers) if not layer.is_recurrent)
     layout = [KVLayer(layer.n_kv_heads, layer.d_head) for layer in layers]
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
@@ -217,9 +278,17 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
     weight_bytes = _weight_bytes(headers, options.quantize)
     if options.draft_model is not None:
         weight_bytes += _weight_bytes(read_headers(hub.resolve(options.draft_model)), None)
+    weight_bytes += sum(_file_bytes(Path(adapter).expanduser()) for adapter in options.adapters.values())
     n_values = (n_requests + _LOGIT_ROWS) * config.n_vocab
+    n_values += n_requests * config.state_bytes // 4
     n_values += options.max_step_tokens * (6 * config.d_model + 3 * config.d_ffn)
     return MemoryNeed(weight_bytes, 4 * n_values, kv_bytes)
+
+
+def _file_bytes(path: Path) -> int:
+    """Bytes of a file, or of the files of a directory; 0 if there is none."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _weight_bytes(headers: Headers, quantize: str | None) -> int:

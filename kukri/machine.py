@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # LLVM's names of the CPU features that kernels care about
@@ -128,6 +127,8 @@ def peak_rss_bytes() -> int:
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of those packages that are installed, by name."""
+    from importlib.metadata import PackageNotFoundError, version  # 10 ms, which a start does not need
+
     found = {}
     for package in packages:
         try:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kukri.engine import Timings
+from kukri.kernels.types import FloatArray
 from kukri.sampling import SampledToken
+
+if TYPE_CHECKING:
+    from kukri.interp.generation import Readout
 
 FinishReason = Literal["stop", "length"]
 
@@ -43,7 +47,8 @@ class Result:
 
     The fields up to `logprobs` are those of `outputs[0]`, as `Output` has them. `outputs` are in the order of
     their seeds, or with `best_of` the most probable first. `prompt_logprobs`, if requested, has an entry for
-    each token of the prompt, of which the first has no log-probability.
+    each token of the prompt, of which the first has no log-probability. `activations` and `readouts` are
+    those that interventions capture and read.
     """
 
     text: str
@@ -55,6 +60,8 @@ class Result:
     timings: Timings
     prompt_logprobs: list[SampledToken] | None = None
     outputs: tuple[Output, ...] = ()
+    activations: dict[str, FloatArray] | None = None
+    readouts: list[Readout] = field(default_factory=list)
 
     def __str__(self) -> str:
         return self.text
@@ -74,7 +81,7 @@ class Chunk:
     """The next piece of an answer, and the tokens since the last; the last chunk carries the `result`.
 
     With `n` answers the pieces of all come in turn: `index` says whose this is, and each has a last chunk
-    with its `finish_reason`.
+    with its `finish_reason`. `readouts` are of tokens that were computed since the last chunk.
     """
 
     text: str
@@ -82,6 +89,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     result: Result | None = None
     index: int = 0
+    readouts: list[Readout] = field(default_factory=list)
 
     def __str__(self) -> str:
         return self.text

@@ -17,8 +17,9 @@ PACKAGE = Path(kukri.__file__).parent
 
 # Each part may import itself and these; `__init__` is the face of the package and imports lazily.
 LAYERS = (
-    *("errors", "machine", "config", "mapped_files", "quant", "kernels"),
-    *("models", "formats", "engine", "tasks", "embedding", "answer", "loading", "interp", "results"),
+    *("errors", "machine", "config", "mapped_files", "private_files", "quant", "kernels"),
+    *("models", "formats", "engine", "tasks", "embedding", "answer", "model_identity", "loading", "interp"),
+    *("results", "batch_files"),
     *("calls", "llm", "async_llm"),
 )
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
@@ -33,7 +34,8 @@ BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "__init__"}
 ALLOWED["evaluate"] = BELOW_THE_FACES
 ALLOWED["bench"] = BELOW_THE_FACES | {"evaluate"}
 ALLOWED["server"] = BELOW_THE_FACES
-ALLOWED["terminal"] = BELOW_THE_FACES | {"evaluate", "bench", "server"}
+ALLOWED["scale"] = BELOW_THE_FACES | {"server"}
+ALLOWED["terminal"] = BELOW_THE_FACES | {"evaluate", "bench", "server", "scale"}
 ALLOWED["llm_plugin"] = BELOW_THE_FACES | {"terminal"}
 ALLOWED["cli"] = BELOW_THE_FACES | {"bench", "terminal"}
 ALLOWED["__main__"] = {"cli"}

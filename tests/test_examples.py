@@ -22,6 +22,9 @@ EXPECTED = {
     "logprobs.py": "perplexity ",
     "forward.py": " Paris",
     "patching.py": "steered: ' Paris",
+    "ioi.py": "estimates and patches correlate: 0.",
+    "steering.py": "strength +0.3:",
+    "sae.py": "features of ",
     "hooks.py": "without the MLP of layer",
 }
 
@@ -31,7 +34,14 @@ def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES} == set(EXPECTED)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+SLOW = ("ioi.py", "sae.py")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if path.name in SLOW else path for path in EXAMPLES],
+    ids=[path.name for path in EXAMPLES],
+)
 def test_the_example_runs(path, smollm2_path, tmp_path):
     """Catches an example that the interface has left behind, or one too slow to be tried."""
     environment = os.environ | {"PYTHONIOENCODING": "utf-8"}

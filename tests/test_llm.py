@@ -241,6 +241,18 @@ def test_any_number_of_threads_gives_the_same_bits(tiny_path: Path, n_threads: i
         np.testing.assert_array_equal(several.logits(ids), one.logits(ids))
 
 
+def test_a_cache_of_float32_rounds_nothing(tiny_path: Path) -> None:
+    """Would catch keys or values rounded, or written where attention does not read them."""
+    ids = list(range(3, 60))
+    with LLM(tiny_path, backend="reference") as llm:
+        expected = llm.logits(ids)
+    for kv_type, least, most in (("f32", 0.0, 1e-5), ("f16", 2e-5, 1e-2)):
+        with LLM(tiny_path, kv_type=kv_type, max_step_tokens=24) as llm:  # type: ignore[arg-type]
+            difference = np.abs(llm.logits(ids) - expected).max() / np.abs(expected).max()
+            assert least <= difference < most, kv_type
+            assert_idle(llm)
+
+
 def test_generation_continues_the_cache_as_a_prompt_would(llm: LLM) -> None:
     """A key or value stored wrongly while decoding: it shows only in later tokens."""
     result = llm.generate("Hello there", GREEDY, max_tokens=40, ignore_eos=True, logprobs=0)

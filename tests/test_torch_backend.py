@@ -22,6 +22,7 @@ from kukri.engine import Engine
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.pytorch import devices
+from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.models import Forward, load_model
 from kukri.sampling import SamplingParams
 
@@ -56,6 +57,44 @@ def test_tokens_are_those_of_the_reference(name: str) -> None:
     _, config, source = make(name)
     model = load_model(source, config)
     assert answers(model, make_backend("torch", 1)) == answers(model, make_backend("reference"))
+
+
+def test_sampling_on_the_device_gives_the_same_answers() -> None:
+    """A row, a score or a draft's row that the engine takes to be on the host; logits that are written."""
+    _, config, source = make("llama")
+    model, answered = load_model(source, config), []
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0, "logit_bias": {7: 3.0}, "logprobs": 2, "prompt_logprobs": 3},
+        {"seed": 1, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.4, "logprobs": 0},
+        {"seed": 2, "min_p": 0.05, "frequency_penalty": 0.5, "speculation": "ngram"},
+        {"seed": 3, "typical_p": 0.8},
+        {"seed": 4, "mirostat": 2},
+        {"seed": 5, "top_k": 50, "logits_processors": [lambda ids, row: row * 0.5], "logprobs": 1},
+    ]
+    for is_on_device in (False, True):
+        backend = make_backend("torch", 1)
+        if is_on_device:
+            host = backend.sampling
+            backend.sampling = TorchSampling(lambda host=host: host)
+        engine = Engine(model, backend, EngineConfig(max_requests=4, max_step_tokens=24, max_context=120))
+        requests = [
+            engine.make_request(
+                random_ids(9 + i, V, seed=i), SamplingParams(max_tokens=10, ignore_eos=True, **kind)
+            )
+            for i, kind in enumerate(kinds)
+        ]
+        for request in requests:
+            engine.add_request(request)
+        while engine.has_work:
+            engine.step()
+        assert [request.error for request in requests] == [None] * len(kinds)
+        answered.append([(r.sampled, r.prompt_logprobs) for r in requests])
+    for found, wanted in zip(*reversed(answered), strict=True):
+        for got, want in zip(found, wanted, strict=True):
+            assert [token.id for token in got] == [token.id for token in want]
+            for a, b in zip(got, want, strict=True):
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-6)
+                assert [i for i, _ in a.top_logprobs or ()] == [i for i, _ in b.top_logprobs or ()]
 
 
 def test_a_q8_0_cache_through_the_engine(tmp_path: Path) -> None:

@@ -36,11 +36,23 @@ from kukri.kernels.types import (
 from kukri.models import load_model
 from kukri.quant.blocks import BLOCKS
 from kukri.quant.types import QUANT_TYPES
+from kukri.sampling import RequestSampler, SamplingParams, sample_rows
 
 TOLERANCE = (
     0.03  # root mean square, relative: int8 or bfloat16 inputs take up to 0.02, a wrong kernel about 1
 )
 _PAGE = 16
+_SAMPLERS = tuple(
+    SamplingParams(seed=seed, **fields)
+    for seed in range(8)
+    for fields in (
+        {"temperature": 0.0, "logit_bias": {7: 12.0}},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
+        {"temperature": 0.9},
+        {"top_k": 40, "top_p": 0.95},
+        {"top_p": 0.8, "min_p": 0.01, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,8 @@ class _Sequence:
     """A token sequence on pages of its own."""
 
     token_types: IntArray | None = None
+    adapter_slot = -1
+    state_slot = 0
 
     def __init__(self, tokens: IntArray, first_page: int) -> None:
         self.tokens = tokens
@@ -121,6 +135,7 @@ def check_backend(
         for window in (None, 50):
             yield _check_attention(make(), reference, kv_type, window, sizes)
     yield from _check_model(make(), reference, None if make_eager is None else make_eager(), sizes)
+    yield _check_sampling(make(), reference)
 
 
 def _check_product(backend: Backend, reference: Backend, name: str, sizes: Sizes) -> Iterator[Check]:
@@ -204,6 +219,30 @@ def _check_model(
         plain.step((alone, 0, 20, 0))
         by_hand = [plain.step((alone, i, 1, 1)) for i in steps]
         yield _same_bits("model, graphs and eager steps", np.concatenate(decoded), np.concatenate(by_hand))
+
+
+def _check_sampling(backend: Backend, reference: Backend) -> Check:
+    """Tokens of all common stages, chosen from logits as a program of the backend gives them."""
+
+    def program(ops, batch):  # type: ignore[no-untyped-def]
+        rows = ops.embed(table, batch)
+        return ops.logit_rows(rows, batch)
+
+    n_rows, n_vocab = len(_SAMPLERS), 5000
+    random = np.random.default_rng(7)
+    rows = random.normal(0, 3, (n_rows, n_vocab)).astype(np.float32).round(1)  # with ties
+    table = Weight(rows.view(np.uint8), QUANT_TYPES["F32"], rows.shape, "logits")
+    chosen = []
+    for one in (backend, reference):
+        sequence = _Sequence(np.arange(n_rows, dtype=np.int32), 0)
+        n_pages = len(sequence.page_row)
+        limits = StepLimits(n_rows, 1, n_rows, n_pages)
+        run = one.compile(program, one.new_cache([KVLayer(1, 32)], n_pages), limits)
+        logits = run(BatchBuilder(run.inputs, _PAGE).build([Chunk(sequence, 0, n_rows, n_rows)]))
+        samplers = [RequestSampler(params, [1, 2, 3, 2], n_vocab) for params in _SAMPLERS]
+        chosen.append(sample_rows(samplers, logits, one.sampling))
+    n_different = sum(a != b for a, b in zip(*chosen, strict=True))
+    return Check("sampling, tokens", n_different == 0, float(n_different))
 
 
 def _same_bits(name: str, first: FloatArray, *others: FloatArray) -> Check:

@@ -15,9 +15,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from kukri import __version__
+from kukri.engine import EngineLoop
 from kukri.errors import KukriError, RequestError
-from kukri.llm import LLM
 from kukri.server import ollama, ollama_models, ollama_schema
+from kukri.server.access import check_interp
+from kukri.server.activations import ActivationsBody, activations
+from kukri.server.batch_routes import add_batch_routes
+from kukri.server.batches import Batches
+from kukri.server.bridge import LoopMaker
 from kukri.server.chat_completions import complete_chat
 from kukri.server.completions import complete
 from kukri.server.embeddings import EmbeddingBody, embed
@@ -32,6 +37,7 @@ from kukri.server.ollama_schema import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
+    OllamaErrorBody,
     OllamaGenerateBody,
     OllamaPullBody,
 )
@@ -45,16 +51,19 @@ from kukri.server.schema import (
     CompletionBody,
     DetokenizeBody,
     ErrorBody,
+    LoadAdapterBody,
     TemplateBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
-from kukri.server.service import Service
+from kukri.server.service import OpenModel, Service
 from kukri.server.settings import ServedModel, ServerSettings
 
 log = logging.getLogger("kukri.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is wrong"},
     401: {"model": ErrorBody, "description": "No valid API key"},
+    403: {"model": ErrorBody, "description": "The host is unknown, or the API key lacks a scope"},
     404: {"model": ErrorBody, "description": "No such model"},
     408: {"model": ErrorBody, "description": "The body came too slowly"},
     413: {"model": ErrorBody, "description": "The body is too large"},
@@ -67,25 +76,42 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
 _LINES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "application/x-ndjson": {}}, "description": "The answer"}
 }
+_SAFETENSORS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/vnd.safetensors": {}}, "description": "The tensors"}
+}
 _OLLAMA_VERSION = "0.12.0"  # whose API this is: clients ask for a least one
 _MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {
     status: {**described, "model": MessageErrorBody} for status, described in _ERRORS.items()
 }
+_OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**described, "model": OllamaErrorBody} for status, described in _ERRORS.items()
+}
+_MANAGING_ERRORS: dict[int | str, dict[str, Any]] = _OLLAMA_ERRORS | {
+    403: {"model": OllamaErrorBody, "description": "Clients may not change the server's models"}
+}
 
 
-def create_app(llm: LLM | None, settings: ServerSettings, models: Sequence[ServedModel] = ()) -> FastAPI:
+def create_app(
+    llm: OpenModel | None,
+    settings: ServerSettings,
+    models: Sequence[ServedModel] = (),
+    make_loop: LoopMaker = EngineLoop,
+) -> FastAPI:
     """The ASGI application that serves an open model under `settings.model_names`, and `models` on demand.
 
     `app.state.registry` is the state of its routes. Engines run from the application's start, or a model's
     loading, to its shutdown; a pinned model that cannot be loaded ends the start with a KukriError, which
-    `app.state.failure` keeps.
+    `app.state.failure` keeps. `make_loop` makes the loop that runs the open model's requests.
     """
-    registry = ModelRegistry(settings, models, llm)
+    registry = ModelRegistry(settings, models, llm, make_loop)
+    batches: Batches | None = None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await registry.start()
+            if batches is not None:
+                batches.start()
             names = ", ".join(entry.name for entry in registry.entries)
             log.info("started", extra={"version": __version__, "models": names})
             yield
@@ -93,6 +119,8 @@ def create_app(llm: LLM | None, settings: ServerSettings, models: Sequence[Serve
             app.state.failure = error
             raise
         finally:
+            if batches is not None:
+                await batches.stop()
             await registry.stop()
             log.info("stopped")
 
@@ -118,7 +146,11 @@ def create_app(llm: LLM | None, settings: ServerSettings, models: Sequence[Serve
             allow_headers=["*"],  # clients have many of their own
             expose_headers=["request-id", "retry-after", "x-request-id"],
         )
+    if settings.batch_dir is not None:
+        batches = Batches(app, settings.batch_dir)
     _add_openai_routes(app, registry)
+    add_batch_routes(app, batches)
+    _add_adapter_routes(app, registry)
     _add_anthropic_routes(app, registry)
     _add_ollama_routes(app, registry)
     _add_token_routes(app, registry)
@@ -172,17 +204,38 @@ def _add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         service = await registry.acquire(registry.find(body.model), request.scope)
         return await rerank(service, body, request)
 
+    @app.post("/v1/activations", responses=_SAFETENSORS, response_class=Response)
+    async def activations_of(body: ActivationsBody, request: Request) -> Response:
+        """The activations of texts."""
+        check_interp(registry.settings, request.scope)
+        service = await registry.acquire(registry.find(body.model), request.scope)
+        return await activations(service, body, request)
+
     @app.get("/v1/models")
     async def models() -> JSONResponse:
         """Lists the names of all models."""
-        found = [_model(registry, entry, name) for entry in registry.listed() for name in entry.spec.names]
+        found = [_model(registry, entry, name) for entry in registry.listed() for name in entry.names]
         return JSONResponse({"object": "list", "data": found})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
         """Describes one of them."""
         entry = registry.find(name)
-        return JSONResponse(_model(registry, entry, name if name in entry.spec.names else entry.name))
+        return JSONResponse(_model(registry, entry, name if name in entry.names else entry.name))
+
+
+def _add_adapter_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(body: LoadAdapterBody, request: Request) -> JSONResponse:
+        """Loads a LoRA adapter of the adapter directory, which requests may then name as their model."""
+        await registry.load_adapter(body.model, body.lora_name, body.lora_path, request.scope)
+        return JSONResponse({"message": f"the adapter {body.lora_name!r} is loaded"})
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapterBody) -> JSONResponse:
+        """Unloads a LoRA adapter; requests that run with it end with it."""
+        await registry.unload_adapter(body.lora_name)
+        return JSONResponse({"message": f"the adapter {body.lora_name!r} is unloaded"})
 
 
 def _add_anthropic_routes(app: FastAPI, registry: ModelRegistry) -> None:
@@ -234,60 +287,60 @@ def _add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
         return await with_model(body, request, loaded, stream=False)
 
-    @app.post("/api/chat", responses=_LINES)
+    @app.post("/api/chat", responses=_LINES | _OLLAMA_ERRORS)
     async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
         """Answers a conversation, in Ollama's form."""
         return await with_prompt(
             body, request, lambda service: ollama.chat(service, body, request), is_empty=not body.messages
         )
 
-    @app.post("/api/generate", responses=_LINES)
+    @app.post("/api/generate", responses=_LINES | _OLLAMA_ERRORS)
     async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
         """Answers a prompt, in Ollama's form."""
         return await with_prompt(
             body, request, lambda service: ollama.generate(service, body, request), is_empty=not body.prompt
         )
 
-    @app.post("/api/embed", response_class=JSONResponse)
+    @app.post("/api/embed", response_class=JSONResponse, responses=_OLLAMA_ERRORS)
     async def ollama_embed(body: OllamaEmbedBody, request: Request) -> Response:
         """A vector for each text, in Ollama's form."""
         return await with_model(
             body, request, lambda service: ollama.embed(service, body, request), stream=False
         )
 
-    @app.post("/api/embeddings", response_class=JSONResponse)
+    @app.post("/api/embeddings", response_class=JSONResponse, responses=_OLLAMA_ERRORS)
     async def ollama_embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
         """A vector for one text, in Ollama's older form."""
         return await with_model(
             body, request, lambda service: ollama.embed_one(service, body, request), stream=False
         )
 
-    @app.get("/api/tags", response_class=JSONResponse)
+    @app.get("/api/tags", response_class=JSONResponse, responses=_OLLAMA_ERRORS)
     async def ollama_tags() -> Response:
         """Lists the models on this machine."""
         return await ollama_models.tags(registry)
 
-    @app.get("/api/ps", response_class=JSONResponse)
+    @app.get("/api/ps", response_class=JSONResponse, responses=_OLLAMA_ERRORS)
     async def ollama_ps() -> Response:
         """Lists the loaded models."""
         return await ollama_models.running(registry)
 
-    @app.post("/api/show", response_class=JSONResponse)
+    @app.post("/api/show", response_class=JSONResponse, responses=_OLLAMA_ERRORS)
     async def ollama_show(body: OllamaBody) -> Response:
         """Describes a model."""
         return await ollama_models.show(registry, body.model)
 
-    @app.post("/api/pull", responses=_LINES)
+    @app.post("/api/pull", responses=_LINES | _MANAGING_ERRORS)
     async def ollama_pull(body: OllamaPullBody) -> Response:
         """Fetches a model, if clients may."""
         return await ollama_models.pull(registry, body.model, stream=body.stream)
 
-    @app.delete("/api/delete", response_class=Response)
+    @app.delete("/api/delete", response_class=Response, responses=_MANAGING_ERRORS)
     async def ollama_delete(body: OllamaBody) -> Response:
         """Removes a model, if clients may."""
         return await ollama_models.delete(registry, body.model)
 
-    @app.get("/api/version")
+    @app.get("/api/version", responses=_OLLAMA_ERRORS)
     async def ollama_version() -> JSONResponse:
         """The version of Ollama whose API this is."""
         return JSONResponse({"version": _OLLAMA_VERSION, "kukri": __version__})
@@ -315,6 +368,8 @@ def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, A
         "max_model_len": None,
         "state": entry.state,
     }
+    if name in entry.adapters:
+        facts["parent"] = entry.name  # as vLLM has it
     if entry.service is not None:
         status = entry.service.bridge.loop.status()
         facts |= {

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message
 
+from kukri.server.keys import Client
+
 
 class AppResponse(NamedTuple):
     """A whole response."""
@@ -27,8 +29,11 @@ async def running(app: FastAPI) -> AsyncIterator[None]:
         yield
 
 
-async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> AppResponse:
-    """The response of a running application to a JSON body. Cancelling it ends the request."""
+async def post(app: FastAPI, path: str, body: Mapping[str, Any], client: Client | None = None) -> AppResponse:
+    """The response of a running application to a JSON body. Cancelling it ends the request.
+
+    With a `client` the request is this one's, without its key and rate.
+    """
     data = json.dumps(body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(data))}
     scope = {
@@ -44,6 +49,7 @@ async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> AppResponse:
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         "client": ("local", 0),
         "server": ("local", 0),
+        "kukri.known_client": client,
     }
     is_sent = False
     status, request_id, parts = 0, "", []

@@ -8,25 +8,77 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 from kukri.answer import Answer
-from kukri.engine import Engine, Request, StepOutput
-from kukri.engine.loop import EngineLoop
+from kukri.engine import EngineStatus, Request, StepOutput
+from kukri.engine.loop import Deliver
 from kukri.errors import CapacityError, KukriError
+from kukri.interp.generation import InterventionTaps, Readout
+from kukri.kernels.types import FloatArray
 from kukri.server.metrics import ModelMetrics
 
 log = logging.getLogger("kukri.server")
 
 
+class RequestLoop(Protocol):
+    """Runs requests and delivers their outputs: an `EngineLoop`, or many of them elsewhere."""
+
+    max_waiting: int
+
+    def start(self) -> None:
+        """Starts it."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests, all or none. Raises CapacityError if there is no room for them."""
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a request. Nothing is delivered."""
+
+    def abort(self, request: Request) -> None:
+        """Aborts a request."""
+
+    def drain(self, timeout_s: float | None) -> bool:
+        """Refuses new requests and waits for those there are; False if some were left at the end."""
+
+    def stop(self) -> None:
+        """Aborts the remaining requests, delivers that, and ends."""
+
+    @property
+    def is_stepping(self) -> bool:
+        """True if requests are being run, or could be."""
+
+    def status(self) -> EngineStatus:
+        """Counts of all engines."""
+
+    def statuses(self) -> Mapping[str, EngineStatus]:
+        """Counts of each engine, by its name; a lone one has none, which is ""."""
+
+
+# make_loop(engine, deliver, max_waiting=n): runs the requests that the engine makes
+LoopMaker = Callable[..., RequestLoop]
+
+
 class Call:
     """The answers that one HTTP request waits for."""
 
-    def __init__(self, bridge: Bridge, answers: Sequence[Answer], n_prompts: int, log_id: str) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        answers: Sequence[Answer],
+        n_prompts: int,
+        log_id: str,
+        taps: Sequence[InterventionTaps] = (),
+    ) -> None:
+        """`taps` are the interventions of each answer, none if there are none."""
         self.answers, self.log_id = answers, log_id
+        self._taps = taps
+        self.readouts: list[list[Readout]] = [[] for _ in answers]  # not yet written
+        self.activations: list[dict[str, FloatArray] | None] = [None] * len(answers)  # of those that ended
         self._n_each = len(answers) // n_prompts
         self.n_prompt_tokens = sum(answer.request.n_prompt for answer in answers[:: self._n_each])
         self.arrived_s = perf_counter()
@@ -78,6 +130,23 @@ class Call:
                 self._waiter = None
         self._is_changed = False
 
+    async def read_out(self) -> None:
+        """Takes what interventions have read and captured so far, computed beside the event loop.
+
+        Raises ActivationLimitError.
+        """
+        reasons: list[str | None] = []
+        while self._taps and reasons != (now := [answer.finish_reason for answer in self.answers]):
+            reasons = now  # an answer may end meanwhile
+            await asyncio.to_thread(self._read_out, reasons)
+
+    def _read_out(self, reasons: list[str | None]) -> None:
+        for i, (answer, taps, reason) in enumerate(zip(self.answers, self._taps, reasons, strict=True)):
+            if taps.has_unread:
+                self.readouts[i] += taps.readouts(answer.request, is_done=reason is not None)
+            if taps.captures and reason in ("stop", "length") and self.activations[i] is None:
+                self.activations[i] = taps.activations(answer.request)
+
     def wake(self) -> None:
         """Ends the wait of `changed`."""
         self._is_changed = True
@@ -108,14 +177,21 @@ class _Waiting:
     answer: Answer
     call: Call
     last_token_s: float | None = None
+    n_held: int = 0  # tokens since its call was woken
 
 
 class Bridge:
-    """The engine's loop as the event loop sees it. All methods but `_deliver` belong to the event loop."""
+    """The engine's loop as the event loop sees it. All methods but `_deliver` belong to the event loop.
 
-    def __init__(self, engine: Engine, metrics: ModelMetrics, *, max_waiting: int) -> None:
-        self.engine, self._metrics = engine, metrics
-        self.loop = EngineLoop(engine, self._deliver, max_waiting=max_waiting)
+    `make_loop(deliver)` makes the loop, which calls `deliver` with each step's outputs. A call is woken for
+    an answer's first token, for every `stream_interval` more, and for its end.
+    """
+
+    def __init__(
+        self, make_loop: Callable[[Deliver], RequestLoop], metrics: ModelMetrics, stream_interval: int = 1
+    ) -> None:
+        self._metrics, self._stream_interval = metrics, stream_interval
+        self.loop = make_loop(self._deliver)
         self._waiting: dict[int, _Waiting] = {}  # answers that have not ended, by request id
         self._computing: dict[int, Callable[[Request, str], None]] = {}  # called when a request for rows ends
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -233,6 +309,7 @@ class Bridge:
             if waiting is None:  # dropped meanwhile
                 continue
             answer, call = waiting.answer, waiting.call
+            is_first = waiting.last_token_s is None
             if token is not None:
                 self._count_token(waiting, now_s)
             stop = answer.push(token, finish_reason)
@@ -242,7 +319,10 @@ class Bridge:
                 del self._waiting[request.id]
                 if answer.finish_reason in ("error", "abort"):
                     self._on_failure(answer, call)
-            call.wake()
+            waiting.n_held += 1
+            if is_first or answer.finish_reason is not None or waiting.n_held >= self._stream_interval:
+                waiting.n_held = 0
+                call.wake()
 
     def _count_token(self, waiting: _Waiting, now_s: float) -> None:
         call, request = waiting.call, waiting.answer.request

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from kukri.server.chat_request import ChatRequest, only_grammar
 from kukri.server.choice import Choice
 from kukri.server.logprobs import chat_logprobs
-from kukri.server.reply import ChunkWriter, Reply, usage
+from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
 from kukri.server.schema import ChatBody, NamedTool
 from kukri.server.service import Chat, Service
 from kukri.server.tool_parser import CallDelta
@@ -33,6 +33,8 @@ def parse_chat(body: ChatBody) -> ChatRequest:
     format = body.response_format.as_grammar() if body.response_format is not None else None
     return ChatRequest(
         messages=[message.as_dict() for message in body.messages],
+        model=body.model,
+        adapter=body.adapter,
         sampling=body.sampling(
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -48,8 +50,9 @@ def parse_chat(body: ChatBody) -> ChatRequest:
         effort=body.reasoning_effort,
         thinking_budget=body.thinking_token_budget,
         template_variables=body.chat_template_kwargs or {},
+        interventions=body.steering,
         user=body.user or "",
-        priority=body.priority or 0,
+        priority=body.priority,
         names=_NAMES | ({"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}),
     )
 
@@ -100,6 +103,7 @@ class ChatWriter(ChunkWriter):
                     "message": message,
                     "logprobs": self._logprobs(choice),
                     "finish_reason": choice.finish_reason,
+                    **interp_fields(self._call, i),
                 }
             )
         body = {**self._head, "choices": choices, "usage": self._usage()}
@@ -107,7 +111,8 @@ class ChatWriter(ChunkWriter):
 
     def _chunks(self, i: int, choice: Choice, reasoning: str, content: str) -> str:
         finish_reason = choice.finish_reason
-        if not (reasoning or content or choice.tokens or choice.calls or finish_reason):
+        found = interp_fields(self._call, i)
+        if not (found or reasoning or content or choice.tokens or choice.calls or finish_reason):
             return ""
         events = ""
         if not self._has_role[i]:
@@ -124,12 +129,17 @@ class ChatWriter(ChunkWriter):
         choice.calls = []
         if finish_reason is not None:
             self._is_ended[i] = True
-            events += self._chunk(i, "{}", finish_reason=f'"{finish_reason}"')
+        if finish_reason is not None or found:
+            more = f",{json.dumps(found)[1:-1]}" if found else ""
+            reason = "null" if finish_reason is None else f'"{finish_reason}"'
+            events += self._chunk(i, "{}", finish_reason=reason, more=more)
         return events
 
-    def _chunk(self, i: int, delta: str, logprobs: str = "null", finish_reason: str = "null") -> str:
+    def _chunk(
+        self, i: int, delta: str, logprobs: str = "null", finish_reason: str = "null", more: str = ""
+    ) -> str:
         return self._event(
-            f'{{"index":{i},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish_reason}}}'
+            f'{{"index":{i},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish_reason}{more}}}'
         )
 
     def _call_delta(self, choice: Choice, call: CallDelta) -> dict[str, Any]:

@@ -35,8 +35,11 @@ class ChatRequest:
     thinking_budget: int | None = None  # tokens
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     max_context: int | None = None  # tokens of prompt and answer
+    model: str | None = None  # the name that the client gave, which may be an adapter's
+    adapter: str | None = None
+    interventions: Sequence[Mapping[str, Any]] = ()  # see kukri.interp.Intervention
     user: str = ""  # the queue is fair among users
-    priority: int = 0
+    priority: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

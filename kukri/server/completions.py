@@ -12,7 +12,7 @@ from kukri.answer import Answer
 from kukri.sampling import SampledToken
 from kukri.server.bridge import Call
 from kukri.server.logprobs import legacy_logprobs, vllm_logprobs
-from kukri.server.reply import ChunkWriter, Reply, usage
+from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
 from kukri.server.schema import CompletionBody
 from kukri.server.service import Service
 from kukri.tokenizer import TextStream
@@ -33,7 +33,15 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
         )
     )
     prompts = await _prompts(service, body)
-    call = await service.submit(prompts, params, http.scope, user=body.user, priority=body.priority)
+    call = await service.submit(
+        prompts,
+        params,
+        http.scope,
+        user=body.user,
+        priority=body.priority,
+        adapter=service.adapter_of(body.model, body.adapter),
+        interventions=body.steering,
+    )
     writer = CompletionWriter(service, call, body, model, prompts, hides_answer=max_tokens == 0)
     return Reply(service, call, writer, stream=bool(body.stream))
 
@@ -81,7 +89,8 @@ class CompletionWriter(ChunkWriter):
             if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):
                 continue
             self._take(i, answer)
-            if self._body.stream and (self._texts[i] or self._tokens[i] or answer.finish_reason):
+            has_news = self._texts[i] or self._tokens[i] or self._call.readouts[i] or answer.finish_reason
+            if self._body.stream and has_news:
                 events += self._chunk(i)
             self._is_ended[i] = answer.finish_reason is not None
         return events.encode()
@@ -142,7 +151,7 @@ class CompletionWriter(ChunkWriter):
         if self._hides_answer and reason is not None:
             reason = "length"
         choice = {"index": index, "text": self._texts[i], "logprobs": logprobs, "finish_reason": reason}
-        return {**choice, **self._vllm_fields(i)}
+        return {**choice, **self._vllm_fields(i), **interp_fields(self._call, i)}
 
     def _vllm_fields(self, i: int) -> dict[str, Any]:
         """The fields that vLLM has beyond OpenAI's, if they are requested."""

@@ -22,6 +22,7 @@ from kukri.server.schema import Body, TokenIds
 from kukri.server.service import Service
 
 _MAX_TEXTS = 2048  # as in OpenAI's API
+_OWN_FIELDS = ("prompt_name", "adapter")  # that errors may be about
 T = TypeVar("T")
 _Text = Annotated[str, Field(min_length=1)]
 
@@ -44,6 +45,7 @@ class EmbeddingBody(Body):
     normalize: bool | None = None
     prompt_name: str | None = None
     truncate: bool | None = None
+    adapter: str | None = None
 
 
 async def embed(service: Service, body: EmbeddingBody, http: Request) -> Response:
@@ -82,7 +84,7 @@ def _named(error: RequestError) -> RequestError:
     if isinstance(error, ContextLengthError):
         error.param = "input"
         return error
-    return RequestError(str(error), param="prompt_name" if error.param == "prompt_name" else "input")
+    return RequestError(str(error), param=error.param if error.param in _OWN_FIELDS else "input")
 
 
 async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
@@ -132,8 +134,16 @@ async def _vectors(
     service: Service, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
 ) -> FloatArray:
     """The vectors [n, width] of all texts."""
-    llm, client = service.llm, f"{http.scope['kukri.client']}/{body.user or ''}"
-    requests = llm.text_encoder.requests(llm.engine, texts, body.pooling, client)
+    llm, client = service.llm, http.scope["kukri.client"]
+    requests = llm.text_encoder.requests(
+        llm.engine,
+        texts,
+        body.pooling,
+        priority=client.priority(None),
+        client=client.queue(body.user),
+        prefix_scope=client.prefix_scope,
+        adapter=service.adapter_of(body.model, body.adapter),
+    )
     rows = await rows_of(service, requests)
     return llm.text_encoder.vectors(rows, body.normalize, body.dimensions)
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kukri.errors import CapacityError, KukriError, RequestError
+from kukri.errors import ActivationLimitError, CapacityError, KukriError, RequestError
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -85,17 +85,25 @@ def error_response(
 
 
 def response_of(error: KukriError) -> Response:
-    """The response to an error: 400 for a client's mistake, 503 if there is no room, else 500."""
-    if isinstance(error, ModelNotFoundError):
-        return error_response(str(error), 404, param=error.param, code=error.code)
+    """The response to an error: 400 or so for a client's mistake, 503 if there is no room, else 500."""
     if isinstance(error, RequestError):
-        return error_response(str(error), 400, param=error.param, code=error.code)
+        kinds = ((NotFoundError, 404), (ForbiddenError, 403), (ActivationLimitError, 413))
+        status = next((status for kind, status in kinds if isinstance(error, kind)), 400)
+        return error_response(str(error), status, param=error.param, code=error.code)
     if isinstance(error, CapacityError):
         return error_response(str(error), 503, code="overloaded", retry_after_s=RETRY_AFTER_S)
     return error_response(str(error), 500)
 
 
-class ModelNotFoundError(RequestError):
+class ForbiddenError(RequestError):
+    """A client asks for what it may not do."""
+
+
+class NotFoundError(RequestError):
+    """A request names something that is not here."""
+
+
+class ModelNotFoundError(NotFoundError):
     """A request names a model that is not served."""
 
     def __init__(self, name: str, served: Sequence[str]) -> None:

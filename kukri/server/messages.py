@@ -71,10 +71,11 @@ def parse_message(body: PromptBody) -> ChatRequest:
             "sampling": body.sampling(max_tokens=body.max_tokens, stop=body.stop_sequences or None),
             "grammar": only_grammar([body.form, format]),
             "user": user or body.user or "",
-            "priority": body.priority or 0,
+            "priority": body.priority,
         }
     return ChatRequest(
         messages=_messages(body),
+        model=body.model,
         functions=[tool.as_function() for tool in body.tools or ()],
         tool_choice=_CHOICES[choice.type],
         tool_name=choice.name,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from kukri.engine.loop import EngineStatus
+from kukri.engine.loop import EngineStatus
 
+# () -> the counts of each model's engines, by its name and theirs; none of a model that is not loaded
+Statuses = Callable[[], Mapping[str, Mapping[str, EngineStatus]]]
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -41,8 +41,8 @@ class Metrics:
         self.unloads = counter("model_unloads", "Models unloaded, by reason.", "model", "reason")
         self._responses = counter("http_responses", "HTTP responses.", "path", "status")
 
-    def watch_engines(self, status: Callable[[], Mapping[str, EngineStatus | None]]) -> None:
-        """Adds the engines' own counts, by model, read at each scrape; None for one that is not loaded."""
+    def watch_engines(self, status: Statuses) -> None:
+        """Adds the engines' own counts, read at each scrape."""
         self.registry.register(_EngineCollector(status))
 
     def on_response(self, path: str, status: int) -> None:
@@ -97,6 +97,7 @@ _GAUGES = {
 _COUNTERS = {
     "preemptions": ("Times that a request was preempted.", "n_preemptions"),
     "prefix_hit_tokens": ("Prompt tokens found in the cache.", "n_prefix_hit"),
+    "prefix_restored_tokens": ("Prompt tokens read from saved prefixes.", "n_restored"),
     "computed_tokens": ("Tokens computed, of prompts and answers.", "n_computed"),
     "drafted_tokens": ("Draft tokens that were computed.", "n_drafted"),
     "accepted_tokens": ("Draft tokens that were accepted.", "n_accepted"),
@@ -107,22 +108,26 @@ _COUNTERS = {
 
 
 class _EngineCollector(Collector):
-    """The engines' counts at the time of a scrape; those of a model begin anew each time it is loaded."""
+    """The engines' counts at the time of a scrape; those of a model begin anew each time it is loaded.
 
-    def __init__(self, status: Callable[[], Mapping[str, EngineStatus | None]]) -> None:
+    Engines with names have them in a label `replica`.
+    """
+
+    def __init__(self, status: Statuses) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
         models = self._status()
-        loaded = {model: status for model, status in models.items() if status is not None}
+        engines = [(model, name, status) for model, found in models.items() for name, status in found.items()]
+        labels = ["model", "replica"] if any(name for _, name, _ in engines) else ["model"]
         state = GaugeMetricFamily("kukri_model_loaded", "Whether a model is loaded.", labels=["model"])
         for model in models:
-            state.add_metric([model], float(model in loaded))
+            state.add_metric([model], float(bool(models[model])))
         yield state
         families = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
         for kind, table in families:
             for name, (text, field) in table.items():
-                family = kind(f"kukri_{name}", text, labels=["model"])
-                for model, status in loaded.items():
-                    family.add_metric([model], getattr(status, field))
+                family = kind(f"kukri_{name}", text, labels=labels)
+                for model, replica, status in engines:
+                    family.add_metric([model, replica][: len(labels)], getattr(status, field))
                 yield family

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Callable
 from http import HTTPStatus
 from ipaddress import ip_address, ip_network
 from time import perf_counter
@@ -21,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kukri.server.errors import error_response
+from kukri.server.keys import Client, KeyRing
 from kukri.server.metrics import Metrics
 from kukri.server.settings import ServerSettings
 
@@ -41,35 +40,6 @@ def _mark_json(scope: Scope, headers: Headers) -> None:
     """
     if scope["path"].startswith("/api/") and not ("origin" in headers or "sec-fetch-site" in headers):
         MutableHeaders(scope=scope)["content-type"] = "application/json"
-
-
-class KeyRing:
-    """API keys, compared in a time that does not depend on how much of a key is right.
-
-    A key may have a name before it, with white space between; `names` has that, or else a part of its hash.
-    """
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        named = [key.rpartition(" ") for key in keys]
-        self._digests = [sha256(key.encode()).digest() for _, _, key in named]
-        self.names = [
-            name.strip() or digest.hex()[:8]
-            for (name, _, _), digest in zip(named, self._digests, strict=True)
-        ]
-
-    def __bool__(self) -> bool:
-        """True if there are keys at all."""
-        return bool(self._digests)
-
-    def find(self, authorization: str | None, x_api_key: str | None = None) -> int | None:
-        """The index of the key in an Authorization header, or else in X-API-Key; None for none of them."""
-        scheme, _, key = (authorization or f"bearer {x_api_key or ''}").partition(" ")
-        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found = None
-        for i, known in enumerate(self._digests):  # all of them, always
-            if hmac.compare_digest(digest, known):
-                found = i
-        return found if scheme.lower() == "bearer" else None
 
 
 class RateLimiter:
@@ -96,7 +66,7 @@ class Middleware:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
-        self._keys = KeyRing(settings.api_keys)
+        self._keys = KeyRing(settings.api_keys, shares_prefixes=settings.shares_prefixes)
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
         self._rates = RateLimiter(settings.rate_limit) if settings.rate_limit else None
 
@@ -139,7 +109,11 @@ class Middleware:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The response to a refused request, else None; stores the client in the scope."""
-        client = self._address(scope, headers)
+        known: Client | None = scope.get("kukri.known_client")  # of a request that this process made itself
+        if known is not None:
+            scope["kukri.client"] = known
+            return None
+        client = Client(self._address(scope, headers))
         scope["kukri.client"] = client
         if not self._is_allowed(headers.get("host", "")):
             message = "this server has another name than the Host header: add it with --allowed-host"
@@ -155,9 +129,9 @@ class Middleware:
                     "a valid API key is needed: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`"
                 )
                 return error_response(message, 401, code="invalid_api_key")
-            scope["kukri.client"] = client = f"key {self._keys.names[key]}"
+            scope["kukri.client"] = client = self._keys.clients[key]
         if self._rates is not None and scope["method"] == "POST":
-            wait_s = self._rates.take(client)
+            wait_s = self._rates.take(client.name)
             if wait_s:
                 message = f"more than {self._rates.per_minute} requests a minute: try again in {wait_s:.1f} s"
                 return error_response(
@@ -221,7 +195,7 @@ class Middleware:
             "request",
             extra={
                 "request_id": request_id,
-                "client": scope.get("kukri.client", "unknown"),
+                "client": scope["kukri.client"].name if "kukri.client" in scope else "unknown",
                 "method": scope["method"],
                 "path": scope["path"],
                 "status": status,  # 0: the client left first

@@ -76,6 +76,7 @@ def parse_ollama_prompt(body: OllamaGenerateBody) -> ChatRequest:
 
 def _common(body: GenerationBody) -> dict[str, Any]:
     return {
+        "model": body.model,
         "sampling": body.sampling(),
         "grammar": body.grammar,
         "effort": body.effort,
@@ -93,7 +94,14 @@ async def _continue(service: Service, body: OllamaGenerateBody, http: Request) -
     try:
         sampling = service.within_context(request, len(prompt))
         params = service.params({**sampling, "grammar": body.grammar})
-        call = await service.submit([prompt], params, http.scope, user=None, priority=None)
+        call = await service.submit(
+            [prompt],
+            params,
+            http.scope,
+            user=None,
+            priority=None,
+            adapter=service.adapter_of(body.model),
+        )
     except RequestError as error:
         raise request.error(error) from None
     return Chat(call, [Choice(call.answers[0], inside=False)])
@@ -234,7 +242,9 @@ def loaded_answer(body: GenerationBody, name: str, reason: str) -> Response:
 
 async def embed(service: Service, body: OllamaEmbedBody, http: Request) -> Response:
     """The response to texts to embed: a vector each, of length 1."""
-    started_s, texts = monotonic(), [body.input] if isinstance(body.input, str) else body.input
+    started_s, texts = monotonic(), body.input
+    if isinstance(texts, str):
+        texts = [texts] if texts else []  # as Ollama answers it: with no vector
     encode = service.llm.text_encoder.encode
     ids = (await asyncio.to_thread(encode, texts, truncate=body.truncate is not False)).ids
     vectors = await _vectors(service, body.model, ids, body.dimensions, http)
@@ -262,6 +272,9 @@ async def _vectors(
 ) -> list[list[float]]:
     if not ids:
         return []
+    empty = next((i for i, one in enumerate(ids) if not one), None)
+    if empty is not None:
+        raise RequestError(f"input[{empty}] is empty, and the model adds no token of its own", param="input")
     given = EmbeddingBody(model=model, input=ids, dimensions=dimensions)
     vectors = await vectors_of(service, given, ids, http)
     return [] if vectors is None else vectors.tolist()

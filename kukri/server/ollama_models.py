@@ -88,7 +88,7 @@ async def tags(registry: ModelRegistry) -> Response:
     for entry in registry.listed():
         facts = await asyncio.to_thread(model_facts, entry)
         if facts is not None:
-            models += [_listed(name, facts) for name in entry.spec.names]
+            models += [_listed(name, facts) for name in entry.names]
     return JSONResponse({"models": models})
 
 

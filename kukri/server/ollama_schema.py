@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kukri.errors import ConfigError, RequestError
 from kukri.sampling import Grammar
@@ -217,3 +217,9 @@ class OllamaPullBody(OllamaBody):
     @classmethod
     def _streams(cls, value: Any) -> Any:
         return True if value is None else value
+
+
+class OllamaErrorBody(BaseModel):
+    """An error."""
+
+    error: str

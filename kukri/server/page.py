@@ -110,6 +110,7 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
         service = await registry.acquire(registry.find(body.model), request.scope)
         asked = ChatRequest(
             messages=[message.as_dict() for message in body.messages],
+            model=body.model,
             sampling=body.sampling(max_tokens=body.max_tokens),
             names={"prompt": "messages"},
         )

@@ -21,10 +21,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
+from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from kukri.engine.loop import EngineStatus
-from kukri.errors import CapacityError, KukriError
+from kukri.engine import Engine
+from kukri.engine.loop import EngineLoop, EngineStatus
+from kukri.errors import CapacityError, KukriError, RequestError
+from kukri.formats.adapters import read_adapter
 from kukri.formats.hub import MODELS
 from kukri.formats.model_cache import cached_models, cached_path
 from kukri.formats.repos import parse_name
@@ -32,9 +35,10 @@ from kukri.llm import LLM
 from kukri.loading import MemoryNeed, ModelOptions, memory_need
 from kukri.machine import available_bytes
 from kukri.mapped_files import fetch_pages
+from kukri.server.bridge import LoopMaker
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.metrics import Metrics
-from kukri.server.service import Service
+from kukri.server.service import OpenModel, Service
 from kukri.server.settings import ServedModel, ServerSettings
 
 log = logging.getLogger("kukri.server")
@@ -51,6 +55,7 @@ class ModelEntry:
 
     def __init__(self, spec: ServedModel, service: Service | None = None) -> None:
         self.spec, self.service = spec, service
+        self.adapters = dict(spec.options.adapters)  # paths by name; clients may load and unload some
         self.is_owned = service is None  # else whoever opened the model closes it
         self.found: Path | None = None  # its files in the directory or the cache: it goes with them
         self.is_cached = False  # clients may delete it, if they may delete models
@@ -72,6 +77,11 @@ class ModelEntry:
     def name(self) -> str:
         """The name that answers carry."""
         return self.spec.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that requests may give as their model: its own, and its adapters'."""
+        return (*self.spec.names, *self.adapters)
 
     @property
     def is_ready(self) -> bool:
@@ -116,13 +126,20 @@ class ModelRegistry:
     """All models of a server. Belongs to the event loop, but for `drain` and `statuses`."""
 
     def __init__(
-        self, settings: ServerSettings, models: Sequence[ServedModel] = (), llm: LLM | None = None
+        self,
+        settings: ServerSettings,
+        models: Sequence[ServedModel] = (),
+        llm: OpenModel | None = None,
+        make_loop: LoopMaker = EngineLoop,
     ) -> None:
-        """`llm` is a model that is open already: its caller closes it, and it is never unloaded."""
+        """`llm` is a model that is open already: its caller closes it, and it is never unloaded.
+
+        `make_loop` makes the loop that runs its requests.
+        """
         self.settings, self.metrics = settings, Metrics()
         self.entries: list[ModelEntry] = []
         if llm is not None:
-            service = Service(llm, settings, settings.model_names, self.metrics)
+            service = Service(llm, settings, settings.model_names, self.metrics, make_loop)
             self.entries.append(ModelEntry(ServedModel(settings.model_names, llm.options, True), service))
         self.entries += map(ModelEntry, models)
         self._find_models()
@@ -158,10 +175,10 @@ class ModelRegistry:
             return entry
         if self.settings.any_model:
             return self.default
-        raise ModelNotFoundError(name, [name for entry in self.entries for name in entry.spec.names])
+        raise ModelNotFoundError(name, [name for entry in self.entries for name in entry.names])
 
     def _named(self, *names: str) -> ModelEntry | None:
-        return next((one for one in self.entries if not {*names}.isdisjoint(one.spec.names)), None)
+        return next((one for one in self.entries if not {*names}.isdisjoint(one.names)), None)
 
     def listed(self) -> list[ModelEntry]:
         """Every model, those that have come to the directory or the cache since the last time included."""
@@ -180,7 +197,7 @@ class ModelRegistry:
 
     def _add(self, name: str, path: Path, *, is_cached: bool = False) -> None:
         """Serves the model at a path, unless the name is taken."""
-        if all(name not in entry.spec.names for entry in self.entries):
+        if all(name not in entry.names for entry in self.entries):
             entry = ModelEntry(ServedModel((name,), ModelOptions(model=str(path))))
             entry.found, entry.is_cached = path, is_cached
             self.entries.append(entry)
@@ -243,10 +260,10 @@ class ModelRegistry:
         """True if the engine of every loaded model runs."""
         return all(entry.service.bridge.loop.is_stepping for entry in self.entries if entry.service)
 
-    def statuses(self) -> Mapping[str, EngineStatus | None]:
-        """The counts of each model's engine, by name; None for one that is not loaded."""
+    def statuses(self) -> Mapping[str, Mapping[str, EngineStatus]]:
+        """The counts of each model's engines, by its name and theirs; none of one that is not loaded."""
         return {
-            entry.name: s.bridge.loop.status() if (s := entry.service) else None for entry in self.entries
+            entry.name: s.bridge.loop.statuses() if (s := entry.service) else {} for entry in self.entries
         }
 
     async def acquire(self, entry: ModelEntry, scope: Scope) -> Service:
@@ -286,6 +303,64 @@ class ModelRegistry:
         async with self._changing:
             if entry.service is not None and entry.is_owned:
                 await self._unload(entry, reason)
+
+    # Adapters
+
+    async def load_adapter(self, model: str | None, name: str, path: str, scope: Scope) -> None:
+        """Loads an adapter of the adapter directory for a model, which is loaded too if need be.
+
+        Raises HTTPException 403 if clients may not, RequestError on a path outside of the directory, a name
+        that is taken, and files that are wrong.
+        """
+        file = self._adapter_path(path)
+        taken = self._named(name)
+        if taken is not None:
+            raise RequestError(f"the name {name!r} is taken by {taken.name}", param="lora_name")
+        entry = self.find(model)
+        service = await self.acquire(entry, scope)
+        try:
+            engine, loop = _single_engine(service)
+            adapter = await asyncio.to_thread(read_adapter, file, engine.model)
+            await asyncio.wrap_future(loop.call(lambda: engine.load_adapter(name, adapter)))
+        except CapacityError:
+            raise
+        except KukriError as error:
+            text = str(error).replace(str(file), path)  # no paths of this machine
+            raise RequestError(text, param="lora_path") from None
+        entry.adapters[name] = str(file)
+        log.info("adapter loaded", extra={"model": entry.name, "adapter": name})
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter. Raises HTTPException 403 if clients may not, ModelNotFoundError without it."""
+        self._check_manages_adapters()
+        entry = next((one for one in self.entries if name in one.adapters), None)
+        if entry is None:
+            raise ModelNotFoundError(name, [name for one in self.entries for name in one.adapters])
+        if entry.service is not None:
+            engine, loop = _single_engine(entry.service)
+            await asyncio.wrap_future(loop.call(lambda: engine.unload_adapter(name)))
+        entry.adapters.pop(name, None)
+        log.info("adapter unloaded", extra={"model": entry.name, "adapter": name})
+
+    def _check_manages_adapters(self) -> Path:
+        """The adapter directory. Raises HTTPException 403 without one."""
+        directory = self.settings.adapter_dir
+        if directory is None:
+            message = "this server's adapters cannot be changed: kukri serve --adapter-dir allows it"
+            raise HTTPException(403, message)
+        return directory
+
+    def _adapter_path(self, path: str) -> Path:
+        """The path of an adapter in the directory. Raises RequestError for any other."""
+        directory = self._check_manages_adapters().resolve()
+        try:
+            found = (directory / path).resolve()
+            is_there = found.is_relative_to(directory) and found != directory and found.exists()
+        except (OSError, ValueError):  # a name that no file can have
+            is_there = False
+        if not is_there:
+            raise RequestError(f"there is no {path[:200]!r} in the adapter directory", param="lora_path")
+        return found
 
     # Leases
 
@@ -386,7 +461,12 @@ class ModelRegistry:
         need = await asyncio.to_thread(memory_need, entry.spec.options, share)
         await self._make_room(entry, need)
         log.info("loading", extra={"model": entry.name, "memory_bytes": need.n_bytes})
-        options = replace(entry.spec.options, kv_bytes=need.kv_bytes)
+        for name in entry.adapters.keys() - entry.spec.options.adapters.keys():
+            if not Path(entry.adapters[name]).exists():
+                log.warning("adapter gone", extra={"model": entry.name, "adapter": name})
+                del entry.adapters[name]
+        adapters = dict(entry.adapters)
+        options = replace(entry.spec.options, kv_bytes=need.kv_bytes, adapters=adapters)
         service = await asyncio.to_thread(self._opened, entry, options)
         if self.is_draining:
             await asyncio.to_thread(service.llm.close)
@@ -467,6 +547,14 @@ class ModelRegistry:
         entry.n_bytes = 0
         self.metrics.unloads.labels(entry.name, reason).inc()
         log.info("unloaded", extra={"model": entry.name, "reason": reason})
+
+
+def _single_engine(service: Service) -> tuple[Engine, EngineLoop]:
+    """The engine of a service, and its loop. Raises RequestError if there are several, elsewhere."""
+    engine, loop = service.llm.engine, service.bridge.loop
+    if not (isinstance(engine, Engine) and isinstance(loop, EngineLoop)):
+        raise RequestError("adapters of several engines are loaded at the start alone", param="lora_name")
+    return engine, loop
 
 
 def warm_up(llm: LLM) -> None:

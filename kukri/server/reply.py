@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,6 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kukri.errors import KukriError
+from kukri.formats.huggingface.safetensors import safetensors_bytes
+from kukri.interp.generation import Readout
 from kukri.server.bridge import Call
 from kukri.server.errors import error_body, response_of
 from kukri.server.schema import GenerationBody
@@ -104,6 +108,28 @@ class ChunkWriter(ABC):
         """The `usage` of the call."""
 
 
+def interp_fields(call: Call, i: int) -> dict[str, Any]:
+    """What interventions have read of an answer since the last time, and captured once it has ended."""
+    fields: dict[str, Any] = {}
+    if call.readouts[i]:
+        fields["readouts"] = [_readout(one) for one in call.readouts[i]]
+        call.readouts[i] = []
+    found = call.activations[i]
+    if found is not None:
+        data = base64.b64encode(safetensors_bytes(found)).decode()
+        fields["activations"] = {"format": "safetensors", "names": list(found), "data": data}
+    return fields
+
+
+def _readout(one: Readout) -> dict[str, Any]:
+    """A token's readout; JSON has no numbers that are not finite."""
+    values = {
+        name: {label: x if math.isfinite(x) else None for label, x in found.items()}
+        for name, found in one.values.items()
+    }
+    return {"position": one.position, "token_id": one.token_id, "values": values}
+
+
 def usage(call: Call, n_reasoning: int) -> dict[str, Any]:
     """The `usage` of the older endpoints."""
     return {
@@ -139,6 +165,10 @@ class Reply(Response):
         try:
             while True:
                 await call.changed()
+                try:
+                    await call.read_out()
+                except KukriError as error:
+                    call.fail(error)
                 events = b"" if call.error or call.is_gone else self._writer.advance()
                 if call.is_done or call.is_gone or call.error:
                     break

@@ -66,18 +66,30 @@ async def _scored(
 ) -> tuple[list[float], int, list[int]]:
     """Each document's score, the tokens read, and the places of texts that were cut."""
     llm, encoder, cuts = service.llm, service.llm.text_encoder, bool(body.truncate)
-    client = f"{http.scope['kukri.client']}/{body.user or ''}"
+    sender, adapter = http.scope["kukri.client"], service.adapter_of(body.model)
+    priority, client = sender.priority(None), sender.queue(body.user)
     try:
         encoder.check_ranks()
         if encoder.is_cross_encoder:
             pairs = await asyncio.to_thread(encoder.encode_pairs, body.query, documents, truncate=cuts)
-            rows = await rows_of(service, encoder.pair_requests(llm.engine, pairs.ids, client))
+            requests = encoder.pair_requests(
+                llm.engine, pairs.ids, priority=priority, client=client, adapter=adapter
+            )
+            rows = await rows_of(service, requests)
             return encoder.scores(rows), sum(map(len, pairs.ids)), pairs.truncated
         for_query, for_document = encoder.rank_prompts()
         asked = await asyncio.to_thread(encoder.encode, [body.query], prompt_name=for_query, truncate=cuts)
         texts = await asyncio.to_thread(encoder.encode, documents, prompt_name=for_document, truncate=cuts)
         ids = [*asked.ids, *texts.ids]
-        rows = await rows_of(service, encoder.requests(llm.engine, ids, None, client))
+        requests = encoder.requests(
+            llm.engine,
+            ids,
+            priority=priority,
+            client=client,
+            prefix_scope=sender.prefix_scope,
+            adapter=adapter,
+        )
+        rows = await rows_of(service, requests)
     except ContextLengthError as error:
         error.param = "documents"
         raise

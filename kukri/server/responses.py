@@ -62,6 +62,7 @@ def parse_response(body: ResponseBody) -> ChatRequest:
     format = body.text.format.as_grammar() if body.text and body.text.format else None
     return ChatRequest(
         messages=_messages(body),
+        model=body.model,
         sampling=body.sampling(
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
@@ -75,7 +76,7 @@ def parse_response(body: ResponseBody) -> ChatRequest:
         thinking_budget=body.thinking_token_budget,
         template_variables=body.chat_template_kwargs or {},
         user=body.user or "",
-        priority=body.priority or 0,
+        priority=body.priority,
         names=_NAMES,
     )
 

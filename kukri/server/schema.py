@@ -7,13 +7,16 @@ not declared is an error unless it is null. Fields beyond OpenAI's are spelled a
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
+from kukri.interp.interventions import MAX_INTERVENTIONS
 from kukri.sampling import Grammar, SamplingParams
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
@@ -191,9 +194,43 @@ class Sampling(Body):
         return self.structured_outputs.as_grammar() if self.structured_outputs is not None else None
 
 
+Float32 = Annotated[str, Field(min_length=4, max_length=1 << 20)]  # base64 of little-endian numbers
+
+
+class InterventionBody(Body):
+    """An operation on the activations of a request: see `kukri.interp.Intervention`."""
+
+    op: Literal["capture", "add", "scale", "replace", "ablate", "read"]
+    name: Annotated[str, Field(max_length=200)] | None = None
+    vector: Annotated[list[float], Field(max_length=1 << 17)] | Float32 | None = None
+    strength: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
+    heads: Annotated[list[int], Field(max_length=1024)] | None = None
+    positions: Literal["all", "prompt", "last", "generated"] | None = None
+    control_vector: Annotated[str, Field(max_length=64)] | None = None
+    layers: Annotated[list[int], Field(max_length=2)] | None = None
+    probe: Annotated[str, Field(max_length=64)] | None = None
+    sae: Annotated[str, Field(max_length=64)] | None = None
+    top_k: int | None = None
+    features: Annotated[list[int], Field(max_length=1024)] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields that are set, the vector as numbers. Raises RequestError."""
+        found = self.model_dump(exclude_none=True)
+        if isinstance(self.vector, str):
+            try:
+                data = base64.b64decode(self.vector, validate=True)
+                found["vector"] = np.frombuffer(data, "<f4")
+            except ValueError:
+                raise RequestError(
+                    "the vector must be base64 of float32 numbers", param="interventions"
+                ) from None
+        return found
+
+
 class GenerationBody(Sampling):
     """The fields that the two older endpoints share."""
 
+    adapter: str | None = None  # a LoRA adapter; or its name is the model's
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -205,10 +242,16 @@ class GenerationBody(Sampling):
         | None
     ) = None
     stream_options: StreamOptions | None = None
+    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS)] | None = None
 
     def sampling(self, **others: Any) -> dict[str, Any]:
         """The fields of SamplingParams that are set. Raises RequestError on a bias of no token id."""
         return super().sampling(logit_bias=_token_bias(self.logit_bias), **others)
+
+    @property
+    def steering(self) -> list[dict[str, Any]]:
+        """The interventions."""
+        return [one.as_dict() for one in self.interventions or ()]
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> GenerationBody:
@@ -477,6 +520,22 @@ class TemplateBody(PromptText):
     """A request to /apply-template."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+
+
+class LoadAdapterBody(Body):
+    """A request to /v1/load_lora_adapter, as vLLM spells it."""
+
+    lora_name: Annotated[str, Field(pattern=r"^[^\s=]{1,200}$")]
+    lora_path: Annotated[str, Field(min_length=1, max_length=1000)]  # within the adapter directory
+    model: str | None = None  # the model that it is for, of several
+    refused = {"load_inplace": ((False,), "unload the adapter first")}
+
+
+class UnloadAdapterBody(Body):
+    """A request to /v1/unload_lora_adapter, as vLLM spells it."""
+
+    lora_name: str
+    ignored = frozenset({"lora_int_id"})
 
 
 class ErrorDetail(BaseModel):

@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from starlette.types import Scope
 
 from kukri import __version__
 from kukri.answer import Answer
+from kukri.config import EngineConfig
+from kukri.embedding import TextEncoder
+from kukri.engine import EngineLoop, RequestMaker
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
-from kukri.llm import LLM
+from kukri.interp import Session
+from kukri.interp.generation import InterventionTaps
+from kukri.loading import ModelOptions
 from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
-from kukri.server.bridge import Bridge, Call
+from kukri.server.access import check_interp
+from kukri.server.bridge import Bridge, Call, LoopMaker
 from kukri.server.chat_request import ChatRequest
 from kukri.server.choice import Choice
 from kukri.server.grammar_check import GrammarCheck
+from kukri.server.keys import Client
 from kukri.server.metrics import Metrics, ModelMetrics
 from kukri.server.prompts import ChatPrompts
 from kukri.server.settings import ServerSettings
 from kukri.server.tools import Toolbox
+from kukri.tokenizer import ChatTemplate, Tokenizer
+
+
+class OpenModel(Protocol):
+    """The parts of an `LLM` that a server uses; the engines of another open model may be elsewhere."""
+
+    options: ModelOptions
+    path: Path
+    engine_config: EngineConfig
+    tokenizer: Tokenizer
+    default_params: SamplingParams
+    text_encoder: TextEncoder
+
+    @property
+    def engine(self) -> RequestMaker:
+        """Makes its requests."""
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Its chat template."""
+
+    def close(self) -> None:
+        """Ends what belongs to it."""
 
 
 class Chat(NamedTuple):
@@ -34,15 +65,27 @@ class Chat(NamedTuple):
 class Service:
     """A loaded model, its engine and the rules of this server. Belongs to the event loop.
 
-    `names` are those that requests may use; the first is the one that answers carry.
+    `names` are those that requests may use; the first is the one that answers carry. `make_loop` makes
+    the loop that runs the requests.
     """
 
-    def __init__(self, llm: LLM, settings: ServerSettings, names: Sequence[str], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        llm: OpenModel,
+        settings: ServerSettings,
+        names: Sequence[str],
+        metrics: Metrics,
+        make_loop: LoopMaker = EngineLoop,
+    ) -> None:
         self.llm, self.settings, self.names, self.tokenizer = llm, settings, names, llm.tokenizer
         self.prompts = ChatPrompts(llm.chat_template, llm.tokenizer, llm.engine.max_context)
         self.grammars = GrammarCheck(llm.tokenizer)
         self.metrics = ModelMetrics(metrics, names[0])
-        self.bridge = Bridge(llm.engine, self.metrics, max_waiting=settings.max_waiting)
+        self.bridge = Bridge(
+            lambda deliver: make_loop(llm.engine, deliver, max_waiting=settings.max_waiting),
+            self.metrics,
+            settings.stream_interval,
+        )
         self.fingerprint = f"kukri-{__version__}"
 
     async def close(self, timeout_s: float | None) -> None:
@@ -50,9 +93,24 @@ class Service:
         await self.bridge.stop(timeout_s)
         await self.grammars.close()
 
+    @property
+    def session(self) -> Session:
+        """What steers the model and reads its activations. Raises RequestError if its engine is elsewhere."""
+        session: Session | None = getattr(self.llm, "interp", None)
+        if session is None:
+            raise RequestError("the engine of this model is elsewhere: it is not steered, nor read")
+        return session
+
     def check_model(self, name: str | None) -> str:
         """The name that an answer carries: the one given, or the model's first."""
-        return name if name is not None and name in self.names else self.names[0]
+        known = (*self.names, *self.llm.engine.adapter_names)
+        return name if name is not None and name in known else self.names[0]
+
+    def adapter_of(self, model: str | None, adapter: str | None = None) -> str | None:
+        """The adapter of a request: the one that it names as such, or as its model; None for none."""
+        plain = None if model is None else model.removesuffix(":latest")
+        found = next((name for name in (model, plain) if name in self.llm.engine.adapter_names), None)
+        return found if adapter is None else adapter
 
     async def encode(
         self,
@@ -85,6 +143,8 @@ class Service:
                 scope,
                 user=request.user,
                 priority=request.priority,
+                adapter=self.adapter_of(request.model, request.adapter),
+                interventions=request.interventions,
                 marks=toolbox.dialect.marks if toolbox is not None else (),
             )
         except RequestError as error:
@@ -118,12 +178,14 @@ class Service:
         *,
         user: str | None,
         priority: int | None,
+        adapter: str | None = None,
+        interventions: Sequence[Mapping[str, Any]] = (),
         marks: Sequence[str] = (),
     ) -> Call:
         """Queues the requests of all prompts and returns the call that waits for them.
 
         Special tokens among `marks` stay in the text. Raises CapacityError, and RequestError whose `param` is
-        `prompt`, `max_tokens` or a field of SamplingParams.
+        `prompt`, `max_tokens`, `adapter` or a field of SamplingParams.
         """
         n_answers = len(prompts) * params.n_generated_answers
         if n_answers > self.settings.max_waiting:
@@ -132,24 +194,36 @@ class Service:
                 "send fewer prompts",
                 param="prompt",
             )
+        if interventions:
+            check_interp(self.settings, scope, "interventions")
         if isinstance(params.grammar, Grammar):
             await self.grammars.check(params.grammar)
-        client = f"{scope['kukri.client']}/{user or ''}"
+        client: Client = scope["kukri.client"]
+        urgency = client.priority(priority)
 
-        def make() -> list[EngineRequest]:
+        def make() -> tuple[list[EngineRequest], list[InterventionTaps]]:
             resolved = resolve_texts(params, self.tokenizer)
-            return [
-                request
-                for prompt in prompts
-                for request in self.llm.engine.make_requests(
-                    prompt, resolved, priority=priority or 0, client=client
+            made: list[EngineRequest] = []
+            taps: list[InterventionTaps] = []
+            for prompt in prompts:
+                some = self.llm.engine.make_requests(
+                    prompt,
+                    resolved,
+                    priority=urgency,
+                    client=client.queue(user),
+                    prefix_scope=client.prefix_scope,
+                    adapter=adapter,
                 )
-            ]
+                if interventions:
+                    max_bytes = self.settings.max_activation_bytes // len(prompts)
+                    taps += self.session.intervene(some, interventions, max_bytes)
+                made += some
+            return made, taps
 
         try:
-            requests = await asyncio.to_thread(make)
+            requests, taps = await asyncio.to_thread(make)
             for request in requests:
-                self.llm.engine.scheduler.check_fits(request)
+                self.llm.engine.check_fits(request)
         except CapacityError as error:  # not even alone: trying later is no help
             raise RequestError(str(error), param="max_tokens") from None
         except ContextLengthError as error:
@@ -158,6 +232,6 @@ class Service:
         ids = self.tokenizer.vocabulary.id_of
         shown = frozenset(ids[mark] for mark in marks if mark in ids)
         answers = [Answer(r, i, self.tokenizer, continues=True, shown=shown) for i, r in enumerate(requests)]
-        call = Call(self.bridge, answers, len(prompts), scope["kukri.id"])
+        call = Call(self.bridge, answers, len(prompts), scope["kukri.id"], taps)
         self.bridge.submit(call, self.settings.deadline_s)
         return call

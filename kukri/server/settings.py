@@ -8,7 +8,9 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from kukri.errors import ConfigError
+from kukri.formats.hub import DEFAULT_MODEL
 from kukri.loading import ModelOptions
+from kukri.server.keys import KeyRing
 
 _DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ms|h|m|s))+|\d+(?:\.\d*)?")
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -25,6 +27,15 @@ def duration_s(value: float | str, name: str) -> float:
         seconds = sum(float(number) * _UNITS_S[unit or "s"] for number, unit in parts)
         return -seconds if text.startswith("-") else seconds
     raise ConfigError(f"{name} must be a time such as 300, 10m or 1h30m, not {value!r}")
+
+
+def default_name(model: str | None) -> str:
+    """The name under which a model is served: a known name as it is, a path without its directories."""
+    if model is None:
+        return DEFAULT_MODEL
+    path = Path(model)
+    is_file = path.suffix == ".gguf" or path.exists()
+    return (path.stem if path.suffix == ".gguf" else path.resolve().name) if is_file else model
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,8 @@ class ServerSettings:
 
     model_names: tuple[str, ...] = ()  # of a model that is open already; the first is what answers carry
     any_model: bool = False  # requests may name any model, and get this one
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # KEY, or NAME KEY: the log has the name
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # as `KeyRing` reads them
+    shares_prefixes: bool = False  # among keys: one may find out how another's prompts begin
     allowed_hosts: tuple[str, ...] = ()  # that a Host header may name; none: all of them
     trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For is believed
     cors_origins: tuple[str, ...] = ()
@@ -63,7 +75,9 @@ class ServerSettings:
     headers_s: float = 10.0  # until a request's headers have to be there
     read_s: float = 30.0  # until a request's body has to be there
     keep_alive_s: float = 15.0  # of silence before a stream gets a comment
+    stream_interval: int = 1  # tokens of an answer from one chunk of its stream to the next
     drain_s: float = 60.0  # for running answers after the signal to stop
+    batch_dir: Path | None = None  # for files and batches of clients; None: they may leave none
     has_page: bool = True  # at /, to chat in a browser
     # for models that are loaded when they are needed
     idle_unload_s: float | None = None  # without requests, until a model is unloaded; None: never
@@ -71,13 +85,18 @@ class ServerSettings:
     memory_bytes: int | None = None  # for all models; None: nine tenths of what is free at the start
     kv_bytes: int | None = None  # for the KV caches of all models; None: half of the memory for models
     model_dir: Path | None = None  # whose .gguf files and safetensors directories are served too
+    adapter_dir: Path | None = None  # whose LoRA adapters clients may load and unload; None: they may not
+    # for clients that steer models and read activations: keys with the scope `interp`, or all without keys
+    has_interp: bool = False
+    max_activation_bytes: int = 64 << 20  # of one request
     manages_models: bool = False  # clients may pull and delete models; those in the cache are served too
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
         if not all(self.model_names):
             raise ConfigError("a served model needs a name")
-        for name in ("max_body_bytes", "max_waiting", "rate_limit", "max_loaded", "memory_bytes", "kv_bytes"):
+        whole = ("max_body_bytes", "max_waiting", "rate_limit", "max_loaded", "memory_bytes", "kv_bytes")
+        for name in (*whole, "max_activation_bytes", "stream_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
@@ -87,6 +106,7 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be above 0, not {value}")
         if not all(key.isascii() and key.isprintable() and key.strip() for key in self.api_keys):
             raise ConfigError("an API key must be printable ASCII and not empty")
+        KeyRing(self.api_keys)
         for proxy in self.trusted_proxies:
             try:
                 ip_network(proxy)

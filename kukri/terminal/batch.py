@@ -6,20 +6,23 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from kukri.batch_files import BatchLine, Results, files_of, read_batch
 from kukri.errors import ConfigError
-from kukri.terminal.batch_files import BatchLine, Results, files_of, read_batch
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.serve import require_web_stack
-from kukri.terminal.served_models import default_name
 from kukri.terminal.tables import print_facts
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from kukri.terminal.options import ClusterOptions
 
 _QUEUE = 1 << 20  # requests: those of all lines at a time, with many answers each
 
@@ -46,9 +49,12 @@ def run_batch(
     model: str | None,
     aliases: Sequence[str],
     loading: dict[str, Any],
+    cluster: ClusterOptions | None = None,
     as_json: bool,
 ) -> None:
     """Answers the requests of a file that have no result yet; `loading` are options of LLM.
+
+    With `cluster` replicas on Ray answer them. One that dies is replaced, and its requests run again.
 
     Checks the files before loading the model.
     """
@@ -57,12 +63,15 @@ def run_batch(
         raise ConfigError("the output, its .part or its .new would replace the input: name another file")
     if not target.parent.is_dir():
         raise ConfigError(f"there is no directory {target.parent}")
+    from kukri.server.settings import default_name
+
     name = default_name(model)
     lines = read_batch(source, name)
     results, counts = Results(target, lines, name), Counts()
     n_before = len(results)
     try:
-        _answer_all(lines, results, counts, model, tuple(dict.fromkeys([*aliases, name])), loading)
+        names = tuple(dict.fromkeys([*aliases, name]))
+        _answer_all(lines, results, counts, partial(_opened, model, names, loading, cluster))
     except KeyboardInterrupt:
         print(
             f"\n{len(results)} of {len(lines)} are done: the same command goes on from there", file=sys.stderr
@@ -78,28 +87,47 @@ def _answer_all(
     lines: Sequence[BatchLine],
     results: Results,
     counts: Counts,
-    model: str | None,
-    names: tuple[str, ...],
-    options: dict[str, Any],
+    opened: Callable[[], AbstractContextManager[tuple[FastAPI, int]]],
 ) -> None:
+    """Answers the lines without a result by `opened()`: an application, and how many it takes at a time."""
     for line in lines:
         if line.error is not None and line.id not in results:
             results.add(line.result(None))
     left = [line for line in lines if line.id not in results]
     if not left:
         return
-    from kukri.llm import LLM
+    with opened() as (app, n_at_once), progress_bar(len(lines)) as advance:
+        advance(len(results), "loading")
+        counts.started_s = perf_counter()
+        work = _Work(app, left, results, counts, lambda: advance(1, f"{len(results)} of {len(lines)}"))
+        asyncio.run(work.run(n_at_once))
+
+
+@contextmanager
+def _opened(
+    model: str | None, names: tuple[str, ...], loading: dict[str, Any], cluster: ClusterOptions | None
+) -> Iterator[tuple[FastAPI, int]]:
+    """The application of a model, and the requests for it at a time: so many that some wait in its queue."""
     from kukri.server.app import create_app
     from kukri.server.settings import ServerSettings
 
-    with LLM(model, **options) as llm, progress_bar(len(lines)) as advance:
-        settings = ServerSettings(names, max_body_bytes=1 << 40, max_waiting=_QUEUE, has_page=False)
-        app = create_app(llm, settings)
-        advance(len(results), "loading")
-        counts.started_s = perf_counter()
-        n_at_once = 2 * llm.engine_config.max_requests  # so that the next ones wait in the engine's queue
-        work = _Work(app, left, results, counts, lambda: advance(1, f"{len(results)} of {len(lines)}"))
-        asyncio.run(work.run(n_at_once))
+    settings = ServerSettings(names, max_body_bytes=1 << 40, max_waiting=_QUEUE, has_page=False)
+    if cluster is None:
+        from kukri.llm import LLM
+
+        with LLM(model, **loading) as llm:
+            yield create_app(llm, settings), 2 * llm.engine_config.max_requests
+        return
+    from kukri.loading import ModelOptions
+    from kukri.terminal.cluster import replicas_on_ray, require_ray
+
+    require_ray("kukri batch --ray")
+    with replicas_on_ray(ModelOptions(model=model, **loading), cluster, drain_s=1.0) as there:
+        from kukri.scale.serve import server
+
+        app = server(there.handle, there.facts, there.options, settings, there.host)
+        most = max(cluster.n_replicas, cluster.max_replicas or 1)
+        yield app, 2 * there.facts.max_requests * most
 
 
 class _Work:

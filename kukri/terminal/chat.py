@@ -5,11 +5,10 @@ Ctrl-C stops the answer and keeps the conversation; Ctrl-D leaves. Lines that st
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -19,17 +18,18 @@ from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.llm import LLM
 from kukri.results import Result
 from kukri.sampling import SamplingParams, with_overrides
+from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
 from kukri.terminal.progress import loading_bar
 from kukri.terminal.run import opening
+from kukri.terminal.saved_chat import Message, SavedChat, last_chat, read_chat, write_chat
+from kukri.tokenizer.template_process import start_early
 
 PROMPT, CONTINUED = "> ", ". "
 BLOCK = '"""'
 HISTORY_LINES = 1000
-Message = dict[str, str]
 MAX_TOKENS = 1024
-ROLES = ("system", "user", "assistant")
 
 
 def talk(
@@ -38,18 +38,36 @@ def talk(
     system: str,
     sampling: dict[str, Any],
     loading: dict[str, Any],
+    resumes: bool = False,
+    interventions: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit.
 
-    `sampling` are fields of SamplingParams on top of the model's defaults, `loading` are options of LLM.
+    `sampling` are fields of SamplingParams on top of the model's defaults, `loading` are options of LLM; of
+    several adapters the first answers until another is chosen. `interventions` are those of `LLM.stream`. The
+    conversation is saved after each answer; with `resumes` it continues the last one, with its model and
+    saved prefix unless others are given. Raises RequestError if there is none.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
     SamplingParams(**given)
     allow_any_text()
+    start_early()
+    resumed = _last_chat() if resumes else None
+    if resumed is not None:
+        model = resumed.path if model is None else model
+        if resumed.prefix_dir is not None:
+            loading = {"prefix_dir": resumed.prefix_dir, **loading}
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm, _line_editing():
-        chat = Chat(llm, with_overrides(llm.default_params, given), opening(llm, system))
+        messages = opening(llm, system) if resumed is None else resumed.messages
+        params = with_overrides(llm.default_params, given)
+        adapter = next(iter(loading.get("adapters", {})), None)
+        chat = Chat(llm, params, messages, last_chat(), adapter, interventions)
+        if resumed is not None:
+            if system not in ("", DEFAULT_SYSTEM):
+                chat.set_system(system)
+            print(f"(resumed a conversation of {len(messages)} messages)")
         if sys.stdin.isatty():
             print(llm.path.stem)
             print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
@@ -59,10 +77,22 @@ def talk(
 
 
 class Chat:
-    """A conversation and its commands. `messages` holds the system message, if any, first."""
+    """A conversation and its commands. `messages` holds the system message, if any, first.
 
-    def __init__(self, llm: LLM, params: SamplingParams, messages: Sequence[Message] = ()) -> None:
-        self.llm, self.params = llm, params
+    After each answer it is saved in `own_copy`, unless that is None.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        messages: Sequence[Message] = (),
+        own_copy: Path | None = None,
+        adapter: str | None = None,
+        interventions: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.llm, self.params, self.adapter, self._own_copy = llm, params, adapter, own_copy
+        self.interventions = interventions
         self.messages: list[Message] = list(messages)
         self.last: Result | None = None
         self.own_file: Path | None = None  # saved or loaded before, so that /save may overwrite it
@@ -87,7 +117,9 @@ class Chat:
         pieces: list[str] = []
         result = None
         with _no_echo(), _interrupts() as interrupted:
-            stream = self.llm.stream(messages, self.params)
+            stream = self.llm.stream(
+                messages, self.params, adapter=self.adapter, interventions=self.interventions
+            )
             for chunk in stream:
                 pieces.append(chunk.text)
                 write_text(chunk.text)
@@ -106,6 +138,24 @@ class Chat:
             self._note_length(result)
         if answer:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
+            self._keep()
+
+    def _keep(self) -> None:
+        """Saves the conversation, to be resumed. A disk that is full does not end it."""
+        if self._own_copy is not None:
+            with suppress(OSError, RequestError):
+                self._own_copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_chat(self._own_copy, self._saved(), replaces=True)
+
+    def _saved(self) -> SavedChat:
+        """What a file says of the conversation."""
+        prefix_dir = self.llm.options.prefix_dir
+        return SavedChat(
+            self.messages,
+            name=self.llm.config.name,
+            path=str(self.llm.path.resolve()),
+            prefix_dir=None if prefix_dir is None else str(Path(prefix_dir).expanduser().resolve()),
+        )
 
     def _note_length(self, result: Result) -> None:
         if result.finish_reason != "length":
@@ -178,22 +228,27 @@ class Chat:
     def save(self, name: str) -> None:
         """Writes the conversation as JSON. Does not replace a file that is not its own."""
         path = _path(name, "/save")
-        facts = {"model": self.llm.config.name, "messages": self.messages}
-        text = json.dumps(facts, ensure_ascii=False, indent=2) + "\n"
-        try:
-            with path.open("w" if path == self.own_file else "x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise RequestError(f"{path} exists: choose another name") from None
+        write_chat(path, self._saved(), replaces=path == self.own_file)
         self.own_file = path
         print(f"(saved {len(self.messages)} messages to {path})")
 
     def load(self, name: str) -> None:
         """Continues a saved conversation."""
         path = _path(name, "/load")
-        self.messages = _read_messages(path)
-        self.own_file = path
+        loaded = read_chat(path)
+        self.messages, self.own_file = loaded.messages, path
         print(f"(loaded {len(self.messages)} messages from {path})")
+        if loaded.prefix_dir is not None and self.llm.options.prefix_dir is None:
+            print(f"(--prefix-dir {loaded.prefix_dir} has what it computed)")
+
+    def show_or_choose_adapter(self, name: str) -> None:
+        """Shows the adapter and those there are, or chooses one; `off` is none."""
+        if name and name != "off" and name not in self.llm.adapters:
+            known = ", ".join(self.llm.adapters) or "none: start with --adapter NAME=PATH"
+            raise RequestError(f"there is no adapter {name!r}: {known}")
+        if name:
+            self.adapter = None if name == "off" else name
+        print(f"adapter: {self.adapter or 'off'}")
 
     def show_stats(self, _: str) -> None:
         """Shows counts and speeds of the last answer."""
@@ -210,6 +265,7 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "/reset": (Chat.reset, "", "forget the conversation, except the system message"),
     "/save": (Chat.save, "FILE", "write the conversation to a JSON file"),
     "/load": (Chat.load, "FILE", "continue a saved conversation"),
+    "/adapter": (Chat.show_or_choose_adapter, "[NAME]", "show the LoRA adapter, or choose one; off for none"),
     "/stats": (Chat.show_stats, "", "counts and speeds of the last answer"),
 }
 
@@ -223,17 +279,11 @@ def _path(name: str, command: str) -> Path:
         raise RequestError(f"{name}: {error}") from None
 
 
-def _read_messages(path: Path) -> list[Message]:
-    """The messages of a saved conversation. Raises RequestError on anything else."""
+def _last_chat() -> SavedChat:
     try:
-        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
-        checked = [{"role": message["role"], "content": message["content"]} for message in messages]
-    except (ValueError, KeyError, TypeError):
-        raise RequestError(f"{path} is not a saved conversation") from None
-    for i, message in enumerate(checked):
-        if message["role"] not in ROLES[0 if i == 0 else 1 :] or not isinstance(message["content"], str):
-            raise RequestError(f"{path} is not a saved conversation: message {i + 1} is wrong")
-    return checked
+        return read_chat(last_chat())
+    except OSError:
+        raise RequestError("there is no conversation to resume yet") from None
 
 
 def read_message() -> str | None:

@@ -50,14 +50,14 @@ def convert_model(
     of importances.
     """
     wanted = None if recipe is None else recipe_named(recipe)
-    with _opened(source, imatrix) as conversion:
+    with opened(source, imatrix) as conversion:
         is_packed = any(step.source.block_size > 1 for step in conversion.steps)
         if wanted is None and source.is_dir() and not is_packed:
             wanted = Recipe(_usual_type(conversion))
         plan = conversion if wanted is None else with_recipe(conversion, wanted)
         if not dry_run:
-            _check_target(source, target)
-            with _progress(plan) as on_tensor:
+            check_target(source, target)
+            with progress(plan) as on_tensor:
                 write(plan, target, on_tensor)
         _report(plan, target, dry_run=dry_run, as_json=as_json)
 
@@ -69,7 +69,7 @@ def source_path(model: str | None) -> Path:
 
 def quantized_file(source: Path, target: Path, recipe: str, imatrix: Path | None) -> int:
     """Writes a model by a mix or recipe, in silence -> bytes of its tensors."""
-    with _opened(source, imatrix) as conversion:
+    with opened(source, imatrix) as conversion:
         plan = with_recipe(conversion, recipe_named(recipe))
         write(plan, target, lambda step: None)
         return sum(step.n_bytes for step in plan.steps)
@@ -109,7 +109,7 @@ def show_recipes() -> None:
 
 
 @contextmanager
-def _opened(source: Path, imatrix: Path | None) -> Iterator[Conversion]:
+def opened(source: Path, imatrix: Path | None = None) -> Iterator[Conversion]:
     """The model's conversion as it is, with the importances in a file."""
     matrix = None if imatrix is None else read_imatrix(imatrix)
     with _as_it_is(source) as conversion:
@@ -125,14 +125,15 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         with open_gguf(source) as conversion:
             yield conversion
         return
-    from kukri.formats.sentence_transformers import gguf_keys
+    from kukri.formats.sentence_transformers import dense_tensors, gguf_keys
     from kukri.tokenizer.gguf_writer import tokenizer_metadata
 
     with open_checkpoint(source) as checkpoint:
         load_model(checkpoint.weights(checkpoint.config), checkpoint.config)  # all tensors there, none left
         assert isinstance(checkpoint.tokenizer, TokenizerFiles)
-        text = tokenizer_metadata(checkpoint.tokenizer) | gguf_keys(checkpoint.config, checkpoint.embedding)
-        yield of_directory(source, checkpoint.config, text)
+        config, dense = checkpoint.config, checkpoint.dense
+        text = tokenizer_metadata(checkpoint.tokenizer) | gguf_keys(config, checkpoint.embedding, dense)
+        yield of_directory(source, config, text, dense_tensors(config, dense))
 
 
 def _usual_type(conversion: Conversion) -> str:
@@ -143,7 +144,8 @@ def _usual_type(conversion: Conversion) -> str:
     return max(n_bytes, key=n_bytes.__getitem__)
 
 
-def _check_target(source: Path, target: Path) -> None:
+def check_target(source: Path, target: Path) -> None:
+    """Raises ConfigError for a file that cannot be written, or is the source."""
     if target.is_dir():
         raise ConfigError(f"{target} is a directory: name the file to write")
     if target.exists() and target.samefile(source):
@@ -153,7 +155,7 @@ def _check_target(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _progress(plan: Conversion) -> Iterator[Callable[[Step], None]]:
+def progress(plan: Conversion) -> Iterator[Callable[[Step], None]]:
     """A bar of bytes read."""
     with progress_bar(sum(step.source_bytes for step in plan.steps)) as advance:
         yield lambda step: advance(step.source_bytes, f"{step.name} ({step.target.name})")

@@ -22,7 +22,7 @@ from kukri.terminal.module_tree import Module, class_names, module_tree, tree_li
 from kukri.terminal.output import n_bytes_text, printable
 from kukri.terminal.tables import print_facts, print_table
 
-KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")
+KINDS = ("embedding", "attention", "recurrent", "mlp", "norm", "head", "other")
 _LAYER = re.compile(r"(?:model\.|transformer\.)?layers\.(\d+)\.(.+)|blk\.(\d+)\.(.+)")
 
 
@@ -165,6 +165,8 @@ def _config_report(config: ModelConfig | None) -> dict[str, Any]:
         "kv_bytes_per_token": config.kv_bytes_per_token,
         "kv_bytes_full_context": config.kv_bytes_per_token * config.max_context,
         "kv_bytes_per_token_mha": config.kv_bytes_per_token * config.n_heads // config.n_kv_heads,
+        "recurrent_layers": "".join("S" if layer.is_recurrent else "A" for layer in config.layers),
+        "state_bytes": config.state_bytes,
         "gqa_saves": 1 - config.n_kv_heads / config.n_heads,
     }
 
@@ -224,6 +226,8 @@ def place_of(name: str) -> tuple[str, str]:
         return layer, "norm"
     for part, kind in (
         *(("self_attn", "attention"), ("attn", "attention"), ("mlp", "mlp"), ("ffn", "mlp")),
+        ("feed_forward", "mlp"),
+        *((state, "recurrent") for state in ("conv", "shortconv", "mamba", "ssm", "linear_attn")),
         *(("embed", "embedding"), ("token_embd", "embedding")),
         *((head, "head") for head in ("lm_head", "output", "qa_outputs", "score", "classifier")),
     ):
@@ -281,6 +285,13 @@ def _config_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         mlp = (
             f"{mixture['n_experts']} experts of width {mixture['d_ffn']}, {mixture['n_used']} used by a token"
         )
+    states = []
+    if config["recurrent"] is not None:
+        kinds = _grouped(report["recurrent_layers"])
+        states = [
+            ("recurrent layers", f"{kinds}   S keeps a state, A attends"),
+            ("state", f"{n_bytes_text(report['state_bytes'])} per sequence, of any length"),
+        ]
     return [
         ("layers", f"{config['n_layers']} of width {config['d_model']}, {mlp}"),
         (
@@ -292,6 +303,7 @@ def _config_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("rope scaling", _scaling_text(report["rope_scaling"])),
         ("rope layers", f"{_grouped(report['rope_layers'])}   R rotates, N does not (NoPE)"),
         ("windows", f"{_grouped(report['window_layers'])}   {sees}. sees the whole context"),
+        *states,
         ("vocabulary", f"{config['n_vocab']:,} tokens"),
         ("head", _head_text(config)),
         ("context", f"{max_context:,} tokens"),

@@ -15,22 +15,51 @@ from kukri.models import ARCHITECTURES
 
 # The order in which transformers' classes define their modules; others come after, as the file has them.
 _ORDER = (
-    *("model", "transformer", "embed_tokens", "layers", "self_attn", "mlp", "norm", "final_layernorm"),
-    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense", "q_norm", "k_norm"),
+    *("model", "transformer", "embed_tokens", "layers", "self_attn", "linear_attn"),
+    *("conv", "conv1d", "feed_forward", "mlp", "norm"),
+    *("final_layernorm", "embedding_norm", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "in_proj"),
+    *(
+        "out_proj",
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_b",
+        "in_proj_a",
+        "dense",
+        "q_norm",
+        "k_norm",
+        "q_layernorm",
+        "k_layernorm",
+        "w1",
+        "w3",
+        "w2",
+    ),
     *("router", "experts", "gate"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj"),
     *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
-    *("post_feedforward_layernorm", "lm_head", "qa_outputs", "score", "classifier"),
+    *(
+        "post_feedforward_layernorm",
+        "operator_norm",
+        "ffn_norm",
+        "lm_head",
+        "qa_outputs",
+        "score",
+        "classifier",
+    ),
 )
 _MAX_DEPTH = 32  # of any sane model's modules
 # Modules of which transformers' class name is the architecture's and this
-_CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", "mlp": "MLP"}
+_CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", "mlp": "MLP"} | {
+    "feed_forward": "MLP",
+    "conv": "ShortConv",
+    "linear_attn": "GatedDeltaNet",
+}
 # and those that transformers calls otherwise
 _OWN_CLASSES = {
     "Gemma2Embedding": "Gemma2TextScaledWordEmbedding",
     "Gemma3Embedding": "Gemma3TextScaledWordEmbedding",
     "Gemma3Model": "Gemma3TextModel",
     "GptOssSparseMoeBlock": "GptOssMLP",
+    "Qwen3_5Model": "Qwen3_5TextModel",
 }
 
 
@@ -65,7 +94,7 @@ def module_tree(
     top = Module(root)
     for name, tensor in tensors.items():
         *path, last = name.split(".") if name.count(".") < _MAX_DEPTH else [name]
-        if path and path[-1] == "sinks":  # a parameter of the attention itself
+        if path and path[-1] in ("sinks", "A_log", "dt_proj"):  # a parameter of the layer itself
             last = path.pop()
         module = top
         for part in path:
@@ -133,6 +162,8 @@ def _describe(module: Module, name: str, prefix: str, norm_eps: float | None) ->
         numbered = all(child.isdecimal() for child in module.children)
         kind = prefix + _CLASSES.get(name, "DecoderLayer")
         module.kind = "ModuleList" if numbered else _OWN_CLASSES.get(kind, kind)
+        if name == "linear_attn" and "norm" in module.children:
+            module.children["norm"].kind, module.children["norm"].facts = f"{prefix}RMSNormGated", ""
         return
     module.kind, module.facts = _leaf(name, module.tensors, prefix, norm_eps)
 
@@ -156,6 +187,10 @@ def _leaf(
 ) -> tuple[str, str]:
     """Class and facts of a module with tensors of its own."""
     weight = tensors.get("weight")
+    if weight is not None and name in ("conv", "conv1d") and len(weight.shape) in (2, 3):
+        n, n_taps = weight.shape[0], weight.shape[-1]
+        sizes = f"{n}, {n}, kernel_size=({n_taps},), stride=(1,), padding=({n_taps - 1},), groups={n}"
+        return "Conv1d", sizes + ("" if "bias" in tensors else ", bias=False") + f", {weight.type}"
     if weight is None or len(weight.shape) > 2 or not tensors.keys() <= {"weight", "bias"}:
         shown = (f"{key}={'x'.join(map(str, t.shape))}, {t.type}" for key, t in tensors.items())
         return "Module", ", ".join(shown)

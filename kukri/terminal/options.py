@@ -6,7 +6,7 @@ Annotations are evaluated here, not postponed: typer reads them at each start.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -59,20 +59,42 @@ def _as_parameter(one: Field[Any]) -> Parameter:
     return Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=annotation)
 
 
-def option(help: str, *flags: str, default: Any = None, **settings: Any) -> Any:
+def option(
+    help: str,
+    *flags: str,
+    default: Any = None,
+    convert: Callable[[Any], Any] | None = None,
+    **settings: Any,
+) -> Any:
     """A dataclass field that is an option; `flags` and `settings` are `typer.Option`'s.
 
-    Without flags the option is named like the field.
+    Without flags the option is named like the field. `given` passes on what `convert` makes of the value.
     """
-    return field(default=default, metadata={"option": typer.Option(*flags, help=help, **settings)})
+    made = typer.Option(*flags, help=help, **settings)
+    return field(default=default, metadata={"option": made, "convert": convert})
 
 
 def given(options: Any) -> dict[str, Any]:
     """Fields of a dataclass that the command line set: those that are neither None, False nor empty."""
-    values = {one.name: getattr(options, one.name) for one in fields(options)}
-    return {
-        name: value for name, value in values.items() if not (value is None or value is False or value == [])
-    }
+    found: dict[str, Any] = {}
+    for one in fields(options):
+        value, convert = getattr(options, one.name), one.metadata["convert"]
+        if not (value is None or value is False or value == []):
+            found[one.name] = value if convert is None else convert(value)
+    return found
+
+
+def named_paths(values: Sequence[str], flag: str) -> dict[str, str]:
+    """The paths of NAME=PATH by their names. Raises ConfigError, about the flag, for anything else."""
+    found: dict[str, str] = {}
+    for text in values:
+        name, separator, path = text.partition("=")
+        if not (separator and name and path):
+            raise ConfigError(f"{flag} is given as NAME=PATH, not {text!r}")
+        if name in found:
+            raise ConfigError(f"{flag}: two are named {name!r}")
+        found[name] = path
+    return found
 
 
 def size_bytes(text: str, name: str = "a size") -> int:
@@ -148,6 +170,8 @@ Alias = Annotated[
 Imatrix = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Importance matrix of `kukri imatrix` or llama.cpp.")
 ]
+ServerURL = Annotated[str, typer.Option(metavar="URL", help="URL of the server.")]
+APIKey = Annotated[str | None, typer.Option(metavar="KEY", envvar="KUKRI_API_KEY", help="API key.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the result's size and types; write nothing.")]
 
 
@@ -172,8 +196,8 @@ class LoadOptions(ModelOptions):
     """Options of loading a model to generate with."""
 
     max_context: int | None = option("Tokens of prompt and answer. [default: the model's]", metavar="N")
-    kv_type: Literal["f16", "q8_0"] | None = option(
-        "KV-cache type; q8_0 takes about half the memory. [default: f16]"
+    kv_type: Literal["f16", "q8_0", "f32"] | None = option(
+        "KV-cache type; q8_0 takes half the memory, f32 twice and is exact. [default: f16]"
     )
     speculation: str | None = option(
         "Speculative decoding: ngram (prompt lookup), draft or off; output is unchanged. "
@@ -183,6 +207,87 @@ class LoadOptions(ModelOptions):
     draft_model: str | None = option(
         "Small model that drafts tokens, of the same vocabulary.", metavar="MODEL"
     )
+    adapters: list[str] | None = option(
+        "LoRA adapter: a PEFT directory or GGUF file; repeatable.",
+        "--adapter",
+        metavar="NAME=PATH",
+        convert=lambda values: named_paths(values, "--adapter"),
+    )
+    prefix_dir: str | None = option(
+        "Save what prompts computed here; later runs whose prompts begin alike start sooner.",
+        metavar="DIR",
+        envvar="KUKRI_PREFIX_DIR",
+    )
+    prefix_bytes: int | None = option(
+        "Largest size of --prefix-dir. [default: 4GiB]",
+        "--prefix-size",
+        metavar="SIZE",
+        parser=lambda text: size_bytes(text, "--prefix-size"),
+    )
+
+
+def _named_file(text: str) -> tuple[str, str]:
+    """The name and the path of NAME=PATH."""
+    name, separator, path = text.partition("=")
+    if not separator or not name or not path:
+        raise ConfigError(f"a file is given as NAME=PATH, not {text!r}")
+    return name, path
+
+
+@dataclass(frozen=True)
+class ReaderOptions:
+    """Options of what steers a model and reads its activations."""
+
+    control_vectors: list[str] | None = option(
+        "Control vector (GGUF) that requests may name; repeatable.", "--control-vector", metavar="NAME=FILE"
+    )
+    probes: list[str] | None = option(
+        "Linear probe (.safetensors) that requests may name; repeatable.", "--probe", metavar="NAME=FILE"
+    )
+    saes: list[str] | None = option(
+        "Sparse autoencoder of SAELens that requests may name; repeatable.", "--sae", metavar="NAME=DIR"
+    )
+
+    def files(self) -> dict[str, dict[str, str]]:
+        """The options of LLM: files by name. Raises ConfigError."""
+        return {
+            kind: dict(_named_file(text) for text in texts) for kind, texts in vars(self).items() if texts
+        }
+
+
+@dataclass(frozen=True)
+class SteeringOptions:
+    """Options of control vectors that work on every answer."""
+
+    control_vector: list[str] | None = option(
+        "Control vector (GGUF) to add; repeatable.", metavar="FILE[:STRENGTH]"
+    )
+    control_vector_layers: str | None = option(
+        "First and last layer that it works on. [default: all]", metavar="FIRST-LAST"
+    )
+
+    def files_and_interventions(self) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
+        """The options of LLM, and what to do to each request. Raises ConfigError."""
+        if not self.control_vector:
+            if self.control_vector_layers is not None:
+                raise ConfigError("--control-vector-layers needs a --control-vector")
+            return {}, []
+        layers = None
+        if self.control_vector_layers is not None:
+            match = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", self.control_vector_layers)
+            if match is None:
+                raise ConfigError(f"layers are given as FIRST-LAST, not {self.control_vector_layers!r}")
+            layers = [int(match[1]), int(match[2])]
+        files: dict[str, str] = {}
+        interventions: list[dict[str, Any]] = []
+        for i, text in enumerate(self.control_vector):
+            match = re.fullmatch(r"(.+):([+-]?[0-9]*\.?[0-9]+)", text)
+            path, strength = (text, 1.0) if match is None else (match[1], float(match[2]))
+            files[str(i)] = path
+            interventions.append(
+                {"op": "add", "control_vector": str(i), "strength": strength, "layers": layers}
+            )
+        return {"control_vectors": files}, interventions
 
 
 @dataclass(frozen=True)
@@ -242,6 +347,9 @@ class ServeOptions:
     )
     alias: list[str] | None = option("Another name of the first model; repeatable.", metavar="NAME")
     model_dir: Path | None = option("Serve every model of this directory too, by its name.", metavar="DIR")
+    adapter_dir: Path | None = option(
+        "Let clients load and unload the LoRA adapters of this directory.", metavar="DIR"
+    )
     pin: list[str] | None = option("Load this model at the start and keep it; repeatable.", metavar="NAME")
     max_loaded: int = option("Models in memory at a time.", default=3, min=1, metavar="N")
     memory: str | None = option("Memory for models. [default: nine tenths of what is free]", metavar="SIZE")
@@ -252,7 +360,12 @@ class ServeOptions:
         "Let clients pull and delete models; serve those in the cache.", "--manage-models", default=False
     )
     api_key_file: Path | None = option(
-        "API keys, KEY or NAME KEY a line. [default: $KUKRI_API_KEY]", metavar="FILE"
+        "API keys, [NAME] KEY [priority=N] [scope=interp] a line. [default: $KUKRI_API_KEY]", metavar="FILE"
+    )
+    share_prefixes: bool = option(
+        "Let keys share cached prompts, which shows them how others begin.",
+        "--share-prefixes",
+        default=False,
     )
     allowed_host: list[str] | None = option(
         "Another name allowed in Host headers; repeatable.", metavar="NAME"
@@ -261,18 +374,70 @@ class ServeOptions:
         "Proxy whose X-Forwarded-For is believed; repeatable.", metavar="ADDRESS"
     )
     cors_origin: list[str] | None = option("Origin allowed by CORS; repeatable.", metavar="URL")
+    interp: bool = option(
+        "Let clients steer the model and read activations: keys with scope=interp, all without keys.",
+        "--interp",
+        default=False,
+    )
+    max_activations: str = option("Largest activations of a request.", default="64MiB", metavar="SIZE")
     any_model: bool = option("Answer requests for any model's name.", "--any-model", default=False)
     chat_template_file: Path | None = option("Jinja template in place of the model's.", metavar="FILE")
+    batch_dir: Path | None = option("Keep /v1/files and /v1/batches here.", metavar="DIR")
     max_waiting: int = option("Requests in the queue; more get 503.", default=256, metavar="N")
     max_body: str = option("Largest request; larger ones get 413.", default="2MiB", metavar="SIZE")
     rate_limit: int | None = option("Requests per minute and key (or address); more get 429.", metavar="N")
     deadline_s: float | None = option("Longest time of an answer.", "--deadline", metavar="SECONDS")
+    stream_interval: int = option("Tokens in a chunk of a stream after the first.", default=1, metavar="N")
     drain_s: float = option(
         "Time for running answers after SIGTERM.", "--drain", default=60.0, metavar="SECONDS"
     )
     no_page: bool = option("Serve no chat page at /.", "--no-page", default=False)
     log_json: bool = option("Log JSON, one object per line.", "--log-json", default=False)
     log_level: str = option("debug, info, warning or error.", default="info", metavar="LEVEL")
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Options of replicas on Ray."""
+
+    n_replicas: int = option("Replicas of the model.", "--replicas", "-r", default=1, min=0, metavar="N")
+    max_replicas: int | None = option("Let their number follow the load, up to N.", metavar="N")
+    cpus: float | None = option(
+        "Processors for each replica. [default: its threads, or a machine's]", metavar="N"
+    )
+    gpus: float = option("GPUs for each replica.", default=0, min=0, metavar="N")
+    address: str | None = option(
+        "Ray cluster to join: auto, or HOST:PORT. [default: a new one on this machine]", metavar="ADDRESS"
+    )
+
+
+@dataclass(frozen=True)
+class LoadOfUsers:
+    """Options of `kukri plan`: what users send, and what they expect."""
+
+    users: float = option("Users at a time.", default=100.0, metavar="N")
+    pause_s: float = option(
+        "Seconds from a user's request to the next.", "--pause", default=30.0, metavar="SECONDS"
+    )
+    tokens: int = option("Tokens of an answer.", "--tokens", "-n", default=200, metavar="N")
+    prefixes: int = option("Different system prompts.", default=1, min=1, metavar="N")
+    prefix_tokens: int = option("Tokens of a system prompt.", default=256, min=0, metavar="N")
+    own_tokens: int = option("Tokens of a prompt behind it.", default=128, metavar="N")
+    first_token_s: float = option(
+        "Time to the first token that 99% must have.", "--first-token", default=1.0, metavar="SECONDS"
+    )
+    tokens_per_s: float = option("Speed that the median answer must have.", default=10.0, metavar="N")
+    costs: str | None = option(
+        "Milliseconds of a step itself, a sequence, a prompt token. [default: measured here]", metavar="A,B,C"
+    )
+    n_requests: int = option("Requests to simulate.", "--requests", default=2000, min=1, metavar="N")
+
+
+def cluster_options(options: ClusterOptions, *, is_wanted: bool) -> ClusterOptions | None:
+    """The options if Ray is wanted, else None. Raises ConfigError if they are set without it."""
+    if not is_wanted and options != ClusterOptions():
+        raise ConfigError("the options on replicas belong to --ray: give it too")
+    return options if is_wanted else None
 
 
 @dataclass(frozen=True)

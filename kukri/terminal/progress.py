@@ -43,6 +43,21 @@ def _byte_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
 
 
 @contextmanager
+def token_bar() -> Iterator[Callable[[int, int], None]]:
+    """Yields a function of (tokens done, all of them), which moves a bar on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tokens", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
     """A progress bar on a terminal, nothing elsewhere; each call names the work that begins."""
     if not sys.stderr.isatty():

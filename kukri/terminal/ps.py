@@ -43,17 +43,24 @@ def _until(model: Mapping[str, Any]) -> str:
 
 
 def _served_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    try:
+        models: list[dict[str, Any]] = json.loads(fetched(url, "/v1/models", api_key))["data"]
+        return [model for model in models if isinstance(model, dict)]
+    except (ValueError, KeyError, TypeError):
+        raise KukriError(f"the server at {url} does not list models as OpenAI's API does") from None
+
+
+def fetched(url: str, path: str, api_key: str | None) -> bytes:
+    """The body at a path of the server at `url`. Raises KukriError if there is none."""
     if not url.startswith(("http://", "https://")):
         raise KukriError(f"the URL of a server begins with http:// or https://, not {url!r}")
     headers = {"authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
     try:
-        with urlopen(Request(f"{url}/v1/models", headers=headers), timeout=_TIMEOUT_S) as response:
-            models: list[dict[str, Any]] = json.loads(response.read(_MOST_BYTES))["data"]
-            return [model for model in models if isinstance(model, dict)]
+        with urlopen(Request(f"{url}{path}", headers=headers), timeout=_TIMEOUT_S) as response:
+            body: bytes = response.read(_MOST_BYTES)
+            return body
     except HTTPError as error:
         hint = ": give --api-key" if error.code == 401 else ""
         raise KukriError(f"the server at {url} answers with status {error.code}{hint}") from None
     except (URLError, OSError) as error:
         raise KukriError(f"no server answers at {url}: {getattr(error, 'reason', error)}") from None
-    except (ValueError, KeyError, TypeError):
-        raise KukriError(f"the server at {url} does not list models as OpenAI's API does") from None

@@ -6,16 +6,18 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kukri.errors import RequestError
 from kukri.llm import LLM
-from kukri.results import Result
+from kukri.results import Chunk, Result
 from kukri.sampling import SamplingParams, with_overrides
 from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
 from kukri.terminal.progress import loading_bar
+from kukri.tokenizer.template_process import start_early
 
 MAX_TOKENS = 512
 
@@ -28,29 +30,35 @@ def answer_prompt(
     raw: bool,
     sampling: dict[str, Any],
     loading: dict[str, Any],
+    interventions: Sequence[Mapping[str, Any]] = (),
     as_json: bool,
     with_stats: bool,
 ) -> None:
     """Prints the answer to `prompt` and piped text, streamed or as one JSON object.
 
-    `sampling` are fields of SamplingParams over the model's defaults, `loading` are options of LLM. Errors
-    of the request are raised before the model is loaded.
+    `sampling` are fields of SamplingParams over the model's defaults, `loading` are options of LLM; of
+    several adapters the first is used. `interventions` are those of `LLM.generate`. Errors of the request are
+    raised before the model is loaded.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
     SamplingParams(**given)
     text = _full_prompt(prompt)
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
+    if not raw:
+        start_early()
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm:
         params = with_overrides(llm.default_params, given)
         request: Any = text if raw else [*opening(llm, system), {"role": "user", "content": text}]
+        adapter = next(iter(llm.adapters), None)
         if as_json:
-            result = llm.generate(request, params) if raw else llm.chat(request, params)
+            ask = llm.generate if raw else llm.chat
+            result = ask(request, params, adapter=adapter, interventions=interventions)
             print(json.dumps(_as_dict(llm, text, result), ensure_ascii=False))
         else:
-            result = _stream(llm, request, params)
+            result = _stream(llm.stream(request, params, adapter=adapter, interventions=interventions))
     if with_stats:
         print(describe_timings(result.timings), file=sys.stderr)
 
@@ -71,10 +79,10 @@ def opening(llm: LLM, system: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}]
 
 
-def _stream(llm: LLM, request: Any, params: SamplingParams) -> Result:
+def _stream(chunks: Iterator[Chunk]) -> Result:
     allow_any_text()
     result, ends_line = None, False
-    for chunk in llm.stream(request, params):
+    for chunk in chunks:
         if chunk.text:
             write_text(chunk.text)
             ends_line = chunk.text.endswith("\n")

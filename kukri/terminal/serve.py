@@ -39,7 +39,9 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
     if options.chat_template_file is not None:
         loading["chat_template"] = _read(options.chat_template_file, "chat template")
     served = served_models(models, options, loading)
-    settings = _settings(options, loading.get("kv_bytes"))
+    settings = server_settings(options, loading.get("kv_bytes"))
+    if any(model.options.control_vectors or model.options.probes or model.options.saes for model in served):
+        settings = replace(settings, has_interp=True)
     configure_logs(as_json=options.log_json, level=options.log_level)
     with bound_socket(options.host, options.port) as bound:
         is_alone = len(served) == 1 and options.idle_unload is None and served[0].keep_alive_s is None
@@ -61,7 +63,7 @@ def _serve_one(model: ServedModel, settings: ServerSettings, bound: socket.socke
     with llm:
         warm_up(llm)
         app = create_app(llm, settings)
-        _announce(model.names, settings, bound)
+        show_address(model.names, settings, bound)
         config, n_tokens = llm.engine_config, llm.engine.pool.n_pages * llm.engine.pool.page_tokens
         print(
             f"KV cache {llm.engine.runner.cache.n_bytes / 2**20:,.0f} MiB: {n_tokens:,} tokens, "
@@ -69,7 +71,7 @@ def _serve_one(model: ServedModel, settings: ServerSettings, bound: socket.socke
             file=sys.stderr,
             flush=True,
         )
-        _run(app, settings, bound)
+        run_app(app, settings, bound)
 
 
 def _serve_box(models: Sequence[ServedModel], settings: ServerSettings, bound: socket.socket) -> None:
@@ -80,23 +82,30 @@ def _serve_box(models: Sequence[ServedModel], settings: ServerSettings, bound: s
     registry = app.state.registry
     if not registry.entries and not settings.manages_models:
         raise ConfigError(f"there is no model in {settings.model_dir}: give a model, or another directory")
-    _announce([entry.name for entry in registry.entries], settings, bound)
+    show_address([entry.name for entry in registry.entries], settings, bound)
     print(
         f"{registry.memory_bytes / 2**30:.1f} GiB for models, {settings.max_loaded} loaded at a time at most",
         file=sys.stderr,
         flush=True,
     )
-    _run(app, settings, bound)
+    run_app(app, settings, bound)
 
 
-def _settings(options: ServeOptions, kv_bytes: int | None) -> ServerSettings:
+def server_settings(
+    options: ServeOptions, kv_bytes: int | None, names: tuple[str, ...] = ()
+) -> ServerSettings:
+    """The settings of a server; `names` are those of a model that is open already."""
     from kukri.server.settings import ServerSettings, duration_s
 
-    if options.model_dir is not None and not options.model_dir.is_dir():
-        raise ConfigError(f"there is no directory {options.model_dir}")
+    for directory in (options.model_dir, options.adapter_dir):
+        if directory is not None and not directory.is_dir():
+            raise ConfigError(f"there is no directory {directory}")
     idle = options.idle_unload
     return ServerSettings(
+        model_names=names,
         api_keys=read_keys(options.api_key_file),
+        shares_prefixes=options.share_prefixes,
+        batch_dir=options.batch_dir,
         allowed_hosts=host_names(options.host, options.allowed_host or []),
         trusted_proxies=tuple(options.trusted_proxy or []),
         cors_origins=tuple(options.cors_origin or []),
@@ -105,13 +114,17 @@ def _settings(options: ServeOptions, kv_bytes: int | None) -> ServerSettings:
         max_waiting=options.max_waiting,
         rate_limit=options.rate_limit,
         deadline_s=options.deadline_s,
+        stream_interval=options.stream_interval,
         drain_s=options.drain_s,
         has_page=not options.no_page,
         idle_unload_s=None if idle is None else duration_s(idle, "--idle-unload"),
         max_loaded=options.max_loaded,
         memory_bytes=None if options.memory is None else size_bytes(options.memory, "--memory"),
         kv_bytes=kv_bytes,
+        has_interp=options.interp,
+        max_activation_bytes=size_bytes(options.max_activations, "--max-activations"),
         model_dir=options.model_dir,
+        adapter_dir=options.adapter_dir,
         manages_models=options.manage_models,
     )
 
@@ -171,7 +184,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _announce(names: Sequence[str], settings: ServerSettings, bound: socket.socket) -> None:
+def show_address(names: Sequence[str], settings: ServerSettings, bound: socket.socket) -> None:
     """Prints to stderr the URL, the models' names, and a warning without keys."""
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -186,7 +199,8 @@ def _announce(names: Sequence[str], settings: ServerSettings, bound: socket.sock
     sys.stderr.flush()
 
 
-def _run(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
+def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
+    """Serves an application until SIGTERM or SIGINT. Raises the error of a start that failed."""
     import uvicorn
 
     from kukri.server.header_timeout import protocol_with_timeout

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from kukri.errors import ConfigError
-from kukri.formats.hub import DEFAULT_MODEL
 from kukri.loading import ModelOptions
-from kukri.server.settings import ServedModel, duration_s
+from kukri.server.settings import ServedModel, default_name, duration_s
 from kukri.terminal.config_file import read_config, text_of
 from kukri.terminal.options import ManyOptions, ServeOptions, size_bytes
 
+_TABLES = ("adapters",)  # options of names and paths
 _OWN_KEYS = ("model", "aliases", "pinned", "keep-alive", "chat-template-file")
+_FILES = {"control_vectors": "control-vector", "probes": "probe", "saes": "sae"}
 _KINDS = {"max_context": int, "n_threads": int, "max_requests": int, "rope_factor": float}
 
 
@@ -31,13 +32,18 @@ def served_models(
     if not given and not has_others:
         given = [(default_name(None), None)]
     is_alone = len(given) == 1 and not has_others
+    if not is_alone and "adapters" in loading:
+        raise ConfigError("--adapter is for a single model: give those of several in a file, --config")
     shared = {n: v for n, v in loading.items() if is_alone or n != "kv_bytes"}  # else of all together
     named = [ServedModel((name,), ModelOptions(model=model, **shared)) for name, model in given]
+    for i, one in enumerate(named[1:], 1):  # files are made for one model: the first
+        options_left = replace(one.options, control_vectors=None, probes=None, saes=None)
+        named[i] = replace(one, options=options_left)
     served = named + served
     if served and options.alias:
         aliased = dict.fromkeys([*options.alias, *served[0].names])
         served[0] = replace(served[0], names=tuple(aliased))
-    names = [name for model in served for name in model.names]
+    names = [name for model in served for name in (*model.names, *model.options.adapters)]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         raise ConfigError(f"two models are named {doubled!r}: give one another, as in --model NAME=MODEL")
@@ -58,15 +64,6 @@ def _name_and_model(text: str) -> tuple[str, str]:
     return name, model
 
 
-def default_name(model: str | None) -> str:
-    """The name under which a model is served: a known name as it is, a path without its directories."""
-    if model is None:
-        return DEFAULT_MODEL
-    path = Path(model)
-    is_file = path.suffix == ".gguf" or path.exists()
-    return (path.stem if path.suffix == ".gguf" else path.resolve().name) if is_file else model
-
-
 def configured_models(file: Path) -> list[ServedModel]:
     """The models of a file's table `models`. Raises ConfigError."""
     tables = read_config(file).get("models", {})
@@ -81,7 +78,7 @@ def _model(file: Path, name: str, table: Any) -> ServedModel:
     where = f"{file}: models.{name}"
     if not isinstance(table, dict) or not isinstance(table.get("model"), str):
         raise ConfigError(f"{where} needs a model: a name, a path or a repository")
-    flags = _flags()
+    flags = _flags() | {flag: field for field, flag in _FILES.items()}
     aliases, pinned = table.get("aliases", []), table.get("pinned", False)
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise ConfigError(f"{where}.aliases must be a list of names")
@@ -95,6 +92,11 @@ def _model(file: Path, name: str, table: Any) -> ServedModel:
             known = ", ".join([*_OWN_KEYS, *flags])
             raise ConfigError(f"{where} has no option {key!r}: there are {known}")
         field = flags[key.replace("_", "-")]
+        if field in _FILES:
+            if not isinstance(value, dict) or not all(isinstance(path, str) for path in value.values()):
+                raise ConfigError(f'{where}.{key} must be a table of files: {{name = "path"}}')
+            options[field] = {name: str(file.parent / path) for name, path in value.items()}
+            continue
         options[field] = _value(f"{where}.{key}", field, value)
     template = table.get("chat-template-file")
     if template is not None:
@@ -110,8 +112,12 @@ def _model(file: Path, name: str, table: Any) -> ServedModel:
 
 def _value(where: str, field: str, value: Any) -> Any:
     """The value of an option of LLM."""
-    if field == "kv_bytes":
+    if field in ("kv_bytes", "prefix_bytes"):
         return size_bytes(str(value), where)
+    if field in _TABLES:
+        if not isinstance(value, dict) or not all(isinstance(path, str) for path in value.values()):
+            raise ConfigError(f"{where} must be a table of names and paths")
+        return value
     kind = _KINDS.get(field, str)
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
         raise ConfigError(f"{where} must be {'a number' if kind is not str else 'a text'}, not {value!r}")

@@ -9,6 +9,7 @@ import pytest
 from kukri.bench.device_checks import Sizes, check_backend
 from kukri.kernels.pytorch import TorchBackend
 from kukri.kernels.pytorch.ops import TorchOps
+from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.terminal.doctor import check_gpu
 
 SMALL = Sizes(tokens=(1, 9), n_columns=256, n_rows=21, contexts=(40, 17, 3), n_layers=1)
@@ -40,6 +41,19 @@ def test_a_wrong_op_is_found(op, found, monkeypatch):
     monkeypatch.setattr(TorchOps, op, wrong)
     failed = {check.name for check in check_backend(one_thread, sizes=SMALL) if not check.passed}
     assert any(name.startswith(found) for name in failed)
+
+
+def test_wrong_sampling_is_found(monkeypatch):
+    """A device that chooses other tokens than the definition does."""
+
+    class FirstToken(ReferenceSampling):
+        def choose(self, records, logits):
+            super().choose(records, logits)
+            records.fields["token"][3] = 0
+
+    monkeypatch.setattr(TorchBackend, "sampling", FirstToken())
+    *_, check = check_backend(one_thread, sizes=SMALL)
+    assert (check.name, check.passed, check.error) == ("sampling, tokens", False, 1.0)
 
 
 def test_the_command_says_what_failed(monkeypatch, capsys):

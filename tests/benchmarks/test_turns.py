@@ -21,7 +21,9 @@ class FakeWorker:
 
     calls: ClassVar[list[tuple[str, str, int]]] = []
 
-    def __init__(self, engine: str, path: Any, n_threads: int, context_tokens: int) -> None:
+    def __init__(
+        self, engine: str, path: Any, n_threads: int, context_tokens: int, kv_type: str = "f16"
+    ) -> None:
         self.engine, self.n = engine, {"pp": 0, "tg": 0}
 
     def __enter__(self) -> FakeWorker:
@@ -39,7 +41,7 @@ class FakeWorker:
     def prefill_tokens_per_s(self, n_tokens: int) -> float:
         return self._speed("pp", n_tokens)
 
-    def decode_tokens_per_s(self, n_tokens: int) -> float:
+    def decode_tokens_per_s(self, n_tokens: int, depth: int = 0) -> float:
         return self._speed("tg", n_tokens)
 
     def _speed(self, test: str, n_tokens: int) -> float:
@@ -62,13 +64,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
 
 def test_peers_take_turns(calls: list[tuple[str, str, int]], smollm2_path: Path) -> None:
     """Would catch one engine always going first, warm-up counted, or a ratio turned round."""
-    report = peers.compare(str(smollm2_path), 2, 3, 7, 5)
-    assert report.decode.sides == {
+    report = peers.compare(str(smollm2_path), 2, 3, [7], 5)
+    decode = report.tests["tg5"]["llama-cpp-python"]
+    assert decode.sides == {
         "kukri": (200.0, 300.0, 400.0),
         "llama-cpp-python": (50.0, 50.0, 50.0),
     }
-    assert report.decode.ratios == (4.0, 6.0, 8.0)
-    assert report.decode.median_ratio == 6.0
+    assert decode.ratios == (4.0, 6.0, 8.0)
+    assert decode.median_ratio == 6.0
     assert report.versions == {"kukri": "1", "llama-cpp-python": "1"}
     decodes = [engine for engine, test, n in calls if (test, n) == ("tg", 5)]
     a, b = "kukri", "llama-cpp-python"
@@ -87,7 +90,7 @@ def test_peers_print_json_last(
     peers.main()
     printed = capsys.readouterr()
     report = json.loads(printed.out.splitlines()[-1])
-    assert report["prefill"]["ratios"] == [4.0]
+    assert report["tests"]["pp3"]["llama-cpp-python"]["ratios"] == [4.0]
     assert report["n_threads"] == 1
     assert (len(printed.out.splitlines()) == 1) is as_json
     assert ("tg2: round 1 of 1" in printed.err) is not as_json
@@ -108,7 +111,7 @@ def test_peers_without_llama_cpp_say_how_to_install_it(monkeypatch: pytest.Monke
 def test_lengths_beyond_the_context_are_refused(calls: object, smollm2_path: Path) -> None:
     """Would catch a run that fails in the middle, after minutes."""
     with pytest.raises(ConfigError, match="do not fit into the model's context of 8192"):
-        peers.compare(str(smollm2_path), 1, 1, 9000, 5)
+        peers.compare(str(smollm2_path), 1, 1, [9000], 5)
 
 
 @pytest.mark.parametrize("option", [["-r", "0"], ["-t", "-1"], ["-n", "x"], ["--nothing"]])
@@ -133,12 +136,14 @@ def test_neighbour_pairs_quiet_and_busy(
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", note)
-    report = neighbour.disturb(str(smollm2_path), 2, 2, 5)
+    report = neighbour.disturb(str(smollm2_path), 2, 2, 5, 9)
     kukri = report.engines["kukri"]
     assert kukri.sides == {"busy": (400.0, 600.0), "quiet": (300.0, 500.0)}  # the first pair warmed up
     assert kukri.ratios == (4 / 3, 1.2)
     assert report.engines["llama-cpp-python"].median_ratio == 1.0
-    assert len(started) == 6
+    assert report.prefill["kukri"].sides == kukri.sides
+    assert {n for _, test, n in calls if test == "pp"} == {9}
+    assert len(started) == 12
     assert all(process.poll() is not None for process in started)
 
 
@@ -148,4 +153,4 @@ def test_neighbour_runs_without_llama_cpp(
     """Would catch the peer being needed for kukri's own figure."""
     monkeypatch.setattr(neighbour, "installed_engines", lambda: ("kukri",))
     monkeypatch.setattr(neighbour, "_START_S", 0.0)
-    assert list(neighbour.disturb(str(smollm2_path), 1, 1, 2).engines) == ["kukri"]
+    assert list(neighbour.disturb(str(smollm2_path), 1, 1, 2, 2).engines) == ["kukri"]

@@ -17,8 +17,9 @@ from conftest import MODEL, serving
 
 from kukri import LLM
 from kukri.errors import ConfigError
+from kukri.server.keys import KeyRing
 from kukri.server.logs import JsonFormatter, LoggedLines, TextFormatter
-from kukri.server.middleware import KeyRing, RateLimiter
+from kukri.server.middleware import RateLimiter
 from kukri.server.settings import ServerSettings
 
 ASK = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
@@ -93,6 +94,47 @@ def test_the_right_key_is_found():
     """Catches keys that are compared with the wrong one."""
     ring = KeyRing(["a", "b"])
     assert [ring.find("Bearer a"), ring.find("bearer b")] == [0, 1]
+
+
+@pytest.mark.parametrize("keys", [("a b priority=x",), ("k priority=",), ("k priority=1.5",)])
+def test_a_priority_that_is_no_number_is_refused(keys):
+    """Catches a bound that is taken for a part of the key and never holds."""
+    with pytest.raises(ConfigError, match="priority=5"):
+        ServerSettings(api_keys=keys)
+
+
+def test_keys_share_no_prefixes_unless_told(small):
+    """Catches a client that asks for a prompt and sees by cached_tokens that another had it before."""
+    prompt = (
+        "Once upon a time there was a secret that nobody but one client of this server should know of. " * 3
+    )
+
+    def cached(http, key):
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+        answer = http.post("/v1/completions", json=body, headers={"x-api-key": key}).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    for shares, seen in ((False, [False, False, True, True]), (True, [False, True, True, True])):
+        with serving(small, api_keys=("one", "two"), shares_prefixes=shares) as server, server.http() as http:
+            assert [cached(http, key) for key in ("one", "two", "one", "two")] == seen
+        small.engine.pool.forget()
+
+
+def test_a_key_has_a_bound_on_its_priority(small):
+    """Catches a client that goes before all others because it says so."""
+    with serving(small, api_keys=("slow one priority=5", "two")) as server, server.http() as http:
+        for path, body in (
+            ("/v1/completions", ASK),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+        ):
+
+            def status(key, path=path, body=body, **more):
+                return http.post(path, json=body | more, headers={"x-api-key": key}).status_code
+
+            assert [status("one"), status("one", priority=5), status("one", priority=7)] == [200] * 3
+            assert [status("one", priority=4), status("one", priority=-1)] == [400] * 2
+            assert status("two", priority=-1) == 200
+    assert KeyRing(["a k priority=5"]).clients[0].priority(None) == 5
 
 
 # --- limits

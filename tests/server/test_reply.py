@@ -51,7 +51,7 @@ def test_an_answer_that_ended_first_is_written(stream):
         pass
 
     call: Any = SimpleNamespace(
-        is_done=True, is_gone=False, error=None, changed=changed, close=lambda: None,
+        is_done=True, is_gone=False, error=None, changed=changed, read_out=changed, close=lambda: None,
         n_prompt_tokens=1, n_generated=1, first_token_s=0.0, arrived_s=0.0, outcome=(0.0, []),
     )  # fmt: skip
     service: Any = SimpleNamespace(

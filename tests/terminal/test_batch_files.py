@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kukri import LLM
+from kukri.batch_files import Results, read_batch
 from kukri.cli import app
 from kukri.errors import ConfigError
-from kukri.terminal.batch_files import Results, read_batch
 
 NAME = "smol"
 

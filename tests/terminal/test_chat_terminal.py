@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from kukri.errors import ContextLengthError, RequestError
 from kukri.results import Chunk, Result
 from kukri.sampling import SamplingParams
 from kukri.terminal import chat as chat_module
-from kukri.terminal.chat import Chat, read_message
+from kukri.terminal.chat import Chat, read_message, talk
 
 
 class FakeLLM:
@@ -25,9 +26,11 @@ class FakeLLM:
         self.asked: list[list[dict[str, str]]] = []
         self.n_closed = 0
         self.config = SimpleNamespace(name="fake", max_context=8)
+        self.path, self.options = Path("fake.gguf"), SimpleNamespace(prefix_dir=None)
         self.engine_config = SimpleNamespace(max_context=None)
 
-    def stream(self, messages, params):
+    def stream(self, messages, params, adapter=None, interventions=()):
+        self.adapter = adapter
         self.asked.append(list(messages))
         if self.error is not None:
             raise self.error
@@ -83,7 +86,7 @@ def test_ctrl_c_keeps_what_was_said(capsys):
     chat = make_chat("one ", "two ", "three")
     pieces = chat.llm.stream
 
-    def interrupted_stream(messages, params):
+    def interrupted_stream(messages, params, adapter=None, interventions=()):
         for i, chunk in enumerate(pieces(messages, params)):
             if i == 1:
                 signal.raise_signal(signal.SIGINT)
@@ -172,10 +175,50 @@ def test_save_replaces_only_its_own_file(tmp_path, capsys):
     assert len(json.loads((tmp_path / "own.json").read_text())["messages"]) == 2
 
 
+def test_the_last_conversation_is_kept_and_resumed(tmp_path, monkeypatch, capsys):
+    """Catches a conversation that is lost, that others may read, or that goes on with another model."""
+    own = tmp_path / "state" / "last.json"
+    monkeypatch.setattr(chat_module, "last_chat", lambda: own)
+    opened = []
+
+    class Opened(FakeLLM):
+        default_params = SamplingParams()
+        chat_template = SimpleNamespace(takes_system_message=lambda: True)
+
+        def __init__(self, model, *, prefix_dir=None, progress=None):
+            super().__init__("Hello.")
+            self.path, self.options = tmp_path / "some.gguf", SimpleNamespace(prefix_dir=prefix_dir)
+            opened.append((model, prefix_dir, self))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(chat_module, "LLM", Opened)
+    with pytest.raises(RequestError, match="no conversation to resume"):
+        talk(model=None, system="Be kind.", sampling={}, loading={}, resumes=True)
+    typed(monkeypatch, "Hi\n")
+    talk(model="m", system="Be kind.", sampling={}, loading={"prefix_dir": str(tmp_path)})
+    assert own.stat().st_mode & 0o777 == 0o600
+    typed(monkeypatch, "And?\n")
+    talk(model=None, system="", sampling={}, loading={}, resumes=True)
+    model, prefix_dir, llm = opened[-1]
+    assert (model, prefix_dir) == (str(tmp_path / "some.gguf"), str(tmp_path))
+    assert [m["content"] for m in llm.asked[0]] == ["Be kind.", "Hi", "Hello.", "And?"]
+    assert "resumed a conversation of 3 messages" in capsys.readouterr().out
+    own.parent.chmod(0o500)
+    typed(monkeypatch, "More?\n")
+    talk(model=None, system="", sampling={}, loading={}, resumes=True)  # a disk that cannot be written to
+    own.parent.chmod(0o700)
+
+
 @pytest.mark.parametrize(
     "content",
     [
         b"not json",
+        b'{"messages": [], "path": 3}',
         b"\xff\xfe",
         b"[]",
         b'{"messages": 3}',
@@ -222,6 +265,20 @@ def test_help_lists_every_command(capsys):
     for name in (*chat_module.COMMANDS, "/exit"):
         assert name in shown
     assert not chat.take("/exit")
+
+
+def test_the_adapter_can_be_chosen(capsys):
+    """Catches an answer by another adapter than the one that is shown."""
+    chat = make_chat("one")
+    chat.llm.adapters = ("sql", "poem")
+    for command, adapter in (("/adapter poem", "poem"), ("/adapter", "poem"), ("/adapter off", None)):
+        assert chat.take(command)
+        assert capsys.readouterr().out == f"adapter: {adapter or 'off'}\n"
+        assert chat.take("Hi")
+        assert chat.llm.adapter == adapter
+        capsys.readouterr()
+    assert chat.take("/adapter other")
+    assert "no adapter 'other': sql, poem" in capsys.readouterr().out
 
 
 def test_stats_before_an_answer(capsys):

@@ -12,6 +12,7 @@ from kukri.bench.load import LoadOptions as LoadSettings
 from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.terminal.options import (
+    LoadOptions,
     LoadTestOptions,
     ManyOptions,
     SamplingOptions,
@@ -104,6 +105,19 @@ def test_one_model_is_given_once():
         one_model("a", "b")
 
 
+def test_adapters_are_given_by_name():
+    """Catches a path with = that is cut, and one of two adapters dropped in silence."""
+    options = LoadOptions(adapters=["a=x=y", "b=/z"])
+    assert given(options) == {"adapters": {"a": "x=y", "b": "/z"}}
+    for values, words in (
+        (["x"], "NAME=PATH, not 'x'"),
+        (["=x"], "NAME=PATH"),
+        (["a=x", "a=y"], "two are named"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            given(LoadOptions(adapters=values))
+
+
 def test_fields_have_the_names_of_what_they_are_passed_to():
     """Catches an option that fails with a TypeError when it is used."""
     assert {one.name for one in fields(SamplingOptions)} <= {one.name for one in fields(SamplingParams)}
@@ -122,7 +136,8 @@ def test_every_command_takes_the_model_both_ways():
     for name in names:
         if name in ("doctor", "list", "ps"):
             continue
-        text = runner.invoke(app, [name, "--help"]).stdout
+        words = ["cluster", "serve"] if name == "cluster" else [name]
+        text = runner.invoke(app, [*words, "--help"]).stdout
         assert "-m, --model" in text, name
         assert "[MODEL" in text or "[A]" in text, name
 

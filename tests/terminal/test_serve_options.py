@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from kukri.cli import app
 from kukri.errors import ConfigError
-from kukri.terminal.options import ManyOptions, ServeOptions, command, given
-from kukri.terminal.serve import _settings
+from kukri.terminal.options import ManyOptions, ReaderOptions, ServeOptions, SteeringOptions, command, given
+from kukri.terminal.serve import server_settings
 from kukri.terminal.served_models import configured_models, served_models
 
 CONFIG = """
@@ -62,7 +62,7 @@ def test_a_configuration_file_sets_options_and_models(tmp_path):
     serving, _ = parsed("--config", str(file), "--port", "1234")
     assert (serving.port, serving.idle_unload, serving.max_body) == (1234, "10m", "1MiB")
     assert (serving.no_page, serving.alias, serving.deadline_s) == (True, ["a", "b"], 2.5)
-    assert _settings(serving, None).idle_unload_s == 600
+    assert server_settings(serving, None).idle_unload_s == 600
     embed, chat = configured_models(file)
     assert (embed.names, embed.options.model, embed.is_pinned) == (("embed",), "smollm2-135m", False)
     assert (chat.names, chat.is_pinned, chat.keep_alive_s) == (("chat", "gpt"), True, 3600)
@@ -166,3 +166,35 @@ def test_ps_shows_the_models_of_a_server():
     server.shutdown()
     server.server_close()
     assert "no server answers" in CliRunner().invoke(app, ["ps", "--url", url]).stderr
+
+
+def test_files_that_steer_are_of_the_first_model(tmp_path):
+    """Catches a vector that is given to a model of another width, a path that is taken as it stands."""
+    readers = ReaderOptions(["happy=a.gguf"], None, ["l8=dir"]).files()
+    assert readers == {"control_vectors": {"happy": "a.gguf"}, "saes": {"l8": "dir"}}
+    first, second = served_models(["a=x.gguf", "b=y.gguf"], parsed()[0], readers)
+    assert first.options.control_vectors == {"happy": "a.gguf"}
+    assert second.options.control_vectors is second.options.saes is None
+    with pytest.raises(ConfigError, match="NAME=PATH"):
+        ReaderOptions(["a.gguf"]).files()
+    file = tmp_path / "kukri.toml"
+    file.write_text('[models.a]\nmodel = "x.gguf"\ncontrol-vector = {happy = "a.gguf"}\n')
+    (model,) = configured_models(file)
+    assert model.options.control_vectors == {"happy": str(tmp_path / "a.gguf")}
+    file.write_text('[models.a]\nmodel = "x.gguf"\nprobe = "a.gguf"\n')
+    with pytest.raises(ConfigError, match="must be a table of files"):
+        configured_models(file)
+
+
+def test_control_vectors_of_run_and_chat():
+    """Catches a strength that becomes a part of the path, layers that are ignored."""
+    files, interventions = SteeringOptions(
+        ["a.gguf:-1.5", "C:b.gguf", "c.gguf"], "3-9"
+    ).files_and_interventions()
+    assert files == {"control_vectors": {"0": "a.gguf", "1": "C:b.gguf", "2": "c.gguf"}}
+    assert [one["strength"] for one in interventions] == [-1.5, 1.0, 1.0]
+    assert [one["layers"] for one in interventions] == [[3, 9]] * 3
+    assert SteeringOptions().files_and_interventions() == ({}, [])
+    for wrong in (SteeringOptions(None, "1-2"), SteeringOptions(["a.gguf"], "1")):
+        with pytest.raises(ConfigError):
+            wrong.files_and_interventions()

@@ -1,0 +1,75 @@
+"""`kukri activations`: activations of many texts in files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kukri.errors import ConfigError
+from kukri.llm import LLM
+from kukri.terminal.output import n_bytes_text
+from kukri.terminal.progress import loading_bar, token_bar
+
+
+def store_activations(
+    source: Path,
+    folder: Path,
+    *,
+    model: str | None,
+    names: Sequence[str],
+    context: int,
+    shard_bytes: int,
+    shuffle: int | None,
+    loading: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Writes the activations of `names` on the texts of a file, and says how many. See `write_store`."""
+    from kukri.interp.store import write_store
+
+    texts = read_texts(source)
+    with loading_bar() as progress:
+        llm = LLM(model, max_context=max(context, 16), progress=progress, **loading)
+    with llm, token_bar() as advance:
+        report = write_store(
+            llm,
+            texts,
+            list(names),
+            folder,
+            model=llm.config.name,
+            context=context,
+            shard_bytes=shard_bytes,
+            shuffle=shuffle,
+            progress=advance,
+        )
+    if as_json:
+        print(json.dumps({"folder": str(folder), **asdict(report)}))
+        return
+    print(
+        f"{folder}: {report.n_tokens:,} tokens of {', '.join(report.names)} in {report.n_shards} shards, "
+        f"{n_bytes_text(report.n_bytes)}; {report.n_written} of them new"
+    )
+
+
+def read_texts(source: Path) -> list[str]:
+    """The texts of a file: of JSON lines the field `text`, else the whole. Raises ConfigError."""
+    try:
+        whole = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} cannot be read: {error}") from None
+    if source.suffix not in (".jsonl", ".ndjson"):
+        return [whole]
+    texts: list[str] = []
+    for i, line in enumerate(whole.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+            raise ConfigError(f'{source}, line {i}: must be a JSON object with a "text"')
+        texts.append(found["text"])
+    return texts

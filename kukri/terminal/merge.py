@@ -1,0 +1,57 @@
+"""`kukri merge`: a model with an adapter in its weights, as a file of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from kukri.errors import ConfigError
+from kukri.formats.adapters import read_adapter
+from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.convert import write
+from kukri.formats.merge import with_adapter, write_merged_directory
+from kukri.models import load_model
+from kukri.terminal.convert import check_target, opened, progress, source_path
+from kukri.terminal.progress import progress_bar
+from kukri.terminal.tables import print_facts
+
+
+def merge_model(model: str | None, adapter: Path, target: Path, *, as_json: bool) -> None:
+    """Writes a model with an adapter merged: a GGUF file, or a directory like the one it is made from.
+
+    Tensors keep their types, so that those of a packed file are quantized again.
+    """
+    source = source_path(model)
+    is_file = target.suffix == ".gguf"
+    if not is_file and not source.is_dir():
+        raise ConfigError(f"{source} is a GGUF file: name a .gguf file to write, not {target}")
+    if not is_file and target.exists():
+        raise ConfigError(f"{target} exists: name a directory that does not")
+    if is_file:
+        check_target(source, target)
+    with open_checkpoint(source) as checkpoint:
+        config = checkpoint.config
+        changes = read_adapter(adapter.expanduser(), load_model(checkpoint.weights(config), config))
+    n_packed = 0
+    if is_file:
+        with opened(source) as conversion:
+            plan = with_adapter(conversion, changes)
+            changed = [new for old, new in zip(conversion.steps, plan.steps) if new is not old]
+            n_packed = sum(step.target.block_size > 1 for step in changed)
+            with progress(plan) as on_tensor:
+                write(plan, target, on_tensor)
+    else:
+        with progress_bar(len(changes.updates)) as advance:
+            write_merged_directory(source, target, config, changes, lambda name: advance(1, name))
+    n = len(changes.updates)
+    if as_json:
+        print(json.dumps({"path": str(target), "tensors": n, "rank": changes.rank}))
+    else:
+        print_facts([("wrote", str(target)), ("merged", f"{n} tensors, rank {changes.rank}")])
+    if n_packed:
+        print(
+            f"note: {n_packed} merged tensors were quantized again, which may lose more than the adapter"
+            " adds: merge into the original weights, and quantize then",
+            file=sys.stderr,
+        )

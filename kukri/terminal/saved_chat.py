@@ -1,0 +1,65 @@
+"""Conversations in files: of /save and /load, and the last one, which `kukri chat --resume` continues."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kukri.errors import RequestError
+from kukri.private_files import write_private
+
+ROLES = ("system", "user", "assistant")
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class SavedChat:
+    """A conversation, the model that it was held with, and where its prefix was saved."""
+
+    messages: list[Message]
+    name: str = field(default="", kw_only=True)  # of the model
+    path: str | None = field(default=None, kw_only=True)
+    prefix_dir: str | None = field(default=None, kw_only=True)
+
+
+def last_chat() -> Path:
+    """The file of the last conversation, in the user's state directory."""
+    from platformdirs import user_state_path
+
+    return user_state_path("kukri") / "last_chat.json"
+
+
+def read_chat(path: Path) -> SavedChat:
+    """A saved conversation. Raises RequestError for any other file, OSError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        messages = [{"role": message["role"], "content": message["content"]} for message in found["messages"]]
+        texts = [found.get(name) for name in ("path", "prefix_dir")]
+    except (ValueError, KeyError, TypeError):
+        raise RequestError(f"{path} is not a saved conversation") from None
+    if not all(text is None or isinstance(text, str) for text in texts):
+        raise RequestError(f"{path} is not a saved conversation")
+    for i, message in enumerate(messages):
+        if message["role"] not in ROLES[0 if i == 0 else 1 :] or not isinstance(message["content"], str):
+            raise RequestError(f"{path} is not a saved conversation: message {i + 1} is wrong")
+    return SavedChat(messages, path=texts[0], prefix_dir=texts[1])
+
+
+def write_chat(path: Path, chat: SavedChat, *, replaces: bool) -> None:
+    """Writes a conversation, for its owner to read alone, whole or not at all.
+
+    Raises RequestError if it cannot be written, or if there is such a file and `replaces` is false.
+    """
+    if not replaces and path.exists():
+        raise RequestError(f"{path} exists: choose another name")
+    facts = {
+        "model": chat.name,
+        "path": chat.path,
+        "prefix_dir": chat.prefix_dir,
+        "messages": chat.messages,
+    }
+    try:
+        write_private(path, (json.dumps(facts, ensure_ascii=False, indent=2) + "\n").encode())
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}") from None

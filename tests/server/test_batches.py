@@ -1,0 +1,191 @@
+"""/v1/files and /v1/batches, by OpenAI's client: results in order, across restarts, for one key alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from conftest import MODEL, Served, serving
+from tiny_gguf import write_tiny
+
+from kukri import LLM
+from kukri.errors import RequestError
+from kukri.server.batch_routes import form_fields
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf")
+    with LLM(path, max_requests=4, n_threads=1) as llm:
+        yield llm
+
+
+def client(server: Served, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def asked(i: int, n: int = 4) -> str:
+    return line(f"r{i}", model=MODEL, prompt=[i + 1, 5], max_tokens=n, temperature=0, ignore_eos=True)
+
+
+def upload(openai_client: openai.OpenAI, *lines: str) -> str:
+    file = io.BytesIO(("\n".join(lines) + "\n").encode())
+    file.name = "requests.jsonl"
+    return openai_client.files.create(file=file, purpose="batch").id
+
+
+def start(openai_client: openai.OpenAI, file_id: str) -> str:
+    made = openai_client.batches.create(
+        input_file_id=file_id, endpoint="/v1/completions", completion_window="24h", metadata={"a": "b"}
+    )
+    return made.id
+
+
+def ended(openai_client: openai.OpenAI, batch_id: str) -> Any:
+    deadline = time.monotonic() + 60
+    while (batch := openai_client.batches.retrieve(batch_id)).status not in (
+        "completed", "failed", "cancelled",
+    ):  # fmt: skip
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.05)
+    return batch
+
+
+def lines_of(openai_client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(text) for text in openai_client.files.content(file_id).text.splitlines()]
+
+
+def test_a_batch_is_answered_in_order(tiny: LLM, tmp_path: Path) -> None:
+    """Catches answers of another model call, an order of arrival, and errors among the answers."""
+    with serving(tiny, batch_dir=tmp_path / "kept") as server:
+        asker = client(server)
+        file_id = upload(
+            asker,
+            *(asked(i) for i in range(12)),
+            "{broken",
+            line("other", "/v1/embeddings", model=MODEL, input="a"),
+            line("wrong", model=MODEL, prompt=[1], temperature=-1),
+        )
+        assert asker.files.retrieve(file_id).filename == "requests.jsonl"
+        batch = ended(asker, start(asker, file_id))
+        assert (batch.status, batch.metadata) == ("completed", {"a": "b"})
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (15, 12, 3)
+        answers, errors = lines_of(asker, batch.output_file_id), lines_of(asker, batch.error_file_id)
+        assert [one["custom_id"] for one in answers] == [f"r{i}" for i in range(12)]
+        assert [one["custom_id"] for one in errors] == [None, "other", "wrong"]
+        for i, one in enumerate(answers):
+            expected = tiny.generate([i + 1, 5], max_tokens=4, temperature=0, ignore_eos=True)
+            assert one["response"]["body"]["choices"][0]["text"] == expected.text
+        assert [one.id for one in asker.batches.list()] == [batch.id]
+        assert len(list(asker.files.list())) == 3
+        assert asker.files.delete(file_id).deleted
+        with pytest.raises(openai.NotFoundError):
+            asker.files.retrieve(file_id)
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_restart_goes_on_where_it_was(tiny: LLM, tmp_path: Path) -> None:
+    """Catches a batch that is lost with its server, or answered from the beginning again."""
+    with serving(tiny, batch_dir=tmp_path) as server:
+        asker = client(server)
+        batch_id = start(asker, upload(asker, *(asked(i, 100) for i in range(60))))
+        server.wait_until(lambda: asker.batches.retrieve(batch_id).status == "in_progress")
+        part = tmp_path / f"{batch_id}.results.part"
+        server.wait_until(lambda: part.exists() and part.stat().st_size > 0)
+    n_done = len(part.read_bytes().splitlines())
+    assert 0 < n_done < 60
+    with serving(tiny, batch_dir=tmp_path) as server:
+        asker = client(server)
+        batch = ended(asker, batch_id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 60)
+        assert [one["custom_id"] for one in lines_of(asker, batch.output_file_id)] == [
+            f"r{i}" for i in range(60)
+        ]
+
+
+def test_a_batch_can_be_cancelled(tiny: LLM, tmp_path: Path) -> None:
+    """Catches a batch that runs to its end all the same, or whose answers so far are lost."""
+    with serving(tiny, batch_dir=tmp_path) as server:
+        asker = client(server)
+        batch_id = start(asker, upload(asker, *(asked(i, 100) for i in range(60))))
+        server.wait_until(lambda: asker.batches.retrieve(batch_id).status == "in_progress")
+        assert asker.batches.cancel(batch_id).status == "cancelling"
+        batch = ended(asker, batch_id)
+        assert batch.status == "cancelled"
+        n_left = sum(one["error"] is not None for one in lines_of(asker, batch.error_file_id))
+        assert n_left > 0
+
+
+def test_files_and_batches_belong_to_a_key(tiny: LLM, tmp_path: Path) -> None:
+    """Catches one client's prompts and answers in another's hands."""
+    with serving(tiny, batch_dir=tmp_path, api_keys=("one", "two")) as server:
+        mine, other = client(server, "one"), client(server, "two")
+        file_id = upload(mine, asked(1))
+        batch = ended(mine, start(mine, file_id))
+        assert batch.status == "completed"
+        for call in (
+            lambda: other.files.retrieve(file_id),
+            lambda: other.files.content(batch.output_file_id),
+            lambda: other.files.delete(file_id),
+            lambda: start(other, file_id),
+            lambda: other.batches.retrieve(batch.id),
+            lambda: other.batches.cancel(batch.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+        assert list(other.files.list()) == list(other.batches.list()) == []
+        with pytest.raises(openai.AuthenticationError):
+            client(server, "three").files.list()
+
+
+def test_wrong_input_is_explained(tiny: LLM, tmp_path: Path) -> None:
+    """Catches a 500, and a batch that never ends because its file holds nothing."""
+    with serving(tiny, batch_dir=tmp_path) as server, server.http() as http:
+        asker = client(server)
+        with pytest.raises(openai.BadRequestError, match="purpose"):
+            asker.files.create(file=io.BytesIO(b"a"), purpose="fine-tune")
+        batch = ended(asker, start(asker, upload(asker, "")))
+        assert batch.status == "failed"
+        assert "no requests" in batch.errors.data[0].message
+        assert str(tmp_path) not in batch.errors.data[0].message
+        with pytest.raises(openai.BadRequestError, match="endpoint"):
+            asker.batches.create(
+                input_file_id=upload(asker, asked(1)), endpoint="/v1/x", completion_window="24h"
+            )  # type: ignore[call-overload]
+        assert http.post("/v1/files", content=b"x").status_code == 400
+        assert http.get("/v1/files/..%2f..%2fetc/content").status_code == 404
+    with serving(tiny) as server, pytest.raises(openai.NotFoundError, match="batch-dir"):
+        upload(client(server), asked(1))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"--b", b"--b--\r\n", b"--b\r\n\r\nx\r\n--b--", b'--b\r\ncontent: name="a"\r\n--b--', b"x--b--"],
+)
+def test_forms_that_are_none_are_refused(body: bytes) -> None:
+    """Catches an IndexError."""
+    with pytest.raises(RequestError):
+        form_fields("multipart/form-data; boundary=b", body)
+
+
+def test_a_form_keeps_every_byte() -> None:
+    """Catches line ends that are translated, and a file that ends early."""
+    data = bytes(range(256)) + b"\r\n--bb\r\n\n\r"
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n' + data + b"\r\n--b--\r\n"
+    )
+    assert form_fields('multipart/form-data; boundary="b"', body.replace(b"--bb", b"--cc")) == {
+        "file": ("x", data.replace(b"--bb", b"--cc"))
+    }

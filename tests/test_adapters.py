@@ -1,0 +1,543 @@
+"""LoRA adapters of an LLM: transformers' merged model, file formats, batches, prefixes, hostile files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lora_files import ATTENTION, MLP, Updates, merged, random_updates, write_gguf_adapter, write_peft
+from safetensors.torch import load_file, save_file
+from test_llm_safetensors import N_VOCAB, make, theirs
+from typer.testing import CliRunner
+
+from kukri import LLM, SamplingParams
+from kukri.cli import app
+from kukri.engine import Request
+from kukri.errors import CapacityError, ConfigError, FormatError, KukriError, RequestError, UnsupportedError
+from kukri.terminal.convert import convert_model
+
+IDS = np.random.default_rng(0).integers(0, 250, 40).tolist()
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+NAMES = ("one", "two", "three")
+CONVOLUTION = ("in_proj", "out_proj", "w1", "w2", "w3")  # and the MLP, of LFM2
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return make(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def gguf(llama: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "llama.gguf"
+    convert_model(llama[0], path, "F32", dry_run=False, as_json=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapters(llama: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three, of other ranks, types and targets."""
+    root, model = tmp_path_factory.mktemp("adapters"), llama[1]
+    made = {
+        "one": (random_updates(model, rank=4, seed=1), torch.float32),
+        "two": (random_updates(model, rank=20, seed=2), torch.bfloat16),
+        "three": (random_updates(model, ("q_proj", "v_proj"), rank=8, seed=3), torch.float16),
+    }
+    return {name: write_peft(root / name, u, 16.0, dtype) for name, (u, dtype) in made.items()}
+
+
+@pytest.fixture(scope="module")
+def llm(llama: tuple[Path, Any], adapters: dict[str, Path]) -> Iterator[LLM]:
+    with LLM(llama[0], adapters=adapters, max_requests=8, n_threads=2) as made:
+        yield made
+
+
+def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-4) -> None:
+    np.testing.assert_allclose(got, want, atol=tolerance * max(1.0, np.abs(want).max()), rtol=0)
+
+
+# --- the arithmetic
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3", "gemma2", "granite-plain", "lfm2"])
+def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None:
+    """A matrix under another name, a part of a fused one, an update beside a norm or factor, a lost scale."""
+    directory, model = make(tmp_path / "model", kind)
+    updates = random_updates(model, (*ATTENTION, *MLP, *CONVOLUTION), rank=4)
+    path = write_peft(tmp_path / "adapter", updates, alpha=6.0)
+    want = theirs(merged(model, updates, 1.5), IDS)
+    assert np.abs(want - theirs(model, IDS)).max() > 0.05, "the premise: the adapter changes something"
+    with LLM(directory, backend="reference", adapters={"a": path}) as llm:
+        close(llm.logits(IDS, adapter="a"), want)
+        close(llm.logits(IDS), theirs(model, IDS))
+
+
+def test_logits_on_the_cpu(llm: LLM, llama: tuple[Path, Any]) -> None:
+    """A kernel's mistake: a rank of several tiles, types, a part that an adapter leaves."""
+    close(llm.logits(IDS), theirs(llama[1], IDS), 5e-3)
+    for name, rank, targets in (
+        ("one", 4, (*ATTENTION, *MLP)),
+        ("two", 20, (*ATTENTION, *MLP)),
+        ("three", 8, ("q_proj", "v_proj")),
+    ):
+        updates = random_updates(llama[1], targets, rank, NAMES.index(name) + 1)
+        close(llm.logits(IDS, adapter=name), theirs(merged(llama[1], updates, 16 / rank), IDS), 2e-2)
+
+
+def test_alpha_and_rank_of_single_modules(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """rsLoRA's scale, and patterns: a name that is another's end, a rank that is the default's."""
+    directory, model = llama
+    updates = random_updates(model, ("q_proj", "down_proj"), rank=4)
+    updates |= random_updates(model, ("o_proj",), rank=9, seed=5)
+    scales = dict.fromkeys(updates, 8.0 / 2)  # alpha / sqrt(4)
+    scales |= {name: 8.0 / 3 for name in updates if name.endswith("o_proj")}
+    scales |= {"model.layers.1.self_attn.q_proj": 2.0 / 2, "model.layers.2.mlp.down_proj": 3.0 / 2}
+    patterns = {"model.layers.1.self_attn.q_proj": 2, "layers.2.mlp.down_proj": 3.0, "proj": 99}
+    path = write_peft(
+        tmp_path, updates, 8, r=4, use_rslora=True, alpha_pattern=patterns, rank_pattern={"o_proj": 9}
+    )
+    with LLM(directory, backend="reference", adapters={"a": path}) as llm:
+        close(llm.logits(IDS, adapter="a"), theirs(merged(model, updates, scales), IDS))
+
+
+def test_a_head_of_its_own(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """An update of rows that want logits, at rows of tokens."""
+    directory, model = llama
+    updates = random_updates(model, ("lm_head", "v_proj"))
+    path = write_peft(tmp_path, updates)
+    with LLM(directory, adapters={"a": path}, n_threads=2) as llm:
+        close(llm.logits(IDS, adapter="a"), theirs(merged(model, updates, 2.0), IDS), 2e-2)
+        request = llm.engine.make_output_request(IDS, "logits", first_row=20, stop_row=30, adapter="a")
+        (rows,) = llm.calls.compute([request])
+        np.testing.assert_array_equal(rows, llm.logits(IDS, adapter="a")[20:30])
+
+
+@pytest.mark.parametrize("weight_type", ["F32", "F16"])
+def test_gguf_adapters(llama: tuple[Path, Any], gguf: Path, weight_type: str, tmp_path: Path) -> None:
+    """Rows of q and k in another order than the model's; the scale of another rank."""
+    directory, model = llama
+    updates = random_updates(model, rank=6)
+    of_gguf = write_gguf_adapter(tmp_path / "a.gguf", updates, 16, 9.0, weight_type)
+    of_peft = write_peft(tmp_path / "a", updates, 9.0)
+    want = theirs(merged(model, updates, 1.5), IDS)
+    for path in (directory, gguf):
+        with LLM(path, backend="reference", adapters={"gguf": of_gguf, "peft": of_peft}) as llm:
+            close(llm.logits(IDS, adapter="peft"), want)
+            close(llm.logits(IDS, adapter="gguf"), want, 1e-4 if weight_type == "F32" else 5e-3)
+
+
+@pytest.mark.slow
+def test_logits_are_those_of_peft(tmp_path: Path) -> None:
+    """A rule of PEFT's that the formula here does not have: names, scales, patterns."""
+    peft = pytest.importorskip("peft")
+    for kind, config in {
+        "llama": {"target_modules": "all-linear", "lora_alpha": 20, "r": 8},
+        "qwen3": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "r": 4},
+        "phi3": {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 4, "alpha_pattern": {"qkv_proj": 3}},
+        "llama-biases": {
+            "target_modules": r".*\.(0|2)\..*(q|up)_proj",
+            "r": 16,
+            "rank_pattern": {"up_proj": 2},
+        },
+    }.items():
+        directory, model = make(tmp_path / kind, kind)
+        tuned = peft.get_peft_model(model, peft.LoraConfig(**config, init_lora_weights=False))
+        tuned.save_pretrained(tmp_path / f"{kind}-adapter")
+        with torch.no_grad():
+            want = tuned.eval()(torch.tensor([IDS])).logits[0].numpy()
+        with LLM(directory, backend="reference", adapters={"a": tmp_path / f"{kind}-adapter"}) as llm:
+            close(llm.logits(IDS, adapter="a"), want)
+
+
+# --- batches, prefixes, loading and unloading
+
+
+def requests(llm: LLM, prompts: list[list[int]], names: list[str | None]) -> list[Request]:
+    made = [
+        llm.engine.make_requests(ids, GREEDY, adapter=name)[0]
+        for ids, name in zip(prompts, names, strict=True)
+    ]
+    for request in made:
+        llm.engine.add_request(request)
+    return made
+
+
+def finish(llm: LLM) -> None:
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check_integrity()
+
+
+def test_a_crowd_of_adapters_changes_no_answer(
+    llm: LLM, llama: tuple[Path, Any], adapters: dict[str, Path]
+) -> None:
+    """A token that depends on the adapters beside it: each is that of the adapter alone, and of none."""
+    rng = np.random.default_rng(1)
+    shared = rng.integers(0, 250, 20).tolist()
+    prompts = [shared + rng.integers(0, 250, int(n)).tolist() for n in rng.integers(1, 30, 12)]
+    names = [None, *NAMES] * 3
+    crowd = requests(llm, prompts, names)
+    finish(llm)
+    with LLM(llama[0], n_threads=2) as plain:
+        for prompt, name, request in zip(prompts, names, crowd, strict=True):
+            if name is None:
+                assert plain.generate(prompt, GREEDY).token_ids == request.output_ids
+    for one in NAMES:
+        with LLM(llama[0], adapters={one: adapters[one]}, n_threads=2, speculation="off") as alone:
+            for prompt, name, request in zip(prompts, names, crowd, strict=True):
+                if name == one:
+                    assert alone.generate(prompt, GREEDY, adapter=one).token_ids == request.output_ids
+    texts = {tuple(request.output_ids) for request in requests_of(llm, shared)}
+    assert len(texts) == 4, "the premise: each adapter has an answer of its own"
+
+
+def requests_of(llm: LLM, prompt: list[int]) -> list[Request]:
+    """A prompt's requests by each adapter and without, finished."""
+    made = requests(llm, [prompt] * 4, [None, *NAMES])
+    finish(llm)
+    return made
+
+
+def test_logits_in_a_crowd_are_those_alone_to_the_bit(llm: LLM) -> None:
+    """A row that differs in its last bits, which greedy tokens would not show."""
+    alone = {name: llm.logits(IDS, adapter=name) for name in (None, *NAMES)}
+    made = [llm.engine.make_output_request(IDS, "logits", adapter=name) for name in (*NAMES, None) * 2]
+    for rows, name in zip(llm.calls.compute(made), (*NAMES, None) * 2, strict=True):
+        np.testing.assert_array_equal(rows, alone[name])
+
+
+def test_a_prefix_of_one_adapter_is_no_other_ones(llama: tuple[Path, Any], adapters: dict[str, Path]) -> None:
+    """Keys and values of one adapter read by another, or by one that has its name now."""
+    with LLM(llama[0], adapters={"a": adapters["one"], "b": adapters["two"]}, n_threads=2) as llm:
+        for name in ("a", "b", None):
+            (first,) = requests(llm, [IDS], [name])
+            finish(llm)
+            assert first.n_prefix_hit == 0
+            (again,) = requests(llm, [IDS], [name])
+            finish(llm)
+            assert again.n_prefix_hit == 32
+            assert again.output_ids == first.output_ids
+        llm.unload_adapter("a")
+        llm.load_adapter("a", adapters["three"])
+        (other,) = requests(llm, [IDS], ["a"])
+        finish(llm)
+        assert other.n_prefix_hit == 0
+    with LLM(llama[0], adapters={"c": adapters["three"]}, n_threads=2) as llm:
+        assert llm.generate(IDS, GREEDY, adapter="c").token_ids == other.output_ids
+
+
+def test_adapters_come_and_go_while_requests_run(llama: tuple[Path, Any], adapters: dict[str, Path]) -> None:
+    """A slot that is given away while a request still needs it; memory that is never given back."""
+    with LLM(llama[0], n_threads=2) as llm:
+        wanted = {}
+        for name in NAMES:
+            llm.load_adapter(name, adapters[name])
+            wanted[name] = llm.generate(IDS, GREEDY, adapter=name).token_ids
+            llm.unload_adapter(name)
+            assert llm.adapters == ()
+            assert llm.engine.runner.adapters == ()
+        llm.load_adapter("one", adapters["one"])
+        llm.load_adapter("two", adapters["two"])
+        running = requests(llm, [IDS, IDS], ["one", "two"])
+        queued = llm.engine.make_requests(IDS, GREEDY, adapter="one")[0]  # made, and not yet there
+        llm.engine.step()
+        llm.engine.step()
+        llm.unload_adapter("one")
+        llm.load_adapter("three", adapters["three"])
+        assert llm.adapters == ("two", "three")
+        llm.engine.add_request(queued)
+        running += [*requests(llm, [IDS], ["three"]), queued]
+        finish(llm)
+        for request, name in zip(running, ("one", "two", "three", "one"), strict=True):
+            assert request.output_ids == wanted[name]
+        assert len(llm.engine.adapters.slots) == 3
+        assert llm.engine.adapters.slots[0] is None
+        with pytest.raises(RequestError, match="no adapter 'one': two, three"):
+            llm.generate(IDS, adapter="one")
+        with pytest.raises(RequestError, match="no adapter 'one'"):
+            llm.unload_adapter("one")
+
+
+def test_names(llama: tuple[Path, Any], adapters: dict[str, Path]) -> None:
+    """A name that is taken, cannot be written on a command line, or is unknown; too many adapters."""
+    with LLM(llama[0], n_threads=2) as llm:
+        with pytest.raises(RequestError, match="no adapter 'a': none is loaded"):
+            llm.generate("Hi", adapter="a")
+        for name in ("", "a b", "a=b", "x" * 201):
+            with pytest.raises(ConfigError, match="an adapter's name"):
+                llm.load_adapter(name, adapters["three"])
+        for i in range(64):
+            llm.engine.adapters.add(
+                f"a{i}", llm.engine.adapters.get("a0") if i else adapter_of(llm, adapters)
+            )
+        with pytest.raises(ConfigError, match="'a3' already"):
+            llm.load_adapter("a3", adapters["three"])
+        with pytest.raises(CapacityError, match="64 adapters"):
+            llm.load_adapter("more", adapters["three"])
+
+
+def adapter_of(llm: LLM, adapters: dict[str, Path]) -> Any:
+    llm.load_adapter("first", adapters["three"])
+    made = llm.engine.adapters.get("first")
+    llm.unload_adapter("first")
+    return made
+
+
+def test_drafts_and_hooks_with_an_adapter(llm: LLM, llama: tuple[Path, Any]) -> None:
+    """Drafts that are accepted without the adapter; a hook that sees the model without it."""
+    prompt = IDS[:8] * 4
+    drafted = llm.generate(prompt, GREEDY, adapter="one", speculation="ngram")
+    assert drafted.token_ids == llm.generate(prompt, GREEDY, adapter="one", speculation="off").token_ids
+    seen: dict[str, np.ndarray] = {}
+    name = "blocks.1.hook_attn_out"
+    for adapter in (None, "one"):
+        with llm.hooks({name: lambda n, x, key=adapter: seen.update({str(key): x.copy()})}):
+            llm.logits(IDS, adapter=adapter)
+    assert np.abs(seen["None"] - seen["one"]).max() > 1e-3
+    result, cache = llm.generate_with_hooks(IDS, GREEDY, names=[name], adapter="one")
+    assert result.token_ids == llm.generate(IDS, GREEDY, adapter="one").token_ids
+    np.testing.assert_array_equal(cache[name][0, : len(IDS)], seen["one"])
+
+
+def test_on_the_command_line(llm: LLM, llama: tuple[Path, Any], adapters: dict[str, Path]) -> None:
+    """An option that is taken and not used; the second adapter in place of the first."""
+    command = ["run", str(llama[0]), "Hello", "--raw", "-n", "8", "-t", "0", "--ignore-eos", "--json"]
+    found = []
+    for names in ((), ("two", "one")):
+        given = [word for name in names for word in ("--adapter", f"{name}={adapters[name]}")]
+        done = CliRunner().invoke(app, [*command, *given])
+        assert done.exit_code == 0, done.output
+        found.append(json.loads(done.stdout)["token_ids"])
+    params = replace(GREEDY, max_tokens=8)
+    assert found == [llm.generate("Hello", params, adapter=name).token_ids for name in (None, "two")]
+    assert found[0] != found[1]
+
+
+# --- merging
+
+
+@pytest.mark.parametrize("is_gguf", [False, True], ids=["directory", "gguf"])
+def test_merged_models_compute_the_same(
+    llama: tuple[Path, Any], gguf: Path, adapters: dict[str, Path], is_gguf: bool, tmp_path: Path
+) -> None:
+    """Rows of q and k in another order, an update of another tensor, a lost scale."""
+    updates = random_updates(llama[1], rank=4, seed=1)
+    want = theirs(merged(llama[1], updates, 4.0), IDS)
+    source = gguf if is_gguf else llama[0]
+    targets = [tmp_path / "m.gguf"] if is_gguf else [tmp_path / "m.gguf", tmp_path / "merged"]
+    for target in targets:
+        done = CliRunner().invoke(
+            app, ["merge", str(source), str(adapters["one"]), "-o", str(target), "--json"]
+        )
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["tensors"] == len(updates)
+        with LLM(target, backend="reference") as llm:
+            close(llm.logits(IDS), want)
+    if not is_gguf:
+        kept = {file.name for file in llama[0].iterdir()}
+        assert {file.name for file in targets[1].iterdir()} == kept
+        theirs_again = type(llama[1]).from_pretrained(targets[1], attn_implementation="eager")
+        close(theirs(theirs_again.eval(), IDS), want)
+
+
+def test_merging_into_packed_weights(
+    llama: tuple[Path, Any], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Tensors that lose their type, or a note that is not printed."""
+    packed, target = tmp_path / "q8.gguf", tmp_path / "merged.gguf"
+    convert_model(llama[0], packed, "Q8_0", dry_run=False, as_json=True)
+    done = CliRunner().invoke(app, ["merge", str(packed), str(adapters["three"]), "-o", str(target)])
+    assert done.exit_code == 0, done.output
+    assert "note: 8 merged tensors were quantized again" in done.stderr
+    with LLM(packed, backend="reference", adapters={"a": adapters["three"]}) as llm:
+        base, want = llm.logits(IDS), llm.logits(IDS, adapter="a")
+    with LLM(target, backend="reference") as llm:
+        assert {p.type for p in llm.model.parameters if len(p.shape) > 1} == {"Q8_0"}
+        got = llm.logits(IDS)
+    # the merged matrices are rounded once more
+    assert np.sqrt(np.mean((got - want) ** 2)) < 0.1 * np.sqrt(np.mean((base - want) ** 2))
+
+
+def test_wrong_targets_of_a_merge(
+    llama: tuple[Path, Any], gguf: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """A file that is written over, a directory made of a GGUF file, a half-written model."""
+    one = str(adapters["one"])
+    for arguments, words in (
+        ([str(gguf), one, "-o", str(tmp_path / "d")], "name a .gguf file to write"),
+        ([str(gguf), one, "-o", str(gguf)], "is the input"),
+        ([str(llama[0]), one, "-o", str(tmp_path)], "exists: name a directory"),
+        ([str(llama[0]), one], "missing option -o TARGET"),
+        ([str(llama[0]), str(tmp_path / "no"), "-o", str(tmp_path / "d")], "no such adapter"),
+    ):
+        done = CliRunner().invoke(app, ["merge", *arguments])
+        assert done.exit_code == 2
+        assert words in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- files
+
+
+def broken(path: Path, case: str, updates: Updates) -> Path:
+    """An adapter with one thing wrong."""
+    first = next(iter(updates))
+    a, b = updates[first]
+    configs: dict[str, dict[str, Any]] = {
+        "dora": {"use_dora": True},
+        "saved": {"modules_to_save": ["lm_head"]},
+        "bias": {"bias": "all"},
+        "kind": {"peft_type": "IA3"},
+        "fan": {"fan_in_fan_out": True},
+        "pissa": {"init_lora_weights": "pissa_niter_16"},
+        "pattern": {"alpha_pattern": {"(q|k)_proj": 3}},
+        "rank": {"r": 5},
+        "rank-text": {"r": "4"},
+        "rank-huge": {"r": 10**9},
+        "alpha": {"lora_alpha": "8"},
+        "alpha-nan": {"lora_alpha": float("nan")},
+        "tokens": {"trainable_token_indices": [1, 2]},
+    }
+    directory = write_peft(path, updates, **configs.get(case, {}))
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = f"base_model.model.{first}.lora_{{}}.weight"
+    edits: dict[str, dict[str, torch.Tensor | None]] = {
+        "no-b": {name.format("B"): None},
+        "no-a": {name.format("A"): None},
+        "shape-a": {name.format("A"): torch.zeros(4, 65)},
+        "shape-b": {name.format("B"): torch.zeros(63, 4)},
+        "rank-0": {name.format("A"): torch.zeros(0, 64), name.format("B"): torch.zeros(64, 0)},
+        "vector": {name.format("A"): torch.zeros(64)},
+        "nan": {name.format("A"): a.clone().index_fill_(0, torch.tensor(1), float("nan"))},
+        "inf": {name.format("B"): b.clone().index_fill_(0, torch.tensor(1), float("inf"))},
+        "type": {name.format("A"): a.to(torch.float64)},
+        "layer": {"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": a},
+        "embedding": {"base_model.model.model.embed_tokens.lora_embedding_A": a},
+        "embedding-as-linear": {"base_model.model.model.embed_tokens.lora_A.weight": a},
+        "magnitude": {f"base_model.model.{first}.lora_magnitude_vector": torch.zeros(64)},
+        "experts": {"base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight": a},
+        "unknown": {"base_model.model.model.layers.0.mlp.bias": torch.zeros(4)},
+    }
+    for key, tensor in edits.get(case, {}).items():
+        tensors.pop(key, None)
+        if tensor is not None:
+            tensors[key] = tensor
+    save_file({} if case == "empty" else tensors, file)
+    if case == "no-config":
+        (directory / "adapter_config.json").unlink()
+    if case in ("no-file", "pickle"):
+        file.unlink()
+    if case == "pickle":
+        (directory / "adapter_model.bin").write_bytes(b"")
+    if case == "cut":
+        os.truncate(file, 3000)
+    if case == "list":
+        (directory / "adapter_config.json").write_text(json.dumps([1]))
+    return directory / "nothing" if case == "absent" else directory
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    {
+        "absent": "no such adapter",
+        "no-config": "no such file",
+        "no-file": "holds no adapter_model.safetensors",
+        "pickle": "does not read pickles",
+        "cut": "cut short",
+        "list": "must hold a JSON object",
+        "empty": "holds no update",
+        "dora": "use_dora is True; kukri applies no DoRA",
+        "saved": "modules_to_save is .*no whole modules",
+        "bias": "bias is 'all'",
+        "kind": "peft_type is 'IA3'",
+        "fan": "fan_in_fan_out",
+        "pissa": "changed the model's own weights",
+        "pattern": "plain names",
+        "rank": "has rank 4 where adapter_config.json says 5",
+        "rank-text": "a rank of '4'",
+        "rank-huge": "a rank of 1000000000",
+        "alpha": "lora_alpha must be a number, not '8'",
+        "alpha-nan": "lora_alpha must be a number, not nan",
+        "tokens": "trainable_token_indices",
+        "no-b": "comes without its B",
+        "no-a": "comes without its A",
+        "shape-a": r"shape \(4, 65\) where the model needs .*64\): the adapter is for another model",
+        "shape-b": r"shape \(63, 4\) where the model needs \(64, 4\)",
+        "rank-0": r"shape \(0, 64\)",
+        "vector": r"shape \(64,\)",
+        "nan": "lora_A.*not finite",
+        "inf": "lora_B.*not finite",
+        "type": "type F64",
+        "layer": "no linear layer 'model.layers.9.mlp.up_proj': its layers have q_proj, k_proj",
+        "embedding": "no updates of embeddings",
+        "embedding-as-linear": "no updates of embeddings",
+        "magnitude": "no DoRA",
+        "experts": "no updates of experts",
+        "unknown": "neither lora_A nor lora_B",
+    }.items(),
+)
+def test_broken_directories(
+    llm: LLM, llama: tuple[Path, Any], case: str, message: str, tmp_path: Path
+) -> None:
+    """A file that is believed, or an error of several lines or without the file's name."""
+    path = broken(tmp_path / "adapter", case, random_updates(llama[1], ("q_proj", "down_proj")))
+    with pytest.raises((FormatError, UnsupportedError), match=message) as caught:
+        llm.load_adapter("broken", path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert llm.adapters == NAMES
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"general__type": None}, "no adapter: its general.type"),
+        ({"adapter__type": "control_vector"}, "adapter.type is 'control_vector'"),
+        ({"general__architecture": "qwen2"}, "for the architecture 'qwen2', not 'llama'"),
+        ({"adapter__lora__alpha": None}, "'adapter.lora.alpha' is None"),
+        ({"adapter__lora__alpha": float("inf")}, "'adapter.lora.alpha' is inf"),
+        ({"adapter__alora__invocation_tokens": [1, 2]}, "invocation tokens"),
+    ],
+)
+def test_broken_gguf_files(
+    llm: LLM, llama: tuple[Path, Any], keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """A control vector, or an adapter of another architecture, taken for one of this model."""
+    path = write_gguf_adapter(tmp_path / "a.gguf", random_updates(llama[1], ("q_proj",)), 16, **keys)
+    with pytest.raises((FormatError, UnsupportedError), match=message):
+        llm.load_adapter("broken", path)
+
+
+def test_gguf_tensors_that_are_no_updates(
+    llm: LLM, llama: tuple[Path, Any], gguf: Path, tmp_path: Path
+) -> None:
+    """A model's file given for an adapter; embeddings; a name of no layer."""
+    with pytest.raises(FormatError, match="no adapter"):
+        llm.load_adapter("broken", gguf)
+    updates = random_updates(llama[1], ("q_proj",))
+    one = next(iter(updates.values()))
+    embedding = write_gguf_adapter(tmp_path / "e.gguf", {"model.embed_tokens": one}, 16)
+    with pytest.raises(UnsupportedError, match="no updates of embeddings"):
+        llm.load_adapter("broken", embedding)
+    layer = write_gguf_adapter(tmp_path / "l.gguf", {"model.layers.9.mlp.up_proj": one}, 16)
+    with pytest.raises(FormatError, match=r"no linear layer 'model\.layers\.9"):
+        llm.load_adapter("broken", layer)
+
+
+def test_an_option_that_is_wrong_fails_at_the_start(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """An LLM without the adapter that it was opened with."""
+    with pytest.raises(KukriError, match="no such adapter"):
+        LLM(llama[0], adapters={"a": tmp_path / "nothing"})
+
+
+def test_vocabulary_is_the_premise() -> None:
+    """Prompts outside of the vocabulary would be errors."""
+    assert max(IDS) < N_VOCAB
