@@ -3,6 +3,8 @@
     python -m benchmarks.conformance ollama openai anthropic langchain-openai      # of the extra `test`
     python -m venv clients && clients/bin/pip install litellm mcp
     python -m benchmarks.conformance --python clients/bin/python litellm
+    python -m venv evals && evals/bin/pip install "lm-eval[api]" transformers
+    python -m benchmarks.conformance --python evals/bin/python lm_eval
 
 A server with the default model is started, unless `--url` names one; the cases run in a process of the
 clients' own environment (`conformance_cases.py`). instructor and pydantic-ai-slim[openai] want one
@@ -17,10 +19,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from kukri.formats import hub
+from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.tokenizer.huggingface_writer import tokenizer_files
 
 _CASES = Path(__file__).with_name("conformance_cases.py")
 _START_S = 120.0
@@ -50,10 +58,21 @@ def running_server() -> Iterator[str]:
 def run_cases(python: str, url: str, only: list[str]) -> list[dict[str, Any]]:
     """The outcome of each case: package, version, case, and the error of one that failed, else None."""
     environment = {**os.environ, "PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    done = subprocess.run(
-        [python, str(_CASES), url, *only], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        environment["KUKRI_TOKENIZER_DIR"] = folder
+        done = subprocess.run(
+            [python, str(_CASES), url, *only], stdout=subprocess.PIPE, text=True, env=environment
+        )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes the default model's tokenizer as transformers reads it."""
+    with open_checkpoint(hub.resolve(None)) as checkpoint:
+        assert isinstance(checkpoint.tokenizer, GGUFFile)
+        for name, contents in tokenizer_files(checkpoint.tokenizer).items():
+            (folder / name).write_text(contents if isinstance(contents, str) else json.dumps(contents))
 
 
 def table(outcomes: list[dict[str, Any]]) -> str:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 MODEL = "smollm2-135m"
@@ -454,6 +457,74 @@ def tool_output(url: str) -> None:
     from pydantic_ai import ToolOutput
 
     check(_agent(url, output_type=ToolOutput(_person_class())).run_sync("Invent a person.").output.name)
+
+
+# --- lm-eval
+
+_DOCUMENTS: dict[str, list[dict[str, Any]]] = {
+    "choices": [
+        {"q": "The capital of France is", "choices": [" Paris.", " a banana.", " seven."], "gold": 0},
+        {"q": "Two plus two is", "choices": [" purple.", " four.", " a river."], "gold": 1},
+        {"q": "Fish live in the", "choices": [" water.", " moon.", " books."], "gold": 0},
+        {"q": "At night the sky is", "choices": [" edible.", " dark.", " a spoon."], "gold": 1},
+    ],
+    "texts": [
+        {"page": "It was a bright cold day in April, and the clocks were striking thirteen."},
+        {"page": "The sea was calm and the ship sailed slowly to the north."},
+    ],
+}
+
+
+def _evaluated(url: str, data: str, **task: Any) -> dict[str, Any]:
+    """The results of a task of lm-eval on one of _DOCUMENTS, by its model local-completions."""
+    import lm_eval
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "data.jsonl")
+        file.write_text("".join(json.dumps(document) + "\n" for document in _DOCUMENTS[data]))
+        config = {"task": data, "dataset_path": "json", "test_split": "train", "metadata": {"version": 1.0}}
+        config |= {"dataset_kwargs": {"data_files": str(file), "cache_dir": folder}, **task}
+        model = LocalCompletionsAPI(
+            base_url=f"{url}/v1/completions",
+            model=MODEL,
+            tokenizer_backend="huggingface",
+            tokenizer=os.environ["KUKRI_TOKENIZER_DIR"],
+            max_length=512,
+        )
+        found = lm_eval.simple_evaluate(model, tasks=[config], bootstrap_iters=0)
+    results: dict[str, Any] = found["results"][data]
+    return results
+
+
+@case("lm_eval")
+def multiple_choice(url: str) -> None:
+    """Log-likelihoods of answers, of which the right one is the likeliest."""
+    found = _evaluated(
+        url,
+        "choices",
+        output_type="multiple_choice",
+        doc_to_text="{{q}}",
+        doc_to_choice="{{choices}}",
+        doc_to_target="gold",
+        target_delimiter="",
+        metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    )
+    check(found["acc,none"] == 1.0, found)
+
+
+@case("lm_eval")
+def perplexity(url: str) -> None:
+    """Log-likelihoods of whole texts."""
+    found = _evaluated(
+        url,
+        "texts",
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{page}}",
+        metric_list=[{"metric": "word_perplexity"}],
+    )
+    check(100 < found["word_perplexity,none"] < 200, found)  # offline: 137.8
 
 
 def main() -> None:

@@ -81,6 +81,7 @@ class Row:
     spilled: int  # bytes of stack, or of scratch memory on AMD
     shared: int  # bytes
     loop: int = 0  # instructions of the innermost loop
+    rest: int = 0  # all others
     slots: float | None = None  # issue slots per weight
     loads: dict[str, int] = field(default_factory=dict)  # of global memory in that loop, by bits
     matrix: dict[str, int] = field(default_factory=dict)  # matrix and dot instructions
@@ -107,18 +108,21 @@ def linear_cases() -> list[Case]:
         "y_stride": "i32",
     }
     gemm = gemv | {"quants8": "*u8", "xq": "*i8"}
+    gemv |= {"x": "*fp32", "other": "*fp32", "x_stride": "i32", "width": "i32", "eps": "fp32"}
     none = {"HAS_BIAS": False, "HAS_RESIDUAL": False}
     cases = []
     for name in PACKED_TYPES:
-        for m in (1, 8) if name in ("Q4_K", "Q8_0") else (1,):
-            tile = tiles.gemv_tile(name, m)
-            constants = dict(TYPE=name, M=m, BN=tile.rows, ASM=True, **none)
-            weights = tile.rows * tiles.LANES * 64
-            cases.append(
-                Case(
-                    f"gemv {name} M={m}", linear_kernels.gemv, gemv, constants, tile.n_warps, 3, weights, name
-                )
-            )
+        for m in (1, 8) if name in ("Q4_K", "Q8_0", "IQ4_XS") else (1,):
+            for kind in ("q8", "plain", "rms_norm", "silu_mul"):
+                if kind not in ("q8", "rms_norm") and name != "Q4_K":
+                    continue  # what one type shows of those is true of all
+                tile = tiles.gemv_tile(name, m) if kind == "q8" else tiles.fused_tile(m)
+                columns = 0 if kind == "q8" else tiles.fused_columns(1536, m, kind == "rms_norm")
+                constants = dict(TYPE=name, M=m, BN=tile.rows, ASM=True, INPUT=kind, W=columns, **none)
+                weights = tile.rows * tiles.LANES * 64
+                label = f"gemv {name} M={m}" + ("" if kind == "q8" else f" {kind}")
+                case = Case(label, linear_kernels.gemv, gemv, constants, tile.n_warps, 3, weights, name)
+                cases.append(case)
         for n_tokens in (16, 512):
             tile = tiles.gemm_tile(name, n_tokens)
             constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, **none)
@@ -168,31 +172,24 @@ def attention_cases() -> list[Case]:
             for softcap in (False, True) if (d_head, kv) == (64, "fp16") else (False,):
                 constants = {"GROUP": group, "K": d_head, "KW": d_head, "KV8": kv == "i8", "SOFTCAP": softcap}
                 label = f"d{d_head} {kv}{' softcap' if softcap else ''}"
-                for phase in ("prefill", "decode"):
+                parts = {"part_acc": "*fp32", "part_top": "*fp32", "n_chunks": "i32"}
+                new = dict.fromkeys(("q", "k", "v", "cos", "sin"), "*fp32")
+                new |= {"positions": "*i32", "slots": "*i32"}
+                new |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32")
+                for phase, kernel, own in (
+                    ("prefill", attention_kernels.attention, {"out": "*fp32", "work": "*i32"}),
+                    ("decode", attention_kernels.decode, new | {"out": "*fp32"}),
+                    ("split", attention_kernels.split, new | parts),
+                ):
                     tile = tiles.attention_tile(group, d_head, phase == "prefill")
                     sizes = {"BM": tile.rows, "TILE": tile.tokens}
-                    arguments = common | cache | {"out": "*fp32", "work": "*i32"}
-                    cases.append(
-                        Case(
-                            f"{phase} {label}",
-                            attention_kernels.attention,
-                            arguments,
-                            constants | sizes,
-                            tile.n_warps,
-                            tile.n_stages,
-                        )
+                    if phase != "prefill":
+                        sizes["ROTARY"] = d_head
+                    arguments, constants_of = common | cache | own, constants | sizes
+                    case = Case(
+                        f"{phase} {label}", kernel, arguments, constants_of, tile.n_warps, tile.n_stages
                     )
-                arguments = common | cache | {"part_acc": "*fp32", "part_top": "*fp32", "n_chunks": "i32"}
-                cases.append(
-                    Case(
-                        f"split {label}",
-                        attention_kernels.split,
-                        arguments,
-                        constants | sizes,
-                        tile.n_warps,
-                        tile.n_stages,
-                    )
-                )
+                    cases.append(case)
         parts = dict.fromkeys(("part_acc", "part_top", "out"), "*fp32")
         parts |= {
             "query_start": "*i32",
@@ -300,7 +297,7 @@ def read_sass(row: Row, case: Case, cubin: bytes) -> None:
     used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     row.registers, row.spilled = used["REG"], used["STACK"] + used["LOCAL"]
     instructions, loop = innermost_loop(text)
-    row.loop = len(loop)
+    row.loop, row.rest = len(loop), len(instructions) - len(loop)
     body = loop or instructions
     row.loads = dict(Counter(_load_bits(op) for op in body if op.startswith("LDG")))
     row.matrix = dict(Counter(op.split(".")[0] for op in body if re.match(r"[HI]G?MMA|IDP", op)))
@@ -309,7 +306,10 @@ def read_sass(row: Row, case: Case, cubin: bytes) -> None:
 
 
 def innermost_loop(text: str) -> tuple[list[str], list[str]]:
-    """(all opcodes, those of the longest loop that contains no other) of a disassembly."""
+    """(all opcodes, those of the main loop) of a disassembly.
+
+    The main loop is that with the most dot products and then the longest, of those that contain no other.
+    """
     opcodes: list[str] = []
     labels: dict[str, int] = {}
     loops = []
@@ -325,7 +325,12 @@ def innermost_loop(text: str) -> tuple[list[str], list[str]]:
     inner = [
         loop for loop in loops if not any(o != loop and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)
     ]
-    start, stop = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+
+    def work(loop: tuple[int, int]) -> tuple[int, int]:
+        n_dots = sum(op.startswith("IDP") for op in opcodes[loop[0] : loop[1]])
+        return n_dots, loop[1] - loop[0]
+
+    start, stop = max(inner, key=work, default=(0, -1))
     return opcodes, opcodes[start : stop + 1]
 
 
@@ -394,8 +399,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(
                 f"{result.case:24s} {result.target:7s} registers {result.registers:3d} "
                 f"spilled {result.spilled:4d} "
-                f"shared {result.shared:6d} loop {result.loop:4d} slots/weight {result.slots} "
-                f"loads {result.loads} {result.matrix}",
+                f"shared {result.shared:6d} loop {result.loop:4d} rest {result.rest:4d} "
+                f"slots/weight {result.slots} loads {result.loads} {result.matrix}",
                 flush=True,
             )
     if options.json:

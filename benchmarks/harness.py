@@ -161,7 +161,8 @@ def installed_engines() -> tuple[str, ...]:
 class Worker(Child):
     """An engine in a process of its own: see `benchmarks.worker`, which runs there.
 
-    The engine serves `n_streams` requests of `context_tokens` at a time on `n_threads` threads.
+    The engine serves `n_streams` requests of `context_tokens` at a time on `n_threads` threads. `kv_type` is
+    that of its KV cache: f16 or q8_0.
     """
 
     def __init__(
@@ -171,17 +172,20 @@ class Worker(Child):
         n_threads: int,
         context_tokens: int,
         n_streams: int = 1,
+        kv_type: str = "f16",
     ) -> None:
         self.engine = engine
         numbers = map(str, (n_threads, context_tokens, n_streams))
-        super().__init__(engine, ["benchmarks.worker", engine, os.fspath(path), *numbers])
+        super().__init__(engine, ["benchmarks.worker", engine, os.fspath(path), kv_type, *numbers])
 
     def prefill_tokens_per_s(self, n_tokens: int) -> float:
         """Tokens per second of one prompt."""
         return n_tokens / float(self.ask("prefill_s", n_tokens))
 
-    def decode_tokens_per_s(self, n_tokens: int) -> float:
-        """Tokens per second of one generation."""
+    def decode_tokens_per_s(self, n_tokens: int, depth: int = 0) -> float:
+        """Tokens per second of one generation, after a prompt of `depth` tokens."""
+        if depth:
+            return self.batch_decode_tokens_per_s(1, depth, n_tokens + 1)
         return n_tokens / float(self.ask("decode_s", n_tokens))
 
     def batch_decode_tokens_per_s(self, n_streams: int, n_prompt: int, n_tokens: int) -> float:

@@ -23,8 +23,8 @@ from kukri import LLM
 from kukri.errors import UnsupportedError
 from kukri.interp import patching
 
-CLEAN = "When Mary and John went to the store, John gave a drink to"
-CORRUPT = "When Mary and John went to the store, Mary gave a drink to"
+CLEAN = "When Mary and John went to the new store, John gave a drink to"
+CORRUPT = "When Mary and John went to the new store, Mary gave a drink to"
 _PREFILL, _BATCH = 128, 8  # tokens of a text that is captured, and texts
 
 
@@ -55,7 +55,7 @@ def _timed(call: Callable[[], Any]) -> tuple[float, float, Any]:
     return time.perf_counter() - wall, time.process_time() - cpu, result
 
 
-def _bridge(path: Path, n_threads: int) -> Any:
+def transformer_lens_bridge(path: Path, n_threads: int) -> Any:
     """TransformerLens' TransformerBridge of a file's weights in float32."""
     try:
         bridges = import_module("transformer_lens.model_bridge")
@@ -77,7 +77,7 @@ def _bridge(path: Path, n_threads: int) -> Any:
 def measure(path: Path, n_threads: int, n_layers: int, rounds: int, say: Say) -> InterpReport:
     """Measures both. `n_layers` limits the layers that are patched, from the first to the last evenly."""
     torch = import_module("torch")
-    bridge = _bridge(path, n_threads)
+    bridge = transformer_lens_bridge(path, n_threads)
     with LLM(path, n_threads=n_threads, max_context=1024) as llm, torch.no_grad():
         clean, corrupt = llm.tokenizer.encode(CLEAN), llm.tokenizer.encode(CORRUPT)
         answers = [llm.tokenizer.encode(" Mary")[0], llm.tokenizer.encode(" John")[0]]

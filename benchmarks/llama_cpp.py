@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kukri.errors import FormatError, UnsupportedError
 
 _BATCH_TOKENS, _MICRO_BATCH_TOKENS = 2048, 512
+_KV_TYPES = {"f16": 1, "q8_0": 8}  # ggml_type
 
 
 def import_llama_cpp() -> Any:
@@ -43,6 +44,7 @@ class LlamaCpp:
         all_logits: bool = False,
         plain_weights: bool = False,
         n_streams: int = 1,
+        kv_type: str = "f16",
     ) -> None:
         """`all_logits` reserves the memory that `logits` needs.
 
@@ -69,6 +71,7 @@ class LlamaCpp:
         params.n_batch, params.n_ubatch = _BATCH_TOKENS, _MICRO_BATCH_TOKENS
         params.n_threads = params.n_threads_batch = n_threads
         params.no_perf = True
+        params.type_k = params.type_v = _KV_TYPES[kv_type]
         if hasattr(params, "n_outputs_max") and (all_logits or n_streams > 1):
             params.n_outputs_max = _MICRO_BATCH_TOKENS if all_logits else n_streams
         init = getattr(api, "llama_init_from_model", None) or api.llama_new_context_with_model

@@ -55,9 +55,23 @@ class Shape:
     n_experts_used: int = 0
     d_expert: int = 0
     window: int = 0  # of the layers that the architecture gives one
+    attending: tuple[int, ...] = ()  # of a hybrid, the layers that attend; the others keep a state
+    n_taps: int = 0  # of their convolutions
+    state: tuple[int, int] = (0, 0)  # heads of the delta rule, and their width
 
 
 SHAPES = {
+    "lfm2-1.2b": Shape(
+        *("lfm2", 2048, 8192, 16, 32, 8, 64, 65536, 32768, 1e6),
+        attending=(2, 5, 8, 10, 12, 14),
+        n_taps=3,
+    ),
+    "qwen3.5-0.8b": Shape(
+        *("qwen35", 1024, 3584, 24, 8, 2, 256, 248320, 32768, 1e7),
+        attending=tuple(range(3, 24, 4)),
+        n_taps=4,
+        state=(16, 128),
+    ),
     "qwen3-30b-a3b-4l": Shape(
         *("qwen3moe", 2048, 6144, 4, 32, 4, 128, 151936, 32768, 1e6),
         n_experts=128,
@@ -82,9 +96,11 @@ def make_model(path: Path, shape: Shape, mix: str, name: str, seed: int = 0) -> 
     tensors: dict[str, TensorSource] = {}
     for tensor, dims in shapes.items():
         if len(dims) == 1:
-            tensors[tensor] = (QUANT_TYPES["F32"], np.ones(dims, np.float32), dims)
+            sign = -1 if tensor.endswith(".ssm_a") else 1
+            tensors[tensor] = (QUANT_TYPES["F32"], np.full(dims, sign, np.float32), dims)
         else:
             type = types.get(tensor, QUANT_TYPES["F32"])  # routers
+            type = QUANT_TYPES["F32"] if "conv" in tensor.split(".")[-2] else type
             tensors[tensor] = (type, _maker(random, type, dims), dims)
     write_gguf(path, _metadata(shape, mix, name), tensors)
 
@@ -110,10 +126,39 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         layer |= {"ffn_down_exps": (n, d, f)}
     else:
         layer |= {"ffn_gate": (shape.d_ffn, d), "ffn_up": (shape.d_ffn, d), "ffn_down": (d, shape.d_ffn)}
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.n_vocab, d), "output_norm.weight": (d,)}
+    last = "token_embd_norm" if shape.architecture == "lfm2" else "output_norm"
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.n_vocab, d), f"{last}.weight": (d,)}
     for i in range(shape.n_layers):
-        shapes |= {f"blk.{i}.{part}.weight": dims for part, dims in layer.items()}
+        parts = _hybrid_layer(shape, layer, i) if shape.attending else layer
+        shapes |= {f"blk.{i}.{part}{_ENDINGS.get(part, '.weight')}": dims for part, dims in parts.items()}
     return shapes
+
+
+_ENDINGS = {"ssm_a": "", "ssm_dt": ".bias"}
+
+
+def _hybrid_layer(
+    shape: Shape, attention: dict[str, tuple[int, ...]], layer: int
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a hybrid's layer, from those of one that attends."""
+    d, attends = shape.d_model, layer in shape.attending
+    parts = {p: dims for p, dims in attention.items() if attends or not p.startswith("attn_")}
+    parts["attn_norm"] = (d,)
+    if attends:
+        parts |= {"attn_q_norm": (shape.d_head,), "attn_k_norm": (shape.d_head,)}
+    if shape.architecture == "lfm2":
+        if not attends:
+            parts |= {"shortconv.conv": (d, shape.n_taps), "shortconv.in_proj": (3 * d, d)}
+            parts["shortconv.out_proj"] = (d, d)
+        return parts
+    parts["post_attention_norm"] = parts.pop("ffn_norm")
+    if attends:
+        parts["attn_q"] = (2 * shape.n_heads * shape.d_head, d)  # with gates
+        return parts
+    n, width = shape.state
+    parts |= {"attn_qkv": (3 * n * width, d), "attn_gate": (n * width, d), "ssm_out": (d, n * width)}
+    parts |= {"ssm_conv1d": (3 * n * width, shape.n_taps), "ssm_alpha": (n, d), "ssm_beta": (n, d)}
+    return parts | {"ssm_a": (n,), "ssm_dt": (n,), "ssm_norm": (width,)}
 
 
 def random_rows(random: np.random.Generator, type: QuantType, dims: tuple[int, ...]) -> npt.NDArray[Any]:
@@ -158,7 +203,7 @@ def _scales(type: QuantType) -> list[float]:
 
 
 def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
-    keys = {
+    keys: dict[str, Any] = {
         "block_count": shape.n_layers,
         "context_length": shape.context,
         "embedding_length": shape.d_model,
@@ -175,6 +220,15 @@ def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
     if shape.n_experts:
         keys |= {"expert_count": shape.n_experts, "expert_used_count": shape.n_experts_used}
         keys |= {"expert_feed_forward_length": shape.d_expert}
+    if shape.architecture == "lfm2":
+        counts = [shape.n_kv_heads * (i in shape.attending) for i in range(shape.n_layers)]
+        keys |= {"attention.head_count_kv": np.array(counts, np.int32), "shortconv.l_cache": shape.n_taps}
+    if shape.architecture == "qwen35":
+        n, width = shape.state
+        keys |= {"ssm.conv_kernel": shape.n_taps, "ssm.state_size": width, "ssm.inner_size": n * width}
+        keys |= {"ssm.time_step_rank": n, "ssm.group_count": n, "full_attention_interval": 4}
+        keys |= {"rope.dimension_count": shape.d_head // 4}
+        keys |= {"rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)}
     if shape.window:
         keys["attention.sliding_window"] = shape.window
     tokens, merges = _vocabulary(shape.n_vocab)

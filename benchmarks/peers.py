@@ -1,81 +1,177 @@
-"""kukri and llama.cpp side by side: `python -m benchmarks.peers`.
+"""kukri and C++ engines side by side: `python -m benchmarks.peers`.
 
-Both load the same file, with the same threads, in a process of their own, and take turns: each pair of
-measurements lies within a second or two. Noise of the machine then hits both alike, so the ratio of a pair
-says more than either speed.
+All load the same file, with the same threads, in processes of their own, and take turns: the measurements
+of a round lie within seconds. Noise of the machine then hits all alike, so the ratios of a round say more
+than any speed.
 
 For kukri a whole `LLM.generate` on random ids is timed, greedy sampling and text included; for llama.cpp
-`llama_decode` on random ids and nothing else (`benchmarks.llama_cpp`).
+`llama_decode` on random ids and nothing else (`benchmarks.llama_cpp`). `--engine NAME PATH` adds a
+`llama-bench` program, such as ik_llama.cpp's (`benchmarks.llama_bench`).
+
+`-p 512 4096 8192 -n 64 --depth 4096` is the table of long contexts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
-from benchmarks.harness import ENGINES, Comparison, Experiment, Say, Worker, model_path, run, silent
+from benchmarks.harness import (
+    ENGINES,
+    Comparison,
+    Experiment,
+    Say,
+    Table,
+    Worker,
+    installed_engines,
+    model_path,
+    positive,
+    run,
+    silent,
+)
+from benchmarks.llama_bench import LlamaBench
 from benchmarks.llama_cpp import import_llama_cpp
 from kukri.bench.turns import in_turns
 
 
 @dataclass(frozen=True)
 class PeersReport:
-    """The report of `python -m benchmarks.peers`: tokens/s of both engines, ratios kukri / llama.cpp."""
+    """The report of `python -m benchmarks.peers`: by test and peer, tokens/s of kukri and the peer.
+
+    Tests are named as llama-bench names them: pp512, tg128, tg128@d4096. Ratios are kukri / peer.
+    """
 
     model: str
     n_threads: int
     rounds: int
-    n_prompt: int
-    n_generate: int
+    kv_type: str
     versions: dict[str, str]
-    prefill: Comparison
-    decode: Comparison
+    tests: dict[str, dict[str, Comparison]]
 
 
 def compare(
-    model: str | None, n_threads: int, rounds: int, n_prompt: int, n_generate: int, say: Say = silent
+    model: str | None,
+    n_threads: int,
+    rounds: int,
+    prompts: Sequence[int],
+    n_generate: int,
+    say: Say = silent,
+    *,
+    depths: Sequence[int] = (0,),
+    programs: Sequence[tuple[str, str]] = (),
+    kv_type: str = "f16",
 ) -> PeersReport:
-    """Measures both engines in turns. Raises UnsupportedError without llama-cpp-python."""
-    import_llama_cpp()
-    context = max(n_prompt, n_generate) + 1
+    """Measures all engines in turns: prompts of each length, and generations at each depth.
+
+    `programs` are names and paths of llama-bench programs. Without any, llama-cpp-python is needed: raises
+    UnsupportedError if it is not installed.
+    """
+    if not programs:
+        import_llama_cpp()
+    context = max(*prompts, n_generate + max(depths)) + 1
     path = model_path(model, context)
+    benches = [LlamaBench(name, program, path, n_threads, kv_type) for name, program in programs]
+    tests: dict[str, dict[str, Comparison]] = {}
     with ExitStack() as stack:
-        workers = [stack.enter_context(Worker(engine, path, n_threads, context)) for engine in ENGINES]
-        for worker in workers:
-            say(f"loading {worker.engine}")
+        workers: list[Worker | LlamaBench] = []
+        for engine in installed_engines() if programs else ENGINES:
+            say(f"loading {engine}")
+            worker = stack.enter_context(Worker(engine, path, n_threads, context, kv_type=kv_type))
             worker.ready()
-        prefill = in_turns(
-            [partial(worker.prefill_tokens_per_s, n_prompt) for worker in workers],
-            rounds,
-            lambda text: say(f"pp{n_prompt}: {text}"),
-        )
-        decode = in_turns(
-            [partial(worker.decode_tokens_per_s, n_generate) for worker in workers],
-            rounds,
-            lambda text: say(f"tg{n_generate}: {text}"),
-        )
+            workers.append(worker)
+        workers += benches
+
+        def add(test: str, measures: list[Callable[[], float]]) -> None:
+            found = in_turns(measures, rounds, lambda text: say(f"{test}: {text}"))
+            tests[test] = _by_peer([worker.engine for worker in workers], found)
+
+        for n in prompts:
+            add(f"pp{n}", [partial(worker.prefill_tokens_per_s, n) for worker in workers])
+        for depth in depths:
+            name = f"tg{n_generate}" + (f"@d{depth}" if depth else "")
+            add(name, [partial(worker.decode_tokens_per_s, n_generate, depth) for worker in workers])
         versions = {name: number for worker in workers for name, number in worker.versions().items()}
-    compared = Comparison.of(ENGINES, prefill), Comparison.of(ENGINES, decode)
-    return PeersReport(str(path), n_threads, rounds, n_prompt, n_generate, versions, *compared)
+    return PeersReport(str(path), n_threads, rounds, kv_type, versions, tests)
+
+
+def _by_peer(engines: Sequence[str], rounds: Sequence[Sequence[float]]) -> dict[str, Comparison]:
+    """The first engine compared with each of the others."""
+    return {
+        peer: Comparison.of((engines[0], peer), [(values[0], values[i]) for values in rounds])
+        for i, peer in enumerate(engines[1:], 1)
+    }
+
+
+def _table(test: str, report: PeersReport) -> Table:
+    """The rounds of one test, and the medians below them."""
+    compared = report.tests[test]
+    ours = next(iter(compared.values())).sides[ENGINES[0]]
+    columns = [ours]
+    for peer, found in compared.items():
+        columns += [found.sides[peer], found.ratios]
+    forms = ["{:.1f}", *["{:.1f}", "{:.2f}"] * len(compared)]
+
+    def row(name: str, values: Sequence[float]) -> list[str]:
+        return [name, *(form.format(value) for form, value in zip(forms, values, strict=True))]
+
+    header = ["round", ENGINES[0], *(title for peer in compared for title in (peer, "ratio"))]
+    rows = [row(str(i), values) for i, values in enumerate(zip(*columns, strict=True), 1)]
+    rows.append(row("median", [median(column) for column in columns]))
+    return Table(f"{test}, tokens/s, {report.n_threads} threads", header, rows)
 
 
 def main() -> None:
     """Runs the experiment."""
-    experiment = Experiment("peers", "Compare kukri and llama-cpp-python on one file, in turns.")
-    experiment.count("-r", "--rounds", 5, "pairs of measurements")
-    experiment.count("-p", "--n-prompt", 512, "tokens of a prompt")
+    experiment = Experiment("peers", "Compare kukri and C++ engines on one file, in turns.")
+    experiment.count("-r", "--rounds", 5, "rounds of measurements")
+    add = experiment.options.add_argument
+    add(
+        "-p",
+        "--n-prompt",
+        type=positive,
+        nargs="+",
+        default=[512],
+        metavar="N",
+        help="tokens of prompts (512)",
+    )
     experiment.count("-n", "--n-generate", 128, "tokens generated")
+    add(
+        "--depth",
+        type=_depth,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="tokens of context before those generated (0)",
+    )
+    add("--kv-type", choices=("f16", "q8_0"), default="f16", help="numbers of the KV cache (f16)")
+    add(
+        "--engine",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "PATH"),
+        help="a llama-bench program to compare with, such as ik_llama.cpp's; may be given several times",
+    )
     given = experiment.parse()
     report = compare(
-        given.model, given.threads, given.rounds, given.n_prompt, given.n_generate, experiment.say
+        given.model,
+        given.threads,
+        given.rounds,
+        given.n_prompt,
+        given.n_generate,
+        experiment.say,
+        depths=given.depth,
+        programs=[(name, program) for name, program in given.engine],
+        kv_type=given.kv_type,
     )
-    unit = f"tokens/s, {report.n_threads} threads"
-    experiment.show(
-        report,
-        report.prefill.table(f"pp{report.n_prompt}, {unit}"),
-        report.decode.table(f"tg{report.n_generate}, {unit}"),
-    )
+    experiment.show(report, *(_table(test, report) for test in report.tests))
+
+
+def _depth(text: str) -> int:
+    return 0 if text == "0" else positive(text)
 
 
 if __name__ == "__main__":

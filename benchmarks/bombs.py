@@ -1,0 +1,149 @@
+"""Requests made to be expensive, beside streams: `python -m benchmarks.bombs`.
+
+Streams run for a while alone, and for a while beside a client that sends one bomb after another: schemas
+that take a minute to compile, and a prompt of a megabyte. Reported are the times between tokens of both
+phases, and the longest time until a bomb was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import string
+import time
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import httpx
+
+from benchmarks.harness import Experiment, Table, model_path, run, served
+from kukri.errors import KukriError
+
+SCHEMAS: dict[str, Any] = {
+    "20 patterns": {
+        "allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in string.ascii_lowercase[:20]]
+    },
+    "multiples": {"allOf": [{"type": "integer", "multipleOf": p} for p in (9973, 9967, 9949, 9941)]},
+    "4,200 properties": {
+        "type": "object",
+        "properties": {f"property_{i}": {"type": "integer"} for i in range(4200)},
+    },
+}
+_MODEL = "bombed"
+_OPTIONS = ("--alias", _MODEL, "--max-context", "4096", "--log-level", "error")
+
+
+@dataclass(frozen=True)
+class BombReport:
+    """The report. Milliseconds between tokens of all streams, and until bombs were refused."""
+
+    n_streams: int
+    quiet_median_ms: float
+    quiet_p99_ms: float
+    bombed_median_ms: float
+    bombed_p99_ms: float
+    n_bombs: int
+    statuses: dict[str, int]
+    longest_refusal_ms: float
+
+    @property
+    def p99_ratio(self) -> float:
+        """p99 between tokens beside bombs, over the median."""
+        return self.bombed_p99_ms / self.bombed_median_ms
+
+
+class _Streams:
+    """Streams that go on for as long as the block; `gaps_ms` is refilled by whoever measures."""
+
+    def __init__(self, http: httpx.AsyncClient, n: int) -> None:
+        self._http = http
+        self.gaps_ms: list[float] = []
+        self._tasks = [asyncio.create_task(self._run(i)) for i in range(n)]
+
+    async def _run(self, i: int) -> None:
+        body = {"model": _MODEL, "prompt": f"Story {i}:", "max_tokens": 4000, "temperature": 1.0}
+        body |= {"ignore_eos": True, "stream": True}
+        while True:
+            last = None
+            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        now = time.perf_counter()
+                        if last is not None:
+                            self.gaps_ms.append((now - last) * 1000)
+                        last = now
+
+    async def gaps(self, seconds: float) -> tuple[float, float]:
+        """(median, p99) of the milliseconds between tokens within the time to come."""
+        self.gaps_ms.clear()
+        await asyncio.sleep(seconds)
+        for task in self._tasks:
+            if task.done():
+                raise KukriError(f"a stream ended: {task.exception()}")
+        if len(self.gaps_ms) < 100:
+            raise KukriError("the streams gave too few tokens to measure")
+        return median(self.gaps_ms), quantiles(self.gaps_ms, n=100)[-1]
+
+    def stop(self) -> None:
+        """Ends them."""
+        for task in self._tasks:
+            task.cancel()
+
+
+def bombs() -> list[tuple[str, dict[str, Any]]]:
+    """(path, body) of each."""
+    chat = {"model": _MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+    found: list[tuple[str, dict[str, Any]]] = []
+    for schema in SCHEMAS.values():
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        found.append(("/v1/chat/completions", chat | {"response_format": form}))
+    found.append(("/v1/completions", {"model": _MODEL, "prompt": "1" * (1 << 20), "max_tokens": 1}))
+    return found
+
+
+async def measure(url: str, n_streams: int, seconds: float) -> BombReport:
+    """Runs both phases. Raises KukriError if a stream ends."""
+    statuses: dict[str, int] = {}
+    refusals: list[float] = []
+
+    async def throw(http: httpx.AsyncClient) -> None:
+        while True:
+            for path, body in bombs():
+                started = time.perf_counter()
+                response = await http.post(path, json=body)
+                refusals.append((time.perf_counter() - started) * 1000)
+                statuses[str(response.status_code)] = statuses.get(str(response.status_code), 0) + 1
+
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        streams = _Streams(http, n_streams)
+        try:
+            await asyncio.sleep(3)
+            quiet = await streams.gaps(seconds)
+            thrower = asyncio.create_task(throw(http))
+            await asyncio.sleep(1)
+            bombed = await streams.gaps(seconds)
+            thrower.cancel()
+        finally:
+            streams.stop()
+    return BombReport(n_streams, *quiet, *bombed, len(refusals), statuses, max(refusals))
+
+
+def main() -> None:
+    """Runs the experiment."""
+    experiment = Experiment("bombs", "Measure streams beside requests that are made to be expensive.")
+    experiment.count("-n", "--streams", 8, "streams")
+    experiment.count("-s", "--seconds", 15, "seconds of each phase")
+    given = experiment.parse()
+    with served(model_path(given.model, 4096), *_OPTIONS, "--threads", str(given.threads)) as (_, url):
+        report = asyncio.run(measure(url, given.streams, given.seconds))
+    rows = [
+        ["alone", f"{report.quiet_median_ms:.1f}", f"{report.quiet_p99_ms:.1f}"],
+        ["beside bombs", f"{report.bombed_median_ms:.1f}", f"{report.bombed_p99_ms:.1f}"],
+    ]
+    title = f"{report.n_streams} streams, milliseconds between tokens"
+    refused = f"{report.n_bombs} bombs, refused within {report.longest_refusal_ms:.0f} ms: {report.statuses}"
+    experiment.show(report, Table(title, ["", "median", "p99"], rows), refused)
+
+
+if __name__ == "__main__":
+    run(main)
