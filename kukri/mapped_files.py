@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import stat
@@ -50,14 +49,10 @@ def release_pages(array: npt.NDArray[Any]) -> None:
         base = base.obj
     if not isinstance(base, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
         return
-    address = int(array.__array_interface__["data"][0])
+    mapped = np.frombuffer(base, np.uint8)
+    address = array.__array_interface__["data"][0] - mapped.__array_interface__["data"][0]
     start = address & -mmap.PAGESIZE
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise(
-        ctypes.c_void_p(start),
-        ctypes.c_size_t(address + array.nbytes - start),
-        ctypes.c_int(mmap.MADV_DONTNEED),
-    )
+    base.madvise(mmap.MADV_DONTNEED, start, address + array.nbytes - start)
 
 
 def fetch_pages(array: npt.NDArray[Any]) -> None:

@@ -14,6 +14,7 @@ import gc
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -536,12 +537,10 @@ class ModelRegistry:
             entry.timer.cancel()
         try:
             await entry.unused.wait()
-            service, entry.service = entry.service, None
-            assert service is not None, "it is loaded"
-            await service.close(None)
-            await asyncio.to_thread(service.llm.close)
-            del service
-            await asyncio.to_thread(_give_memory_back)
+            assert entry.service is not None, "it is loaded"
+            held, entry.service = [entry.service], None
+            await held[0].close(None)
+            await asyncio.to_thread(_close, held)
         finally:
             entry.is_leaving = False
         entry.n_bytes = 0
@@ -604,6 +603,7 @@ def _load_error(entry: ModelEntry, error: Exception) -> KukriError:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _MMAP_BYTES = 1 << 20
+_TRIES_TO_FREE = 20
 
 
 def _allocate_to_give_back() -> None:
@@ -618,9 +618,21 @@ def _allocate_to_give_back() -> None:
                 ctypes.CDLL(None).mallopt(option, _MMAP_BYTES)
 
 
-def _give_memory_back() -> None:
-    """Frees what unloaded models leave: objects in cycles, and the allocator's free lists."""
-    gc.collect()
+def _close(held: list[Service]) -> None:
+    """Closes the model, takes it out of the list, and frees its memory and the allocator's free lists.
+
+    The list is for a thread to hold, which keeps its arguments until it has returned: the model with them.
+    Another thread may hold the model for a moment more, or collect garbage, so that this one cannot.
+    """
+    llm = held.pop().llm
+    llm.close()
+    left = weakref.ref(llm.engine)
+    del llm
+    for _ in range(_TRIES_TO_FREE):
+        gc.collect()
+        if left() is None:
+            break
+        time.sleep(0.05)
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
