@@ -625,8 +625,8 @@ def _close(held: list[Service]) -> None:
     Another thread may hold the model for a moment more, or collect garbage, so that this one cannot.
     """
     llm = held.pop().llm
-    llm.close()
     left = weakref.ref(llm.engine)
+    llm.close()
     del llm
     for _ in range(_TRIES_TO_FREE):
         gc.collect()
