@@ -1,39 +1,49 @@
-"""Interpretability beside TransformerLens: `python -m benchmarks.interp`.
+"""Interpretability at speed: `python -m benchmarks.interp`, or some of it: `--parts crowd quiet`.
 
-A sweep of patches of resid_pre by layer and position, and captures of one layer, on the same weights,
-dequantized for TransformerLens in float32, with as many threads, by turns. Cells are compared, too.
-TransformerLens is no dependency: `pip install transformer-lens`.
+- `sweep`: patches of resid_pre by layer and position, and captures of one layer, beside TransformerLens on
+  the same weights, dequantized for it in float32, with as many threads, by turns. Cells are compared, too.
+  TransformerLens is no dependency: `pip install transformer-lens`.
+- `crowd`: streams of which some are captured and some steered, beside as many that nobody listens to; the
+  others' tokens are compared with those that they have alone.
+- `quiet`: an engine whose hooks are gone, beside one that never had any.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.adapters import decode_tokens_per_s, prefill_tokens_per_s
 from benchmarks.fidelity import judge_model
-from benchmarks.harness import Experiment, Say, Table, model_path, run
+from benchmarks.harness import Comparison, Experiment, Say, Table, model_path, run
 from kukri import LLM
-from kukri.errors import UnsupportedError
-from kukri.interp import patching
+from kukri.bench.turns import in_turns
+from kukri.engine import Request
+from kukri.errors import KukriError, UnsupportedError
+from kukri.interp import ControlVector, patching
+from kukri.sampling import SamplingParams
 
 CLEAN = "When Mary and John went to the new store, John gave a drink to"
 CORRUPT = "When Mary and John went to the new store, Mary gave a drink to"
+PARTS = ("sweep", "crowd", "quiet")
 _PREFILL, _BATCH = 128, 8  # tokens of a text that is captured, and texts
+_STREAMS, _CAPTURED, _STEERED = 16, 4, 2  # of a crowd
+_PROMPT, _NEW = 32, 48  # tokens of a stream
+_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
-class InterpReport:
+class SweepReport:
     """Medians of the rounds. Seconds are of wall time; `cpu` of the process."""
 
-    model: str
-    n_threads: int
     n_cells: int
     sweep_s: float
     sweep_cpu_s: float
@@ -46,6 +56,38 @@ class InterpReport:
     capture_with_logits_tokens_per_s: float
     prefill_tokens_per_s: float
     transformer_lens_capture_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class CrowdReport:
+    """Generated tokens of all streams per second, and per second of processor time."""
+
+    n_streams: int
+    n_captured: int
+    n_steered: int
+    steered_layers: int
+    wall: Comparison
+    processor: Comparison
+    others_as_alone: bool  # the tokens of the streams that nobody listens to
+
+
+@dataclass(frozen=True)
+class QuietReport:
+    """Tokens/s of one stream and of a prompt."""
+
+    decode: Comparison
+    prefill: Comparison
+
+
+@dataclass(frozen=True)
+class InterpReport:
+    """The parts that were measured."""
+
+    model: str
+    n_threads: int
+    sweep: SweepReport | None
+    crowd: CrowdReport | None
+    quiet: QuietReport | None
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -74,11 +116,11 @@ def transformer_lens_bridge(path: Path, n_threads: int) -> Any:
         return bridges.TransformerBridge.boot_transformers(folder, device="cpu", dtype=torch.float32)
 
 
-def measure(path: Path, n_threads: int, n_layers: int, rounds: int, say: Say) -> InterpReport:
-    """Measures both. `n_layers` limits the layers that are patched, from the first to the last evenly."""
+def measure_sweep(path: Path, n_threads: int, n_layers: int, rounds: int, say: Say) -> SweepReport:
+    """Measures sweeps and captures. `n_layers` limits the layers that are patched, taken evenly."""
     torch = import_module("torch")
     bridge = transformer_lens_bridge(path, n_threads)
-    with LLM(path, n_threads=n_threads, max_context=1024) as llm, torch.no_grad():
+    with LLM(path, n_threads=n_threads, max_context=_CONTEXT) as llm, torch.no_grad():
         clean, corrupt = llm.tokenizer.encode(CLEAN), llm.tokenizer.encode(CORRUPT)
         answers = [llm.tokenizer.encode(" Mary")[0], llm.tokenizer.encode(" John")[0]]
         layers = (
@@ -141,20 +183,80 @@ def measure(path: Path, n_threads: int, n_layers: int, rounds: int, say: Say) ->
         wall, cpu, their_wall, their_cpu, ratio, cpu_ratio, *speeds = np.median(
             np.array(rows), axis=0
         ).tolist()
-    return InterpReport(
-        path.name, n_threads, n_cells, wall, cpu, their_wall, their_cpu, ratio, cpu_ratio, difference,
+    return SweepReport(
+        n_cells, wall, cpu, their_wall, their_cpu, ratio, cpu_ratio, difference,
         speeds[0], speeds[1], speeds[2], speeds[3],
     )  # fmt: skip
 
 
-def main() -> None:
-    """Runs the experiment."""
-    experiment = Experiment("interp", "Compare patching sweeps and captures with TransformerLens.")
-    experiment.count("-l", "--layers", 1000, "layers that are patched, all at most")
-    experiment.count("-r", "--rounds", 3, "rounds")
-    given = experiment.parse()
-    path = model_path(given.model, 1024)
-    report = measure(path, given.threads, given.layers, given.rounds, experiment.say)
+def measure_crowd(path: Path, n_threads: int, rounds: int, say: Say) -> CrowdReport:
+    """Measures a crowd that is listened to, and one that is not, by turns. Raises KukriError if a capture is
+    empty.
+    """
+    rng = np.random.default_rng(1)
+    with LLM(path, n_threads=n_threads, max_context=_CONTEXT, max_requests=_STREAMS) as llm:
+        config = llm.config
+        prompts = rng.integers(0, config.n_vocab, (_STREAMS, _PROMPT)).tolist()
+        layers = range(config.n_layers - 1)
+        vector = ControlVector({i: 0.02 * rng.standard_normal(config.d_model) for i in layers})
+        llm.interp.catalog.vectors["random"] = vector
+        capture = {"op": "capture", "name": f"blocks.{config.n_layers // 2}.hook_resid_post"}
+        steer = {"op": "add", "control_vector": "random"}
+        wanted = [[capture]] * _CAPTURED + [[steer]] * _STEERED
+        others = slice(len(wanted), None)
+        say("tokens alone")
+        alone = [_generate(llm, [prompt])[0].output_ids for prompt in prompts[others]]
+        are_equal: list[bool] = []
+
+        def speeds(interventions: Sequence[Sequence[Any]]) -> tuple[float, float]:
+            wall, cpu, requests = _timed(partial(_generate, llm, prompts, interventions))
+            are_equal.append([request.output_ids for request in requests[others]] == alone)
+            n_tokens = sum(request.n_generated for request in requests)
+            return n_tokens / wall, n_tokens / cpu
+
+        found = in_turns([partial(speeds, wanted), partial(speeds, [])], rounds, say)
+    wall, processor = (
+        Comparison.of(("with", "without"), [[side[i] for side in each] for each in found]) for i in (0, 1)
+    )
+    return CrowdReport(_STREAMS, _CAPTURED, _STEERED, len(layers), wall, processor, all(are_equal))
+
+
+def _generate(
+    llm: LLM, prompts: Sequence[Sequence[int]], interventions: Sequence[Sequence[Any]] = ()
+) -> list[Request]:
+    """The requests of prompts that generate side by side, the first of them with these interventions."""
+    params = SamplingParams(temperature=0, max_tokens=_NEW, ignore_eos=True)
+    engine = llm.engine
+    engine.pool.forget()
+    requests = [engine.make_request(np.array(prompt, np.int32), params) for prompt in prompts]
+    taps = [llm.interp.intervene([request], one) for request, one in zip(requests, interventions)]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+    for request, (tap,) in zip(requests, taps):
+        if tap.captures and not any(x.size for x in tap.activations(request).values()):
+            raise KukriError("nothing was captured")
+    return requests
+
+
+def measure_quiet(path: Path, n_threads: int, rounds: int, say: Say) -> QuietReport:
+    """Measures an engine whose requests had hooks, and one without, by turns."""
+    options: dict[str, Any] = {"n_threads": n_threads, "max_context": _CONTEXT}
+    with LLM(path, **options) as listened, LLM(path, **options) as never:
+        name = f"blocks.{listened.config.n_layers // 2}.hook_resid_post"
+        prompt = np.random.default_rng(3).integers(0, listened.config.n_vocab, _PROMPT)
+        listened.generate_with_hooks(
+            prompt.tolist(), max_tokens=8, names=[name], fwd_hooks=[(name, lambda value, hook: value * 1)]
+        )
+        listened.run_with_hooks(prompt, fwd_hooks=[(name, lambda value, hook: value * 1)])
+        engines, sides = (listened.engine, never.engine), ("hooks gone", "never a hook")
+        decode = in_turns([partial(decode_tokens_per_s, each, 1, ()) for each in engines], rounds, say)
+        prefill = in_turns([partial(prefill_tokens_per_s, each, None) for each in engines], rounds, say)
+    return QuietReport(Comparison.of(sides, decode), Comparison.of(sides, prefill))
+
+
+def _sweep_table(report: SweepReport) -> Table:
     rows = [
         [
             "sweep, s", f"{report.sweep_s:.2f}", f"{report.transformer_lens_sweep_s:.2f}",
@@ -172,8 +274,39 @@ def main() -> None:
         ["capture and all logits, tokens/s", f"{report.capture_with_logits_tokens_per_s:.0f}", "", ""],
         ["prefill without a hook, tokens/s", f"{report.prefill_tokens_per_s:.0f}", "", ""],
     ]  # fmt: skip
-    title = f"{report.model}, {report.n_cells} cells, largest difference {report.max_difference:.3f}"
-    experiment.show(report, Table(title, ["", "kukri", "TransformerLens", "ratio"], rows))
+    title = f"{report.n_cells} cells, largest difference {report.max_difference:.3f}"
+    return Table(title, ["", "kukri", "TransformerLens", "ratio"], rows)
+
+
+def main() -> None:
+    """Runs the experiment."""
+    experiment = Experiment(
+        "interp", "Measure patching sweeps, captures, and crowds in which some are heard."
+    )
+    experiment.options.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)"
+    )
+    experiment.count("-l", "--layers", 1000, "layers that are patched, all at most")
+    experiment.count("-r", "--rounds", 3, "rounds")
+    given = experiment.parse()
+    path, parts, say = model_path(given.model, _CONTEXT), given.parts, experiment.say
+    sweep, crowd, quiet = None, None, None
+    tables: list[Table | str] = []
+    if "crowd" in parts:
+        crowd = measure_crowd(path, given.threads, given.rounds, say)
+        title = (
+            f"{_STREAMS} streams, {_CAPTURED} captured, {_STEERED} steered on {crowd.steered_layers} layers"
+        )
+        tables += [crowd.wall.table(f"{title}, tokens/s"), crowd.processor.table("the same per processor s")]
+        tables.append(f"the others' tokens are those alone: {'yes' if crowd.others_as_alone else 'NO'}")
+    if "quiet" in parts:
+        quiet = measure_quiet(path, given.threads, given.rounds, say)
+        tables.append(quiet.decode.table("decode of one stream, tokens/s"))
+        tables.append(quiet.prefill.table("prefill, tokens/s"))
+    if "sweep" in parts:
+        sweep = measure_sweep(path, given.threads, given.layers, given.rounds, say)
+        tables.append(_sweep_table(sweep))
+    experiment.show(InterpReport(path.name, given.threads, sweep, crowd, quiet), *tables)
 
 
 if __name__ == "__main__":
