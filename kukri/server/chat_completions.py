@@ -13,7 +13,7 @@ from kukri.server.chat_request import ChatRequest, only_grammar
 from kukri.server.choice import Choice
 from kukri.server.logprobs import chat_logprobs
 from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
-from kukri.server.schema import ChatBody, NamedTool
+from kukri.server.schema import ChatBody, NamedTool, steering
 from kukri.server.service import Chat, Service
 from kukri.server.tool_parser import CallDelta
 
@@ -50,7 +50,7 @@ def parse_chat(body: ChatBody) -> ChatRequest:
         effort=body.reasoning_effort,
         thinking_budget=body.thinking_token_budget,
         template_variables=body.chat_template_kwargs or {},
-        interventions=body.steering,
+        interventions=steering(body.interventions),
         user=body.user or "",
         priority=body.priority,
         names=_NAMES | ({"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}),

@@ -13,7 +13,7 @@ from kukri.sampling import SampledToken
 from kukri.server.bridge import Call
 from kukri.server.logprobs import legacy_logprobs, vllm_logprobs
 from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
-from kukri.server.schema import CompletionBody
+from kukri.server.schema import CompletionBody, steering
 from kukri.server.service import Service
 from kukri.tokenizer import TextStream
 
@@ -40,7 +40,7 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
         user=body.user,
         priority=body.priority,
         adapter=service.adapter_of(body.model, body.adapter),
-        interventions=body.steering,
+        interventions=steering(body.interventions),
     )
     writer = CompletionWriter(service, call, body, model, prompts, hides_answer=max_tokens == 0)
     return Reply(service, call, writer, stream=bool(body.stream))

@@ -25,7 +25,8 @@ from kukri.server.messages_schema import (
     ToolUseBlock,
     TurnMessage,
 )
-from kukri.server.reply import Reply
+from kukri.server.reply import Reply, interp_fields
+from kukri.server.schema import steering
 from kukri.server.service import Chat, Service
 from kukri.server.tool_parser import CallDelta
 
@@ -72,6 +73,7 @@ def parse_message(body: PromptBody) -> ChatRequest:
             "grammar": only_grammar([body.form, format]),
             "user": user or body.user or "",
             "priority": body.priority,
+            "interventions": steering(body.interventions),
         }
     return ChatRequest(
         messages=_messages(body),
@@ -205,7 +207,8 @@ class MessageWriter:
     def end(self) -> bytes:
         """The end of the last block, why it ended, and the end mark."""
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        events = self._close() + _event("message_delta", delta=delta, usage=self._usage())
+        found = interp_fields(self._call, 0)
+        events = self._close() + _event("message_delta", delta=delta, usage=self._usage(), **found)
         return (events + _event("message_stop")).encode()
 
     def fail(self, error: KukriError) -> bytes:
@@ -218,7 +221,8 @@ class MessageWriter:
             {**block, "input": arguments_object(block["input"])} if block["type"] == "tool_use" else block
             for block in self._blocks
         ]
-        return self._message(blocks, self._stop_reason, self._stop_sequence)
+        message = self._message(blocks, self._stop_reason, self._stop_sequence)
+        return {**message, **interp_fields(self._call, 0)}
 
     def _begin(self) -> str:
         self._is_begun = True

@@ -13,6 +13,7 @@ from kukri.server.schema import (
     NO_CALLS,
     NO_STORE,
     Body,
+    Interventions,
     MaxTokens,
     Piece,
     Refused,
@@ -209,6 +210,7 @@ class MessagesBody(PromptBody, Sampling):
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
+    interventions: Interventions | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> MessagesBody:

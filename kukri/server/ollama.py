@@ -27,7 +27,8 @@ from kukri.server.ollama_schema import (
     OllamaGenerateBody,
     OllamaMessage,
 )
-from kukri.server.reply import Reply, StreamForm
+from kukri.server.reply import Reply, StreamForm, interp_fields
+from kukri.server.schema import steering
 from kukri.server.service import Chat, Service
 
 
@@ -81,6 +82,7 @@ def _common(body: GenerationBody) -> dict[str, Any]:
         "grammar": body.grammar,
         "effort": body.effort,
         "max_context": body.max_context,
+        "interventions": steering(body.interventions),
         "names": NAMES,
     }
 
@@ -101,6 +103,7 @@ async def _continue(service: Service, body: OllamaGenerateBody, http: Request) -
             user=None,
             priority=None,
             adapter=service.adapter_of(body.model),
+            interventions=request.interventions,
         )
     except RequestError as error:
         raise request.error(error) from None
@@ -185,8 +188,8 @@ class OllamaWriter:
         return _line({**self._head(), **self._answer(thinking, content, calls, logprobs), "done": False})
 
     def end(self) -> bytes:
-        """The last line, with the counts."""
-        return _line({**self._head(), **self._answer("", "", [], []), **self._counts()})
+        """The last line, with the counts, and what was read and captured."""
+        return _line({**self._head(), **self._answer("", "", [], []), **self._counts(), **self._found()})
 
     def fail(self, error: KukriError) -> bytes:
         """A line with the error."""
@@ -195,7 +198,10 @@ class OllamaWriter:
     def body(self) -> dict[str, Any]:
         """The whole answer."""
         answer = self._answer(self._thinking, self._content, self._calls, self._logprobs)
-        return {**self._head(), **answer, **self._counts()}
+        return {**self._head(), **answer, **self._counts(), **self._found()}
+
+    def _found(self) -> dict[str, Any]:
+        return interp_fields(self._call, 0)
 
     def _head(self) -> dict[str, Any]:
         return {"model": self._model, "created_at": timestamp()}

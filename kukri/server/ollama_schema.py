@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from kukri.errors import ConfigError, RequestError
 from kukri.sampling import Grammar
-from kukri.server.schema import TEXT_ONLY, Body, Refused, Tool
+from kukri.server.schema import TEXT_ONLY, Body, Interventions, Refused, Tool
 from kukri.server.settings import duration_s
 
 _FOREVER_S = -1.0
@@ -113,6 +113,7 @@ class GenerationBody(KeepAlive):
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    interventions: Interventions | None = None
 
     @field_validator("stream", mode="before")
     @classmethod

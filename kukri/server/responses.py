@@ -17,7 +17,7 @@ from kukri.errors import KukriError, RequestError
 from kukri.sampling import SampledToken
 from kukri.server.chat_request import ChatRequest, only_grammar
 from kukri.server.logprobs import chat_logprobs
-from kukri.server.reply import Reply
+from kukri.server.reply import Reply, interp_fields
 from kukri.server.responses_schema import (
     CallItem,
     CallOutputItem,
@@ -29,6 +29,7 @@ from kukri.server.responses_schema import (
     ReasoningItem,
     ResponseBody,
 )
+from kukri.server.schema import steering
 from kukri.server.service import Chat, Service
 from kukri.server.tool_parser import CallDelta
 
@@ -75,6 +76,7 @@ def parse_response(body: ResponseBody) -> ChatRequest:
         effort=body.reasoning.effort if body.reasoning else None,
         thinking_budget=body.thinking_token_budget,
         template_variables=body.chat_template_kwargs or {},
+        interventions=steering(body.interventions),
         user=body.user or "",
         priority=body.priority,
         names=_NAMES,
@@ -311,7 +313,7 @@ class ResponseWriter:
         return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
     def _whole(self) -> dict[str, Any]:
-        return self._response(self._status, self._items)
+        return {**self._response(self._status, self._items), **interp_fields(self._call, 0)}
 
     def _response(self, status: str, items: Sequence[_OutputItem]) -> dict[str, Any]:
         body, params = self._body, self._call.answers[0].request.params

@@ -14,6 +14,7 @@ from kukri.server.schema import (
     NO_STORE,
     TEXT_ONLY,
     Body,
+    Interventions,
     MaxTokens,
     Piece,
     Refused,
@@ -222,6 +223,7 @@ class ResponseBody(Sampling):
     parallel_tool_calls: bool | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None
+    interventions: Interventions | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
 
     @property

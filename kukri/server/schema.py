@@ -227,6 +227,14 @@ class InterventionBody(Body):
         return found
 
 
+Interventions = Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS)]
+
+
+def steering(given: Interventions | None) -> list[dict[str, Any]]:
+    """The interventions of a body. Raises RequestError."""
+    return [one.as_dict() for one in given or ()]
+
+
 class GenerationBody(Sampling):
     """The fields that the two older endpoints share."""
 
@@ -242,16 +250,11 @@ class GenerationBody(Sampling):
         | None
     ) = None
     stream_options: StreamOptions | None = None
-    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS)] | None = None
+    interventions: Interventions | None = None
 
     def sampling(self, **others: Any) -> dict[str, Any]:
         """The fields of SamplingParams that are set. Raises RequestError on a bias of no token id."""
         return super().sampling(logit_bias=_token_bias(self.logit_bias), **others)
-
-    @property
-    def steering(self) -> list[dict[str, Any]]:
-        """The interventions."""
-        return [one.as_dict() for one in self.interventions or ()]
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> GenerationBody:

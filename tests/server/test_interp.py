@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import string
+from typing import Any
 
 import numpy as np
 import openai
@@ -101,6 +102,68 @@ def test_the_openai_client_steers_by_extra_body(served, llm):
     ]
     values = [one.values["truth"]["score"] for one in steered.readouts]
     np.testing.assert_allclose([one["values"]["truth"]["score"] for one in streamed], values, rtol=1e-5)
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CALM = {"temperature": 0, "max_tokens": 5}
+OTHERS = {  # the other chats: a body, and where the text of an answer is
+    "/v1/responses": (
+        {"input": MESSAGES, "temperature": 0, "max_output_tokens": 5},
+        lambda body: body["output"][0]["content"][0]["text"],
+    ),
+    "/v1/messages": ({"messages": MESSAGES, **CALM}, lambda body: body["content"][0]["text"]),
+    "/api/chat": (
+        {"messages": MESSAGES, "options": {"temperature": 0, "num_predict": 5}},
+        lambda body: body["message"]["content"],
+    ),
+    "/api/generate": (
+        {"prompt": "Hi", "options": {"temperature": 0, "num_predict": 5}},
+        lambda body: body["response"],
+    ),
+}
+
+
+def last_of(text: str, stream: bool) -> dict[str, Any]:
+    """The whole answer, or what the last event or line that has captures says of it."""
+    if not stream:
+        return json.loads(text)
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if "activations" in line]
+    assert len(lines) == 1
+    found = json.loads(lines[0])
+    return found["response"] if found.get("type") == "response.incomplete" else found
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_the_other_chats_are_steered(served, llm, path):
+    """Interventions that one API drops, does for anybody, or whose findings it does not give back."""
+    asked, text_of = OTHERS[path]
+    wanted = [*STEER, *READ, {"op": "capture", "name": "z0"}]
+    body = {"model": "smol", "stream": False, **asked}
+    steered = llm.chat(MESSAGES, **CALM, interventions=wanted)
+    assert steered.text != llm.chat(MESSAGES, **CALM).text
+    with served.http(headers=ALLOWED) as http:
+        answer = http.post(path, json={**body, "interventions": wanted})
+        assert answer.status_code == 200, answer.text
+        assert text_of(answer.json()) == steered.text
+        streamed = http.post(path, json={**body, "stream": True, "interventions": wanted})
+        for found in (last_of(answer.text, False), last_of(streamed.text, True)):
+            assert [one["position"] for one in found["readouts"]] == [r.position for r in steered.readouts]
+            z = safetensors.numpy.load(base64.b64decode(found["activations"]["data"]))
+            expected = steered.activations["blocks.0.attn.hook_z"]
+            np.testing.assert_allclose(z["blocks.0.attn.hook_z"], expected, rtol=1e-4, atol=1e-5)
+        assert text_of(http.post(path, json=body).json()) == llm.chat(MESSAGES, **CALM).text
+        wrong = http.post(path, json={**body, "interventions": [{"op": "add", "name": "z9"}]})
+        assert wrong.status_code == 400
+        assert "z9" in wrong.text or "hook_z" in wrong.text
+        many = [
+            {"op": "capture", "name": f"{part}{i}"} for part in ("pattern", "attn_scores") for i in (0, 1)
+        ]
+        long = json.loads(json.dumps(body).replace("Hi", "Hi " * 28))
+        assert http.post(path, json={**long, "interventions": many}).status_code == 413
+    with served.http(headers={"authorization": "Bearer plain"}) as http:
+        refused = http.post(path, json={**body, "interventions": STEER})
+        assert refused.status_code == 403
+        assert "scope" in refused.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
