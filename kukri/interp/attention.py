@@ -7,6 +7,7 @@ rounds them, so reading them changes no bit of the stream.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kukri.kernels.types import AttentionSpec, FloatArray, IntArray, KVType
 
@@ -30,12 +31,17 @@ def scores(q: FloatArray, k: FloatArray, spec: AttentionSpec, lengths: IntArray)
     return np.where(_is_seen(spec, n_tokens, lengths)[:, None], found, MASKED)
 
 
-def pattern(found: FloatArray) -> FloatArray:
-    """The softmax of scores [B, H, T, T] over keys; zeros for padding, which sees nothing."""
+def pattern(found: FloatArray, spec: AttentionSpec) -> FloatArray:
+    """The softmax of scores [B, H, T, T] over keys, beside the heads' sinks, if there are any; zeros for
+    padding, which sees nothing.
+    """
     top = found.max(axis=-1, keepdims=True)
+    is_padding = top == MASKED
+    sinks = np.float32(-np.inf) if spec.sinks is None else spec.sinks.data.reshape(-1, 1, 1)
+    top = np.maximum(top, sinks)
     weights: FloatArray = np.exp(found - top)
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.where(top == MASKED, np.float32(0), weights)
+    weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
+    return np.where(is_padding, np.float32(0), weights)
 
 
 def mixed(weights: FloatArray, v: FloatArray, spec: AttentionSpec) -> FloatArray:
@@ -47,13 +53,14 @@ def mixed(weights: FloatArray, v: FloatArray, spec: AttentionSpec) -> FloatArray
     return z.transpose(0, 2, 1, 3)
 
 
-def _is_seen(
-    spec: AttentionSpec, n_tokens: int, lengths: IntArray
-) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which keys a query sees: bool [B, T, T]."""
+def seen_keys(spec: AttentionSpec, n_tokens: int) -> npt.NDArray[np.bool_]:
+    """Which keys of a text of n_tokens a query sees, [query, key]."""
     query, key = np.arange(n_tokens)[:, None], np.arange(n_tokens)
     seen = key <= query if spec.is_causal else np.ones((n_tokens, n_tokens), np.bool_)
-    if spec.window is not None:
-        seen &= abs(query - key) < spec.window
-    is_token = key < lengths[:, None]  # [B, T]
-    return seen & is_token[:, None] & is_token[:, :, None]
+    return seen if spec.window is None else seen & (abs(query - key) < spec.window)
+
+
+def _is_seen(spec: AttentionSpec, n_tokens: int, lengths: IntArray) -> npt.NDArray[np.bool_]:
+    """Which keys a query sees: bool [B, T, T]."""
+    is_token = np.arange(n_tokens) < lengths[:, None]  # [B, T]
+    return seen_keys(spec, n_tokens) & is_token[:, None] & is_token[:, :, None]

@@ -145,7 +145,7 @@ class ActivationCache(Mapping[str, Any]):
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> Any:
-        """What each part added to the stream before `layer`: embedding, attentions and MLPs.
+        """What each part added to the stream before `layer`: embedding, attentions or recurrent layers, MLPs.
 
         [components, batch, pos, D]; they sum to the stream. `mode` "attn" or "mlp" leaves the others out.
         """
@@ -158,13 +158,13 @@ class ActivationCache(Mapping[str, Any]):
             parts.append(self["embed"])
             labels.append("embed")
         for i in range(layer):
-            for part in ("attn", "mlp"):
+            for part, name in (("attn", self._mixer(i)), ("mlp", "mlp_out")):
                 if mode in ("all", part):
-                    parts.append(self[f"{part}_out", i])
-                    labels.append(f"{i}_{part}_out")
+                    parts.append(self[name, i])
+                    labels.append(f"{i}_{name}")
         if mlp_input and mode in ("all", "attn"):
-            parts.append(self["attn_out", layer])
-            labels.append(f"{layer}_attn_out")
+            parts.append(self[self._mixer(layer), layer])
+            labels.append(f"{layer}_{self._mixer(layer)}")
         stack = np.stack([_at(x, pos_slice) for x in parts])
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input, pos_slice=pos_slice)
@@ -195,6 +195,8 @@ class ActivationCache(Mapping[str, Any]):
         labels: list[str] = []
         model = self._model
         for i in range(layer):
+            if i not in model.trace.heads:
+                continue
             z = _at(self["z", i], pos_slice, from_end=3)
             if f"blocks.{i}.hook_attn_out" not in model.trace.matrices:
                 raise RequestError(f"a norm stands between the heads of layer {i} and the stream")
@@ -221,18 +223,20 @@ class ActivationCache(Mapping[str, Any]):
         pos_slice: PosSlice = None,
         return_labels: bool = False,
     ) -> Any:
-        """The stream before `layer` as heads, MLPs, embedding and the biases of attention: they sum to it."""
+        """The stream before `layer` as heads, recurrent layers, MLPs, embedding and the biases of attention,
+        which sum to it.
+        """
         layer = self._layer(layer)
         stack, labels = self.stack_head_results(layer + mlp_input, pos_slice=pos_slice, return_labels=True)
         parts = [stack]
-        if layer:
-            mlps, names = self.decompose_resid(
-                layer, mode="mlp", incl_embeds=False, pos_slice=pos_slice, return_labels=True
-            )
-            parts.append(mlps)
-            labels += names
+        with_heads = [i for i in range(layer + mlp_input) if i in self._model.trace.heads]
+        for i in range(layer + mlp_input):
+            names = [] if i in with_heads else ["mixer_out"]
+            for name in [*names, "mlp_out"] if i < layer else names:
+                parts.append(_at(self[name, i], pos_slice)[None])
+                labels.append(f"{i}_{name}")
         parts.append(_at(self["embed"], pos_slice)[None])
-        biases = sum((self._model.weights.layer("b_O", i) for i in range(layer + mlp_input)), np.float32(0))
+        biases = sum((self._model.weights.layer("b_O", i) for i in with_heads), np.float32(0))
         parts.append(np.broadcast_to(biases, parts[-1].shape))
         stack = np.concatenate(parts).astype(np.float32)
         if apply_ln:
@@ -323,6 +327,10 @@ class ActivationCache(Mapping[str, Any]):
     @property
     def _final_norm(self) -> Any:
         return self._model.trace.norms["ln_final.hook_normalized"]
+
+    def _mixer(self, layer: int) -> str:
+        """The name of what a layer adds before its MLP: attn_out, or mixer_out of a recurrent layer."""
+        return "attn_out" if layer in self._model.trace.heads else "mixer_out"
 
     def _layer(self, layer: int | None) -> int:
         n_layers = self._model.config.n_layers

@@ -16,7 +16,7 @@ from kukri.interp.cache import ActivationCache
 from kukri.interp.names import LOGITS, Point
 from kukri.interp.patching import Axes, HasInterp
 from kukri.interp.session import NamesFilter, Session
-from kukri.interp.tape import Tape, TextRows
+from kukri.interp.tape import TextRows
 from kukri.interp.values import Rows
 from kukri.kernels.types import FloatArray
 
@@ -79,7 +79,7 @@ def run_with_gradients(
 
     Both caches are of TransformerLens' names and shapes; `names` as in `LLM.run_with_cache`. Names of which
     others are computed (scores, patterns, scales and what only they need) are left out, or a RequestError
-    if they are asked for. Raises UnsupportedError for mixtures of experts.
+    if they are asked for.
     """
     session = llm.interp
     texts = session.tokens(prompt)
@@ -87,8 +87,8 @@ def run_with_gradients(
     value, tape, rows, batch = _run(session, texts, metric)
     taps = {point.tap for point in points if point.tap}
     wanted = [point.name for point in points]
-    values = {tap: tape.taps[tap].x for tap in taps}
-    grads = {tap: _gradient(tape, tap) for tap in taps}
+    values = {tap: tape.value(tap) for tap in taps}
+    grads = {tap: tape.gradient(tap) for tap in taps}
     activations = ActivationCache(session.values, values, rows, batch.token_ids, wanted)
     return value, activations, ActivationCache(session.values, grads, rows, batch.token_ids, wanted)
 
@@ -143,37 +143,32 @@ def integrated_gradients(
     texts = session.tokens(prompt)
     tap = "hook_embed"
     _, tape, rows, _ = _run(session, texts, None)
-    end = tape.taps[tap].x
+    end = tape.value(tap)
     start = np.zeros_like(end)
     if baseline is not None:
         others = session.tokens(baseline)
         if [len(ids) for ids in others] != [len(ids) for ids in texts]:
             raise RequestError("the baseline must have as many tokens as the prompt", param="baseline")
-        start = _run(session, others, None)[1].taps[tap].x
+        start = _run(session, others, None)[1].value(tap)
     total = np.zeros_like(end)
     for i in range(n_steps):
         at = start + (end - start) * np.float32((i + 0.5) / n_steps)
-        total += _gradient(_run(session, texts, metric, {tap: at})[1], tap)
+        total += _run(session, texts, metric, {tap: at})[1].gradient(tap)
     return rows.padded(((end - start) * total / np.float32(n_steps)).sum(axis=1))
 
 
 def _run(
     session: Session, texts: list[Any], metric: Metric | None, given: dict[str, FloatArray] | None = None
-) -> tuple[float, Tape, Rows, TextRows]:
+) -> tuple[float, Any, Rows, TextRows]:
     """Runs texts, and with a metric back."""
     rows, batch = Rows(np.array([len(ids) for ids in texts], np.int32)), TextRows.of(texts)
-    tape = Tape(session.matrices, session.ropes, given)
+    tape = session.tape(given)
     logits = tape.run(session.model, batch)
     if metric is None:
         return 0.0, tape, rows, batch
-    value, grad = metric(rows.padded(logits.x))
+    value, grad = metric(rows.padded(tape.values(logits)))
     tape.backward(logits, rows.rows(np.asarray(grad, np.float32)))
     return value, tape, rows, batch
-
-
-def _gradient(tape: Tape, tap: str) -> FloatArray:
-    variable = tape.taps[tap]
-    return np.zeros_like(variable.x) if variable.grad is None else variable.grad
 
 
 def _points(session: Session, names: NamesFilter) -> list[Point]:

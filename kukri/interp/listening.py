@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import HookError
-from kukri.interp.attention import pattern
 from kukri.interp.names import LOGITS, Point
 from kukri.interp.values import Model, Rows
 from kukri.kernels.types import FloatArray, IntArray
@@ -103,13 +102,13 @@ class StepListener:
         point, model, rows = listening.point, self._model, self._rows
         before = model.scores(point, self.kept, rows)
         if point.form == "pattern":
-            before = pattern(before)
+            before = model.pattern(point, before)
         after = self._call(listening, before.copy())
         is_edited = (after != before).any(axis=-1)  # [B, H, T]
         if not is_edited.any():
             return
         assert point.layer is not None
-        weights = after if point.form == "pattern" else pattern(after)
+        weights = after if point.form == "pattern" else model.pattern(point, after)
         spec = model.trace.heads[point.layer].spec
         mixed = model.mixed(point.layer, weights, self.kept[point.edit_needs[2]], rows)
         wanted = rows.rows(is_edited.transpose(0, 2, 1))  # [rows, H]

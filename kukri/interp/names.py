@@ -31,6 +31,7 @@ Form = Literal[
     "result",  # [.., head, d_model]: each head's part of the attention's output
     "cos", "sin",  # [1, pos, rotary_dim]
     "tokens",  # [batch, pos]
+    "expert_indices", "expert_scores",  # [.., n_used]: of the experts used, the largest weight first
     "logits",  # [.., n_vocab]
 ]  # fmt: skip
 # the dimension of positions, if it is not the second
@@ -43,6 +44,7 @@ FINAL = "ln_final.hook_normalized"  # kukri's tap, which sees the rows with logi
 
 # (name, tap, form, whether an edit of it means what it says)
 _Row = tuple[str, str, Form, bool]
+_BlockRow = tuple[str, str, Form, bool, Norm | None]
 _ATTENTION: tuple[_Row, ...] = (
     ("attn.q.hook_out", "attn.hook_q", "heads", True),
     ("attn.hook_q", "attn.hook_q", "heads", True),
@@ -56,6 +58,8 @@ _ATTENTION: tuple[_Row, ...] = (
     ("attn.hook_pattern", "attn.hook_rot_q", "pattern", True),
     ("attn.o.hook_in", "attn.hook_z", "heads", True),
     ("attn.hook_z", "attn.hook_z", "heads", True),
+    ("attn.hook_ungated_z", "attn.hook_ungated_z", "heads", True),
+    ("attn.hook_q_gate", "attn.hook_gate", "plain", True),
     ("attn.hook_result", "attn.hook_z", "result", False),
     ("attn.o.hook_out", "hook_attn_out", "plain", True),
     ("attn.hook_out", "hook_attn_out", "plain", True),
@@ -70,6 +74,41 @@ _GATED_MLP: tuple[_Row, ...] = (
 _MLP: tuple[_Row, ...] = (
     ("mlp.in.hook_out", "mlp.hook_pre", "plain", True),
     ("mlp.hook_pre", "mlp.hook_pre", "plain", True),
+)
+_EXPERTS: tuple[_Row, ...] = (
+    ("mlp.hook_router_logits", "mlp.hook_router_logits", "plain", True),
+    ("mlp.gate.hook_out", "mlp.hook_router_logits", "plain", True),
+    ("mlp.router.hook_out", "mlp.hook_router_logits", "plain", True),
+    ("mlp.hook_expert_weights", "mlp.hook_expert_weights", "plain", True),
+    ("mlp.gate.hook_expert_weights", "mlp.hook_expert_weights", "plain", True),
+    ("mlp.router.hook_expert_weights", "mlp.hook_expert_weights", "plain", True),
+    ("mlp.hook_expert_indices", "mlp.hook_expert_weights", "expert_indices", False),
+    ("mlp.gate.hook_expert_indices", "mlp.hook_expert_weights", "expert_indices", False),
+    ("mlp.router.hook_expert_indices", "mlp.hook_expert_weights", "expert_indices", False),
+    ("mlp.hook_router_scores", "mlp.hook_expert_weights", "expert_scores", False),
+    ("mlp.experts.hook_pre", "mlp.experts.hook_pre", "plain", True),
+    ("mlp.experts.hook_pre_linear", "mlp.experts.hook_pre_linear", "plain", True),
+    ("mlp.experts.hook_post", "mlp.experts.hook_post", "plain", True),
+    ("mlp.hook_post", "hook_mlp_out", "plain", True),
+)
+_CONVOLUTION: tuple[_Row, ...] = (
+    ("conv.in.hook_out", "conv.hook_in_proj", "plain", True),
+    ("conv.hook_in_proj", "conv.hook_in_proj", "plain", True),
+    ("conv.hook_conv_in", "conv.hook_conv_in", "plain", True),
+    ("conv.hook_conv_out", "conv.hook_conv_out", "plain", True),
+    ("conv.out.hook_in", "conv.hook_gated", "plain", True),
+    ("conv.hook_gated", "conv.hook_gated", "plain", True),
+    ("conv.out.hook_out", "hook_mixer_out", "plain", True),
+    ("conv.hook_out", "hook_mixer_out", "plain", True),
+    ("hook_mixer_out", "hook_mixer_out", "plain", True),
+)
+_DELTA_RULE: tuple[_Row, ...] = (
+    ("linear_attn.hook_qkv", "linear_attn.hook_qkv", "plain", True),
+    ("linear_attn.hook_read", "linear_attn.hook_read", "plain", True),
+    ("linear_attn.hook_out", "hook_mixer_out", "plain", True),
+    ("linear_attn.hook_linear_attn_out", "hook_mixer_out", "plain", True),
+    ("linear_attn.hook_ssm_out", "hook_mixer_out", "plain", True),
+    ("hook_mixer_out", "hook_mixer_out", "plain", True),
 )
 _MLP_OUT: tuple[_Row, ...] = (
     ("mlp.out.hook_in", "mlp.hook_post", "plain", True),
@@ -163,7 +202,9 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
             full_tap = f"{prefix}{tap}" if tap else ""
             edit_tap = full_tap if is_editable else ""
             if form in ("scores", "pattern"):
-                edit_tap = f"{prefix}attn.hook_z"
+                edit_tap = f"{prefix}attn.hook_ungated_z"
+                if edit_tap not in taps:
+                    edit_tap = f"{prefix}attn.hook_z"
             read_tap = norm.source if form == "normalized" and norm is not None else full_tap
             add(f"{prefix}{name}", read_tap, form, edit_tap, layer, norm)
         add_products(layer)
@@ -182,11 +223,11 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
     return found
 
 
-def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | None]]:
+def _block(trace: Trace, layer: int) -> list[_BlockRow]:
     """(name, tap, form, is editable, norm) of a layer's points, without their prefix."""
     prefix = f"blocks.{layer}."
     is_parallel = f"{prefix}hook_resid_mid" not in trace.taps
-    rows: list[tuple[str, str, Form, bool, Norm | None]] = []
+    rows: list[_BlockRow] = []
 
     def extend(table: tuple[_Row, ...]) -> None:
         rows.extend((*row, None) for row in table)
@@ -204,12 +245,50 @@ def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | 
     rows.append(("hook_resid_pre", "hook_resid_pre", "plain", True, None))
     norm("ln1", "hook_resid_pre")
     read = _read_by("ln1", trace, prefix) or "hook_resid_pre"
-    rows.append(("attn.hook_in", read, "plain", not is_parallel and read != "hook_resid_pre", None))
+    is_read_once = not is_parallel and read != "hook_resid_pre"
+    if layer in trace.heads:
+        rows.append(("attn.hook_in", read, "plain", is_read_once, None))
+        rows.extend(_attention(trace, layer, read))
+    elif f"{prefix}conv.hook_in_proj" in trace.taps:
+        rows.append(("conv.hook_in", read, "plain", is_read_once, None))
+        rows.append(("conv.in.hook_in", read, "plain", False, None))
+        extend(_CONVOLUTION)
+    elif f"{prefix}linear_attn.hook_qkv" in trace.taps:
+        rows += [
+            (f"linear_attn.{name}", read, "plain", is_read_once, None)
+            for name in ("hook_in", "hook_linear_attn_in")
+        ]
+        extend(_DELTA_RULE)
+    if not is_parallel:
+        rows.append(("hook_resid_mid", "hook_resid_mid", "plain", True, None))
+        norm("ln2", "hook_resid_mid")
+    stream = "ln1.hook_normalized" if is_parallel else "hook_resid_mid"
+    read = _read_by("ln2", trace, prefix) or stream
+    rows.append(("mlp.hook_in", read, "plain", read != stream, None))
+    is_gated = f"{prefix}mlp.hook_pre_linear" in trace.taps
+    if f"{prefix}mlp.hook_router_logits" in trace.taps:  # hook_pre and hook_post are TransformerLens' aliases
+        rows.append(("mlp.hook_pre", read, "plain", False, None))
+        rows += [(f"mlp.{router}.hook_in", read, "plain", False, None) for router in ("gate", "router")]
+        extend(_EXPERTS)
+        extend(_MLP_OUT[3:])
+        return rows
+    if is_gated:
+        rows.append(("mlp.gate.hook_in", read, "plain", False, None))
+    rows.append(("mlp.in.hook_in", read, "plain", False, None))
+    extend(_GATED_MLP if is_gated else _MLP)
+    extend(_MLP_OUT)
+    return rows
+
+
+def _attention(trace: Trace, layer: int, read: str) -> list[_BlockRow]:
+    """The rows of a layer's attention, which reads the tap `read`."""
+    prefix = f"blocks.{layer}."
+    rows: list[_BlockRow] = []
     query = trace.matrices.get(f"{prefix}attn.hook_q")
     if query is not None and len(query.weights) == 1:  # q, k and v are one matrix
         rows.append(("attn.hook_hidden_states", "hook_attn_out", "plain", False, None))
     rows += [(f"attn.{x}.hook_in", read, "plain", False, None) for x in "qkv"]
-    extend(_ATTENTION[:4])
+    rows += [(*row, None) for row in _ATTENTION[:4]]
     for x in "qk":
         found = trace.head_norms.get(f"{prefix}attn.hook_{x}")
         if found is not None:
@@ -220,28 +299,10 @@ def _block(trace: Trace, layer: int) -> list[tuple[str, str, Form, bool, Norm | 
             names = [f"attn.{x}_norm.hook_{what}" for what in ("in", "scale", "normalized", "out")]
             rows += [(name, tap, form, False, found) for name, form in zip(names, forms)]
             rows.append((f"attn.hook_{x}_normed", tap, forms[3], False, found))
-    if layer in trace.heads and trace.heads[layer].rope is not None:
+    if trace.heads[layer].rope is not None:
         rows.append(("attn.hook_cos", "", "cos", False, None))
         rows.append(("attn.hook_sin", "", "sin", False, None))
-    extend(_ATTENTION[4:])
-    if not is_parallel:
-        rows.append(("hook_resid_mid", "hook_resid_mid", "plain", True, None))
-        norm("ln2", "hook_resid_mid")
-    stream = "ln1.hook_normalized" if is_parallel else "hook_resid_mid"
-    read = _read_by("ln2", trace, prefix) or stream
-    rows.append(("mlp.hook_in", read, "plain", read != stream, None))
-    is_gated = f"{prefix}mlp.hook_pre_linear" in trace.taps
-    if (
-        f"{prefix}mlp.hook_router_logits" in trace.taps
-    ):  # of a mixture's experts the taps have their own names
-        extend(_MLP_OUT[3:])
-        return rows
-    if is_gated:
-        rows.append(("mlp.gate.hook_in", read, "plain", False, None))
-    rows.append(("mlp.in.hook_in", read, "plain", False, None))
-    extend(_GATED_MLP if is_gated else _MLP)
-    extend(_MLP_OUT)
-    return rows
+    return [*rows, *((*row, None) for row in _ATTENTION[4:])]
 
 
 def _read_by(name: str, trace: Trace, prefix: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -50,8 +51,8 @@ class Session:
         """`kv_type` is that of the keys and values of runs, None for the backend's `exact_kv_type`."""
         kv_type = kv_type or backend.exact_kv_type
         self.alone, self.trace, self.model = alone, Trace(model), model
-        self.matrices: dict[Weight, FloatArray] = {}  # in float32, of gradients
-        self.ropes: dict[RopeFrequencies, RopeRows] = {}
+        self._matrices: dict[Weight, FloatArray] = {}  # in float32, of tapes
+        self._ropes: dict[RopeFrequencies, RopeRows] = {}
         self.values = Values(model.config, self.trace, kv_type, encode, self._adjusted)
         self.config, self.points, self.weights = model.config, self.values.points, self.values.weights
         self.texts = Texts(model, backend, kv_type)
@@ -151,6 +152,23 @@ class Session:
         """See LLM.run_with_hooks."""
         stop = None if stop_at_layer is None else self._stop(stop_at_layer)
         return self._run(self.tokens(prompt), fwd_hooks, set(), stop, return_type, ())[0]
+
+    def tape(self, given: Mapping[str, FloatArray] | None = None) -> Any:
+        """A run with gradients: a Tape, or a TorchTape on the device if the LLM runs on PyTorch."""
+        if self.texts.backend.name not in ("torch", "gpu"):
+            return Tape(self._matrices, self._ropes, given)
+        from kukri.interp.torch_tape import TorchTape
+
+        return TorchTape(self._constants, self.model.cache_layout, given)
+
+    @cached_property
+    def _constants(self) -> Any:
+        """The model in float32 on the device."""
+        import torch
+
+        from kukri.kernels.pytorch.ops import DeviceConstants
+
+        return DeviceConstants(self.texts.backend.device, torch.float32, sys.maxsize)  # type: ignore[attr-defined]
 
     def listen_to(self, requests: Sequence[Request], names: NamesFilter, fwd_hooks: FwdHooks) -> RequestTaps:
         """Makes a new request listen: see LLM.generate_with_hooks. Raises HookError, RequestError."""

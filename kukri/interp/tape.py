@@ -8,19 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
+from kukri.interp.attention import seen_keys
+from kukri.interp.recurrence import DeltaRule
+from kukri.kernels.host_step import check_routes
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
     AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
     EmbedBy,
+    Experts,
     FloatArray,
+    GateBy,
     IntArray,
     Program,
     RopeFrequencies,
+    Routing,
     Vector,
     Weight,
     tap_name,
@@ -37,7 +47,6 @@ class TextRows:
     token_ids: IntArray
     positions: IntArray
     starts: IntArray  # [texts + 1]
-    logit_rows: IntArray
     token_types: IntArray
 
     @classmethod
@@ -46,7 +55,13 @@ class TextRows:
         ids = np.concatenate(texts).astype(np.int32)
         starts = np.cumsum([0, *map(len, texts)], dtype=np.int32)
         positions = np.concatenate([np.arange(len(text), dtype=np.int32) for text in texts])
-        return cls(ids, positions, starts, np.arange(len(ids), dtype=np.int32), np.zeros_like(ids))
+        return cls(ids, positions, starts, np.zeros_like(ids))
+
+    @property
+    def texts(self) -> list[slice]:
+        """The rows of each text."""
+        starts = self.starts.tolist()
+        return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
 class Variable:
@@ -63,14 +78,22 @@ class Variable:
         self.grad = grad if self.grad is None else self.grad + grad
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The experts of each token: `weights` [T, E], and the numbers of those used [T, n_used], -1 for none."""
+
+    weights: Variable
+    experts: npt.NDArray[np.int64]
+
+
 Pull = Callable[[FloatArray], None]  # takes the gradient of an op's result to those of its inputs
 
 
 class Tape:
     """The op set (`kukri.kernels.types.Ops`) on Variables.
 
-    Attribute: taps, the variables at each tap by full name. `given` are values to take in place of those at
-    taps; no gradient goes beyond them. Raises UnsupportedError on an op without a derivative here.
+    `given` are values to take in place of those at taps; no gradient goes beyond them. Raises
+    UnsupportedError on an op without a derivative here.
     """
 
     def __init__(
@@ -79,7 +102,7 @@ class Tape:
         ropes: dict[RopeFrequencies, RopeRows],
         given: Mapping[str, FloatArray] | None = None,
     ) -> None:
-        self.taps: dict[str, Variable] = {}
+        self._tapped: dict[str, Variable] = {}
         self._nodes: list[tuple[Variable, Pull]] = []
         self._matrices, self._ropes, self._given = matrices, ropes, given or {}
 
@@ -95,11 +118,24 @@ class Tape:
             if variable.grad is not None:
                 pull(variable.grad)
 
+    def values(self, result: Variable) -> FloatArray:
+        """The numbers of a result."""
+        return result.x
+
+    def value(self, tap: str) -> FloatArray:
+        """What a tap saw, [rows, width]."""
+        return self._tapped[tap].x
+
+    def gradient(self, tap: str) -> FloatArray:
+        """The gradient there, of the same shape: zeros if the result does not depend on it."""
+        variable = self._tapped[tap]
+        return np.zeros_like(variable.x) if variable.grad is None else variable.grad
+
     def __getattr__(self, op: str) -> Any:
         """Raises UnsupportedError: the op is not below."""
         if op.startswith("_"):
             raise AttributeError(op)
-        raise UnsupportedError(f"models with the op {op} have no gradients here: dense transformers have")
+        raise UnsupportedError(f"models with the op {op} have no gradients here")
 
     def embed(
         self, weight: Weight, batch: TextRows, by: EmbedBy = "token_ids", residual: Variable | None = None
@@ -197,8 +233,7 @@ class Tape:
         """Softmax attention within each text: the derivative of a score is p (gp - sum(gp p))."""
         out = np.empty_like(q.x)
         kept: list[tuple[slice, FloatArray, FloatArray]] = []
-        for start, stop in zip(batch.starts[:-1], batch.starts[1:]):
-            rows = slice(start, stop)
+        for rows in batch.texts:
             scores, shares = _shares(q.x[rows], k.x[rows], spec)
             out[rows] = _by_token(shares @ _by_head(v.x[rows], spec.n_kv_heads))
             kept.append((rows, scores, shares))
@@ -222,9 +257,146 @@ class Tape:
 
         return self._new(out, pull)
 
+    def conv(self, x: Variable, spec: ConvSpec, batch: TextRows) -> Variable:
+        """The derivative is the convolution backwards, with the taps in the other order."""
+        taps = spec.taps.data.reshape(spec.n_taps, -1)
+        n_before = spec.n_taps - 1
+        y = np.zeros_like(x.x) if spec.bias is None else np.tile(spec.bias.data, (len(x.x), 1))
+        for rows in batch.texts:
+            for i, weights in enumerate(taps):  # of the input n_before - i tokens earlier
+                n_late = n_before - i
+                y[rows][n_late:] += weights * x.x[rows][: rows.stop - rows.start - n_late]
+
+        def pull(g: FloatArray) -> None:
+            back = np.zeros_like(x.x)
+            for rows in batch.texts:
+                for i, weights in enumerate(taps):
+                    n_late = n_before - i
+                    back[rows][: rows.stop - rows.start - n_late] += weights * g[rows][n_late:]
+            x.add(back)
+
+        found = self._new(y, pull)
+        return self.gated(found, found, "sigmoid") if spec.is_activated else found
+
+    def delta_rule(
+        self,
+        q: Variable,
+        k: Variable,
+        v: Variable,
+        decay: Variable,
+        beta: Variable,
+        spec: DeltaSpec,
+        batch: TextRows,
+    ) -> Variable:
+        """Back through time in each text: see DeltaRule."""
+        inputs = (q, k, v, decay, beta)
+        rules = [DeltaRule(spec, *(each.x[rows] for each in inputs)) for rows in batch.texts]
+
+        def pull(g: FloatArray) -> None:
+            grads = [rule.backward(g[rows]) for rule, rows in zip(rules, batch.texts)]
+            for variable, parts in zip(inputs, zip(*grads)):
+                variable.add(np.concatenate(parts))
+
+        return self._new(np.concatenate([rule.result for rule in rules]), pull)
+
+    def gated(self, x: Variable, gate: Variable, by: GateBy) -> Variable:
+        """By the derivative of the gate's function."""
+        if by == "itself":
+            return self._gated(gate, x, gate.x, np.ones_like(gate.x))
+        if by == "silu":
+            return self.silu_mul(gate, x)
+        s = _sigmoid(gate.x)
+        return self._gated(gate, x, s, s * (1 - s))
+
+    def clamped_swiglu(self, gate: Variable, up: Variable, alpha: float, limit: float) -> Variable:
+        """The derivative is 0 where a clamp holds."""
+        low, high = np.minimum(gate.x, np.float32(limit)), np.clip(up.x, -limit, limit)
+        s = _sigmoid(np.float32(alpha) * low)
+        slope = s * (1 + np.float32(alpha) * low * (1 - s))
+
+        def pull(g: FloatArray) -> None:
+            gate.add(g * (high + 1) * slope * (gate.x <= limit))
+            up.add(g * low * s * (abs(up.x) <= limit))
+
+        return self._new((high + 1) * low * s, pull)
+
+    def route(self, logits: Variable, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
+        """The derivative is that of the softmax. Which experts are chosen has none."""
+        order = np.argsort(-logits.x, axis=1, kind="stable")[:, : routing.n_used]
+        is_chosen = np.zeros(logits.x.shape, np.bool_)
+        np.put_along_axis(is_chosen, order, True, axis=1)
+        counted = np.where(is_chosen, logits.x, np.float32(-np.inf)) if routing.normalized else logits.x
+        shares = np.exp(counted - counted.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+
+        def pull(g: FloatArray) -> None:
+            own = np.where(is_chosen, g, np.float32(0))
+            logits.add(shares * (own - (own * shares).sum(-1, keepdims=True)))
+
+        weights = self._new(np.where(is_chosen, shares, np.float32(0)), pull)
+        if tap is not None:
+            weights = self.tap(*tap, weights)
+            check_routes(weights.x, routing.n_used)
+        experts = np.full((len(logits.x), routing.n_used), -1)
+        for row, used in zip(experts, weights.x):
+            numbers = np.flatnonzero(used)
+            row[: len(numbers)] = numbers
+        return Routes(weights, experts)
+
+    def expert_linear(
+        self, x: Variable, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> Variable:
+        """The derivative is g W, of each row's expert; a token's rows add up."""
+        numbers = routes.experts.reshape(-1)
+        n_copies = len(numbers) // len(x.x)
+        rows = np.repeat(x.x, n_copies, axis=0)
+        y = np.zeros((len(rows), sum(each.shape[1] for each in experts)), np.float32)
+        used = [(numbers == expert, expert) for expert in np.unique(numbers[numbers >= 0])]
+
+        def matrix(expert: int) -> FloatArray:
+            return np.concatenate([self._matrix(each.weights[expert]) for each in experts])
+
+        for mine, expert in used:
+            y[mine] = rows[mine] @ matrix(expert).T
+            if bias is not None:
+                y[mine] += bias.data.reshape(-1, y.shape[1])[expert]
+
+        def pull(g: FloatArray) -> None:
+            back = np.zeros_like(rows)
+            for mine, expert in used:
+                back[mine] = g[mine] @ matrix(expert)
+            x.add(back.reshape(len(x.x), n_copies, -1).sum(axis=1))
+
+        return self._new(y, pull)
+
+    def combine(
+        self,
+        x: Variable,
+        routes: Routes,
+        residual: Variable | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Variable:
+        """The derivative by a row is g times its weight, by a weight the product of g and its row."""
+        experts, weights = routes.experts, routes.weights
+        is_used = experts >= 0
+        each = np.where(is_used, np.take_along_axis(weights.x, experts, axis=1), np.float32(0))[..., None]
+        rows = x.x.reshape(*experts.shape, -1)  # [T, n_used, D]
+
+        def pull(g: FloatArray) -> None:
+            x.add((each * g[:, None]).reshape(x.x.shape))
+            back = np.zeros_like(weights.x)
+            token, place = np.nonzero(is_used)
+            back[token, experts[token, place]] = (rows * g[:, None]).sum(-1)[token, place]
+            weights.add(back)
+
+        found = self._new((each * rows).sum(axis=1), pull)
+        if tap is not None:
+            found = self.tap(*tap, found)
+        return found if residual is None else self.add(found, residual)
+
     def silu_mul(self, gate: Variable, up: Variable) -> Variable:
         """The derivative of silu is s (1 + x (1 - s))."""
-        s = (1 / (1 + np.exp(-gate.x))).astype(np.float32)
+        s = _sigmoid(gate.x)
         return self._gated(gate, up, gate.x * s, s * (1 + gate.x * (1 - s)))
 
     def gelu_mul(self, gate: Variable, up: Variable) -> Variable:
@@ -254,7 +426,7 @@ class Tape:
         full_name = tap_name(name, layer)
         given = self._given.get(full_name)
         found = self._new(x.x, x.add) if given is None else self._new(given, lambda g: None)
-        self.taps[full_name] = found
+        self._tapped[full_name] = found
         return found
 
     def _new(self, x: FloatArray, pull: Pull) -> Variable:
@@ -295,6 +467,10 @@ class Tape:
         return self._new(y * up.x, pull)
 
 
+def _sigmoid(x: FloatArray) -> FloatArray:
+    return (1 / (1 + np.exp(-x))).astype(np.float32, copy=False)
+
+
 def _gelu(x: FloatArray) -> tuple[FloatArray, FloatArray]:
     """GELU by tanh, and its slope."""
     t = np.tanh(_C * (x + np.float32(0.044715) * x**3))
@@ -333,16 +509,11 @@ def _by_token(x: FloatArray) -> FloatArray:
 
 def _shares(q: FloatArray, k: FloatArray, spec: AttentionSpec) -> tuple[FloatArray, FloatArray]:
     """(scores, after their cap, and the softmax of them) of a text, [G, H/G, T, T]."""
-    n = len(q)
     keys = _by_head(k, spec.n_kv_heads)
     scores = _by_head(q, spec.n_kv_heads, spec.group) @ keys.swapaxes(-1, -2) * np.float32(spec.scale)
     if spec.softcap is not None:
         scores = np.float32(spec.softcap) * np.tanh(scores / np.float32(spec.softcap))
-    query, key = np.arange(n)[:, None], np.arange(n)
-    seen = key <= query if spec.is_causal else np.ones((n, n), np.bool_)
-    if spec.window is not None:
-        seen &= abs(query - key) < spec.window
-    scores = np.where(seen, scores, np.float32(-np.inf))
+    scores = np.where(seen_keys(spec, len(q)), scores, np.float32(-np.inf))
     top = scores.max(-1, keepdims=True)
     sink: FloatArray | None = None
     if spec.sinks is not None:

@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kukri.kernels.types import AttentionSpec, Experts, Program, RopeFrequencies, Vector, Weight, tap_name
+from kukri.kernels.types import (
+    AttentionSpec,
+    Experts,
+    Program,
+    RopeFrequencies,
+    Routing,
+    Vector,
+    Weight,
+    tap_name,
+)
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,9 @@ class Trace:
 
     `taps`: full names, in the order of a step. `norms` and `matrices`: what made a tapped value, by the tap's
     name; `products`: matrices, of values that were normalized too. `head_norms`: the norms of heads, by the
-    tap of what they read. `heads`: by layer. `embedding`: the matrix of the tokens; `unembedding`: the last
-    product. `row_taps`: taps that see only rows with logits. `widths`: columns of each tap.
+    tap of what they read. `heads` and `routings`: by layer. `embedding`: the matrix of the
+    tokens; `unembedding`: the last product. `row_taps`: taps that see only rows with logits. `widths`:
+    columns of each tap.
     """
 
     def __init__(self, program: Program) -> None:
@@ -72,6 +82,7 @@ class Trace:
         self.products: dict[str, Matrix] = {}
         self.head_norms: dict[str, Norm] = {}
         self.heads: dict[int, Heads] = {}
+        self.routings: dict[int, Routing] = {}
         self.embedding: Weight | None = None
         self.unembedding: Matrix | None = None
         self.row_taps: set[str] = set()
@@ -126,6 +137,13 @@ class Trace:
         if tap is not None:
             self.tap(*tap, _Value(width, made_by=matrix))
         return _Value(width, made_by=None if residual is not None else matrix)
+
+    def route(self, logits: _Value, routing: Routing, tap: tuple[str, int | None] | None = None) -> _Value:
+        """Notes the layer's routing."""
+        if tap is not None and tap[1] is not None:
+            self.routings[tap[1]] = routing
+            self.tap(*tap, _Value(logits.width))
+        return _Value(logits.width)
 
     def expert_linear(
         self, x: _Value, routes: Any, experts: Sequence[Experts], bias: Vector | None = None

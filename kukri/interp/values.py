@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class Model:
             return self._rotation(point, rows.n_tokens)
         if form in ("scores", "pattern"):
             found = self.scores(point, taps, rows)
-            return found if form == "scores" else pattern(found)
+            return found if form == "scores" else self.pattern(point, found)
         if form == "logits":
             return rows.padded(taps[LOGITS])
         return self._token_value(point, taps[point.tap], rows)
@@ -104,6 +105,11 @@ class Model:
         k = rows.padded(as_cached(self.heads(taps[k_tap], spec.d_head), self.kv_type))
         return scores(q, k, spec, rows.lengths)
 
+    def pattern(self, point: Point, found: FloatArray) -> FloatArray:
+        """The pattern [B, H, T, T] of the scores of a point's layer."""
+        assert point.layer is not None
+        return pattern(found, self.trace.heads[point.layer].spec)
+
     def mixed(self, layer: int, weights: FloatArray, v: FloatArray, rows: Rows) -> FloatArray:
         """z [rows, H*K] of a pattern [B, H, T, T] and the tap of values [rows, G*K]."""
         spec = self.trace.heads[layer].spec
@@ -127,6 +133,8 @@ class Model:
 
     def _token_value(self, point: Point, x: FloatArray, rows: Rows) -> FloatArray:
         norm, form = point.norm, point.form
+        if form in ("expert_indices", "expert_scores"):
+            return rows.padded(self._chosen(point, x))
         if point.matrix is not None:
             x = x @ weight_rows(point.matrix).T + weight_bias(point.matrix)
         if form == "plain":
@@ -151,6 +159,14 @@ class Model:
             return norm_scale(norm, heads)
         divided = normalized(norm, heads)
         return divided if form == "head_normalized" else scaled(norm, divided)
+
+    def _chosen(self, point: Point, weights: FloatArray) -> Any:
+        """The experts that each token uses by their weights [rows, E], or these, the largest first."""
+        assert point.layer is not None
+        order = np.argsort(-weights, axis=-1, kind="stable")[:, : self.trace.routings[point.layer].n_used]
+        if point.form == "expert_indices":
+            return order.astype(np.int32)
+        return np.take_along_axis(weights, order, axis=-1)
 
     def _d_head(self, point: Point) -> int:
         assert point.layer is not None

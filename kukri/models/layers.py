@@ -154,6 +154,7 @@ class Attention:
     in_names = ("q_proj", "k_proj", "v_proj")
     fused_name = "qkv_proj"
     out_name = "o_proj"
+    result_tap = "attn.hook_z"  # of what the heads find
     q_parts = 1  # rows of q's matrix for each of a head's dimensions
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
@@ -195,7 +196,7 @@ class Attention:
             q, k = ops.rope(q, k, self.rope, self.spec, batch)
         q = ops.tap("attn.hook_rot_q", self.layer, q)  # NoPE layers have them too
         k = ops.tap("attn.hook_rot_k", self.layer, k)
-        return ops.tap("attn.hook_z", self.layer, ops.attention(q, k, v, self.spec, batch))
+        return ops.tap(self.result_tap, self.layer, ops.attention(q, k, v, self.spec, batch))
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k before their rotation, as they are; architectures with head norms say otherwise."""

@@ -33,10 +33,11 @@ class ShortConv:
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's state."""
-        b, c, x = self.into.parts(ops, x)
-        x = ops.tap("conv.hook_in", self.layer, ops.gated(x, b, "itself"))
-        y = ops.tap("conv.hook_out", self.layer, ops.conv(x, self.conv.spec, batch))
-        return self.out(ops, ops.gated(y, c, "itself"), residual, ("hook_mixer_out", self.layer))
+        b, c, x = ops.split(ops.tap("conv.hook_in_proj", self.layer, self.into(ops, x)), self.into.n_outs)
+        x = ops.tap("conv.hook_conv_in", self.layer, ops.gated(x, b, "itself"))
+        y = ops.tap("conv.hook_conv_out", self.layer, ops.conv(x, self.conv.spec, batch))
+        y = ops.tap("conv.hook_gated", self.layer, ops.gated(y, c, "itself"))
+        return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 
 class Lfm2Attention(Attention):

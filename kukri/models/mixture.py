@@ -75,9 +75,9 @@ class Mixture:
         logits = ops.tap("mlp.hook_router_logits", self.layer, self.router(ops, x))
         routes = ops.route(logits, self.routing, ("mlp.hook_expert_weights", self.layer))
         gate, up = ops.split(self.gate_up(ops, x, routes), self.gate_up.n_outs)
-        gate = ops.tap("mlp.hook_pre", self.layer, gate)
-        up = ops.tap("mlp.hook_pre_linear", self.layer, up)
-        hidden = ops.tap("mlp.hook_post", self.layer, self.activate(ops, gate, up))
+        gate = ops.tap("mlp.experts.hook_pre", self.layer, gate)
+        up = ops.tap("mlp.experts.hook_pre_linear", self.layer, up)
+        hidden = ops.tap("mlp.experts.hook_post", self.layer, self.activate(ops, gate, up))
         return ops.combine(self.down(ops, hidden, routes), routes, residual, ("hook_mlp_out", self.layer))
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ _L2_EPS = 1e-6  # of the norms of queries and keys
 class GatedAttention(Qwen3Attention):
     """Attention whose result is multiplied by the sigmoid of gates, further rows of q's matrix."""
 
+    result_tap = "attn.hook_ungated_z"
     q_parts = 2
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
@@ -36,7 +37,8 @@ class GatedAttention(Qwen3Attention):
         q, gate = ops.split(both, (n, n))
         z = self.attend(ops, q, k, v, batch)
         gate = ops.tap("attn.hook_gate", self.layer, gate)
-        return self.out(ops, ops.gated(z, gate, "sigmoid"), residual, ("hook_attn_out", self.layer))
+        z = ops.tap("attn.hook_z", self.layer, ops.gated(z, gate, "sigmoid"))
+        return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
 
 class GatedDeltaNet:

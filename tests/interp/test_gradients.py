@@ -14,16 +14,22 @@ from tiny_gguf import write_tiny
 from kukri import LLM
 from kukri.errors import RequestError, UnsupportedError
 from kukri.interp import gradients
+from kukri.interp.tape import Tape
 
 IDS = tl_models.IDS[0]
 OTHER = np.random.default_rng(1).integers(3, tiny_models.V, len(IDS))
 RIGHT, WRONG = 5, 9
-QUICK = ["smollm3", "phi", "starcoder2", "gemma2", "granite", "olmo2"]
-NAMES = [*tl_models.NAMES, "ernie4_5", "olmo3"]
+QUICK = ["smollm3", "phi", "starcoder2", "gemma2", "olmo2", "olmoe", "gpt_oss", "qwen3_5_text-grouped"]
+NAMES = [*tl_models.NAMES, "ernie4_5", "olmo3", "gpt_oss", "lfm2", "qwen3_5_text", "qwen3_5_text-grouped"]
 
 
-def holder(name):
-    return SimpleNamespace(interp=tl_models.session(name))
+def some(quick):
+    """Every architecture, those that are not `quick` in the slow tests."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+def holder(name, backend="reference"):
+    return SimpleNamespace(interp=tl_models.session(name, backend))
 
 
 def torch_gradients(name):
@@ -60,39 +66,74 @@ def torch_gradients(name):
     return float(value.detach()), {key: x.grad[0].numpy() for key, x in kept.items()}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", some(QUICK))
 def test_gradients_are_torchs(name):
-    """A derivative that is wrong in one op: norms with their parts, caps, windows, rotations, activations."""
+    """A derivative that is wrong in one op: norms with their parts, caps, windows, rotations, activations,
+    routes, experts, convolutions, recurrent states.
+    """
     value, expected = torch_gradients(name)
     metric = gradients.logit_difference(RIGHT, WRONG)
     found, activations, grads = gradients.run_with_gradients(holder(name), IDS, metric)
     assert found == pytest.approx(value, abs=1e-4)
-    assert len(expected) >= 2 * tiny_models.N_LAYERS
+    assert len(expected) >= tiny_models.N_LAYERS
     for key, grad in expected.items():
         mine = grads[key][0].reshape(grad.shape)
         np.testing.assert_allclose(mine, grad, atol=2e-4 * np.abs(grad).max(), err_msg=key)
         assert activations[key].shape == grads[key].shape
 
 
-def test_gradients_are_finite_differences():
-    """A gradient of queries, keys or values by another rotation or group; transformers does not show them."""
-    llm = holder("smollm3")
+@pytest.mark.parametrize("name", some(["gpt_oss", "qwen3_5_text-grouped"]))
+def test_gradients_on_pytorch_are_those_of_numpy(name):
+    """A derivative of a value that transformers does not show: keys, routes, states, gates."""
+    metric = gradients.log_probability(RIGHT)
+    value, _, expected = gradients.run_with_gradients(holder(name), IDS, metric)
+    found, activations, grads = gradients.run_with_gradients(holder(name, "torch"), IDS, metric)
+    assert found == pytest.approx(value, abs=1e-4)
+    assert list(grads) == list(activations) == list(expected)
+    for key in expected:
+        scale = np.abs(expected[key]).max()
+        np.testing.assert_allclose(grads[key], expected[key], atol=1e-4 * scale, err_msg=key)
+
+
+FINITE = {
+    "smollm3": [
+        *(f"blocks.1.{tap}" for tap in ("attn.hook_q", "attn.hook_rot_k", "attn.hook_v", "mlp.hook_pre")),
+        *("blocks.0.attn.hook_k", "blocks.2.ln2.hook_out", "hook_embed", "blocks.2.hook_attn_out"),
+    ],
+    "olmoe": [
+        f"blocks.1.mlp.{what}"
+        for what in (
+            "hook_router_logits",
+            "hook_expert_weights",
+            "experts.hook_pre_linear",
+            "experts.hook_post",
+        )
+    ],
+    "lfm2": ["blocks.1.conv.hook_conv_in", "blocks.0.conv.hook_conv_out"],
+    "qwen3_5_text": [
+        *("blocks.1.linear_attn.hook_qkv", "blocks.3.attn.hook_gate", "blocks.3.attn.hook_ungated_z"),
+    ],
+}
+
+
+@pytest.mark.parametrize("model", FINITE)
+def test_gradients_are_finite_differences(model):
+    """A gradient of queries, keys or values by another rotation or group, of a token's other expert."""
+    llm = holder(model)
     session = llm.interp
     metric = gradients.log_probability(RIGHT)
-    names = [f"blocks.1.{tap}" for tap in ("attn.hook_q", "attn.hook_rot_k", "attn.hook_v", "mlp.hook_pre")]
-    names += ["blocks.0.attn.hook_k", "blocks.2.ln2.hook_out", "hook_embed", "blocks.2.hook_attn_out"]
+    names = FINITE[model]
     _, activations, grads = gradients.run_with_gradients(llm, IDS, metric, names)
     rng = np.random.default_rng(2)
     for name in names:
         x = activations[name]
-        direction = rng.standard_normal(x.shape).astype(np.float32) * x.std()
+        direction = rng.standard_normal(x.shape).astype(np.float32) * x.std(axis=-1, keepdims=True)
         direction[:, : len(IDS) // 2] = 0
+        direction[x == 0] = 0  # experts that are not used
+        tap = session.point(name).tap
         values = []
         for step in (-3e-3, 3e-3):
-            tap = session.point(name).tap
-            given = {tap: (x + np.float32(step) * direction)[0].reshape(len(IDS), -1)}
+            given = {tap: (x + np.float32(step) * direction).reshape(-1, session.trace.widths[tap])}
             values.append(gradients._run(session, [IDS], metric, given)[0])
         slope = (values[1] - values[0]) / 6e-3
         assert float((grads[name] * direction).sum()) == pytest.approx(slope, rel=1e-2, abs=1e-3), name
@@ -168,7 +209,7 @@ def test_batches_and_metrics(tmp_path):
             gradients.run_with_gradients(llm, texts, metric, "pattern0")
 
 
-def test_mixtures_are_refused():
-    """A gradient that ignores the routes."""
-    with pytest.raises(UnsupportedError, match="the op route"):
-        gradients.run_with_gradients(holder("olmoe"), IDS, gradients.log_probability(1))
+def test_an_op_without_a_derivative():
+    """A gradient that passes an op by."""
+    with pytest.raises(UnsupportedError, match="the op scan have no gradients"):
+        Tape({}, {}).scan()

@@ -73,16 +73,20 @@ def test_a_mixture_shows_its_experts(backend):
     """Rows of experts taken for tokens, or names of a plain MLP for them."""
     own = session("qwen3_moe", backend)
     logits, cache = own.run_with_cache([ids(9).tolist(), ids(12, 1).tolist()])
-    n_used = cache["blocks.1.mlp.hook_post"].shape[2]
-    assert cache["blocks.1.mlp.hook_post"].shape[:2] == (2, 12)
+    n_used = cache["blocks.1.mlp.experts.hook_post"].shape[2]
+    assert cache["blocks.1.mlp.experts.hook_post"].shape[:2] == (2, 12)
     assert cache["blocks.1.mlp.hook_router_logits"].shape[2] > n_used > 1
-    assert "blocks.1.mlp.gate.hook_out" not in cache
+    assert "blocks.1.mlp.in.hook_in" not in cache
+    indices, scores = cache["blocks.1.mlp.hook_expert_indices"], cache["blocks.1.mlp.hook_router_scores"]
+    weights = cache["blocks.1.mlp.hook_expert_weights"]
+    np.testing.assert_array_equal(np.take_along_axis(weights, indices, -1)[0, :9], scores[0, :9])
+    assert (scores[..., :-1] >= scores[..., 1:]).all()
 
     def silence(value, hook):
         value[:, 3:] = 0
 
     edited, after = own.run_with_cache(
-        [ids(9).tolist(), ids(12, 1).tolist()], fwd_hooks=[(("post", 1), silence)]
+        [ids(9).tolist(), ids(12, 1).tolist()], fwd_hooks=[("blocks.1.mlp.experts.hook_post", silence)]
     )
     np.testing.assert_array_equal(edited[:, :3], logits[:, :3])
     assert not after["mlp_out", 1][:, 3:].any()

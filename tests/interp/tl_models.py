@@ -26,10 +26,20 @@ from kukri.kernels.types import KVType
 from kukri.models import load_model
 
 NAMES = ["smollm3", "llama", "qwen3", "phi", "phi3", "starcoder2", "mistral", "qwen2"]
-NAMES += ["gemma2", "gemma3_text", "olmo2", "granite"]
-_LOGITS = ["unembed.hook_out", "hook_unembed"]
-# TransformerLens shows logits before their cap or factor, and of Gemma 3's two rotations the last computed
-OTHER = {"gemma2": _LOGITS, "granite": _LOGITS, "gemma3_text": ["rotary_emb.hook_cos", "rotary_emb.hook_sin"]}
+NAMES += ["gemma2", "gemma3_text", "olmo2", "granite", "ernie4_5", "olmo3"]
+NAMES += ["olmoe", "qwen3_moe", "gpt_oss", "lfm2", "qwen3_5_text"]
+# What TransformerLens shows otherwise, by the end of the name: logits before their cap or factor; of two
+# rotations the last computed; each frequency of a rotation once; queries and gates as one; dimensions of a
+# head in pairs.
+_LOGITS, _ROTATION = ("unembed.hook_out", "hook_unembed"), ("hook_cos", "hook_sin")
+_OUTER_ROTATION = ("rotary_emb.hook_cos", "rotary_emb.hook_sin")
+_QUERIES = ("attn.hook_q", "attn.q.hook_out")
+_KEYS = ("attn.hook_k", "attn.k.hook_out", "attn.hook_rot_q", "attn.hook_rot_k")
+OTHER = {
+    "gemma2": _LOGITS, "granite": _LOGITS, "gemma3_text": _OUTER_ROTATION, "olmo3": _OUTER_ROTATION,
+    "gpt_oss": _ROTATION, "qwen3_5_text": _QUERIES, "ernie4_5": (*_QUERIES, *_KEYS),
+}  # fmt: skip
+_PROBED = {"lfm2": (0, 2)}  # blocks whose names are probed, if not the first and the last
 FACTS = Path(__file__).parent / "names.json"
 # longer than every window, and than longrope's original context
 IDS = np.random.default_rng(0).integers(3, tiny_models.V, (1, tiny_models.N_TOKENS), np.int32)
@@ -63,9 +73,16 @@ def bridge(name: str) -> Any:
         return TransformerBridge.boot_transformers(folder, device="cpu", dtype=torch.float32)
 
 
-def is_probed(name: str) -> bool:
-    """True if names.json has a name: those outside the blocks, and of the first and the last block."""
-    return not name.startswith("blocks.") or name.startswith(("blocks.0.", "blocks.3."))
+def is_probed(model: str, name: str) -> bool:
+    """True if names.json has a name: those outside the blocks, and of two of them."""
+    blocks = tuple(f"blocks.{i}." for i in _PROBED.get(model, (0, 3)))
+    return name.startswith(blocks) or not name.startswith("blocks.")
+
+
+def with_batch(name: str, x: Any) -> Any:
+    """The array with the batch dimension, which TransformerLens flattens in routers: [batch, pos, ...]."""
+    is_routed = name.partition(".mlp.")[2].startswith(("gate", "router", "hook_expert", "hook_router"))
+    return x[None] if is_routed and x.ndim == 2 else x
 
 
 def probe(x: Any) -> float:
@@ -84,9 +101,9 @@ def main() -> None:
         with torch.no_grad():
             _, cache = bridge(name).run_with_cache(torch.from_numpy(IDS).long())
         facts[name] = {
-            key: [list(x.shape), round(probe(x.numpy()), 4)]
+            key: [list(with_batch(key, x).shape), round(probe(x.numpy()), 4)]
             for key, x in cache.items()
-            if is_probed(key) and key not in OTHER.get(name, ())
+            if is_probed(name, key) and not key.endswith(OTHER.get(name, ("?",)))
         }
     models = []
     for name, found in facts.items():

@@ -114,7 +114,8 @@ def test_hooks_see_and_edit_routes(saved: Path, backend: Any) -> None:
         x[:, 5] = 0
 
     with LLM(saved, backend=backend) as llm:
-        names = [f"blocks.1.mlp.hook_{part}" for part in ("router_logits", "expert_weights", "pre", "post")]
+        parts = ("hook_router_logits", "hook_expert_weights", "experts.hook_pre", "experts.hook_post")
+        names = [f"blocks.1.mlp.{part}" for part in parts]
         with llm.hooks(dict.fromkeys(names, look)):
             plain = llm.logits(IDS)
         with llm.hooks({names[0]: only_5, names[1]: lambda name, x: weights.append(x.copy())}):
@@ -122,8 +123,8 @@ def test_hooks_see_and_edit_routes(saved: Path, backend: Any) -> None:
     assert shapes == {
         "hook_router_logits": (30, 8),
         "hook_expert_weights": (30, 8),
-        "hook_pre": (90, 32),
-        "hook_post": (90, 32),
+        "experts.hook_pre": (90, 32),
+        "experts.hook_post": (90, 32),
     }
     np.testing.assert_array_equal(weights[0], np.eye(8, dtype=np.float32)[[5] * 30])
     assert np.abs(edited - plain).max() > 0.1

@@ -354,7 +354,7 @@ class TorchOps:
         weights = torch.zeros_like(logits).scatter(1, order, shares / total.sum(-1, keepdim=True))
         if tap is not None:
             weights = self.tap(*tap, weights)
-            check_routes(weights.cpu().numpy(), routing.n_used)
+            check_routes(weights.detach().cpu().numpy(), routing.n_used)
         numbers = torch.arange(logits.shape[1], device=logits.device)
         experts = torch.sort(torch.where(weights != 0, numbers, len(numbers))).values[:, : routing.n_used]
         return Routes(weights, experts)
@@ -433,7 +433,7 @@ class TorchOps:
         sinks = None
         if spec.sinks is not None:
             sinks = self.constants.vector(spec.sinks).view(n_kv_heads, -1, 1, 1)
-        weights = _softmax(scores.masked_fill(~is_visible, -torch.inf), sinks)
+        weights = softmax(scores.masked_fill(~is_visible, -torch.inf), sinks)
         out = weights.reshape(n_sequences, n_kv_heads, -1, keys.shape[2]) @ values
         return (
             out.view(n_sequences, n_kv_heads, -1, n, d_head)
@@ -473,7 +473,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
     return torch.cat(rotated, -1).reshape(x.shape)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax along the last axis, beside a sink for each row; zeros if all are -inf."""
     top = scores.amax(-1, keepdim=True)
     if sinks is not None:
