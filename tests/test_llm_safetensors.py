@@ -165,6 +165,31 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
             **{"linear_value_head_dim": 32, "head_dim": 32, "max_position_embeddings": 512},
         },
     ),
+    "granitemoehybrid": (
+        tr.GraniteMoeHybridConfig,
+        {
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
+            **{"shared_intermediate_size": 96, "mamba_n_heads": 4, "mamba_d_state": 32},
+            **{"layer_types": ["mamba", "mamba", "attention", "mamba"], "max_position_embeddings": 512},
+            **{"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22},
+        },
+    ),
+    "granitemoehybrid-dense": (
+        tr.GraniteMoeHybridConfig,
+        {
+            **{"num_local_experts": 0, "shared_intermediate_size": 96, "mamba_n_heads": 8},
+            **{"mamba_d_state": 16, "layer_types": ["mamba", "attention"] * 2, "logits_scaling": 4.0},
+            **{"position_embedding_type": "rope", "tie_word_embeddings": True, "attention_bias": True},
+        },
+    ),
+    "granitemoehybrid-attention": (
+        tr.GraniteMoeHybridConfig,
+        {
+            **{"num_local_experts": 0, "shared_intermediate_size": 96, "mamba_n_heads": 8},
+            **{"layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
+            "attention_multiplier": 0.25,
+        },
+    ),
     "lfm2-adjusted": (
         tr.Lfm2Config,
         {

@@ -35,6 +35,7 @@ from kukri.formats.huggingface.weights import (
     is_decay,
     model_prefix,
     norm_offset,
+    parts_of,
 )
 from kukri.formats.imatrix import ImportanceMatrix
 from kukri.kernels.cpu.quantize import requantize
@@ -150,22 +151,29 @@ def of_directory(
         is_unused = config.head.kind == "none" and re.fullmatch(architecture.unused, canonical)
         if follows_from_config(name, config.tie_embeddings) or is_unused:
             continue
-        if parts := expert_tensors(canonical):
-            stacks |= dict.fromkeys(parts)
-        else:
-            steps.append(_of_safetensors(config, file, name, gguf_name(canonical, config.architecture)))
+        parts = parts_of(canonical, architecture)
+        if experts := [stack for part in parts for stack in expert_tensors(part)]:
+            stacks |= dict.fromkeys(experts)
+            continue
+        for i, part in enumerate(parts):
+            stored_name = gguf_name(part, config.architecture)
+            steps.append(_of_safetensors(config, file, name, stored_name, i, len(parts)))
     steps += _of_experts(path, config, stacks)
     steps.sort(key=_place)
     return Conversion(config, {**model_metadata(config), **text}, tuple(steps))
 
 
-def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, stored_name: str) -> Step:
+def _of_safetensors(
+    config: ModelConfig, file: SafetensorsFile, name: str, stored_name: str, part: int, n_parts: int
+) -> Step:
+    """The step of one of so many parts of a tensor, each of as many rows."""
     tensor = file.tensors[name]
     if tensor.dtype not in ("F32", "F16", "BF16"):
         raise UnsupportedError(
             f"{file.path}: tensor {name!r} is of type {tensor.dtype}, not F32, F16 or BF16"
         )
-    shape, type = tensor.shape, QUANT_TYPES[tensor.dtype]
+    shape, type = (tensor.shape[0] // n_parts, *tensor.shape[1:]), QUANT_TYPES[tensor.dtype]
+    n_rows = shape[0]
     order: Any = slice(None)
     architecture = ARCHITECTURES[config.architecture]
     if architecture.interleaved_rope and not architecture.hf_interleaved_rope:
@@ -173,8 +181,9 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, store
         order = order if half_split is None else np.argsort(half_split)
 
     def read() -> ByteArray:
-        rows: ByteArray = file.data(tensor).reshape(shape[0], -1)[order]
-        return rows if len(shape) > 1 else rows.reshape(1, -1)
+        of_part = slice(part * n_rows, (part + 1) * n_rows)
+        rows: ByteArray = file.data(tensor).reshape(n_parts * n_rows, -1)[of_part][order]
+        return rows if len(tensor.shape) > 1 else rows.reshape(1, -1)
 
     def read_norm() -> ByteArray:
         return (dequantize(read(), type) + offset).view(np.uint8)
@@ -182,12 +191,15 @@ def _of_safetensors(config: ModelConfig, file: SafetensorsFile, name: str, store
     def read_decay() -> ByteArray:
         return (-np.exp(dequantize(read(), type))).view(np.uint8)
 
+    has_columns = architecture.recurrent is not None and architecture.recurrent.gguf_columns
+    if has_columns and stored_name.endswith((".ssm_a", ".ssm_d")):
+        shape = (n_rows, 1)
     if is_decay(name):
         return Step(stored_name, shape, _F32, _F32, read_decay, name)
     if offset := norm_offset(name, config):
         return Step(stored_name, shape, _F32, _F32, read_norm, name)
     is_small = (
-        len(shape) == 1 or is_convolution(name) or stored_name.endswith(".ffn_gate_inp.weight")
+        len(tensor.shape) == 1 or is_convolution(name) or stored_name.endswith(".ffn_gate_inp.weight")
     )  # convolutions and routers, as llama.cpp has them
     if is_convolution(name) and len(shape) == 3:
         shape = (shape[0], shape[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
@@ -14,6 +14,7 @@ from kukri.models.architecture import Architecture
 Format = Literal["gguf", "hf"]
 MAX_LAYERS = 1 << 12
 MAX_STATE = 1 << 16  # a size of a recurrent state
+_HEAD_WIDTH = "mamba_d_head"  # follows from others, and may say so: "auto"
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,11 @@ SCALING_FIELDS = {
 def facts(architecture: Architecture) -> tuple[Fact, ...]:
     """The numbers that every model of an architecture has."""
     epsilon = Fact("norm_eps", architecture.gguf_epsilon, architecture.hf_epsilon, float, most=1.0)
-    return (*_FACTS, epsilon, *(fact for fact in OPTIONAL_FACTS if fact.field in architecture.numbers))
+    common = (
+        replace(fact, gguf=own[0], hf=own[1]) if (own := architecture.keys.get(fact.field)) else fact
+        for fact in _FACTS
+    )
+    return (*common, epsilon, *(fact for fact in OPTIONAL_FACTS if fact.field in architecture.numbers))
 
 
 def read_numbers(
@@ -149,7 +154,9 @@ def _most_heads(keys: Keys, key: str, n_heads: int) -> int:
     return counts.pop()
 
 
-def read_recurrent(keys: Keys, form: Format, architecture: Architecture) -> RecurrentConfig | None:
+def read_recurrent(
+    keys: Keys, form: Format, architecture: Architecture, d_model: int
+) -> RecurrentConfig | None:
     """The recurrent layers of an architecture that has them.
 
     Raises FormatError for a number that is missing, of another type, or contradicts another.
@@ -158,11 +165,18 @@ def read_recurrent(keys: Keys, form: Format, architecture: Architecture) -> Recu
         return None
     named = architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf
     found = {field: keys.whole(key, most=MAX_STATE) for field, key in named.items()}
+    if "expansion" in found:
+        found["d_inner"] = found.pop("expansion") * d_model
     if "d_inner" in found:
         d_inner, n_heads = found.pop("d_inner"), found["n_heads"]
         if d_inner % n_heads:
-            raise keys.error(named["d_inner"], f"is {d_inner}, which {n_heads} heads do not divide")
+            if "d_inner" in named:
+                raise keys.error(named["d_inner"], f"is {d_inner}, which {n_heads} heads do not divide")
+            raise keys.error(named["n_heads"], f"is {n_heads}, which does not divide a width of {d_inner}")
         found["d_head"] = d_inner // n_heads
+        if keys.value(_HEAD_WIDTH, "auto") not in ("auto", found["d_head"]):
+            message = f"is {brief(keys.value(_HEAD_WIDTH))}, but {n_heads} heads of a width of {d_inner}"
+            raise keys.error(_HEAD_WIDTH, f"{message} have {found['d_head']}")
     are_tiled = form == "gguf" and architecture.recurrent.tiles
     are_tiled = are_tiled and found["n_heads"] != found["n_groups"]
     try:
@@ -171,7 +185,9 @@ def read_recurrent(keys: Keys, form: Format, architecture: Architecture) -> Recu
         raise FormatError(str(error), path=keys.path) from None
 
 
-def write_recurrent(recurrent: RecurrentConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
+def write_recurrent(
+    recurrent: RecurrentConfig, form: Format, architecture: Architecture, d_model: int
+) -> dict[str, Any]:
     """The keys of recurrent layers."""
     assert architecture.recurrent is not None, "the model has such layers"
     named = architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf
@@ -180,7 +196,13 @@ def write_recurrent(recurrent: RecurrentConfig, form: Format, architecture: Arch
             f"kukri does not convert {architecture.name} with {recurrent.n_heads} heads for values and "
             f"{recurrent.n_groups} for keys: their order in GGUF is another; the file runs as it is"
         )
-    values = {**vars(recurrent), "d_inner": recurrent.n_heads * recurrent.d_head}
+    d_inner = recurrent.n_heads * recurrent.d_head
+    values = {**vars(recurrent), "d_inner": d_inner, "expansion": d_inner // d_model}
+    if "expansion" in named and d_inner % d_model:
+        raise UnsupportedError(
+            f"config.json of {architecture.name} has no key for a width of {d_inner} in recurrent layers,"
+            f" which is no multiple of the model's, {d_model}"
+        )
     return {key: values[field] for field, key in named.items()}
 
 
@@ -195,7 +217,7 @@ def mixture_facts(architecture: Architecture) -> tuple[Fact, ...]:
     return (
         Fact("n_experts", "expert_count", keys.n_experts, most=MAX_EXPERTS),
         Fact("n_used", "expert_used_count", "num_experts_per_tok", most=MAX_EXPERTS),
-        Fact("d_ffn", "expert_feed_forward_length", keys.d_ffn),
+        Fact("d_ffn", keys.gguf_d_ffn, keys.d_ffn),
     )
 
 

@@ -18,6 +18,7 @@ class ExpertKeys:
     d_ffn: str  # width of an expert's MLP
     normalized: str | bool  # a token's weights have the sum 1: always, never, or a key that says
     gguf_normalized: bool  # the same in GGUF, where no key says so
+    gguf_d_ffn: str = "expert_feed_forward_length"
     # safetensors hold one tensor of all experts (experts, in, out), or MXFP4 blocks of (experts, out, in),
     # with gate's and up's outputs in turns
     is_interleaved: bool = False
@@ -36,6 +37,8 @@ class RecurrentKeys:
     hf: Mapping[str, str]
     gguf_interval: int = 0
     tiles: bool = False  # in GGUF heads of a group lie n_groups apart
+    gguf_columns: bool = False  # numbers of heads are columns (heads, 1) in GGUF
+    attention_type: str = "full_attention"  # the other name in config.json's list
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Architecture:
     unused: str = ""  # pattern of names: tensors that files carry and the model may leave
 
     numbers: frozenset[str] = frozenset()  # fields of ModelConfig that only some have: `facts.OPTIONAL_FACTS`
+    # fields of ModelConfig whose keys are others than usual: GGUF's and config.json's
+    keys: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     # GGUF
     gguf: str = ""  # general.architecture; "": the name
@@ -80,7 +85,10 @@ class Architecture:
 
     # config.json
     hf_type: str = ""  # its model_type; "": the name
-    hf_flag: str = ""  # a key that is true in its files, and in no others of this model_type
+    hf_mark: tuple[str, Any] | None = None  # a key and its value in files of this kind of the model_type
+    # modules of a layer in safetensors that hold the rows of several, or have another name there
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rope_key: str = ""  # the key that is "rope" if layers rotate; GGUF's is rope.scaling.finetuned
     hf_epsilon: str = "rms_norm_eps"
     hf_interleaved_rope: bool = False  # rows of q and k in safetensors are ordered in pairs too
     hf_norm_offset: float = 0.0  # what is added to norms' weights; GGUF files hold them as they multiply

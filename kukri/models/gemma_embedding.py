@@ -10,7 +10,7 @@ GEMMA_EMBEDDING = replace(
     GEMMA3_TEXT,
     name="gemma_embedding",
     hf_type="gemma3_text",
-    hf_flag="use_bidirectional_attention",
+    hf_mark=("use_bidirectional_attention", True),
     hf_class="Gemma3TextModel",
     gguf="gemma-embedding",
     is_causal=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
@@ -26,7 +27,7 @@ class GraniteBlock(Block):
 class Granite(Llama):
     """The whole model."""
 
-    block_type = GraniteBlock
+    block_type: Callable[..., Any] = GraniteBlock
 
     def embed(self, ops: Ops, batch: Any) -> Tensor:
         """The embeddings, multiplied [T, D]."""

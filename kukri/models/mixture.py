@@ -72,13 +72,17 @@ class Mixture:
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mixture(x), both [T, D]."""
+        return self.experts(ops, x, residual, "hook_mlp_out")
+
+    def experts(self, ops: Ops, x: Tensor, residual: Tensor, tap: str) -> Tensor:
+        """The same, the mixture's part shown to a tap of this name."""
         logits = ops.tap("mlp.hook_router_logits", self.layer, self.router(ops, x))
         routes = ops.route(logits, self.routing, ("mlp.hook_expert_weights", self.layer))
         gate, up = ops.split(self.gate_up(ops, x, routes), self.gate_up.n_outs)
         gate = ops.tap("mlp.experts.hook_pre", self.layer, gate)
         up = ops.tap("mlp.experts.hook_pre_linear", self.layer, up)
         hidden = ops.tap("mlp.experts.hook_post", self.layer, self.activate(ops, gate, up))
-        return ops.combine(self.down(ops, hidden, routes), routes, residual, ("hook_mlp_out", self.layer))
+        return ops.combine(self.down(ops, hidden, routes), routes, residual, (tap, self.layer))
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """The activation of an expert, of both [T * n_used, F]."""

@@ -23,7 +23,7 @@ from kukri.models import ARCHITECTURES, Model, load_model, tap_names
 
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
-HYBRIDS = ["lfm2", "qwen3_5_text"]  # with layers that keep a state
+HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid"]  # with layers that keep a state
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file, save_file
-from test_llm_safetensors import N_VOCAB, make
+from test_llm_safetensors import CHECKPOINTS, N_VOCAB, byte_tokenizer, make
+from test_llm_safetensors import TINY as TINY_HF
 from tiny_models import TINY, write
 from tiny_models import make as make_tiny
 
@@ -33,7 +35,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return make(tmp_path_factory.mktemp("hybrid"), "lfm2")
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text"])
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A granitemoehybrid as transformers saves it."""
+    return make(tmp_path_factory.mktemp("granite"), "granitemoehybrid")[0]
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text", "granitemoehybrid"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory, _ = make(tmp_path_factory.mktemp("hybrid"), request.param)
     with LLM(directory, quantize="Q8_0", max_requests=4) as opened:
@@ -130,7 +138,8 @@ def test_hooks_see_the_layers(llm: LLM) -> None:
     logits, cache = llm.run_with_cache(ids)
     np.testing.assert_array_equal(logits[0], llm.logits(ids))
     names = {name for name in cache if name.startswith("blocks.0.")}
-    inside = ("linear_attn.hook_read", "conv.hook_conv_out")[llm.config.architecture == "lfm2"]
+    reads = {"lfm2": "conv.hook_conv_out", "qwen3_5_text": "linear_attn.hook_read"}
+    inside = reads.get(llm.config.architecture, "mamba.hook_read")
     assert {f"blocks.0.{inside}", "blocks.0.hook_mixer_out", "blocks.0.hook_resid_post"} <= names
     assert not any(".attn." in name for name in names)
     mid = cache["blocks.0.hook_resid_pre"] + cache["blocks.0.hook_mixer_out"]
@@ -220,6 +229,50 @@ def test_sizes_that_do_not_divide(keys: dict[str, Any], message: str, tmp_path: 
     with GGUFFile(path) as file, pytest.raises(FormatError, match=message) as caught:
         model_config(file)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mamba_n_heads": 3}, "mamba_n_heads' is 3, which does not divide a width of 128"),
+        ({"mamba_d_head": 16}, "mamba_d_head' is 16, but 4 heads of a width of 128 have 32"),
+        ({"mamba_n_groups": 3}, "4 heads of a recurrent layer in 3 groups"),
+        ({"mamba_n_groups": 2}, r"layers.0.mamba: a norm in 2 groups; kukri runs one group alone"),
+        ({"mamba_d_state": 31}, r"mamba.in_proj.weight'.*has shape \(324, 64\) where.*asks for \(322, 64\)"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type' is 'alibi': kukri runs rope and"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit' is \[0.0, 0.1\]: kukri runs"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok' is 9, but there are 8 experts"),
+        ({"num_local_experts": 7}, r"input_linear.weight'.*has shape \(8, 64, 64\)|router.*\(8, 64\) where"),
+        ({"num_local_experts": 0}, "no layer of granitemoehybrid_dense takes: .*block_sparse_moe"),
+        (
+            {"layer_types": ["mamba", "rwkv", "mamba", "mamba"]},
+            "names 'rwkv': kukri runs attention and mamba",
+        ),
+        ({"mamba_conv_bias": False}, r"mamba.conv1d.bias'.*is there, but key 'mamba_conv_bias'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_keys_of_granite(keys: dict[str, Any], message: str, granite: Path, tmp_path: Path) -> None:
+    """A traceback from NumPy; a model that runs with sizes, experts or layers other than its own."""
+    copy = Path(shutil.copytree(granite, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **keys}))
+    with pytest.raises(KukriError, match=message) as caught:
+        LLM(copy)
+    assert "\n" not in str(caught.value)
+
+
+def test_states_of_odd_widths_run_on_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A kernel that reads beyond a state whose width it does not divide."""
+    facts = {**TINY_HF, **CHECKPOINTS["granitemoehybrid"][1], "mamba_d_state": 20}
+    torch.manual_seed(0)
+    model = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**facts))
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with LLM(tmp_path) as llm, torch.no_grad():
+        want = model(torch.arange(20)[None]).logits[0].numpy()
+        np.testing.assert_allclose(llm.logits(list(range(20))), want, atol=0.02)
+    assert "multiples of 16: this model runs on the reference backend" in caplog.text
 
 
 def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:

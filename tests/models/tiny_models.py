@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,6 +106,29 @@ def _qwen3_5(n_heads: int) -> Tiny:
     )  # fmt: skip
 
 
+def _granite_hybrid(n_experts: int, position: str) -> Tiny:
+    """Granite 4 with so many experts, its attention with RoPE or without."""
+    of_experts = {**_EXPERT_KEYS, "expert_shared_feed_forward_length": F, "feed_forward_length": 32}
+    return Tiny(
+        "GraniteMoeHybrid", "granitehybrid",
+        {"layer_types": ["mamba", "attention", "mamba", "mamba"], "position_embedding_type": position,
+         "num_local_experts": n_experts, "num_experts_per_tok": 3, "intermediate_size": 32,
+         "shared_intermediate_size": F, "mamba_n_heads": 8, "mamba_d_state": 24, "mamba_d_conv": 4,
+         "embedding_multiplier": 3.0, "attention_multiplier": 0.375, "residual_multiplier": 0.625,
+         "logits_scaling": 1.75, "attention_bias": position == "rope"},
+        layers=tuple(replace(layer, use_rope=position == "rope")
+                     for layer in (RECURRENT, FULL, RECURRENT, RECURRENT)),
+        recurrent=RecurrentConfig(4, 8, 1, 24, 16), tied=True,
+        mixture=MixtureConfig(8, 3, 32, normalized=True) if n_experts else None,
+        facts={"embedding_scale": 3.0, "attention_scale": 0.375, "residual_scale": 0.625,
+               "logits_divisor": 1.75},
+        keys={"attention.head_count_kv": np.array([0, KV_HEADS, 0, 0], np.int32), "ssm.conv_kernel": 4,
+              "ssm.time_step_rank": 8, "ssm.group_count": 1, "ssm.state_size": 24, "ssm.inner_size": 128,
+              "rope.scaling.finetuned": position == "rope", "embedding_scale": 3.0, "attention.scale": 0.375,
+              "residual_scale": 0.625, "logit_scale": 1.75, **(of_experts if n_experts else {})},
+    )  # fmt: skip
+
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny(
         "Llama", "llama", {"rope_parameters": _LLAMA3},
@@ -182,6 +206,8 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3_5_text": _qwen3_5(2),
     "qwen3_5_text-grouped": _qwen3_5(4),
+    "granitemoehybrid": _granite_hybrid(8, "nope"),
+    "granitemoehybrid_dense": _granite_hybrid(0, "rope"),
     "ernie4_5": Tiny("Ernie4_5", "ernie4_5", {"use_bias": True}, tied=True, is_paired=True),
     "gemma2": Tiny(
         "Gemma2", "gemma2",
@@ -247,7 +273,7 @@ def make(
             elif "norm" in key or "bias" in key:  # else all ones or zeros, and a mistake would not show
                 middle = 0.0 if "bias" in key else 1.0 - tiny.norm_offset * ("linear_attn" not in key)
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
-            elif is_convolution(key):
+            elif is_convolution(key) or key.endswith(".D"):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif kind.name == "BF16":
                 parameter.copy_(parameter.bfloat16().float())
@@ -271,6 +297,8 @@ def make(
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
     state = dict(_named(key, tensor) for key, tensor in state.items())
+    if name.startswith("granitemoehybrid"):
+        state = _of_granite(state, "shared_mlp" if tiny.mixture else "mlp")
     made = TorchSource(_with_experts_apart(state))
     for key in made.arrays:
         is_norm = "norm" in key and "linear_attn" not in key
@@ -296,6 +324,19 @@ def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         return f"{key}.weight", -torch.exp(tensor)
     key = f"{key}.weight" if key.endswith(".D") else key.replace(".dt_bias", ".dt_proj.bias")
     return key, tensor[:, 0] if is_convolution(key) else tensor
+
+
+def _of_granite(state: Mapping[str, torch.Tensor], mlp: str) -> dict[str, torch.Tensor]:
+    """Granite 4's tensors as kukri names them, the gate and up of the MLP for all tokens apart."""
+    made: dict[str, torch.Tensor] = {}
+    for key, tensor in state.items():
+        key = key.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp")
+        if "shared_mlp.input_linear" in key:
+            for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2)):
+                made[key.replace("shared_mlp.input_linear", f"{mlp}.{part}")] = rows
+        else:
+            made[key.replace("shared_mlp.output_linear", f"{mlp}.down_proj")] = tensor
+    return made
 
 
 def _tiled(key: str, array: np.ndarray, recurrent: RecurrentConfig) -> np.ndarray:
@@ -339,15 +380,18 @@ def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     return apart
 
 
+_SHARED = re.compile(r"shared_mlp\.(?:gate|up|down)_proj")  # which gguf has under other models' name
+
+
 def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weight_type: str = "F32") -> Path:
     """A GGUF file as llama.cpp's converter would write it: names by the `gguf` package, rows of q and k
     in pairs for the llama family alone."""
     tiny = TINY[name]
-    arch = gguf.MODEL_ARCH[tiny.gguf_arch.upper().replace("-", "_")]
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == tiny.gguf_arch)
     names = gguf.get_tensor_name_map(arch, N_LAYERS)
     tensors: dict[str, Any] = {}
     for key, array in source.arrays.items():
-        in_pairs = tiny.gguf_arch in ("llama", "smollm3", "granite", "ernie4_5")
+        in_pairs = tiny.gguf_arch in ("llama", "smollm3", "granite", "granitehybrid", "ernie4_5")
         if in_pairs and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
         if config.has_gates and "q_proj" in key:
@@ -358,6 +402,10 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
             (".bias", "mlp.gate.weight", "mlp.router.weight", "conv.weight", "conv1d.weight")
         )  # routers and convolutions, as llama.cpp keeps them
         kind = QUANT_TYPES["F32" if is_kept else weight_type]
+        if "mamba." in key and array.ndim == 1:  # columns and groups, as llama.cpp has Mamba's
+            is_column = key.endswith((".A_log.weight", ".D.weight"))
+            array = array[:, None] if is_column else array[None] if "mamba.norm" in key else array
+        key = _SHARED.sub(lambda match: match[0].replace("shared_mlp", "mlp.shared_experts"), key)
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         stored = stored.removesuffix(".weight") if key.endswith((".A_log.weight", ".D.weight")) else stored
         assert stored is not None, key
@@ -406,7 +454,8 @@ def as_read(name: str, config: ModelConfig) -> ModelConfig:
     if scaling is not None and scaling.kind == "llama3":
         factors = tuple(np.array(_rope_freqs(config)["rope_freqs.weight"], np.float32).tolist())
         scaling = RopeScaling("llama3", factors=factors)
-    named = {a.gguf: a.name for a in sorted(ARCHITECTURES.values(), key=lambda a: a.name == a.gguf)}
+    of_kind = [a for a in ARCHITECTURES.values() if (a.experts is None) == (config.mixture is None)]
+    named = {a.gguf: a.name for a in sorted(of_kind, key=lambda a: a.name == a.gguf)}
     architecture = named[TINY[name].gguf_arch]
     rope = replace(config.rope, scaling=scaling)
     if architecture == "qwen3_5_text" and config.recurrent is not None:

@@ -37,6 +37,7 @@ from kukri.formats.facts import (
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.keys import Keys
 from kukri.models import ARCHITECTURES, Architecture
+from kukri.models.architecture import ExpertKeys
 from kukri.models.rope import attention_factor
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 
@@ -54,6 +55,7 @@ _LOCAL_THETA = "rope.freq_base_swa"
 _SCALE = "attention.scale"
 _KV_HEADS, _INTERVAL = "attention.head_count_kv", "full_attention_interval"
 _RECURRENT = "attention.recurrent_layers"
+_ROTATES = "rope.scaling.finetuned"  # of some architectures: False if no layer rotates, as llama.cpp has it
 _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 
 # Of mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
@@ -73,7 +75,7 @@ READ = frozenset(
 # choose; and other architectures' keys, which llama.cpp's own saver writes into every file (softcaps of 50).
 IGNORED_KEYS = frozenset(
     [
-        *("tensor_data_layout", "rope.scaling.finetuned", POOLING_KEY, "decoder_start_token_id"),
+        *("tensor_data_layout", _ROTATES, POOLING_KEY, "decoder_start_token_id"),
         *("features_length", "embedding_length_out", "attn_logit_softcapping", "final_logit_softcapping"),
         *("router_logit_softcapping", "token_shift_count", "swin_norm", "rescale_every_n_layers"),
         *("time_decay_extra_dim", "time_mix_extra_dim", "deepstack_mapping", "attention.rope_pattern"),
@@ -169,7 +171,7 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         name=Keys(gguf.metadata, gguf.path, "general.").text("name", gguf.path.stem),
         head=_head(keys, n_vocab, architecture),
         mixture=read_mixture(keys, "gguf", architecture, numbers["d_ffn"], _normalized(keys, architecture)),
-        recurrent=read_recurrent(keys, "gguf", architecture),
+        recurrent=read_recurrent(keys, "gguf", architecture, d_model),
         has_gates=architecture.has_gates,
         is_causal=architecture.is_causal,
         n_token_types=_n_rows(gguf, "token_types.weight"),
@@ -186,11 +188,15 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
     stated_scale = {} if math.isclose(scale, implied, rel_tol=1e-5) else {_SCALE: scale}
     nope = [i for i, layer in enumerate(config.layers) if not layer.use_rope]
     states_nope = architecture.has_rope and bool(architecture.nope_interval or nope)
+    rotates = {}
+    if architecture.rope_key:
+        states_nope, rotates = 0 < len(nope) < config.n_layers, {_ROTATES: not nope}
     keys: dict[str, Any] = {
         **write_numbers(config, "gguf", architecture),
         "attention.value_length": config.d_head,
         **(_rope_keys(config, architecture) if architecture.has_rope else {}),
         **({} if config.is_causal else {CAUSAL_KEY: False}),
+        **rotates,
         **_window_keys(config, architecture),
         **({_LOCAL_THETA: float(local.theta)} if local else {}),
         **(stated_scale if architecture.wide_layers else {}),
@@ -231,7 +237,10 @@ def is_known(key: str, architecture: Architecture) -> bool:
     epsilons = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")  # savers write both
     of_numbers = {fact.gguf for fact in (*facts(architecture), *mixture_facts(architecture))}
     if architecture.experts is not None and key.startswith(("expert", "moe", "interleave_moe")):
-        others = (_EXPERT_NORM, _EXPERT_FUNCTION, "expert_group_scale", "experts_per_group")  # of Grove alone
+        others = (
+            *(_EXPERT_NORM, _EXPERT_FUNCTION, "expert_group_scale", "experts_per_group"),  # of Grove alone
+            ExpertKeys.gguf_d_ffn,  # if another key is read, shapes of tensors say whether that is right
+        )
         return key in of_numbers or key in NEUTRAL_OF_MIXTURES or key in others
     return key in listed or key in of_numbers or key in epsilons or bool(IGNORED_FAMILIES.fullmatch(key))
 
@@ -254,12 +263,19 @@ def activations_per_token(gguf: GGUFFile) -> bool:
 def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
     """The architecture, and its keys."""
     name = Keys(gguf.metadata, gguf.path, "general.").text("architecture")
-    # several may go by one name in GGUF: the one whose own it is says what the files leave unsaid
-    named = {a.gguf: a for a in sorted(ARCHITECTURES.values(), key=lambda a: a.name == a.gguf)}
-    if name not in named:
-        message = f"architecture {brief(name)} is not supported: kukri runs {', '.join(sorted(named))}"
+    # several may go by one name in GGUF: one with experts if the file has some, or without, and of these the
+    # one whose own it is, which says what the files leave unsaid
+    has_experts = bool(gguf.metadata.get(f"{name}.expert_count"))
+
+    def fits(architecture: Architecture) -> tuple[bool, bool]:
+        return (architecture.experts is not None) == has_experts, architecture.name == name
+
+    named = [a for a in ARCHITECTURES.values() if a.gguf == name]
+    if not named:
+        known = ", ".join(sorted({a.gguf for a in ARCHITECTURES.values()}))
+        message = f"architecture {brief(name)} is not supported: kukri runs {known}"
         raise UnsupportedError(f"{gguf.path}: {message}")
-    architecture = named[name]
+    architecture = max(named, key=fits)
     return architecture, Keys(gguf.metadata, gguf.path, f"{name}.", architecture.gguf_defaults)
 
 
@@ -320,7 +336,7 @@ def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str
     if config.recurrent is None or architecture.recurrent is None:
         return {}
     recurrent = [layer.is_recurrent for layer in config.layers]
-    keys = write_recurrent(config.recurrent, "gguf", architecture)
+    keys = write_recurrent(config.recurrent, "gguf", architecture, config.d_model)
     if not architecture.recurrent.gguf_interval:
         counts = [0 if is_recurrent else config.n_kv_heads for is_recurrent in recurrent]
         return keys | {_KV_HEADS: np.array(counts, np.int32)}
@@ -403,6 +419,8 @@ def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[Laye
     if not architecture.has_rope:
         return (LayerConfig(use_rope=False),) * n_layers
     nope = {i for i in range(n_layers) if is_nth(i, architecture.nope_interval)}
+    if architecture.rope_key and not keys.flag(_ROTATES, True):
+        nope = set(range(n_layers))
     if keys.has(NOPE_KEY):
         nope = set(keys.items(NOPE_KEY, int))
         if not nope <= set(range(n_layers)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Any
 
 import numpy.typing as npt
@@ -61,7 +62,7 @@ class GGUFWeights:
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
-        values = self._gguf.array(self._take(name, (size,)).name)
+        values = self._gguf.array(self._take(name, (size,)).name).reshape(size)
         order = self._row_order(name, size)
         return values if order is None else values[order]
 
@@ -85,7 +86,8 @@ class GGUFWeights:
         tensor = self._gguf.tensors.get(stored_name)
         if tensor is None:
             raise FormatError("is missing", path=self._gguf.path, tensor=stored_name)
-        if tensor.shape != shape:
+        is_vector = len(shape) == 1 and prod(tensor.shape) == max(tensor.shape)  # or a column, or one row
+        if (max(tensor.shape, default=0),) != shape if is_vector else tensor.shape != shape:
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             path = self._gguf.file_of(stored_name)
             raise FormatError(message, path=path, offset=tensor.offset, tensor=stored_name)

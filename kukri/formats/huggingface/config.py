@@ -123,7 +123,7 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         name=name or path.parent.name,
         head=_head(keys, architecture),
         mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"], normalized),
-        recurrent=read_recurrent(keys, "hf", architecture),
+        recurrent=read_recurrent(keys, "hf", architecture, numbers["d_model"]),
         has_gates=architecture.has_gates,
         is_causal=architecture.is_causal,
         n_token_types=keys.whole("type_vocab_size", most=MAX_TOKEN_TYPES) if has_types else 0,
@@ -159,7 +159,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     windows = [layer.window for layer in config.layers]
     architecture = _writable(config.architecture, any(windows))
     made: dict[str, Any] = {
-        "model_type": architecture.name,
+        "model_type": architecture.hf_type or architecture.name,
         "architectures": [architecture.hf_class],
         **write_numbers(config, "hf", architecture),
         architecture.hf_activation: architecture.activation,
@@ -178,9 +178,14 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         made["partial_rotary_factor"] = config.rope.rotary_dim / config.d_head
     elif config.rope.rotary_dim != config.d_head:
         raise UnsupportedError(f"transformers' {architecture.name} rotates the whole of a head, not a part")
+    if architecture.hf_mark:
+        made |= dict([architecture.hf_mark])
+    use_rope = {layer.use_rope for layer in config.layers}
     if "no_rope_layers" in architecture.reads:
         made["no_rope_layers"] = [int(layer.use_rope) for layer in config.layers]
-    elif not all(layer.use_rope for layer in config.layers):
+    elif architecture.rope_key and len(use_rope) == 1:
+        made[architecture.rope_key] = "rope" if True in use_rope else "nope"
+    elif False in use_rope:
         raise UnsupportedError(f"config.json of {architecture.name} has no key for layers without RoPE")
     if _QUERY_SCALAR in architecture.reads:
         made[_QUERY_SCALAR] = _query_scalar(config)
@@ -224,12 +229,13 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, 
     """The architecture, and its keys."""
     model_type = config.get("model_type")
     named = [one for one in ARCHITECTURES.values() if (one.hf_type or one.name) == model_type]
-    flagged = [one for one in named if one.hf_flag and config.get(one.hf_flag) is True]
-    found = flagged or [one for one in named if not one.hf_flag]
+    marked = [one for one in named if one.hf_mark and _holds(config, *one.hf_mark)]
+    found = marked or [one for one in named if not one.hf_mark]
     if not found:
         known = ", ".join(dict.fromkeys(one.hf_type or name for name, one in ARCHITECTURES.items()))
         raise UnsupportedError(f"{path}: model_type {brief(model_type)} is not supported: kukri runs {known}")
     architecture = found[0]
+    config = {key: _infinite(value) for key, value in config.items()}
     if architecture.aliases:
         newer = {
             architecture.aliases[key]: value for key, value in config.items() if key in architecture.aliases
@@ -243,9 +249,23 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, 
     return architecture, Keys(config, path, defaults=architecture.defaults)
 
 
+def _holds(config: Mapping[str, Any], key: str, value: Any) -> bool:
+    """True if a key is there and holds a value, of its type."""
+    stated = config.get(key)
+    return type(stated) is type(value) and stated == value
+
+
+def _infinite(value: Any) -> Any:
+    """A value, its infinite numbers as such: transformers 5 writes them as objects."""
+    if isinstance(value, list):
+        return [_infinite(item) for item in value]
+    return math.inf if value == {"__float__": "Infinity"} else value
+
+
 def _known(architecture: Architecture) -> frozenset[str]:
     """The keys that are read or ignored, whatever they hold."""
     numbers = frozenset(fact.hf for fact in (*facts(architecture), *mixture_facts(architecture)))
+    numbers |= {architecture.rope_key}
     if architecture.recurrent is not None:
         numbers |= {*architecture.recurrent.hf.values(), "layer_types"}
     if architecture.experts is not None and isinstance(architecture.experts.normalized, str):
@@ -290,7 +310,7 @@ def _writable(name: str, has_windows: bool) -> Architecture:
 
 
 _MATRIX = re.compile(
-    r"(?:.*\.)?(?:layers\.\d+\.(?P<module>(?:self_attn|mlp)\.\w+(?<!norm))"
+    r"(?:.*\.)?(?:layers\.\d+\.(?P<module>(?:self_attn|mlp|mamba)\.\w+(?<!norm))"
     r"|encoder\.layer\.\d+\.(?P<encoder_module>\w+(?:\.\w+)+(?<!LayerNorm)))\.weight"
 )
 
@@ -367,6 +387,11 @@ def _labels(keys: Keys) -> tuple[str, ...]:
 def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[LayerConfig, ...]:
     """Which layers rotate and which see a window, by the rules of each configuration class."""
     use_rope, windows = [architecture.has_rope] * n_layers, _windows(keys, architecture, n_layers)
+    if architecture.rope_key:
+        kind = keys.value(architecture.rope_key)
+        if kind not in (None, "nope", "rope"):
+            raise keys.unsupported(architecture.rope_key, f"is {brief(kind)}: kukri runs rope and nope")
+        use_rope = [kind == "rope"] * n_layers
     if "no_rope_layers" in architecture.reads:
         use_rope = _rotating(keys, n_layers)
         if keys.value("layer_types") is None:  # then windows are for the layers without RoPE
@@ -386,7 +411,7 @@ def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> list[bo
     if keys.value("layer_types") is not None:
         types = _per_layer(keys, "layer_types", str, n_layers)
         if unknown := set(types) - {"full_attention", "attention", *own.layer_types}:
-            known = f"full_attention and {own.layer_types[0]}"
+            known = f"{own.attention_type} and {own.layer_types[0]}"
             raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs {known} here")
         return [kind in own.layer_types for kind in types]
     if _ATTENTION_INDICES in architecture.reads:
@@ -404,9 +429,9 @@ def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str
     """The keys of recurrent layers, and of which layers they are."""
     if config.recurrent is None or architecture.recurrent is None:
         return {}
-    names = ("full_attention", architecture.recurrent.layer_types[0])
+    names = (architecture.recurrent.attention_type, architecture.recurrent.layer_types[0])
     types = [names[layer.is_recurrent] for layer in config.layers]
-    return write_recurrent(config.recurrent, "hf", architecture) | {"layer_types": types}
+    return write_recurrent(config.recurrent, "hf", architecture, config.d_model) | {"layer_types": types}
 
 
 def _rotating(keys: Keys, n_layers: int) -> list[bool]:

@@ -70,9 +70,10 @@ class SafetensorsWeights:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
-        data, kind = self._take(name, shape)
-        rows = data.reshape(shape[0], -1)
-        return self._packed(rows, kind, shape, name, self._row_order(name, shape[0]))
+        (n_out, n_in), (stored, part, n_parts) = shape, joined_name(name, self._architecture)
+        data, kind = self._take(stored, (n_parts * n_out, n_in))
+        rows = data.reshape(n_parts * n_out, -1)[part * n_out : (part + 1) * n_out]
+        return self._packed(rows, kind, shape, name, self._row_order(name, n_out))
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
         """Matrices (experts, out, in), as stored or packed: tensors of each expert, or parts of one of all.
@@ -82,14 +83,14 @@ class SafetensorsWeights:
         if self._is_interleaved:
             return self._interleaved_experts(name, shape)
         n, n_out, n_in = shape
-        layer, _, part = name.removesuffix(".weight").rpartition(".")
-        if self._stored_name(fused := f"{layer}.{_FUSED.get(part, part)}") not in self._files:
+        fused, part, n_parts = joined_name(name, self._architecture)
+        if fused == name:
+            fused, part, n_parts = _fused(name)
+        if self._stored_name(fused) not in self._files and not self._architecture.joined:
             weights = tuple(self.matrix(expert_name(name, i), (n_out, n_in)) for i in range(n))
         else:
-            n_parts = 1 if part == "down_proj" else 2
             data, kind = self._take(fused, (n, n_parts * n_out, n_in))
-            first = n_out if part == "up_proj" else 0
-            rows = data.reshape(n, n_parts * n_out, -1)[:, first : first + n_out]
+            rows = data.reshape(n, n_parts * n_out, -1)[:, part * n_out : (part + 1) * n_out]
             weights = tuple(
                 self._packed(each, kind, (n_out, n_in), expert_name(name, i)) for i, each in enumerate(rows)
             )
@@ -135,7 +136,7 @@ class SafetensorsWeights:
 
     def has(self, name: str) -> bool:
         """True if the checkpoint has the tensor; does not take it."""
-        return self._stored_name(name) in self._files
+        return self._stored_name(joined_name(name, self._architecture)[0]) in self._files
 
     @property
     def names(self) -> Collection[str]:
@@ -212,6 +213,37 @@ def expert_tensors(name: str) -> list[str]:
         return []
     parts = [part for part, fused in _FUSED.items() if fused == match["part"]] or [match["part"]]
     return [f"{match['layer']}.{part}.{'bias' if match['bias'] else 'weight'}" for part in parts]
+
+
+_IN_LAYER = re.compile(r"(?P<layer>.+\.layers\.\d+\.)(?P<module>.+)\.(?P<kind>weight|bias)")
+
+
+def joined_name(name: str, architecture: Architecture) -> tuple[str, int, int]:
+    """The tensor of safetensors that has a tensor's rows, which part of it they are, and of how many.
+
+    That is the tensor itself, the first part of one, unless `Architecture.joined` says otherwise.
+    """
+    match = _IN_LAYER.fullmatch(name)
+    for stored, modules in architecture.joined.items():
+        if match is not None and match["module"] in modules:
+            joined = f"{match['layer']}{stored}.{match['kind']}"
+            return joined, modules.index(match["module"]), len(modules)
+    return name, 0, 1
+
+
+def parts_of(name: str, architecture: Architecture) -> list[str]:
+    """The tensors that a tensor of safetensors holds: the inverse of `joined_name`."""
+    match = _IN_LAYER.fullmatch(name)
+    modules = architecture.joined.get(match["module"], ()) if match is not None else ()
+    return (
+        [f"{match['layer']}{module}.{match['kind']}" for module in modules] if match and modules else [name]
+    )
+
+
+def _fused(name: str) -> tuple[str, int, int]:
+    """As `joined_name`, of experts under the names that transformers 5 has in memory."""
+    layer, _, part = name.removesuffix(".weight").rpartition(".")
+    return f"{layer}.{_FUSED.get(part, part)}", int(part == "up_proj"), 1 if part == "down_proj" else 2
 
 
 def _turn(module: str) -> tuple[str, slice]:

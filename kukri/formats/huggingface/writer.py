@@ -15,12 +15,18 @@ from kukri.config import ModelConfig
 from kukri.errors import FormatError
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
-from kukri.formats.huggingface.weights import is_decay, norm_offset, parameter_name, stored_shape
+from kukri.formats.huggingface.weights import (
+    is_decay,
+    joined_name,
+    norm_offset,
+    parameter_name,
+    stored_shape,
+)
 from kukri.formats.unfinished import unfinished
 from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
 from kukri.mapped_files import release_pages
-from kukri.models import ARCHITECTURES
+from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import WeightSource, expert_name
 from kukri.quant.types import QUANT_TYPES, QuantType
@@ -104,6 +110,25 @@ def _interleaved(weights: NamedWeights, target: QuantType, on_tensor: Callable[[
     return tensors
 
 
+def _joined(tensors: Tensors, architecture: Architecture) -> Tensors:
+    """The tensors under the names that safetensors have them by, those that lie in one there together."""
+    together: dict[str, list[str]] = {}
+    for name in tensors:
+        together.setdefault(joined_name(name, architecture)[0], []).append(name)
+
+    def maker(parts: list[str]) -> Callable[[], ByteArray]:
+        return lambda: np.concatenate([tensors[part][2]() for part in parts], axis=-2)
+
+    joined: Tensors = {}
+    for name, parts in together.items():
+        parts.sort(key=lambda part: joined_name(part, architecture)[1])
+        dtype, shape, make = tensors[parts[0]]
+        if len(parts) > 1:
+            shape, make = (*shape[:-2], len(parts) * shape[-2], shape[-1]), maker(parts)
+        joined[name] = (dtype, shape, make)
+    return joined
+
+
 def write_directory(
     path: Path,
     config: ModelConfig,
@@ -141,6 +166,11 @@ def write_directory(
     def expert(name: str, i: int) -> Callable[[], ByteArray]:
         return lambda: made(stack(name).weights[i])
 
+    def all_of(name: str) -> Callable[[], ByteArray]:
+        return lambda: np.stack(
+            [made(weight) for weight in weights.experts(name, weights.stacks[name]).weights]
+        )
+
     @lru_cache(maxsize=1)  # its experts come one after another
     def stack(name: str) -> Experts:
         return weights.experts(name, weights.stacks[name])
@@ -153,11 +183,15 @@ def write_directory(
 
         return make
 
+    architecture = ARCHITECTURES[config.architecture]
     tensors: Tensors = {
         name: (dtype, stored_shape(name, shape), matrix(name)) for name, shape in weights.matrices.items()
     }
-    experts = ARCHITECTURES[config.architecture].experts
-    if experts is not None and experts.is_interleaved:
+    experts = architecture.experts
+    if architecture.joined:
+        stacks: Tensors = {name: (dtype, shape, all_of(name)) for name, shape in weights.stacks.items()}
+        tensors = _joined(tensors | stacks, architecture)
+    elif experts is not None and experts.is_interleaved:
         tensors |= _interleaved(weights, target, on_tensor)
     else:
         for name, (n, *shape) in weights.stacks.items():

@@ -1,0 +1,182 @@
+"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention in some, a mixture beside an MLP for all tokens.
+
+A state space (Dao and Gu 2024) keeps a matrix for each head: it decays, takes a token's value in under b, and
+is read by c. Small models have no mixture, and some no state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from kukri.config import ModelConfig
+from kukri.errors import UnsupportedError
+from kukri.kernels.types import Ops, ScanSpec, Tensor, Vector
+from kukri.models.architecture import ExpertKeys, RecurrentKeys
+from kukri.models.granite import GRANITE, Granite, GraniteBlock
+from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled, vector_parameter
+from kukri.models.llama import Block
+from kukri.models.mixture import Mixture
+from kukri.models.recurrent import Convolution, state_layer
+
+if TYPE_CHECKING:
+    from kukri.models.weights import WeightSource
+
+
+class Mamba2:
+    """A state space behind a convolution, its result gated, then normed."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        own = config.recurrent
+        assert own is not None, "the configuration's readers see to that"
+        if own.n_groups != 1:
+            raise UnsupportedError(f"{name}: a norm in {own.n_groups} groups; kukri runs one group alone")
+        n, n_heads = own.n_heads * own.d_head, own.n_heads
+        self.layer, self.widths = layer, (n, own.d_state, own.d_state)
+        widths = (n, sum(self.widths), n_heads)
+        self.into = Linear(source, [f"{name}.in_proj"], widths, config.d_model)
+        self.conv = Convolution(source, f"{name}.conv1d", widths[1], own.n_taps, layer, is_activated=True)
+        a, d, dt_bias = (
+            Vector(source.vector(f"{name}.{part}", n_heads), f"{name}.{part}")
+            for part in ("A_log.weight", "D.weight", "dt_proj.bias")
+        )
+        self.spec = ScanSpec(layer, n_heads, own.n_groups, own.d_state, own.d_head, a, d, dt_bias)
+        self.norm = RMSNorm(source, f"{name}.norm", n, config.norm_eps)
+        out = Linear(source, [f"{name}.out_proj"], (config.d_model,), n)
+        self.out: Any = out
+        self.cache_layer = state_layer(self.conv.states, (("scan", (n_heads, own.d_state, own.d_head)),))
+        vectors = [*map(vector_parameter, (a, d, dt_bias)), *self.norm.parameters]
+        self.parameters = [*self.into.parameters, *self.conv.parameters, *vectors, *out.parameters]
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
+        """residual + this of x, both [T, D]. Writes the layer's states."""
+        z, xbc, dt = self.into.parts(ops, x)
+        xbc = ops.tap("mamba.hook_xbc", self.layer, ops.conv(xbc, self.conv.spec, batch))
+        x, b, c = ops.split(xbc, self.widths)
+        y = ops.tap("mamba.hook_read", self.layer, ops.scan(x, b, c, dt, self.spec, batch))
+        y = self.norm(ops, ops.gated(y, z, "silu"))
+        return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
+
+
+class SharedMLP(GatedMLP):
+    """A gated MLP that each token passes beside its experts."""
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor = None) -> Tensor:
+        """mlp(x) [T, D], with nothing added."""
+        gate, up = self.gate_up.parts(ops, x)
+        hidden = ops.tap("mlp.hook_shared_post", self.layer, self.activate(ops, gate, up))
+        return ops.tap("mlp.hook_shared_out", self.layer, self.down(ops, hidden))
+
+
+class SharedMixture(Mixture):
+    """The sum of a mixture and an MLP for all tokens, multiplied before it joins the stream."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        self.shared = SharedMLP(source, f"{name.removesuffix('mlp')}shared_mlp", config, layer)
+        self.parameters = [*self.parameters, *self.shared.parameters]
+        self.scale = config.residual_scale
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + factor * (mixture(x) + mlp(x)), both [T, D]."""
+        both = ops.scale(self.experts(ops, x, self.shared(ops, x), "mlp.hook_experts_out"), self.scale)
+        return ops.add(ops.tap("hook_mlp_out", self.layer, both), residual)
+
+
+class DenseBlock(GraniteBlock):
+    """A layer: a state space or attention, and an MLP, each behind its norm, added multiplied."""
+
+    recurrent_type, recurrent_name = Mamba2, "mamba"
+
+
+class HybridBlock(Block):
+    """The same with a mixture."""
+
+    mlp_type, recurrent_type, recurrent_name = SharedMixture, Mamba2, "mamba"
+
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, config, layer)
+        self.attention.out = Scaled(self.attention.out, config.residual_scale)
+
+
+class GraniteDense(Granite):
+    """The whole model without a mixture."""
+
+    block_type = DenseBlock
+
+
+class GraniteHybrid(Granite):
+    """The whole model."""
+
+    block_type = HybridBlock
+
+
+_MLP = {"shared_mlp.input_linear": ("gate_proj", "up_proj"), "shared_mlp.output_linear": ("down_proj",)}
+
+GRANITEMOEHYBRID = replace(
+    GRANITE,
+    name="granitemoehybrid",
+    model=GraniteHybrid,
+    hf_class="GraniteMoeHybridForCausalLM",
+    gguf="granitehybrid",
+    rope_key="position_embedding_type",
+    tensor_names={
+        "mamba.in_proj": "ssm_in",
+        "mamba.conv1d": "ssm_conv1d",
+        "mamba.A_log": "ssm_a",
+        "mamba.D": "ssm_d",
+        "mamba.dt_proj": "ssm_dt",
+        "mamba.norm": "ssm_norm",
+        "mamba.out_proj": "ssm_out",
+        "shared_mlp.gate_proj": "ffn_gate_shexp",
+        "shared_mlp.up_proj": "ffn_up_shexp",
+        "shared_mlp.down_proj": "ffn_down_shexp",
+    },
+    joined={
+        **{stored: tuple(f"shared_mlp.{part}" for part in parts) for stored, parts in _MLP.items()},
+        "block_sparse_moe.router.layer": ("mlp.gate",),
+        "block_sparse_moe.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+        "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
+    },
+    keys={"d_ffn": ("expert_shared_feed_forward_length", "shared_intermediate_size")},
+    reads=frozenset(["attention_bias", "mamba_conv_bias", "mamba_proj_bias", "mamba_d_head"]),
+    ignores=frozenset(["output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method"]),
+    fixed={"time_step_limit": [0.0, inf], "normalization_function": "rmsnorm"},
+    defaults={
+        **{"num_key_value_heads": None, "shared_intermediate_size": 1024, "attention_multiplier": 1.0},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_n_groups": 1},
+        **{"mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_d_head": "auto"},
+        **{"mamba_conv_bias": True},
+    },
+    biases={
+        **{"self_attn": "attention_bias", "mamba.conv1d": "mamba_conv_bias"},
+        **{"mamba.in_proj": "mamba_proj_bias", "mamba.out_proj": "mamba_proj_bias"},
+    },
+    experts=ExpertKeys("num_local_experts", "intermediate_size", True, True, "feed_forward_length"),
+    recurrent=RecurrentKeys(
+        ("mamba", "linear_attention"),
+        {
+            **{"n_taps": "ssm.conv_kernel", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"},
+            **{"d_state": "ssm.state_size", "d_inner": "ssm.inner_size"},
+        },
+        {
+            **{"n_taps": "mamba_d_conv", "n_heads": "mamba_n_heads", "n_groups": "mamba_n_groups"},
+            **{"d_state": "mamba_d_state", "expansion": "mamba_expand"},
+        },
+        gguf_columns=True,
+        attention_type="attention",
+    ),
+)
+
+GRANITEMOEHYBRID_DENSE = replace(
+    GRANITEMOEHYBRID,
+    name="granitemoehybrid_dense",
+    model=GraniteDense,
+    hf_type="granitemoehybrid",
+    hf_mark=("num_local_experts", 0),
+    joined={stored: tuple(f"mlp.{part}" for part in parts) for stored, parts in _MLP.items()},
+    keys={"d_ffn": ("feed_forward_length", "shared_intermediate_size")},
+    ignores=GRANITEMOEHYBRID.ignores | {"intermediate_size", "num_local_experts", "num_experts_per_tok"},
+    experts=None,
+)
