@@ -32,7 +32,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kukri.kernels.gpu import attention_kernels, linear_kernels, rope_kernels, row_kernels, tiles
+from kukri.kernels.gpu import (
+    attention_kernels,
+    expert_kernels,
+    linear_kernels,
+    recurrent_kernels,
+    rope_kernels,
+    row_kernels,
+    tiles,
+)
 from kukri.kernels.gpu.pack import PACKED_TYPES
 
 TARGETS = {
@@ -52,8 +60,14 @@ BITS = {  # of a weight with its scales, as `pack.py` lays them out
     "Q5_K": 5.5,
     "Q6_K": 6.625,
     "IQ4_XS": 4.25,
+    "MXFP4": 4.25,
 }
-MAX_SLOTS = {"IQ4_XS": 2.7, "Q5_K": 2.55}  # per weight of a GEMV for one token: what these two reach
+KV_NUMBERS = {"f16": "*fp16", "q8_0": "*i8", "fp8": "*u8"}
+MAX_SLOTS = {
+    "IQ4_XS": 2.7,
+    "MXFP4": 2.6,
+    "Q5_K": 2.55,
+}  # per weight of a GEMV for one token: what these reach
 MAX_SLOTS_OTHERS = 2.5  # the aim
 
 
@@ -107,7 +121,8 @@ def linear_cases() -> list[Case]:
         "n_pairs": "i32",
         "y_stride": "i32",
     }
-    gemm = gemv | {"quants8": "*u8", "xq": "*i8"}
+    of_experts = {"experts": "*i32", "rows_each": "i32", "n_experts": "i32"}
+    gemm = gemv | {"quants8": "*u8", "xq": "*i8", "order": "*i32", "work": "*i32", "rows_each": "i32"}
     gemv |= {"x": "*fp32", "other": "*fp32", "x_stride": "i32", "width": "i32", "eps": "fp32"}
     none = {"HAS_BIAS": False, "HAS_RESIDUAL": False}
     cases = []
@@ -123,16 +138,29 @@ def linear_cases() -> list[Case]:
                 label = f"gemv {name} M={m}" + ("" if kind == "q8" else f" {kind}")
                 case = Case(label, linear_kernels.gemv, gemv, constants, tile.n_warps, 3, weights, name)
                 cases.append(case)
-        for n_tokens in (16, 512):
-            tile = tiles.gemm_tile(name, n_tokens)
-            constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, **none)
-            label = f"gemm {name} {tile.rows}x{tile.tokens}"
+        if name in ("Q4_K", "MXFP4"):
+            tile = tiles.gemv_tile(name, 1)
+            constants = dict(TYPE=name, BN=tile.rows, ASM=True, **none)
+            weights, kernel = tile.rows * tiles.LANES * 64, linear_kernels.gemv_of_experts
+            label = f"gemv {name} of experts, M=1"
+            cases.append(Case(label, kernel, gemv | of_experts, constants, tile.n_warps, 3, weights, name))
+        for n_tokens, by_expert in (
+            (16, False),
+            (512, False),
+            *([(16, True), (512, True)] if name in ("Q4_K", "MXFP4") else []),
+        ):
+            tile = tiles.expert_tile(n_tokens) if by_expert else tiles.gemm_tile(name, n_tokens)
+            constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, EXPERTS=by_expert, **none)
+            label = f"gemm {name} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
             weights = tile.rows * 64
             cases.append(
                 Case(label, linear_kernels.gemm, gemm, constants, tile.n_warps, tile.n_stages, weights, name)
             )
     plain = {"y": "*fp32", "bias": "*fp32", "residual": "*fp32"}
     plain |= {"n_tokens": "i32", "n_rows": "i32", "n_columns": "i32", "y_stride": "i32"}
+    floats = {"w": "*fp32", "x": "*fp32", "x_stride": "i32"} | plain
+    constants = dict(BN=tiles.F32_ROWS, BK=tiles.F32_COLUMNS, **none)
+    cases.append(Case("products of fp32", linear_kernels.gemv_f32, floats, constants, 4))
     for dtype in ("fp16", "bf16"):
         for n_tokens in (1, 512):
             tile = tiles.float_tile(n_tokens)
@@ -153,10 +181,17 @@ def linear_cases() -> list[Case]:
     return cases
 
 
+def paged(kv: str) -> dict[str, str]:
+    """The types of a cache's tensors."""
+    numbers = KV_NUMBERS[kv]
+    return {"keys": numbers, "values": numbers, "key_scales": "*fp16", "value_scales": "*fp16"}
+
+
 def attention_cases() -> list[Case]:
-    """Prefill and decode for heads of 64 and 128, float16 and int8 caches, with and without softcap."""
+    """Prefill and decode for heads of 64 and 128, each type of cache, with and without softcap and sinks."""
     common = {
         "q": "*fp16",
+        "sinks": "*fp32",
         "query_start": "*i32",
         "context_len": "*i32",
         "page_table": "*i32",
@@ -167,30 +202,30 @@ def attention_cases() -> list[Case]:
     common |= dict.fromkeys(("scale_head_stride", "table_stride", "n_heads"), "i32")
     cases = []
     for d_head, group in ((64, 3), (128, 4)):
-        for kv in ("fp16", "i8"):
-            cache = {"keys": f"*{kv}", "values": f"*{kv}", "key_scales": "*fp16", "value_scales": "*fp16"}
-            for softcap in (False, True) if (d_head, kv) == (64, "fp16") else (False,):
-                constants = {"GROUP": group, "K": d_head, "KW": d_head, "KV8": kv == "i8", "SOFTCAP": softcap}
-                label = f"d{d_head} {kv}{' softcap' if softcap else ''}"
-                parts = {"part_acc": "*fp32", "part_top": "*fp32", "n_chunks": "i32"}
+        for kv in KV_NUMBERS:
+            for special in (False, True) if (d_head, kv) == (64, "f16") else (False,):
+                constants = {"GROUP": group, "K": d_head, "KW": d_head, "KV": kv}
+                constants |= {"SOFTCAP": special, "HAS_SINKS": special}
+                label = f"d{d_head} {kv}{' softcap sinks' if special else ''}"
                 new = dict.fromkeys(("q", "k", "v", "cos", "sin"), "*fp32")
-                new |= {"positions": "*i32", "slots": "*i32"}
+                new |= {"positions": "*i32", "slots": "*i32", "part_top": "*fp32", "n_chunks": "i32"}
                 new |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32")
                 for phase, kernel, own in (
-                    ("prefill", attention_kernels.attention, {"out": "*fp32", "work": "*i32"}),
-                    ("decode", attention_kernels.decode, new | {"out": "*fp32"}),
-                    ("split", attention_kernels.split, new | parts),
+                    ("prefill", attention_kernels.attention, {"work": "*i32"}),
+                    ("decode", attention_kernels.decode, new),
+                    ("split", attention_kernels.decode, new),
                 ):
                     tile = tiles.attention_tile(group, d_head, phase == "prefill")
-                    sizes = {"BM": tile.rows, "TILE": tile.tokens}
+                    sizes: dict[str, Any] = {"BM": tile.rows, "TILE": tile.tokens}
                     if phase != "prefill":
-                        sizes["ROTARY"] = d_head
-                    arguments, constants_of = common | cache | own, constants | sizes
+                        sizes |= {"ROTARY": d_head, "SPLIT": phase == "split"}
+                    arguments = common | paged(kv) | {"out": "*fp32"} | own
+                    constants_of = constants | sizes
                     case = Case(
                         f"{phase} {label}", kernel, arguments, constants_of, tile.n_warps, tile.n_stages
                     )
                     cases.append(case)
-        parts = dict.fromkeys(("part_acc", "part_top", "out"), "*fp32")
+        parts = dict.fromkeys(("part_acc", "part_top", "out", "sinks"), "*fp32")
         parts |= {
             "query_start": "*i32",
             "context_len": "*i32",
@@ -198,7 +233,7 @@ def attention_cases() -> list[Case]:
             "n_heads": "i32",
             "n_chunks": "i32",
         }
-        constants = {"K": d_head, "KW": d_head, "HB": tiles.MERGE_HEADS}
+        constants = {"K": d_head, "KW": d_head, "HB": tiles.MERGE_HEADS, "HAS_SINKS": False}
         cases.append(Case(f"merge d{d_head}", attention_kernels.merge, parts, constants, 4))
     return cases
 
@@ -235,16 +270,53 @@ def row_cases() -> list[Case]:
     }
     names = ("q_stride", "k_stride", "v_stride", "page_stride", "head_stride", "scale_page_stride")
     rope |= dict.fromkeys((*names, "scale_head_stride", "n_heads", "n_kv_heads"), "i32")
-    for d_head, kv in ((64, "fp16"), (128, "i8")):
-        cache = {"keys": f"*{kv}", "values": f"*{kv}", "key_scales": "*fp16", "value_scales": "*fp16"}
-        constants = {"K": d_head, "KW": d_head, "ROTARY": d_head, "KV8": kv == "i8"}
-        cases.append(Case(f"rope d{d_head} {kv}", rope_kernels.rope_and_store, rope | cache, constants, 1))
+    for d_head, kv in ((64, "f16"), (128, "q8_0"), (128, "fp8")):
+        constants = {"K": d_head, "KW": d_head, "ROTARY": d_head, "KV": kv}
+        arguments = rope | paged(kv)
+        cases.append(Case(f"rope d{d_head} {kv}", rope_kernels.rope_and_store, arguments, constants, 1))
+    return cases
+
+
+def mixture_cases() -> list[Case]:
+    """The choice of 8 of 128 experts, and the sum over them."""
+    route = {"logits": "*fp32", "weights": "*fp32", "experts": "*i32", "n_experts": "i32", "stride": "i32"}
+    constants = {"N_USED": 8, "E": 128, "NORMALIZED": True}
+    combine = dict.fromkeys(("x", "weights", "residual", "y"), "*fp32")
+    combine |= {"experts": "*i32", "width": "i32", "n_experts": "i32"}
+    warps = tiles.row_warps(tiles.ROW_COLUMNS)
+    sums = {"N_USED": 8, "W": tiles.ROW_COLUMNS, "HAS_RESIDUAL": True}
+    return [
+        Case("route 128", expert_kernels.route, route, constants, 1),
+        Case("combine 8", expert_kernels.combine, combine, sums, warps),
+    ]
+
+
+def recurrent_cases() -> list[Case]:
+    """Convolutions as LFM2 and Qwen3.5 have them, a state space and a delta rule with 128 x 128 states."""
+    step = dict.fromkeys(("query_start", "context_len", "state_slots", "state_saves"), "*i32")
+    step |= {"x": "*fp32", "states": "*fp32", "y": "*fp32", "x_stride": "i32"}
+    conv = step | {"taps": "*fp32", "bias": "*fp32", "width": "i32"}
+    cases = []
+    for n_taps, n_tokens in ((3, 1), (4, tiles.CONV_TOKENS)):
+        constants = {"N_TAPS": n_taps, "TOKENS": n_tokens, "W": tiles.CONV_COLUMNS}
+        constants |= {"HAS_BIAS": n_taps == 4, "IS_ACTIVATED": n_taps == 4}
+        cases.append(Case(f"conv {n_taps}", recurrent_kernels.conv, conv, constants, 4))
+    sizes = {"P": 128, "PB": tiles.STATE_COLUMNS}
+    scan = step | dict.fromkeys(("b", "c", "dt", "a", "d", "dt_bias"), "*fp32")
+    scan |= dict.fromkeys(("b_stride", "c_stride", "dt_stride", "n_heads", "group"), "i32")
+    scan |= {"least": "fp32", "most": "fp32"}
+    cases.append(Case("scan 128", recurrent_kernels.scan, scan, sizes | {"N": 128, "NW": 128}, 4))
+    delta = step | dict.fromkeys(("q", "k", "v", "decay", "beta", "a", "dt_bias"), "*fp32")
+    names = ("q_stride", "k_stride", "v_stride", "decay_stride", "beta_stride", "n_heads", "n_groups")
+    delta |= dict.fromkeys(names, "i32")
+    constants = sizes | {"K": 128, "KW": 128, "ARE_TILED": True}
+    cases.append(Case("delta_rule 128", recurrent_kernels.delta_rule, delta, constants, 4))
     return cases
 
 
 def all_cases() -> list[Case]:
     """Every kernel that the GPU backend launches."""
-    return linear_cases() + attention_cases() + row_cases()
+    return linear_cases() + attention_cases() + row_cases() + mixture_cases() + recurrent_cases()
 
 
 def compile_case(case: Case, target: GPUTarget) -> Any:

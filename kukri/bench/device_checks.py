@@ -31,6 +31,7 @@ from kukri.kernels.types import (
     KVType,
     Program,
     StepLimits,
+    Vector,
     Weight,
 )
 from kukri.models import load_model
@@ -130,7 +131,7 @@ def check_backend(
     reference = ReferenceBackend()
     for name in BLOCKS:
         yield from _check_product(make(), reference, name, sizes)
-    kinds: tuple[KVType, ...] = ("f16", "q8_0")
+    kinds: tuple[KVType, ...] = ("f16", "q8_0", "fp8")
     for kv_type in kinds:
         for window in (None, 50):
             yield _check_attention(make(), reference, kv_type, window, sizes)
@@ -163,11 +164,16 @@ def _check_product(backend: Backend, reference: Backend, name: str, sizes: Sizes
 def _check_attention(
     backend: Backend, reference: Backend, kv_type: KVType, window: int | None, sizes: Sizes
 ) -> Check:
-    """Prompts, then a token more of each, over pages."""
-    spec = AttentionSpec(0, 8, 2, 64, 0.125, window)
+    """Prompts, then a token more of each, over pages; with sinks if there is a window, as gpt-oss has.
+
+    Numbers are eighths, which fp8 holds: the reference, which has no fp8 cache, keeps them in float32.
+    """
+    sinks = None if window is None else Vector(np.linspace(-3, 3, 8, dtype=np.float32))
+    spec = AttentionSpec(0, 8, 2, 64, 0.125, window, sinks=sinks)
     width = (spec.n_heads + 2 * spec.n_kv_heads) * spec.d_head
     n = sum(sizes.contexts)
-    table = _weight(np.random.default_rng(2), "F32", (n, width))
+    eighths = np.random.default_rng(2).integers(-8, 9, (n, width)).astype(np.float32) / 8
+    table = Weight(eighths.view(np.uint8), QUANT_TYPES["F32"], eighths.shape, "qkv")
     parts = tuple(heads * spec.d_head for heads in (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads))
 
     def program(ops, batch):  # type: ignore[no-untyped-def]
@@ -180,7 +186,8 @@ def _check_attention(
     sequences = [_Sequence(ids[a:b], i * n_pages) for i, (a, b) in enumerate(pairwise(starts))]
     results = []
     for one in (backend, reference):
-        runner = _Runner(one, program, [KVLayer(spec.n_kv_heads, spec.d_head)], n, n_pages, kv_type)
+        kept: KVType = "f32" if kv_type == "fp8" and one is reference else kv_type
+        runner = _Runner(one, program, [KVLayer(spec.n_kv_heads, spec.d_head)], n, n_pages, kept)
         prompts = runner.step(*((s, 0, len(s.tokens) - 1, len(s.tokens) - 1) for s in sequences))
         decoded = runner.step(*((s, len(s.tokens) - 1, 1, 1) for s in sequences))
         results.append(np.concatenate([prompts, decoded]))

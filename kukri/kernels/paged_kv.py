@@ -38,8 +38,11 @@ class PagedKV:
     page_tokens = PAGE_TOKENS
 
     def __init__(self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16") -> None:
-        """Raises UnsupportedError if q8_0 cannot hold heads of a layer's size, MemoryError."""
-        self.layout, self.n_pages, self.n_states, self.kv_type = tuple(layout), n_pages, n_states, kv_type
+        """Raises UnsupportedError on fp8, and if q8_0 cannot hold heads of a layer's size; MemoryError."""
+        if kv_type == "fp8":
+            raise UnsupportedError("an fp8 KV cache is for GPUs: use q8_0, or --backend torch")
+        self.layout, self.n_pages, self.n_states = tuple(layout), n_pages, n_states
+        self.kv_type: KVType = kv_type
         half = page_bytes(layout, kv_type) // 2
         self._keys, self._values = np.zeros((n_pages, half), np.uint8), np.zeros((n_pages, half), np.uint8)
         self.keys: dict[int, npt.NDArray[Any]] = {}
@@ -123,7 +126,7 @@ def _forms(layer: KVLayer, kv_type: KVType) -> tuple[_Form, _Form]:
     """The arrays of a layer's keys and values in one page; both take as many bytes."""
     n_heads, d_head = layer.n_kv_heads, layer.d_head
     if kv_type != "q8_0":
-        dtype = np.dtype(np.float32 if kv_type == "f32" else np.float16)
+        dtype = np.dtype({"f16": np.float16, "fp8": np.uint8, "f32": np.float32}[kv_type])
         return (dtype, (n_heads, d_head, PAGE_TOKENS)), (dtype, (n_heads, PAGE_TOKENS, d_head))
     if d_head % KV_BLOCK:
         raise UnsupportedError(f"a q8_0 KV cache needs a head size of {KV_BLOCK} n, not {d_head}")

@@ -10,7 +10,8 @@ import torch
 from random_blocks import random_rows
 from small_programs import TYPES, weight
 
-from kukri.errors import CapacityError, MissingKernelError, ShapeError
+from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
+from kukri.kernels import make_backend
 from kukri.kernels.cpu.record import Recorder
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.pytorch import TorchBackend
@@ -176,6 +177,26 @@ def test_masks(n_mask_heads):
     got, want = run_both(program, [KVLayer(2, 16)], batch, StepLimits(8, 1, 8, 1, n_mask_heads))
     assert not want[3].any()
     np.testing.assert_allclose(got, want, rtol=3e-5, atol=3e-6)
+
+
+def test_an_fp8_cache():
+    """Numbers that are rounded or limited otherwise than by PyTorch's own type, or are kept in more bytes."""
+    rng = np.random.default_rng(6)
+    spec, layer = AttentionSpec(0, 4, 2, 16, 0.25), KVLayer(2, 16)
+    q, k, v = (torch.from_numpy(rng.normal(0, 9, (20, n * 16)).astype(np.float32)) for n in (4, 2, 2))
+    v[3, 5] = -1000
+    rounded = [x.clamp(-448, 448).to(torch.float8_e4m3fn).float() for x in (k, v)]
+    batch = batch_of([0], [20], np.array([[3, 1]], np.int32))
+    backend, results = TorchBackend(), []
+    for kv_type, (key, value) in (("fp8", (k, v)), ("f32", rounded)):
+        cache = backend.new_cache([layer], 4, kv_type=kv_type)
+        assert cache.n_bytes == 5 * 16 * 64 * (1 if kv_type == "fp8" else 4)
+        program = backend.compile(lambda ops, b, x=(q, key, value): ops.attention(*x, spec, b), cache, LIMITS)
+        results.append(program(batch).numpy())
+    np.testing.assert_array_equal(*results)
+    for backend in (ReferenceBackend(), make_backend("cpu", 1)):
+        with pytest.raises(UnsupportedError, match="an fp8 KV cache is for GPUs"):
+            backend.new_cache([layer], 4, kv_type="fp8")
 
 
 def test_nan_reaches_its_own_sequence_alone():

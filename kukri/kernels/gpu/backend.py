@@ -61,7 +61,9 @@ class GpuBackend(TorchBackend):
     ) -> TensorCache:
         """See Backend.new_cache. Raises UnsupportedError on a cache of float32."""
         if kv_type == "f32":
-            raise UnsupportedError("the gpu backend has no f32 KV cache: use f16 or q8_0, or --backend torch")
+            raise UnsupportedError(
+                "the gpu backend has no f32 KV cache: use f16, q8_0 or fp8, or --backend torch"
+            )
         return super().new_cache(layout, n_pages, n_states, kv_type)
 
     def compile(

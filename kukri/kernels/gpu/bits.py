@@ -52,6 +52,25 @@ def round_even(x):
 
 
 @triton.jit
+def e4m3_values(byte):
+    """float16 of e4m3 numbers as uint8: their digits in float16's fields, times 2^8. Exact; NaN stays."""
+    word = byte.to(tl.int16)
+    x = (((word & 0x80) << 8) | ((word & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((word & 0x7F) == 0x7F, float("nan"), x)
+
+
+@triton.jit
+def e4m3_bytes(x):
+    """float32 rounded to e4m3 as uint8, ties to even; numbers beyond 448 become 448, NaN stays."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    code = tl.where(size < 0.015625, round_even(size * 512.0).to(tl.int32), code)  # below the least normal
+    code = tl.where(x != x, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))

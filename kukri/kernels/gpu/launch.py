@@ -6,15 +6,16 @@ said otherwise, on one device, and their arguments are trusted: `ForwardBatch` h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import triton
 
 from kukri.kernels.gpu import attention_kernels, linear_kernels, rope_kernels, row_kernels, tiles
-from kukri.kernels.gpu.pack import PAIR, Planes
+from kukri.kernels.gpu.pack import PAIR, Planes, Words
 from kukri.kernels.types import AttentionSpec
 
 CHUNK = attention_kernels.CHUNK.value  # tokens of a part of a split decode
@@ -60,10 +61,10 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class PagedTensors:
-    """One layer's keys and values [pages, G, 16, K], float16, or int8 with float16 scales [pages, G, 16, K /
-    32].
+    """One layer's keys and values [pages, G, 16, K]: float16, e4m3 as uint8, or int8 with float16 scales
+    [pages, G, 16, K / 32].
 
-    Views with a stride between pages are taken. Scales are the keys and values themselves for float16.
+    Views with a stride between pages are taken. Without scales the keys and values stand in for them.
     """
 
     keys: torch.Tensor
@@ -72,9 +73,9 @@ class PagedTensors:
     value_scales: torch.Tensor
 
     @property
-    def is_int8(self) -> bool:
-        """True if numbers are int8."""
-        return self.keys.dtype == torch.int8
+    def kind(self) -> str:
+        """The numbers, by the name that kernels know."""
+        return {torch.float16: "f16", torch.uint8: "fp8", torch.int8: "q8_0"}[self.keys.dtype]
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
@@ -83,10 +84,27 @@ class PagedTensors:
         return keys.stride(0), keys.stride(1), scales.stride(0), scales.stride(1)
 
 
-def to_device(planes: Planes, device: torch.device | str) -> Matrix:
-    """Copies a packed matrix to the device."""
-    tensors = (torch.from_numpy(plane).to(device) for plane in (planes.quants, planes.high, planes.scales))
-    return Matrix(planes.type_name, planes.n_rows, planes.n_columns, planes.n_pairs, *tensors)
+def to_device(parts: Iterable[Planes], n_rows: int, device: torch.device | str) -> Matrix:
+    """Copies packed matrices of one type, n_rows in all, to the device, one above the other.
+
+    `parts` may be made one by one: the host then holds one of them.
+    """
+    start = 0
+    for part in parts:
+        if not start:
+            planes = [_room(plane, n_rows, device) for plane in (part.quants, part.high, part.scales)]
+            first = part
+        stop = start + part.n_rows
+        for target, plane in zip(planes, (part.quants, part.high, part.scales), strict=True):
+            (target if plane.ndim == 1 else target[start:stop]).copy_(torch.from_numpy(plane))
+        start = stop
+    return Matrix(first.type_name, n_rows, first.n_columns, first.n_pairs, *planes)
+
+
+def _room(plane: Words, n_rows: int, device: torch.device | str) -> torch.Tensor:
+    """Memory for n_rows rows of such planes; a table is one for all."""
+    shape = plane.shape if plane.ndim == 1 else (n_rows, *plane.shape[1:])
+    return torch.empty(shape, dtype=torch.int32, device=device)
 
 
 def quantize(x: torch.Tensor) -> Q8Rows:
@@ -208,25 +226,23 @@ def linear(
     tile = tiles.gemm_tile(matrix.type_name, n_tokens)
     grid = (triton.cdiv(n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens))
     linear_kernels.gemm[grid](
-        matrix.quants.view(torch.uint8),
-        matrix.high,
-        matrix.scales,
-        x.quants,
-        x.scales,
-        x.scaled_sums,
-        x.sums,
+        *gemm_tensors(matrix, x),
         y,
         y if bias is None else bias,
         y if residual is None else residual,
+        y,
+        y,
         n_tokens,
         n_rows,
         matrix.n_pairs,
         y.stride(0),
+        1,
         BN=tile.rows,
         BM=tile.tokens,
+        EXPERTS=False,
         num_warps=tile.n_warps,
         num_stages=tile.n_stages,
-        **_product_constants(matrix, y, bias, residual),
+        **product_constants(matrix, y, bias, residual),
     )
 
 
@@ -285,19 +301,86 @@ def _gemv(
         INPUT=kind,
         W=0 if kind == "q8" else tiles.fused_columns(matrix.n_pairs * PAIR, tile.tokens, kind == "rms_norm"),
         num_warps=tile.n_warps,
-        **_product_constants(matrix, y, bias, residual),
+        **product_constants(matrix, y, bias, residual),
     )
 
 
-def _product_constants(
+def gemv_of_experts(
+    x: Q8Rows,
+    experts: torch.Tensor,
+    matrix: Matrix,
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows_each: int,
+    n_experts: int,
+) -> None:
+    """Writes to each row of y one of x times its expert's matrix: see `experts.linear`."""
+    tile, n_rows = tiles.gemv_tile(matrix.type_name, 1), y.shape[1]
+    linear_kernels.gemv_of_experts[triton.cdiv(n_rows, tile.rows), len(y)](
+        matrix.quants,
+        matrix.high,
+        matrix.scales,
+        x.quants.view(torch.int32),
+        x.scales,
+        x.scaled_sums,
+        x.sums,
+        y,
+        y if bias is None else bias,
+        experts,
+        len(x.quants),
+        n_rows,
+        matrix.n_pairs,
+        y.stride(0),
+        rows_each,
+        n_experts,
+        BN=tile.rows,
+        num_warps=tile.n_warps,
+        **product_constants(matrix, y, bias, None),
+    )
+
+
+def gemm_tensors(matrix: Matrix, x: Q8Rows) -> tuple[torch.Tensor, ...]:
+    """A matrix and rows as `gemm` takes them."""
+    planes = (matrix.quants.view(torch.uint8), matrix.high, matrix.scales)
+    return (*planes, x.quants, x.scales, x.scaled_sums, x.sums)
+
+
+def product_constants(
     matrix: Matrix, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> dict[str, Any]:
+    """The constants that all products have."""
     return {
         "TYPE": matrix.type_name,
         "ASM": _has_ptx(y),
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
     }
+
+
+def linear_f32(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """The same for w [rows, columns] and x [T, columns] in float32."""
+    linear_kernels.gemv_f32[triton.cdiv(len(w), tiles.F32_ROWS), len(x)](
+        w,
+        x,
+        y,
+        y if bias is None else bias,
+        y if residual is None else residual,
+        len(w),
+        w.shape[1],
+        x.stride(0),
+        y.stride(0),
+        BN=tiles.F32_ROWS,
+        BK=tiles.F32_COLUMNS,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=4,
+    )
 
 
 def linear_float(
@@ -371,7 +454,7 @@ def rope_and_store(
         K=spec.d_head,
         KW=_head_width(spec),
         ROTARY=2 * cos.shape[1] if table else 0,
-        KV8=cache.is_int8,
+        KV=cache.kind,
         num_warps=1,
     )
     return q_out
@@ -395,38 +478,36 @@ def attention(
     page_table: torch.Tensor,
     work: torch.Tensor,
     spec: AttentionSpec,
+    sinks: torch.Tensor | None,
     is_prefill: bool,
-    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention of q float16 [T, H, K] over the cache, in one pass -> float32 [T, H, K].
 
-    `work` int32 [tiles, 2] comes from `prefill_tiles`, with the rows of `tiles.attention_tile`. `decode` is
-    compared with this on its tiles (`is_prefill` False).
+    `work` int32 [tiles, 2] comes from `prefill_tiles`, with the rows of `tiles.attention_tile`. `sinks` [H]
+    are those of the spec, on the device. `decode` is compared with this on its tiles (`is_prefill` False).
     """
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    tile = tiles.attention_tile(spec.n_heads // spec.n_kv_heads, spec.d_head, is_prefill)
+    tile = tiles.attention_tile(spec.group, spec.d_head, is_prefill)
     attention_kernels.attention[(len(work), spec.n_kv_heads)](
         q,
         cache.keys,
         cache.values,
         cache.key_scales,
         cache.value_scales,
+        out if sinks is None else sinks,
         out,
         query_start,
         context_len,
         page_table,
         work,
         spec.scale * _LOG2E,
-        softcap,
+        spec.softcap or 0.0,
         spec.window or NO_WINDOW,
         *cache.strides,
         page_table.stride(0),
         spec.n_heads,
-        BM=tile.rows,
-        TILE=tile.tokens,
-        num_warps=tile.n_warps,
-        num_stages=tile.n_stages,
-        **_attention_constants(spec, cache, softcap),
+        HAS_SINKS=sinks is not None,
+        **_attention_constants(spec, cache, tile),
     )
     return out
 
@@ -443,75 +524,87 @@ def decode(
     context_len: torch.Tensor,
     page_table: torch.Tensor,
     spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
     n_chunks: int = 1,
-    softcap: float = 0.0,
 ) -> torch.Tensor:
     """`rope_and_store` and `attention` of one new token a sequence, in one launch -> float32 [T, H, K].
 
     With n_chunks > 1, which must hold the longest context, each chunk of keys has its own program, and a
     second launch merges them. All are equal to the bit.
     """
-    n_sequences = len(context_len)
-    out = torch.empty((n_sequences, spec.n_heads, spec.d_head), dtype=torch.float32, device=q.device)
-    tile = tiles.attention_tile(spec.n_heads // spec.n_kv_heads, spec.d_head, is_prefill=False)
+    n_sequences, is_split, width = len(context_len), n_chunks > 1, spec.d_head
+    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
+    out = empty((n_sequences, spec.n_heads, width))
+    parts = empty((n_sequences, spec.n_heads, n_chunks, width)) if is_split else out
+    tops = empty((n_sequences, spec.n_heads, n_chunks, 2)) if is_split else out
+    sinks_or_none = out if sinks is None else sinks
     window = spec.window or NO_WINDOW
     cos, sin = table or (q, q)
-    new = (q, k, v, cos, sin, positions, slots)
-    tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
-    sequences = (query_start, context_len, page_table)
-    numbers: tuple[float, ...] = (
+    grid = (n_sequences, spec.n_kv_heads, n_chunks)
+    attention_kernels.decode[grid](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        positions,
+        slots,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        sinks_or_none,
+        parts,
+        tops,
+        query_start,
+        context_len,
+        page_table,
         spec.scale * _LOG2E,
-        softcap,
+        spec.softcap or 0.0,
         window,
         q.stride(0),
         k.stride(0),
         v.stride(0),
         *cache.strides,
-    )
-    numbers += (page_table.stride(0), spec.n_heads)
-    constants = {
-        "ROTARY": 2 * cos.shape[1] if table else 0,
-        "BM": tile.rows,
-        "TILE": tile.tokens,
-        "num_warps": tile.n_warps,
-        "num_stages": tile.n_stages,
-        **_attention_constants(spec, cache, softcap),
-    }
-    if n_chunks == 1:
-        grid = (n_sequences, spec.n_kv_heads)
-        attention_kernels.decode[grid](*new, *tensors, out, *sequences, *numbers, **constants)
-        return out
-    acc = torch.empty(
-        (n_sequences, spec.n_heads, n_chunks, spec.d_head), dtype=torch.float32, device=q.device
-    )
-    top = torch.empty((n_sequences, spec.n_heads, n_chunks, 2), dtype=torch.float32, device=q.device)
-    attention_kernels.split[n_sequences, spec.n_kv_heads, n_chunks](
-        *new, *tensors, acc, top, *sequences, *numbers, n_chunks, **constants
-    )
-    attention_kernels.merge[n_sequences, triton.cdiv(spec.n_heads, tiles.MERGE_HEADS)](
-        acc,
-        top,
-        out,
-        query_start,
-        context_len,
-        window,
+        page_table.stride(0),
         spec.n_heads,
         n_chunks,
-        K=spec.d_head,
-        KW=_head_width(spec),
-        HB=tiles.MERGE_HEADS,
-        num_warps=4,
+        ROTARY=2 * cos.shape[1] if table else 0,
+        HAS_SINKS=sinks is not None,
+        SPLIT=is_split,
+        **_attention_constants(spec, cache, tiles.attention_tile(spec.group, width, is_prefill=False)),
     )
+    if is_split:
+        attention_kernels.merge[n_sequences, triton.cdiv(spec.n_heads, tiles.MERGE_HEADS)](
+            parts,
+            tops,
+            sinks_or_none,
+            out,
+            query_start,
+            context_len,
+            window,
+            spec.n_heads,
+            n_chunks,
+            K=width,
+            KW=_head_width(spec),
+            HB=tiles.MERGE_HEADS,
+            HAS_SINKS=sinks is not None,
+            num_warps=4,
+        )
     return out
 
 
-def _attention_constants(spec: AttentionSpec, cache: PagedTensors, softcap: float) -> dict[str, int | bool]:
+def _attention_constants(spec: AttentionSpec, cache: PagedTensors, tile: tiles.Tile) -> dict[str, Any]:
     return {
-        "GROUP": spec.n_heads // spec.n_kv_heads,
+        "GROUP": spec.group,
         "K": spec.d_head,
         "KW": _head_width(spec),
-        "KV8": cache.is_int8,
-        "SOFTCAP": softcap > 0,
+        "BM": tile.rows,
+        "TILE": tile.tokens,
+        "KV": cache.kind,
+        "SOFTCAP": bool(spec.softcap),
+        "num_warps": tile.n_warps,
+        "num_stages": tile.n_stages,
     }
 
 

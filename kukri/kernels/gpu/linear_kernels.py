@@ -16,7 +16,7 @@ is one run of memory. Padding columns are zeros.
 import triton
 import triton.language as tl
 
-from kukri.kernels.gpu.bits import dp4a, high_half, iq4_selectors, iq4_values, low_half
+from kukri.kernels.gpu.bits import dp4a, high_half, iq4_selectors, iq4_values, low_half, tree_sum
 from kukri.kernels.gpu.row_kernels import prepare_rows
 
 LANES = tl.constexpr(8)
@@ -57,6 +57,9 @@ def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
         a = tl.load(scales + of_256 * 5 + (pair & 3), mask=mask, other=0)
         b = tl.load(scales + of_256 * 5 + 4, mask=mask, other=0)
         return a, b, a
+    elif TYPE == "MXFP4":
+        a = tl.load(scales + row * ((n_pairs + 1) // 2) + pair // 2, mask=mask, other=0) >> ((pair & 1) * 16)
+        return a, a, a
     elif TYPE == "IQ4_XS":
         words = _load_words(scales, of_256 * 2, mask, 2)
         a, b = _pick(words, 0, 2), _pick(words, 1, 2)
@@ -68,7 +71,7 @@ def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
 
 @triton.jit
 def _block_scales(a, b, c, TYPE: tl.constexpr, C: tl.constexpr):
-    """For block C of a pair: its scale, its minimum (0 for Q8_0, Q6_K and IQ4), and Q6_K's two multipliers.
+    """For block C of a pair: its scale, its minimum (for types that have one), and Q6_K's two multipliers.
 
     Products of a float16 and a whole number of 6 bits are exact in float32.
     """
@@ -84,6 +87,10 @@ def _block_scales(a, b, c, TYPE: tl.constexpr, C: tl.constexpr):
     elif TYPE == "IQ4_XS":
         s = ((b >> (4 * C)) & 15 | (c >> (2 * C)) & 0x30) - 32
         d = low_half(a) * s.to(tl.float32)
+        return d, d, a, a
+    elif TYPE == "MXFP4":
+        exponent = (a >> (8 * C)) & 255
+        d = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23).to(tl.float32, bitcast=True)
         return d, d, a, a
     else:
         d = low_half(a) if C == 0 else high_half(a)
@@ -101,7 +108,7 @@ def _fold(acc, e0, e1, x_scale, x_min, x_sums, d, m, s0, s1, TYPE: tl.constexpr)
     if TYPE == "Q6_K":
         e0 = s0 * (e0 - 32 * ((x_sums << 16) >> 16)) + s1 * (e1 - 32 * (x_sums >> 16))
     acc = tl.fma(e0.to(tl.float32) * d, x_scale, acc)
-    if TYPE != "Q6_K" and TYPE != "Q8_0" and TYPE != "IQ4_NL" and TYPE != "IQ4_XS":
+    if TYPE != "Q6_K" and TYPE != "Q8_0" and TYPE != "IQ4_NL" and TYPE != "IQ4_XS" and TYPE != "MXFP4":
         acc = tl.fma(m, x_min, acc)
     return acc
 
@@ -134,19 +141,56 @@ def gemv(
 ):  # fmt: skip
     """y[t, n] = x[t] · W[n] for M tokens (a power of two) and BN rows a program; `xq` as int32 words.
 
-    A thread has a pair: its weights come by 128-bit loads and stay in registers for all M tokens.
     INPUT "q8": the int8 rows are there. Otherwise they are made first, from x, other and eps (see
     `prepare_rows`), which saves a launch.
     """
     if INPUT != "q8":
         x8 = xq.to(tl.pointer_type(tl.int8))
         prepare_rows(x, other, x8, xd, xm, xs, n_tokens, x_stride, width, n_pairs * 64, eps, INPUT, M, W)
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
     token0 = (tl.program_id(1) * M).to(tl.int64)
+    gemv_rows(
+        tl.program_id(0), token0, token0, 0, quants, high, scales, xq, xd, xm, xs, y, bias, residual,
+        n_tokens, n_rows, n_pairs, y_stride, TYPE, M, BN, ASM, HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def gemv_of_experts(
+    quants, high, scales, xq, xd, xm, xs, y, bias, experts, n_tokens, n_rows, n_pairs, y_stride, rows_each,
+    n_experts,
+    TYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """The same for rows of y that have an expert each, int32 `experts`: its matrix is one of those that lie
+    one above the other, n_rows each. `rows_each` rows of y read one of the n_tokens rows of x.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    expert = tl.load(experts + row)
+    if expert < n_experts:
+        gemv_rows(
+            tl.program_id(0), row, row // rows_each, expert, quants, high, scales, xq, xd, xm, xs, y, bias, y,
+            n_tokens, n_rows, n_pairs, y_stride, TYPE, 1, BN, ASM, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
+def gemv_rows(
+    block, y_row, token0, expert, quants, high, scales, xq, xd, xm, xs, y, bias, residual, n_tokens, n_rows,
+    n_pairs, y_stride,
+    TYPE: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Rows block * BN … of an expert's matrix (0 if there is one matrix) times tokens token0 … of x, written
+    to rows y_row … of y.
+
+    A thread has a pair: its weights come by 128-bit loads and stay in registers for all M tokens.
+    """
+    row = block * BN + tl.arange(0, BN)
     lane, word = tl.arange(0, LANES), tl.arange(0, 4)
-    row64 = row.to(tl.int64)[:, None]
+    column = row + expert * n_rows
+    row64 = column.to(tl.int64)[:, None]
     WORDS: tl.constexpr = 16 if TYPE == "Q8_0" else 8
-    if TYPE == "IQ4_NL" or TYPE == "IQ4_XS":
+    if TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
         t0, t1, t2, t3 = tl.load(high), tl.load(high + 1), tl.load(high + 2), tl.load(high + 3)
     q_row = quants + row64 * n_pairs * WORDS  # [BN, 1]
     sums = ()  # float32 [BN, LANES] for each token
@@ -163,7 +207,7 @@ def gemv(
         if TYPE == "Q8_0":
             q2 = tl.load(pq + 8, mask=mask[:, :, None], other=0)
             q3 = tl.load(pq + 12, mask=mask[:, :, None], other=0)
-        elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS":
+        elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
             q0, half0 = iq4_selectors(q0)
             q1, half1 = iq4_selectors(q1)
         a, b, c = _scale_words(scales, row64, pair[None, :], n_pairs, mask, TYPE)
@@ -174,7 +218,7 @@ def gemv(
         for C in tl.static_range(2):
             if TYPE == "Q8_0":
                 w0, w1 = (q0, q1) if C == 0 else (q2, q3)
-            elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS":
+            elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
                 w0 = iq4_values(q0, half0, t0, t1, t2, t3, C, ASM)
                 w1 = iq4_values(q1, half1, t0, t1, t2, t3, C, ASM)
             else:
@@ -211,7 +255,8 @@ def gemv(
     for i in tl.static_range(M):
         mask = row < tl.where(token0 + i < n_tokens, n_rows, 0)
         total = _add_lanes(sums[i], lane)
-        _finish(y, total, bias, residual, (token0 + i) * y_stride + row, row, mask, HAS_BIAS, HAS_RESIDUAL)
+        at = (y_row + i) * y_stride + row
+        _finish(y, total, bias, residual, at, column, mask, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -220,7 +265,7 @@ def _block_bytes(quants8, high, row_pair, k, mask, TYPE: tl.constexpr, C: tl.con
     if TYPE == "Q8_0":
         q = tl.load(quants8 + row_pair[:, None] * 64 + 32 * C + k[None, :], mask=mask[:, None], other=0)
         return q.to(tl.int8, bitcast=True)
-    elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS":
+    elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
         # 4 weights from 16 bits of a word, then the 4 bytes of each
         p = (quants8 + row_pair[:, None] * 32).to(tl.pointer_type(tl.int32)) + tl.arange(0, 8)[None, :]
         within, half = iq4_selectors(tl.load(p, mask=mask[:, None], other=0))
@@ -244,27 +289,43 @@ def _block_bytes(quants8, high, row_pair, k, mask, TYPE: tl.constexpr, C: tl.con
 
 @triton.jit
 def gemm(
-    quants8, high, scales, xq, xd, xm, xs, y, bias, residual, n_tokens, n_rows, n_pairs, y_stride,
+    quants8, high, scales, xq, xd, xm, xs, y, bias, residual, order, work, n_tokens, n_rows, n_pairs,
+    y_stride, rows_each,
     TYPE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The same for BM tokens a program, on int8 matrix units; `quants8` is the plane as bytes, `xq` int8."""
+    """The same for BM tokens a program, on int8 matrix units; `quants8` is the plane as bytes, `xq` int8.
+
+    With EXPERTS a program has rows of y of one expert, as in `gemv_of_experts`: `order` has them by expert,
+    `work` int32 [tiles, 3] the expert, first and end of each program's.
+    """
     row = tl.program_id(0) * BN + tl.arange(0, BN)
-    token = tl.program_id(1) * BM + tl.arange(0, BM)
-    ok_r, ok_t = row < n_rows, token < n_tokens
+    if EXPERTS:
+        tile = work + 3 * tl.program_id(1)
+        place = tl.load(tile + 1) + tl.arange(0, BM)
+        ok_t = place < tl.load(tile + 2)
+        y_row = tl.load(order + place, mask=ok_t, other=0).to(tl.int64)
+        token64 = y_row // rows_each
+        column = row + tl.load(tile) * n_rows
+        n_steps = tl.where(tl.load(tile + 1) < tl.load(tile + 2), n_pairs, 0)  # a tile may be empty
+    else:
+        y_row = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
+        ok_t = y_row < n_tokens
+        token64, column, n_steps = y_row, row, n_pairs
+    ok_r = row < n_rows
     k = tl.arange(0, 32)
-    row64, token64 = row.to(tl.int64), token.to(tl.int64)
+    row64 = column.to(tl.int64)
     total = tl.zeros([BN, BM], tl.float32)
     for lane in range(LANES):
         acc = tl.zeros([BN, BM], tl.float32)
-        for pair in range(lane, n_pairs, LANES):
+        for pair in range(lane, n_steps, LANES):
             row_pair = row64 * n_pairs + pair
             a, b, c = _scale_words(scales, row64, pair, n_pairs, ok_r, TYPE)
             for C in tl.static_range(2):
                 w8 = _block_bytes(quants8, high, row_pair, k, ok_r, TYPE, C, ASM)
                 px = xq + ((token64 * n_pairs + pair) * 64 + 32 * C)[None, :] + k[:, None]
                 x8 = tl.load(px, mask=ok_t[None, :], other=0)  # [32, BM]
-                at_block = (pair * 2 + C) * n_tokens + token
+                at_block = (pair * 2 + C) * n_tokens + token64
                 x_scale = tl.load(xd + at_block, mask=ok_t, other=0)[None, :]
                 x_min = tl.load(xm + at_block, mask=ok_t, other=0)[None, :]
                 x_sums = tl.load(xs + at_block, mask=ok_t, other=0)[None, :]
@@ -289,9 +350,31 @@ def gemm(
                     TYPE,
                 )
         total += acc
-    at = token64[None, :] * y_stride + row[:, None]
+    at = y_row[None, :] * y_stride + row[:, None]
     mask = ok_r[:, None] & ok_t[None, :]
-    _finish(y, total, bias, residual, at, row[:, None] + token[None, :] * 0, mask, HAS_BIAS, HAS_RESIDUAL)
+    _finish(y, total, bias, residual, at, column[:, None] + at * 0, mask, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def gemv_f32(
+    w, x, y, bias, residual, n_rows, n_columns, x_stride, y_stride,
+    BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """float32 weights [n_rows, n_columns] and activations: BN rows for one token, in BK sums that a tree
+    adds. For small matrices, routers of experts above all, and for any number of tokens.
+    """
+    row, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    token = tl.program_id(1).to(tl.int64)
+    ok = row < n_rows
+    acc = tl.zeros([BN, BK], tl.float32)
+    for first in range(0, n_columns, BK):
+        inside = first + k < n_columns
+        at = row.to(tl.int64)[:, None] * n_columns + (first + k)[None, :]
+        weights = tl.load(w + at, mask=ok[:, None] & inside[None, :], other=0)
+        values = tl.load(x + token * x_stride + first + k, mask=inside, other=0)
+        acc = tl.fma(weights, values[None, :] + weights * 0, acc)
+    at = token * y_stride + row
+    _finish(y, tree_sum(acc, BN, BK), bias, residual, at, row, ok, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit

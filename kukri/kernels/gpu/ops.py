@@ -7,20 +7,21 @@ attention rotates as it stores. A tap reads floats. So a step has no launch whos
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kukri.kernels.gpu import launch, tiles
-from kukri.kernels.gpu.pack import PACKED_TYPES, Planes, pack
+from kukri.kernels.gpu import experts as route_experts
+from kukri.kernels.gpu import launch, recurrent, tiles
+from kukri.kernels.gpu.pack import PACKED_TYPES, pack
 from kukri.kernels.pytorch.cache import LayerKV, TensorCache
-from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps
+from kukri.kernels.pytorch.ops import DeviceConstants, Routes, TorchOps
 from kukri.kernels.pytorch.step import DeviceBatch
+from kukri.kernels.pytorch.weights import to_device
 from kukri.kernels.types import (
     AdapterSlots,
     AttentionSpec,
@@ -29,6 +30,7 @@ from kukri.kernels.types import (
     Experts,
     GateBy,
     RopeFrequencies,
+    Routing,
     ScanSpec,
     Vector,
     Weight,
@@ -43,21 +45,23 @@ class Deferred:
 
     def __init__(self, recipe: launch.Recipe) -> None:
         self.recipe = recipe
-        self._q8: launch.Q8Rows | None = None
 
     @cached_property
     def floats(self) -> Tensor:
         """float32 [rows, width]."""
         return launch.floats(self.recipe)
 
+    @cached_property
+    def q8(self) -> launch.Q8Rows:
+        """The rows as int8."""
+        return launch.quantized(self.recipe)
+
     def product(self, matrix: launch.Matrix, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
         """Writes the rows times a matrix to y. Quantizes them in the same launch where that is faster."""
-        if self._q8 is None and tiles.quantizes_input(matrix.n_rows, matrix.n_columns, len(y)):
-            self._q8 = launch.linear_of(self.recipe, matrix, y, bias, residual)
-            return
-        if self._q8 is None:
-            self._q8 = launch.quantized(self.recipe)
-        launch.linear(self._q8, matrix, y, bias, residual)
+        if "q8" not in vars(self) and tiles.quantizes_input(matrix.n_rows, matrix.n_columns, len(y)):
+            self.q8 = launch.linear_of(self.recipe, matrix, y, bias, residual)
+        else:
+            launch.linear(self.q8, matrix, y, bias, residual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +78,30 @@ class PackedConstants(DeviceConstants):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype, unpacked_bytes=0)
         self._packed: dict[tuple[Weight, ...], launch.Matrix] = {}
+        self._packed_experts: dict[tuple[Experts, ...], launch.Matrix] = {}
+        self._f32: dict[Weight, Tensor] = {}
         self.is_batch_invariant = True  # until a plain op takes part whose sums may depend on shapes
 
     def packed(self, weights: tuple[Weight, ...]) -> launch.Matrix:
         """Matrices of one type, one above the other, packed on first use."""
         if weights not in self._packed:
-            self._packed[weights] = launch.to_device(_stacked([pack(w) for w in weights]), self.device)
+            n_rows = sum(weight.shape[0] for weight in weights)
+            self._packed[weights] = launch.to_device(map(pack, weights), n_rows, self.device)
         return self._packed[weights]
+
+    def packed_experts(self, experts: tuple[Experts, ...]) -> launch.Matrix:
+        """Matrices of experts that are read side by side: those of expert 0, then those of 1 …"""
+        if experts not in self._packed_experts:
+            weights = [weight for of_one in zip(*(each.weights for each in experts)) for weight in of_one]
+            n_rows = sum(weight.shape[0] for weight in weights)
+            self._packed_experts[experts] = launch.to_device(map(pack, weights), n_rows, self.device)
+        return self._packed_experts[experts]
+
+    def f32_matrix(self, weight: Weight) -> Tensor:
+        """A matrix in float32, whatever the numbers of others."""
+        if weight not in self._f32:
+            self._f32[weight] = to_device(weight, self.device, torch.float32).data
+        return self._f32[weight]
 
 
 class TritonOps(TorchOps):
@@ -170,15 +191,14 @@ class TritonOps(TorchOps):
     ) -> tuple[Any, Any]:
         """See Ops.rope: attention rotates, unless a tap wants to see it, or PyTorch attends."""
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
-        if batch.mask is not None or _is_special(spec) or not self.taps.isdisjoint(taps):
+        if batch.mask is not None or not spec.is_causal or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
         return Rotated(q, rope), Rotated(k, rope)
 
     def attention(self, q: Any, k: Any, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """See Ops.attention: a launch if all decode, two if a context is long, else another that stores."""
-        if _is_special(spec):
+        if batch.mask is not None or not spec.is_causal:
             self.is_capturable = self.constants.is_batch_invariant = False
-        if batch.mask is not None or _is_special(spec):
             return super().attention(q, k, v, spec, batch)
         table = None
         if isinstance(q, Rotated):
@@ -187,31 +207,33 @@ class TritonOps(TorchOps):
             table, q, k = (rope.cos, rope.sin), q.x, k.x
         new = (q, k, v, table, batch.rope_positions, batch.slots, self._pages[spec.layer])
         sequences = (batch.query_start, batch.context_len, batch.page_table)
-        softcap = spec.softcap or 0.0
+        sinks = None if spec.sinks is None else self.constants.vector(spec.sinks)
         if batch.is_decode:
-            out = launch.decode(*new, *sequences, spec, -(-batch.max_context // launch.CHUNK), softcap)
+            out = launch.decode(*new, *sequences, spec, sinks, -(-batch.max_context // launch.CHUNK))
         else:
             queries = launch.rope_and_store(*new, spec)
             work = self._work(spec, batch)
-            out = launch.attention(queries, new[-1], *sequences, work, spec, True, softcap)
+            out = launch.attention(queries, new[-1], *sequences, work, spec, sinks, is_prefill=True)
         return out.view(len(out), -1)
 
     def conv(self, x: Any, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
-        """See Ops.conv: sequence by sequence, by what the host knows of them."""
-        self.is_capturable = False
-        return super().conv(self.floats(x), spec, batch)
+        """See Ops.conv."""
+        states = self.cache.states[spec.layer]["conv"]
+        return recurrent.conv(self.floats(x), states, spec, self.constants.vector, batch)
 
     def scan(self, x: Any, b: Any, c: Any, dt: Any, spec: ScanSpec, batch: DeviceBatch) -> Tensor:
-        """See Ops.scan: token by token."""
-        self.is_capturable = self.constants.is_batch_invariant = False
-        return super().scan(x, b, c, dt, spec, batch)
+        """See Ops.scan."""
+        x, b, c, dt = map(self.floats, (x, b, c, dt))
+        states = self.cache.states[spec.layer]["scan"]
+        return recurrent.scan(x, b, c, dt, states, spec, self.constants.vector, batch)
 
     def delta_rule(
         self, q: Any, k: Any, v: Any, decay: Any, beta: Any, spec: DeltaSpec, batch: DeviceBatch
     ) -> Tensor:
-        """See Ops.delta_rule: token by token."""
-        self.is_capturable = self.constants.is_batch_invariant = False
-        return super().delta_rule(q, k, v, decay, beta, spec, batch)
+        """See Ops.delta_rule."""
+        q, k, v, decay, beta = map(self.floats, (q, k, v, decay, beta))
+        states = self.cache.states[spec.layer]["delta"]
+        return recurrent.delta_rule(q, k, v, decay, beta, states, spec, self.constants.vector, batch)
 
     def gated(self, x: Any, gate: Any, by: GateBy) -> Tensor:
         """See Ops.gated."""
@@ -221,12 +243,44 @@ class TritonOps(TorchOps):
         """See Ops.silu_mul."""
         return Deferred(launch.Recipe("silu_mul", gate, up))
 
+    def route(self, logits: Any, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
+        """See Ops.route. A tap has PyTorch do it, which reads the device."""
+        logits = self.floats(logits)
+        if tap is None or tap_name(*tap) not in self.taps:
+            return route_experts.route(logits, routing)
+        routes = super().route(logits, routing, tap)
+        return Routes(routes.weights.contiguous(), routes.experts.to(torch.int32))
+
     def expert_linear(
-        self, x: Any, routes: Any, experts: Sequence[Experts], bias: Vector | None = None
+        self, x: Any, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Tensor:
-        """See Ops.expert_linear: a product for each expert in use, whose numbers the host reads."""
-        self.is_capturable = self.constants.is_batch_invariant = False
-        return super().expert_linear(self.floats(x), routes, experts, bias)
+        """See Ops.expert_linear. Types that are not packed have a product for each expert in use, whose
+        numbers the host reads.
+        """
+        types = {each.type.name for each in experts}
+        if len(types) > 1 or not types <= set(PACKED_TYPES) or self._adapter_rows:
+            self.is_capturable = self.constants.is_batch_invariant = False
+            return super().expert_linear(self.floats(x), routes, experts, bias)
+        source = x if isinstance(x, Deferred) else Deferred(launch.Recipe("plain", x, x))
+        matrix = self.constants.packed_experts(tuple(experts))
+        added = None if bias is None else self.constants.vector(bias)
+        return route_experts.linear(source.q8, routes, matrix, added)
+
+    def combine(
+        self,
+        x: Tensor,
+        routes: Routes,
+        residual: Tensor | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Tensor:
+        """See Ops.combine."""
+        is_tapped = tap is not None and tap_name(*tap) in self.taps
+        residual = None if residual is None else residual.contiguous()
+        y = route_experts.combine(self.floats(x), routes, None if is_tapped else residual)
+        if tap is None or not is_tapped:
+            return y
+        y = self.floats(self.tap(*tap, y))
+        return y if residual is None else y + residual
 
     def gelu(self, x: Any, is_exact: bool = False) -> Tensor:
         """See Ops.gelu."""
@@ -267,6 +321,8 @@ class TritonOps(TorchOps):
         name = weights[0].type.name
         if name in PACKED_TYPES:
             x.product(self.constants.packed(weights), y, bias, residual)
+        elif name == "F32":
+            self._f32_product(x.floats, weights, y, bias, residual)
         elif name in _HALVES:
             self._half_product(x.floats, weights, y, bias, residual)
         else:
@@ -274,6 +330,21 @@ class TritonOps(TorchOps):
             plain = self.product(x.floats, weights)
             plain = plain if bias is None else plain + bias
             y.copy_(plain if residual is None else plain + residual)
+
+    def _f32_product(
+        self, x: Tensor, weights: tuple[Weight, ...], y: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> None:
+        start = 0
+        for weight in weights:
+            columns = slice(start, start + weight.shape[0])
+            launch.linear_f32(
+                x,
+                self.constants.f32_matrix(weight),
+                y[:, columns],
+                None if bias is None else bias[columns],
+                None if residual is None else residual[:, columns],
+            )
+            start += weight.shape[0]
 
     def _half_product(
         self, x: Tensor, weights: tuple[Weight, ...], y: Tensor, bias: Tensor | None, residual: Tensor | None
@@ -300,32 +371,19 @@ class TritonOps(TorchOps):
         return batch.kept[key]
 
 
-def _is_special(spec: AttentionSpec) -> bool:
-    """True for attention that the Triton kernels do not compute: to later tokens, or with sinks."""
-    return not spec.is_causal or spec.sinks is not None
-
-
 def _runs(weights: Sequence[Weight]) -> Iterator[tuple[Weight, ...]]:
     """Neighbouring weights of one type."""
     return (tuple(run) for _, run in groupby(weights, key=lambda weight: weight.type.name))
 
 
-def _stacked(parts: list[Planes]) -> Planes:
-    """Matrices one above the other."""
-    if len(parts) == 1:
-        return parts[0]
-    high = parts[0].high if parts[0].high.ndim == 1 else np.concatenate([p.high for p in parts])
-    return replace(
-        parts[0],
-        n_rows=sum(p.n_rows for p in parts),
-        quants=np.concatenate([p.quants for p in parts]),
-        high=high,
-        scales=np.concatenate([p.scales for p in parts]),
-    )
-
-
 def _paged(kv: LayerKV) -> launch.PagedTensors:
     """A layer's cache as the kernels take it: without scales, the numbers stand in for them."""
-    key_scales = kv.keys if kv.key_scales is None else kv.key_scales
-    value_scales = kv.values if kv.value_scales is None else kv.value_scales
-    return launch.PagedTensors(kv.keys, kv.values, key_scales, value_scales)
+    keys, values = kv.keys, kv.values
+    if keys.dtype == torch.float8_e4m3fn:  # not every card that runs the kernels has this type
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    scales = (
+        (keys, values)
+        if kv.key_scales is None or kv.value_scales is None
+        else (kv.key_scales, kv.value_scales)
+    )
+    return launch.PagedTensors(keys, values, *scales)

@@ -8,15 +8,16 @@ zeros.
 `quants`, int32 words [rows, n_pairs, 8 or 16]:
   low 4 bits of Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K: byte k of a pair has weight k of both blocks, block
   0 in the low nibble. (That is the file's own order for Q4_K and Q5_K.)
-  IQ4_NL, IQ4_XS: word w has weights 4w … 4w + 3 of block 0 in its low 4 nibbles, of block 1 in its high ones.
+  IQ4_NL, IQ4_XS, MXFP4: word w has weights 4w … 4w + 3 of block 0 in its low 4 nibbles, of block 1 in its
+  high ones.
   Q8_0: 16 words, block 0 then block 1.
 `high`, the bits above the low 4: Q5 [rows, n_pairs, 2], a word a block, weight k in bit (k div 4 + 4) mod 8
   of byte k mod 4; Q6_K [rows, n_pairs, 4], a word for 16 weights, weight k in the 2 bits from
   (2 (k div 4) + 4) mod 8 of byte k mod 4. So one shift brings bits to where a mask finds them beside the
-  low 4. IQ4: the 16 values, 4 words.
+  low 4. IQ4 and MXFP4: the 16 values, 4 words.
 `scales`: Q4_0, Q5_0, Q8_0, IQ4_NL one word a pair, d of both blocks; Q4_1, Q5_1 two, d and m of each;
   Q4_K, Q5_K the file's first 16 bytes of each 256 weights, IQ4_XS its first 8; Q6_K five, 16 int8 and d as
-  float32.
+  float32; MXFP4 one for two pairs, the four exponents.
 
 Planes have as many bytes as the file, but for Q6_K (212 bytes instead of 210) and padding.
 """
@@ -30,16 +31,17 @@ import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.types import Weight
-from kukri.quant.blocks import IQ4_VALUES
+from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
 Words = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
 PAIR = 64  # weights of two blocks
 _ROWS_WEIGHTS = 1 << 20  # weights repacked at a time, which bounds temporary memory
-_OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL")
+_OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 _OF_256 = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 PACKED_TYPES = (*_OF_32, *_OF_256)
+_TABLES = {"IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES, "MXFP4": MXFP4_VALUES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +78,8 @@ def pack(weight: Weight) -> Planes:
         rows = np.ascontiguousarray(weight.data[start : start + step])
         parts.append(pack_blocks(name, rows.reshape(len(rows), -1, weight.type.block_bytes)))
     quants, high, scales = (np.concatenate(planes) for planes in zip(*parts, strict=True))
-    if name.startswith("IQ4"):
-        high = IQ4_VALUES.astype(np.int8).view(np.int32)
+    if name in _TABLES:
+        high = _TABLES[name].astype(np.int8).view(np.int32)
     return Planes(name, n_rows, n_columns, quants, high, scales)
 
 
@@ -85,6 +87,8 @@ def _pack_32(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
     """Planes of blocks uint8 [rows, n_blocks, bytes] of 32 weights."""
     if blocks.shape[1] % 2:
         blocks = np.pad(blocks, ((0, 0), (0, 1), (0, 0)))
+    if name == "MXFP4":
+        return _pack_mxfp4(blocks)
     has_min, has_high = name in ("Q4_1", "Q5_1"), name.startswith("Q5")
     at = 4 if has_min else 2
     scales = _words(blocks[:, :, :at].reshape(len(blocks), -1, 2 * at))
@@ -99,6 +103,14 @@ def _pack_32(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
     quants = np.concatenate([packed & 15, packed >> 4], axis=-1)
     join = _join_for_tables if name == "IQ4_NL" else _join
     return _words(join(quants)), high, scales
+
+
+def _pack_mxfp4(blocks: Bytes) -> tuple[Words, Words, Words]:
+    """Planes of an even number of blocks: an exponent, then 16 bytes of two quants each."""
+    exponents = np.pad(blocks[:, :, 0], ((0, 0), (0, -blocks.shape[1] % 4)))
+    quants = _words(_join_for_tables(np.concatenate([blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4], axis=-1)))
+    no_high = np.zeros((*quants.shape[:2], 0), np.int32)
+    return quants, no_high, _words(exponents.reshape(len(blocks), -1, 4))
 
 
 def _pack_256(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:

@@ -1,16 +1,15 @@
 """Triton kernel for RoPE and the KV cache: rotated queries as float16, keys and values into their pages.
 
-The cache keeps pages token by token: `keys` and `values` [pages, …, KV heads, PAGE tokens, K], float16,
-or int8
-with float16 scales [pages, …, KV heads, PAGE tokens, K / 32]. A token's head is one run of memory,
-so writing and
-reading it takes 128-bit accesses. Strides are in elements of the tensor they belong to.
+The cache keeps pages token by token: `keys` and `values` [pages, …, KV heads, PAGE tokens, K], KV says of
+which numbers: "f16" float16; "fp8" e4m3, as bytes; "q8_0" int8 with float16 scales [pages, …, KV heads, PAGE
+tokens, K / 32]. A token's head is one run of memory, so writing and reading it takes 128-bit accesses.
+Strides are in elements of the tensor they belong to.
 """
 
 import triton
 import triton.language as tl
 
-from kukri.kernels.gpu.bits import round_even
+from kukri.kernels.gpu.bits import e4m3_bytes, round_even
 
 PAGE = tl.constexpr(16)  # tokens of a page
 
@@ -41,12 +40,12 @@ def rotated(source, dim, ok, cos, sin, position, rotary, ROTARY: tl.constexpr):
 
 @triton.jit
 def store_head(x, target, scales, slot, head, page_stride, head_stride, scale_page_stride, scale_head_stride,
-               dim, K: tl.constexpr, KW: tl.constexpr, KV8: tl.constexpr):  # fmt: skip
+               dim, K: tl.constexpr, KW: tl.constexpr, KV: tl.constexpr):  # fmt: skip
     """Stores a token's key or value x [KW] of one KV head at its slot."""
     x = _limited(x)
     page = (slot // PAGE).to(tl.int64)
     row = page * page_stride + head * head_stride + (slot % PAGE) * K
-    if KV8:
+    if KV == "q8_0":
         blocks = tl.reshape(x, [KW // 32, 32])
         largest = tl.max(tl.abs(blocks), axis=1)
         has_nan = tl.max((blocks != blocks).to(tl.int32), axis=1) > 0
@@ -58,6 +57,8 @@ def store_head(x, target, scales, slot, head, page_stride, head_stride, scale_pa
         block = tl.arange(0, KW // 32)
         at = page * scale_page_stride + head * scale_head_stride + (slot % PAGE) * (K // 32) + block
         tl.store(scales + at, scale, mask=block < K // 32)
+    elif KV == "fp8":
+        tl.store(target + row + dim, e4m3_bytes(x), mask=dim < K)
     else:
         tl.store(target + row + dim, x.to(tl.float16), mask=dim < K)
 
@@ -67,7 +68,7 @@ def rope_and_store(
     q, k, v, cos, sin, positions, slots, q_out, keys, values, key_scales, value_scales, q_stride, k_stride,
     v_stride,
     page_stride, head_stride, scale_page_stride, scale_head_stride, n_heads, n_kv_heads,
-    K: tl.constexpr, KW: tl.constexpr, ROTARY: tl.constexpr, KV8: tl.constexpr,
+    K: tl.constexpr, KW: tl.constexpr, ROTARY: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """One head of one token a program: heads 0 … H - 1 are queries, then keys, then values.
 
@@ -92,5 +93,5 @@ def rope_and_store(
     else:
         store_head(
             x, values if is_v else keys, value_scales if is_v else key_scales, tl.load(slots + token),
-            kv_head, page_stride, head_stride, scale_page_stride, scale_head_stride, dim, K, KW, KV8,
+            kv_head, page_stride, head_stride, scale_page_stride, scale_head_stride, dim, K, KW, KV,
         )  # fmt: skip

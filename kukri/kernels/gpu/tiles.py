@@ -13,6 +13,9 @@ MAX_GEMV_TOKENS = 8
 ROW_COLUMNS = 1024  # columns of a program that quantizes or gates
 FLOAT_COLUMNS = 64  # columns of a step of gemm_float
 MERGE_HEADS = 4
+F32_ROWS, F32_COLUMNS = 8, 256  # of a step of gemv_f32
+CONV_TOKENS, CONV_COLUMNS = 16, 64  # of a program of a convolution
+STATE_COLUMNS = 16  # of a recurrent state: a program has as many, of all its rows
 # A GEMV quantizes its own input if no program has more numbers to quantize than this, and the product,
 # rows x columns x tokens, is no larger: beyond, a launch for it costs less. See docs/gpu.md.
 MAX_FUSED_INPUT = 3 << 12
@@ -32,7 +35,7 @@ class Tile:
 
 def gemv_tile(type_name: str, n_tokens: int) -> Tile:
     """A product for at most MAX_GEMV_TOKENS tokens."""
-    if type_name in ("IQ4_NL", "IQ4_XS", "Q5_K"):
+    if type_name in ("IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K"):
         return Tile(64 if n_tokens == 1 else 16, n_tokens, 8)
     return Tile(32 if n_tokens <= 2 else 16, n_tokens, 4)
 
@@ -58,6 +61,11 @@ def quantizes_input(n_rows: int, n_columns: int, n_tokens: int) -> bool:
 def gemm_tile(type_name: str, n_tokens: int) -> Tile:
     """A product for more."""
     return Tile(64, 16, 4) if n_tokens <= 32 else Tile(64, 32 if type_name in ("Q4_1", "Q6_K") else 64, 4)
+
+
+def expert_tile(n_rows: int) -> Tile:
+    """The same for rows that have an expert each; n_rows are those of an expert, on average."""
+    return Tile(64, 16 if n_rows <= 16 else 32, 4)
 
 
 def float_tile(n_tokens: int) -> Tile:

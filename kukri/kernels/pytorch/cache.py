@@ -12,15 +12,15 @@ from torch import Tensor
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, page_bytes, state_bytes
 from kukri.kernels.types import CacheLayout, KVLayer, KVType, StateLayer
 
-_NUMBERS = {"f16": torch.float16, "f32": torch.float32, "q8_0": torch.int8}
+_NUMBERS = {"f16": torch.float16, "fp8": torch.float8_e4m3fn, "f32": torch.float32, "q8_0": torch.int8}
 
 
 @dataclass(frozen=True, eq=False)
 class LayerKV:
     """One layer's keys and values [P, G, 16, K], token by token: a token's head is one run of memory.
 
-    They are float16, float32, or for q8_0 int8 with float16 scales [P, G, 16, K / 32]. Between the pages of a
-    layer lie those of the others.
+    They are float16, float32, float8_e4m3fn, or for q8_0 int8 with float16 scales [P, G, 16, K / 32].
+    Between the pages of a layer lie those of the others.
     """
 
     keys: Tensor
@@ -35,7 +35,7 @@ class LayerKV:
 
 
 class TensorCache:
-    """See `types.Cache`. Numbers beyond float16 are clamped when stored; NaN stays.
+    """See `types.Cache`. Numbers beyond float16 (fp8: beyond 448) are clamped when stored; NaN stays.
 
     `kv[layer]` and `states[layer]` have the tensors of KV and state layers. Behind the `n_pages` there is a
     `spare_page`, and behind the `n_states` a spare slot, which padding writes to and reads.

@@ -455,7 +455,7 @@ class TorchOps:
         """Writes k and v [T, G*K] to the cache, clamped to the range of its numbers."""
         kv = self.cache.kv[spec.layer]
         page, offset = (batch.slots // PAGE_TOKENS).long(), (batch.slots % PAGE_TOKENS).long()
-        limit = torch.finfo(torch.float32 if self.cache.kv_type == "f32" else torch.float16).max
+        limit = torch.finfo(kv.keys.dtype if kv.key_scales is None else torch.float16).max
         for x, numbers, scales in ((k, kv.keys, kv.key_scales), (v, kv.values, kv.value_scales)):
             x = x.reshape(len(x), spec.n_kv_heads, spec.d_head).clamp(-limit, limit)
             if scales is None:

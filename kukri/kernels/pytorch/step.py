@@ -90,6 +90,8 @@ class DeviceBatch:
         self.context_len = on_device["context_len"][:n_sequences]
         self.page_table = on_device["page_table"][:n_sequences]
         self.logit_rows = on_device["logit_rows"][: batch.n_logit_rows]
+        self.state_slots = on_device["state_slots"][:n_sequences]
+        self.state_saves = on_device["state_saves"][:n_tokens]
         rotated_by = batch.positions if batch.rope_positions is None else batch.rope_positions
         self.max_position = int(rotated_by.max())
         self.rope_positions = self.positions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,9 +18,13 @@ LAYERS, LAYER = 2, 1
 class Step:
     """New tokens of several sequences; their pages lie scattered, with NaN in all that is unused."""
 
-    def __init__(self, contexts, n_new, group=3, n_kv_heads=2, d_head=64, window=None, kind="f16", seed=0):
+    def __init__(
+        self, contexts, n_new, group=3, n_kv_heads=2, d_head=64, window=None, kind="f16", seed=0, softcap=None
+    ):
         rng = np.random.default_rng(seed)
-        self.spec = AttentionSpec(LAYER, group * n_kv_heads, n_kv_heads, d_head, d_head**-0.5, window)
+        self.spec = AttentionSpec(
+            LAYER, group * n_kv_heads, n_kv_heads, d_head, d_head**-0.5, window, softcap
+        )
         n_pages = [-(-n // 16) for n in contexts]
         total = sum(n_pages) + 4
         free = rng.permutation(total)
@@ -32,6 +38,7 @@ class Step:
         self.cache = make_cache(rng, kind, shape, used)
         self.contexts = np.array(contexts, np.int32)
         self.start = np.concatenate([[0], np.cumsum(n_new)]).astype(np.int32)
+        self.sinks = None
         self.q = torch.from_numpy(rng.standard_normal((self.start[-1], group * n_kv_heads, d_head))).half()
         # a new token for each sequence, before its rotation: columns of a wider tensor
         widths = [n * d_head for n in (group * n_kv_heads, n_kv_heads, n_kv_heads)]
@@ -47,18 +54,18 @@ class Step:
     def tensors(self):
         return (torch.from_numpy(a) for a in (self.start, self.contexts, self.table))
 
-    def one_pass(self, is_prefill, softcap=0.0):
-        rows = tiles.attention_tile(
-            self.spec.n_heads // self.spec.n_kv_heads, self.spec.d_head, is_prefill
-        ).rows
+    def one_pass(self, is_prefill):
+        rows = tiles.attention_tile(self.spec.group, self.spec.d_head, is_prefill).rows
         work = torch.tensor(launch.prefill_tiles(self.start.tolist(), self.spec, rows), dtype=torch.int32)
-        return launch.attention(self.q, self.cache, *self.tensors(), work, self.spec, is_prefill, softcap)
+        return launch.attention(
+            self.q, self.cache, *self.tensors(), work, self.spec, self.sinks, is_prefill=is_prefill
+        )
 
-    def decode(self, n_chunks=1, softcap=0.0):
+    def decode(self, n_chunks=1):
         """(result, the cache after it) for the new tokens."""
         cache = copied(self.cache)
         new = (*self.new, self.rope, self.positions, self.slots, cache)
-        return launch.decode(*new, *self.tensors(), self.spec, n_chunks, softcap), cache
+        return launch.decode(*new, *self.tensors(), self.spec, self.sinks, n_chunks), cache
 
     def store(self):
         """Rotates and stores the new tokens by a launch of its own, so that `one_pass` may follow."""
@@ -66,7 +73,7 @@ class Step:
         new = (*self.new, self.rope, self.positions, self.slots, self.cache)
         self.q = launch.rope_and_store(*new, self.spec)
 
-    def expected(self, softcap=0.0):
+    def expected(self):
         """float64, each token over exactly the keys that it sees."""
         spec, (keys, values) = self.spec, floats(self.cache)
         out = np.empty(self.q.shape)
@@ -78,10 +85,12 @@ class Step:
                 begin = max(0, end - (spec.window or end))
                 q = self.q[t].double().numpy().reshape(spec.n_kv_heads, -1, spec.d_head)
                 scores = q @ k[:, begin:end].astype(float).swapaxes(1, 2) * spec.scale
-                if softcap:
-                    scores = softcap * np.tanh(scores / softcap)
-                p = np.exp(scores - scores.max(-1, keepdims=True))
-                out[t] = (p / p.sum(-1, keepdims=True) @ v[:, begin:end]).reshape(-1, spec.d_head)
+                if spec.softcap:
+                    scores = spec.softcap * np.tanh(scores / spec.softcap)
+                p, total = np.exp(scores), 0
+                if self.sinks is not None:
+                    total = np.exp(self.sinks.double().numpy().reshape(spec.n_kv_heads, -1, 1))
+                out[t] = (p / (p.sum(-1, keepdims=True) + total) @ v[:, begin:end]).reshape(-1, spec.d_head)
         return out
 
 
@@ -89,6 +98,11 @@ def make_cache(rng, kind, shape, used):
     def numbers():
         if kind == "f16":
             x = np.where(used[:, None, None, :, None], rng.standard_normal(shape), np.nan).astype(np.float16)
+            return (torch.from_numpy(x)[:, LAYER],) * 2
+        if kind == "fp8":
+            x = np.where(used[:, None, None, :, None], rng.integers(0, 127, shape), 0x7F).astype(np.uint8)
+            x |= rng.integers(0, 2, shape, np.uint8) << 7  # 0x7F and 0xFF are NaN
+            x &= np.where(used[:, None, None, :, None], 0xBF, 0xFF).astype(np.uint8)  # below 2 in size
             return (torch.from_numpy(x)[:, LAYER],) * 2
         scales = rng.uniform(0.2, 1.5, (*shape[:-1], shape[-1] // 32)) / 127
         scales = np.where(used[:, None, None, :, None], scales, np.nan).astype(np.float16)
@@ -102,7 +116,7 @@ def make_cache(rng, kind, shape, used):
 def copied(cache):
     """The same numbers elsewhere, without the unused layer between pages."""
     keys, values = cache.keys.clone(), cache.values.clone()
-    if not cache.is_int8:
+    if cache.kind != "q8_0":
         return launch.PagedTensors(keys, values, keys, values)
     return launch.PagedTensors(keys, values, cache.key_scales.clone(), cache.value_scales.clone())
 
@@ -122,8 +136,10 @@ def same(a, b):
     assert (a.numpy().view(np.int32) == b.numpy().view(np.int32)).all()
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize(("group", "n_kv_heads", "d_head"), [(3, 2, 64), (4, 1, 128), (1, 2, 32), (5, 1, 96)])
+@pytest.mark.parametrize(
+    ("group", "n_kv_heads", "d_head", "kind"),
+    [(3, 2, 64, "f16"), (4, 1, 128, "q8_0"), (1, 2, 32, "q8_0"), (5, 1, 96, "f16"), (2, 1, 80, "fp8")],
+)
 def test_prefill(group, n_kv_heads, d_head, kind):
     """Catches rows of one head given to another, a page's number ignored, unused slots' NaN, a wrong mask."""
     step = Step([290, 17, 31], [40, 17, 1], group, n_kv_heads, d_head, kind=kind)
@@ -139,23 +155,38 @@ def test_window(window):
 
 def test_softcap():
     """Catches a cap of scaled scores, or in the wrong units."""
-    step = Step([70, 20], [5, 20])
+    step = Step([70, 20], [5, 20], softcap=3.0)
     step.q *= 8
-    close(step.one_pass(is_prefill=True, softcap=3.0), step.expected(3.0))
-    assert np.abs(step.expected(3.0) - step.expected()).max() > 0.1
+    capped = step.expected()
+    close(step.one_pass(is_prefill=True), capped)
+    step.spec = replace(step.spec, softcap=None)
+    assert np.abs(step.expected() - capped).max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (300, 0.0), (None, 5.0)])
-def test_decode_is_the_same_to_the_bit_in_one_launch_two_and_three(window, softcap, kind):
+def test_sinks():
+    """Catches a sink of another head, one that is capped, in other units, or counted once a chunk."""
+    step = Step([270, 20], [5, 20], softcap=3.0)
+    without = step.expected()
+    step.sinks = torch.tensor([-4.0, 9.0, 0.0, 2.0, -9.0, 5.0])
+    close(step.one_pass(is_prefill=True), step.expected())
+    assert np.abs(step.expected() - without).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "kind", "has_sinks"),
+    [(None, None, "q8_0", False), (300, None, "fp8", True), (None, 5.0, "f16", False)],
+)
+def test_decode_is_the_same_to_the_bit_in_one_launch_two_and_three(window, softcap, kind, has_sinks):
     """Catches a token that is rotated, stored or read otherwise than by a launch of its own, or too late; a
     split whose bounds, merge or padding depend on the batch or on the number of chunks.
     """
-    step = Step([700, 1, 256, 257, 16], [1] * 5, window=window, kind=kind)
-    results = [step.decode(n_chunks, softcap) for n_chunks in (1, 3, 5)]
+    step = Step([700, 1, 256, 257, 16], [1] * 5, window=window, kind=kind, softcap=softcap)
+    if has_sinks:
+        step.sinks = torch.tensor([-4.0, 3.0, 0.0, 2.0, -9.0, 5.0])
+    results = [step.decode(n_chunks) for n_chunks in (1, 3, 5)]
     step.store()
-    want = step.one_pass(is_prefill=False, softcap=softcap)
-    close(want, step.expected(softcap))
+    want = step.one_pass(is_prefill=False)
+    close(want, step.expected())
     for got, cache in results:
         same(got, want)
         same_caches(cache, step.cache)

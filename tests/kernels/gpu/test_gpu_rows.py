@@ -93,8 +93,10 @@ def test_silu_mul(width):
     check_q8(launch.silu_mul_q8(*parts), want)
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize(("d_head", "rotary"), [(64, 64), (96, 24), (32, 0)])
+@pytest.mark.parametrize(
+    ("kind", "d_head", "rotary"),
+    [("f16", 96, 24), ("f16", 32, 0), ("q8_0", 64, 64), ("q8_0", 96, 24), ("fp8", 80, 24)],
+)
 def test_rope_and_store(kind, d_head, rotary):
     """Catches a rotation of the wrong pair or of values, a token in another's slot, and unlimited numbers."""
     rng = np.random.default_rng(d_head)
@@ -119,13 +121,33 @@ def test_rope_and_store(kind, d_head, rotary):
     keys, values = floats(cache)
     for t, slot in enumerate(slots):
         for stored, want in ((keys, want_k), (values, v)):
-            want = np.clip(want[t].reshape(2, d_head), -65504, 65504)
-            largest = np.abs(want.reshape(2, -1, 32)).max(-1).repeat(32, axis=-1)
-            bound = np.abs(want) * 1e-3 + 1e-6 if kind == "f16" else largest * (0.51 / 127 + 1e-3) + 1e-6
+            limit = 448 if kind == "fp8" else 65504
+            want = np.clip(want[t].reshape(2, d_head), -limit, limit)
+            bound = np.abs(want) * (1e-3 if kind == "f16" else 1 / 15.9) + 1e-3
+            if kind == "q8_0":
+                bound = np.abs(want.reshape(2, -1, 32)).max(-1).repeat(32, -1) * (0.51 / 127 + 1e-3) + 1e-6
             assert (np.abs(stored[slot // 16, :, slot % 16] - want) <= bound).all()
     untouched = np.ones((6, 16), bool)
     untouched[slots // 16, slots % 16] = False
     assert np.isnan(keys.swapaxes(1, 2)[untouched]).all()
+
+
+def test_stored_fp8_is_that_of_pytorch_to_the_bit():
+    """Catches a tie rounded away, a number below the least normal, a limit, NaN or a sign that is lost."""
+    sizes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = [(sizes[1:] + sizes[:-1]) / 2, sizes[1:] * 0.999, torch.tensor([448.0, 1e9, torch.nan])]
+    x = torch.zeros(2, 512)
+    x[0, : 127 + 2 * 126 + 3] = torch.cat([sizes, *between])
+    x[1] = -x[0]
+    cache, spec = empty_cache("fp8", 1, 1, 512), AttentionSpec(0, 1, 1, 512, 1.0)
+    slots = torch.tensor([3, 11], dtype=torch.int32)
+    launch.rope_and_store(x, -x, x, None, slots, slots, cache, spec)
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    number = ~x.isnan()
+    for stored, sign in ((cache.values, 0), (cache.keys, 0x80)):
+        got = stored[0, 0, slots.long()]
+        assert torch.equal(got[number], want[number] ^ sign)
+        assert (got[~number] & 0x7F == 0x7F).all()
 
 
 def rotated(x, cos, sin, d_head):
@@ -143,6 +165,9 @@ def empty_cache(kind, n_pages, n_kv_heads, d_head):
     if kind == "f16":
         keys, values = torch.full(shape, float("nan")).half(), torch.full(shape, float("nan")).half()
         return launch.PagedTensors(keys, values, keys, values)
+    if kind == "fp8":
+        keys, values = (torch.full(shape, 0x7F, dtype=torch.uint8) for _ in range(2))
+        return launch.PagedTensors(keys, values, keys, values)
     scales = torch.full((*shape[:3], d_head // 32), float("nan")).half()
     return launch.PagedTensors(
         torch.zeros(shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.int8), scales, scales.clone()
@@ -152,6 +177,7 @@ def empty_cache(kind, n_pages, n_kv_heads, d_head):
 def floats(cache):
     """Keys and values as float32 NumPy arrays."""
     pairs = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
-    if not cache.is_int8:
-        return tuple(x.float().numpy() for x, _ in pairs)
+    if cache.kind != "q8_0":
+        float8 = torch.float8_e4m3fn
+        return tuple((x.view(float8) if cache.kind == "fp8" else x).float().numpy() for x, _ in pairs)
     return tuple((x.float() * scales.float().repeat_interleave(32, dim=-1)).numpy() for x, scales in pairs)

@@ -1,0 +1,110 @@
+"""Launches the kernels of mixtures of experts: routes, products with each row's expert, sums.
+
+T tokens use up to n_used of E experts each: row t * n_used + j is that of token t and its j-th expert, by
+their numbers. Nothing here reads the device, so that a graph may record it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from kukri.kernels.gpu import expert_kernels, launch, linear_kernels, tiles
+from kukri.kernels.pytorch.ops import Routes
+from kukri.kernels.types import Routing
+
+
+def route(logits: Tensor, routing: Routing) -> Routes:
+    """The experts of logits float32 [T, E]."""
+    n_experts = routing.n_experts
+    weights = torch.empty((len(logits), n_experts), dtype=torch.float32, device=logits.device)
+    experts = torch.empty((len(logits), routing.n_used), dtype=torch.int32, device=logits.device)
+    expert_kernels.route[(len(logits),)](
+        logits,
+        weights,
+        experts,
+        n_experts,
+        logits.stride(0),
+        N_USED=routing.n_used,
+        E=triton.next_power_of_2(n_experts),
+        NORMALIZED=routing.normalized,
+        num_warps=1,
+    )
+    return Routes(weights, experts)
+
+
+def linear(x: launch.Q8Rows, routes: Routes, matrix: launch.Matrix, bias: Tensor | None) -> Tensor:
+    """x times the transposed matrix of each row's expert -> float32 [T * n_used, rows of an expert].
+
+    x has T rows, or T * n_used. `matrix` has the experts' one above the other, `bias` [E * rows of one] too.
+    A row is the same to the bit for any T. Rows without an expert are undefined.
+    """
+    (n_tokens, n_used), n_experts = routes.experts.shape, routes.weights.shape[1]
+    n_rows = matrix.n_rows // n_experts
+    y = torch.empty((n_tokens * n_used, n_rows), dtype=torch.float32, device=x.quants.device)
+    rows_each = len(y) // len(x.quants)  # that read one row of x
+    if n_tokens <= tiles.MAX_GEMV_TOKENS:
+        launch.gemv_of_experts(x, routes.experts, matrix, y, bias, rows_each, n_experts)
+        return y
+    tile = tiles.expert_tile(len(y) // n_experts)
+    order, work = _work(routes.experts, n_experts, tile.tokens)
+    linear_kernels.gemm[triton.cdiv(n_rows, tile.rows), len(work)](
+        *launch.gemm_tensors(matrix, x),
+        y,
+        y if bias is None else bias,
+        y,
+        order,
+        work,
+        len(x.quants),
+        n_rows,
+        matrix.n_pairs,
+        y.stride(0),
+        rows_each,
+        BN=tile.rows,
+        BM=tile.tokens,
+        EXPERTS=True,
+        num_warps=tile.n_warps,
+        num_stages=tile.n_stages,
+        **launch.product_constants(matrix, y, bias, None),
+    )
+    return y
+
+
+def _work(experts: Tensor, n_experts: int, n_rows: int) -> tuple[Tensor, Tensor]:
+    """(rows by expert, int32 [T * n_used]; expert, first and end of each tile in them, int32 [tiles, 3]).
+
+    A tile has at most n_rows of one expert. As many tiles as any routes need; those left over are empty.
+    """
+    device = experts.device
+    by_expert, order = torch.sort(experts.flatten(), stable=True)
+    starts = torch.searchsorted(by_expert, torch.arange(n_experts + 1, dtype=torch.int32, device=device))
+    n_tiles = (starts.diff() + (n_rows - 1)) // n_rows
+    ends = n_tiles.cumsum(0)
+    tile = torch.arange(len(order) // n_rows + min(n_experts, len(order)), device=device)
+    expert = torch.searchsorted(ends, tile, right=True)
+    is_used, expert = expert < n_experts, expert.clamp(max=n_experts - 1)
+    first = starts[expert] + (tile - ends[expert] + n_tiles[expert]) * n_rows
+    end = torch.minimum(first + n_rows, starts[expert + 1])
+    work = torch.stack([expert, first, torch.where(is_used, end, first)], 1)
+    return order.to(torch.int32), work.to(torch.int32)
+
+
+def combine(x: Tensor, routes: Routes, residual: Tensor | None) -> Tensor:
+    """The sum over its experts of each token's rows of x [T * n_used, D], weighted -> float32 [T, D]."""
+    n_tokens, n_used = routes.experts.shape
+    y = torch.empty((n_tokens, x.shape[1]), dtype=torch.float32, device=x.device)
+    expert_kernels.combine[n_tokens, triton.cdiv(x.shape[1], tiles.ROW_COLUMNS)](
+        x,
+        routes.weights,
+        routes.experts,
+        y if residual is None else residual,
+        y,
+        x.shape[1],
+        routes.weights.shape[1],
+        N_USED=n_used,
+        W=tiles.ROW_COLUMNS,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
+    )
+    return y
