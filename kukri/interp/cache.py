@@ -149,6 +149,7 @@ class ActivationCache(Mapping[str, Any]):
 
         [components, batch, pos, D]; they sum to the stream. `mode` "attn" or "mlp" leaves the others out.
         """
+        self._check_sum()
         if mode not in ("all", "attn", "mlp"):
             raise RequestError(f"mode must be all, attn or mlp, not {mode!r}", param="mode")
         layer = self._layer(layer)
@@ -190,6 +191,7 @@ class ActivationCache(Mapping[str, Any]):
         Labels are L0H0, L0H1 and so on. `incl_remainder` adds what is left of the stream: MLPs, embedding,
         biases.
         """
+        self._check_sum()
         layer = self._layer(layer)
         parts: list[FloatArray] = []
         labels: list[str] = []
@@ -264,6 +266,7 @@ class ActivationCache(Mapping[str, Any]):
 
         A LayerNorm's centring is applied. The norm's weight is not: see `logit_attrs`.
         """
+        self._check_sum()
         n_layers, trace = self._model.config.n_layers, self._model.trace
         layer = self._layer(layer)
         part = "ln_final" if layer == n_layers else f"blocks.{layer}.ln{2 if mlp_input else 1}"
@@ -327,6 +330,13 @@ class ActivationCache(Mapping[str, Any]):
     @property
     def _final_norm(self) -> Any:
         return self._model.trace.norms["ln_final.hook_normalized"]
+
+    def _check_sum(self) -> None:
+        """Raises RequestError if the stream is no sum of what the layers add."""
+        if "blocks.0.ln2.hook_in" in self._model.trace.taps:
+            raise RequestError(
+                "norms follow each sum in this encoder: its stream has no parts that sum to it"
+            )
 
     def _mixer(self, layer: int) -> str:
         """The name of what a layer adds before its MLP: attn_out, or mixer_out of a recurrent layer."""

@@ -190,7 +190,8 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
 
     taps = set(trace.taps)
     add(TOKENS, "", "tokens", "", None)
-    for name in ("embed.hook_out", "hook_embed"):
+    first = "embed_ln.hook_out" if "hook_embed" in trace.norms else "embed.hook_out"
+    for name in (first, "hook_embed"):
         add(name, "hook_embed", "plain", "hook_embed", None)
     if any(heads.rope is not None for heads in trace.heads.values()):
         add("rotary_emb.hook_in", "hook_embed", "plain", "", None)
@@ -198,7 +199,8 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
         add("rotary_emb.hook_sin", "", "sin", "", None)
     for layer in range(n_layers):
         prefix = f"blocks.{layer}."
-        for name, tap, form, is_editable, norm in _block(trace, layer):
+        block = _post_norm_block if f"{prefix}ln2.hook_in" in taps else _block
+        for name, tap, form, is_editable, norm in block(trace, layer):
             full_tap = f"{prefix}{tap}" if tap else ""
             edit_tap = full_tap if is_editable else ""
             if form in ("scores", "pattern"):
@@ -277,6 +279,36 @@ def _block(trace: Trace, layer: int) -> list[_BlockRow]:
     rows.append(("mlp.in.hook_in", read, "plain", False, None))
     extend(_GATED_MLP if is_gated else _MLP)
     extend(_MLP_OUT)
+    return rows
+
+
+def _post_norm_block(trace: Trace, layer: int) -> list[_BlockRow]:
+    """The rows of a block whose norms follow each sum, as in BERT: its stream is what the second makes."""
+    prefix = f"blocks.{layer}."
+    rows: list[_BlockRow] = [
+        ("hook_in", "hook_resid_pre", "plain", True, None),
+        ("hook_resid_pre", "hook_resid_pre", "plain", True, None),
+        ("attn.hook_in", "hook_resid_pre", "plain", False, None),
+    ]
+    normed = {"attn.hook_out", "hook_attn_out"}  # TransformerLens' attention has the norm in it
+    rows += [row for row in _attention(trace, layer, "hook_resid_pre") if row[0] not in normed]
+    for name, source, tap in (
+        ("ln1", "ln1.hook_in", "ln1.hook_normalized"),
+        ("ln2", "ln2.hook_in", "hook_resid_post"),
+    ):
+        norm = trace.norms[prefix + tap]
+        rows.append((f"{name}.hook_in", source, "plain", True, None))
+        rows.append((f"{name}.hook_scale", source, "scale", False, norm))
+        rows.append((f"{name}.hook_normalized", tap, "normalized", True, norm))
+        rows.append((f"{name}.hook_out", tap, "plain", True, None))
+    rows += [(name, "ln1.hook_normalized", "plain", True, None) for name in sorted(normed)]
+    reads = ["mlp.hook_in", "hook_mlp_in", "mlp.in.hook_in"]
+    is_gated = f"{prefix}mlp.hook_pre_linear" in trace.taps
+    reads += ["mlp.gate.hook_in"] if is_gated else []
+    rows += [(name, "ln1.hook_normalized", "plain", False, None) for name in reads]
+    rows += [(*row, None) for row in (*(_GATED_MLP if is_gated else _MLP), *_MLP_OUT[:5])]
+    rows.append(("hook_resid_mid", "ln2.hook_in", "plain", True, None))
+    rows += [(name, "hook_resid_post", "plain", True, None) for name in ("hook_out", "hook_resid_post")]
     return rows
 
 

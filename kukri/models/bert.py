@@ -49,10 +49,10 @@ class BertBlock:
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """x [T, D] -> [T, D]."""
         x = ops.tap("hook_resid_pre", self.layer, x)
-        x = ops.tap("hook_resid_mid", self.layer, self.attention(ops, x, x, batch))
+        x = ops.tap("ln1.hook_in", self.layer, self.attention(ops, x, x, batch))
         x = ops.tap("ln1.hook_normalized", self.layer, self.attention_norm(ops, x))
-        x = ops.tap("hook_resid_post", self.layer, self.mlp(ops, x, x))
-        return ops.tap("hook_normalized_resid_post", self.layer, self.mlp_norm(ops, x))
+        x = ops.tap("ln2.hook_in", self.layer, self.mlp(ops, x, x))
+        return ops.tap("hook_resid_post", self.layer, self.mlp_norm(ops, x))
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -78,7 +78,7 @@ class BertEmbeddings:
         x = ops.embed(self.tokens.weight, batch)
         x = ops.embed(self.types.weight, batch, "token_types", x)
         x = ops.embed(self.positions.weight, batch, "positions", x)
-        return self.norm(ops, ops.tap("hook_embed", None, x))
+        return ops.tap("hook_embed", None, self.norm(ops, x))
 
 
 class Bert(Llama):

@@ -55,7 +55,7 @@ class NomicBertEmbeddings:
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """-> [T, D]."""
         x = ops.embed(self.types.weight, batch, "token_types", ops.embed(self.tokens.weight, batch))
-        return self.norm(ops, ops.tap("hook_embed", None, x))
+        return ops.tap("hook_embed", None, self.norm(ops, x))
 
 
 class NomicBert(Bert):

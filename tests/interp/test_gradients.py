@@ -82,7 +82,7 @@ def test_gradients_are_torchs(name):
         assert activations[key].shape == grads[key].shape
 
 
-@pytest.mark.parametrize("name", some(["gpt_oss", "qwen3_5_text-grouped"]))
+@pytest.mark.parametrize("name", [*some(["gpt_oss", "qwen3_5_text-grouped"]), *tl_models.ENCODERS])
 def test_gradients_on_pytorch_are_those_of_numpy(name):
     """A derivative of a value that transformers does not show: keys, routes, states, gates."""
     metric = gradients.log_probability(RIGHT)

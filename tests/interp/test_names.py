@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import tiny_models
-from tl_models import FACTS, IDS, NAMES, probe, session
+from tl_models import ENCODERS, FACTS, IDS, NAMES, probe, session
 
 from kukri.errors import HookError
 from kukri.interp.names import full_name
@@ -15,7 +15,7 @@ from kukri.interp.names import full_name
 EXPECTED = json.loads(FACTS.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *ENCODERS])
 def test_every_name_has_the_shape_and_the_value_of_transformer_lens(name):
     """A name that is missing, heads side by side, a norm's weight where it does not belong, a wrong mask."""
     _, cache = session(name).run_with_cache(IDS)

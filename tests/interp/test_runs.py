@@ -92,6 +92,17 @@ def test_a_mixture_shows_its_experts(backend):
     assert not after["mlp_out", 1][:, 3:].any()
 
 
+def test_an_encoder_has_no_parts_that_sum_to_its_stream():
+    """Parts whose sum was normalized since, taken for what the stream is made of."""
+    own = session("bert")
+    _, cache = own.run_with_cache(IDS)
+    np.testing.assert_array_equal(cache["resid_post", 0], cache["resid_pre", 1])
+    np.testing.assert_array_equal(cache["resid_post", 0], cache["blocks.0.ln2.hook_out"])
+    for method in (cache.decompose_resid, cache.stack_head_results, cache.get_full_resid_decomposition):
+        with pytest.raises(RequestError, match="norms follow each sum"):
+            method()
+
+
 def test_the_loss_is_the_mean_of_the_cross_entropies():
     """A loss that counts the first token, or the row after the last."""
     own = session("llama")

@@ -18,28 +18,38 @@ import numpy as np
 
 if __name__ == "__main__":  # pytest adds these folders itself
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "models")]
+import tiny_encoders
 import tiny_models
 
 from kukri.interp import Session
 from kukri.kernels import make_backend
 from kukri.kernels.types import KVType
-from kukri.models import load_model
+from kukri.models import Model, load_model
 
 NAMES = ["smollm3", "llama", "qwen3", "phi", "phi3", "starcoder2", "mistral", "qwen2"]
 NAMES += ["gemma2", "gemma3_text", "olmo2", "granite", "ernie4_5", "olmo3"]
 NAMES += ["olmoe", "qwen3_moe", "gpt_oss", "lfm2", "qwen3_5_text"]
+ENCODERS = ["bert"]
 # What TransformerLens shows otherwise, by the end of the name: logits before their cap or factor; of two
 # rotations the last computed; each frequency of a rotation once; queries and gates as one; dimensions of a
-# head in pairs.
+# head in pairs. Of an encoder it has the head for masked words and the parts of the embedding, and patterns
+# under the name of scores.
 _LOGITS, _ROTATION = ("unembed.hook_out", "hook_unembed"), ("hook_cos", "hook_sin")
 _OUTER_ROTATION = ("rotary_emb.hook_cos", "rotary_emb.hook_sin")
 _QUERIES = ("attn.hook_q", "attn.q.hook_out")
 _KEYS = ("attn.hook_k", "attn.k.hook_out", "attn.hook_rot_q", "attn.hook_rot_k")
+_OF_MASKED_WORDS = (
+    *("attn.hook_attn_scores", "embed.hook_out", "type_embed.hook_in", "pos_embed.hook_in", "hook_pos_embed"),
+    *("embed_ln.hook_in", "embed_ln.hook_scale", "embed_ln.hook_normalized", "mlm_head.hook_in"),
+    *("mlm_head.hook_out", "ln_final.hook_in", "ln_final.hook_scale", "ln_final.hook_normalized"),
+    *("ln_final.hook_out", "unembed.hook_in", *_LOGITS),
+)
 OTHER = {
     "gemma2": _LOGITS, "granite": _LOGITS, "gemma3_text": _OUTER_ROTATION, "olmo3": _OUTER_ROTATION,
     "gpt_oss": _ROTATION, "qwen3_5_text": _QUERIES, "ernie4_5": (*_QUERIES, *_KEYS),
+    "bert": _OF_MASKED_WORDS,
 }  # fmt: skip
-_PROBED = {"lfm2": (0, 2)}  # blocks whose names are probed, if not the first and the last
+_PROBED = {"lfm2": (0, 2), "bert": (0, 2)}  # blocks whose names are probed, if not the first and the last
 FACTS = Path(__file__).parent / "names.json"
 # longer than every window, and than longrope's original context
 IDS = np.random.default_rng(0).integers(3, tiny_models.V, (1, tiny_models.N_TOKENS), np.int32)
@@ -47,13 +57,22 @@ IDS = np.random.default_rng(0).integers(3, tiny_models.V, (1, tiny_models.N_TOKE
 
 def session(name: str, backend: str = "reference", kv_type: KVType | None = None) -> Session:
     """A session of a tiny model, whose tokens are words t0, t1 and so on."""
-    _, config, source = tiny_models.make(name)
-    model = load_model(source, config)
+    if name in ENCODERS:
+        model = _encoder(name)
+    else:
+        _, config, source = tiny_models.make(name)
+        model = load_model(source, config)
 
     def encode(text: str, add_special: bool = True) -> list[int]:
         return [int(word[1:]) for word in text.split()]
 
     return Session(model, make_backend(backend), encode, nullcontext, kv_type=kv_type)
+
+
+def _encoder(name: str) -> Model:
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_encoders.save(Path(folder), name, "ForMaskedLM")
+        return tiny_encoders.load(Path(folder))
 
 
 def bridge(name: str) -> Any:
@@ -64,9 +83,11 @@ def bridge(name: str) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import PreTrainedTokenizerFast
 
-    hf, _, _ = tiny_models.make(name)
     with tempfile.TemporaryDirectory() as folder:
-        hf.save_pretrained(folder)
+        if name in ENCODERS:
+            tiny_encoders.save(Path(folder), name, "ForMaskedLM")
+            return TransformerBridge.boot_transformers(folder, device="cpu", dtype=torch.float32)
+        tiny_models.make(name)[0].save_pretrained(folder)
         words = models.WordLevel({f"t{i}": i for i in range(tiny_models.V)}, unk_token="t0")
         special = {"bos_token": "t1", "eos_token": "t2", "pad_token": "t0"}
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)
@@ -97,7 +118,7 @@ def main() -> None:
     import torch
 
     facts = {}
-    for name in NAMES:
+    for name in [*NAMES, *ENCODERS]:
         with torch.no_grad():
             _, cache = bridge(name).run_with_cache(torch.from_numpy(IDS).long())
         facts[name] = {

@@ -19,9 +19,7 @@ from kukri.kernels import make_backend
 IDS = random_ids(37, V)
 TOLERANCES = {"reference": 1e-4, "cpu": 2e-3, "torch": 1e-4}  # float16 keys and values on the CPU
 TEXTS = ["the cat sat on the mat.", "a", "cats, sitting! " * 9, "", "the mat"]
-STREAMS = dict.fromkeys(
-    ENCODERS, "hook_normalized_resid_post"
-)  # the tap of what transformers calls hidden states
+STREAMS = dict.fromkeys(ENCODERS, "hook_resid_post")  # the tap of what transformers calls hidden states
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
