@@ -25,6 +25,7 @@ from kukri.kernels.cpu.simd import (
     load_u16x16,
     look_up,
     low_bits,
+    next_byte,
     signed_byte_pairs,
     splat,
     word_bits,
@@ -193,6 +194,10 @@ def _mxfp4(out, w, x):
 # Their words are put in the order of the groups when packed (pack_kernels.py).
 
 
+# Loops over groups stay loops: eight groups written out would take four times as long to compile. So scales
+# are shifted from group to group.
+
+
 @device
 def _iq4_xs(out, w, x):
     # word 0: low 4 bits of the group scales, words 1 to 32: nibbles, then d and the scales' top 2 bits
@@ -222,16 +227,24 @@ def _high_scales(w, j):
 
 
 @device
-def _fold_with_min(out, acc, d, scales, dmin, mins, g, x):
-    out = tile_fold(out, acc, d * byte_to_f32(scales, g & 3, 0), x)
-    return tile_add_min(out, dmin * byte_to_f32(mins, g & 3, 0), x)
+def _fold_with_min(out, acc, d, scales, dmin, mins, x):
+    """Adds a group; its scale and min are the lowest bytes."""
+    out = tile_fold(out, acc, d * byte_to_f32(scales, 0, 0), x)
+    return tile_add_min(out, dmin * byte_to_f32(mins, 0, 0), x)
 
 
 @device
-def _q4_k_group(out, w, x, g, d, scales, dmin, mins):
-    """Group g: 4 words of nibbles, as in Q4_0."""
-    acc = _dot_nibbles(tile_zeros_like(out), w + 256 * g, x)
-    return _fold_with_min(out, acc, d, scales, dmin, mins, g, x)
+def _q4_k_groups(out, w, x, d, scales, dmin, mins):
+    """Four groups, of 4 words of nibbles, as in Q4_0."""
+    for g in range(4):
+        _ahead_5(out, w + 64 * g)
+        acc = _dot_nibbles(tile_zeros_like(out), w, x)
+        out = _fold_with_min(out, acc, d, scales, dmin, mins, x)
+        scales = next_byte(scales)
+        mins = next_byte(mins)
+        w += 256
+        x += panel_block_bytes(out)
+    return out
 
 
 @device
@@ -239,24 +252,23 @@ def _q4_k(out, w, x):
     # words 0 to 2: scales and mins, 3 to 34: the groups' nibbles, then d and dmin
     d = load_f16x16(w + 2240)
     dmin = splat(0.0) - load_f16x16(w + 2272)
-    scales = _low_scales(w, 0)
-    mins = _low_scales(w, 1)
-    for g in range(4):
-        _ahead_5(out, w + 320 * g)
-        out = _q4_k_group(out, w + 192, x + panel_block_bytes(out) * g, g, d, scales, dmin, mins)
-    scales = _high_scales(w, 0)
-    mins = _high_scales(w, 1)
-    for g in range(4, 8):
-        _ahead_5(out, w + 320 * g)
-        out = _q4_k_group(out, w + 192, x + panel_block_bytes(out) * g, g, d, scales, dmin, mins)
-    return out
+    out = _q4_k_groups(out, w + 192, x, d, _low_scales(w, 0), dmin, _low_scales(w, 1))
+    x += 4 * panel_block_bytes(out)
+    return _q4_k_groups(out, w + 1216, x, d, _high_scales(w, 0), dmin, _high_scales(w, 1))
 
 
 @device
-def _q5_k_group(out, w, x, g, d, scales, dmin, mins):
-    """Group g: 5 words, as in Q5_0."""
-    acc = _dot_five_bits(tile_zeros_like(out), w + 320 * g, x)
-    return _fold_with_min(out, acc, d, scales, dmin, mins, g, x)
+def _q5_k_groups(out, w, x, d, scales, dmin, mins):
+    """Four groups, of 5 words, as in Q5_0."""
+    for g in range(4):
+        _ahead_6(out, w + 64 * g)
+        acc = _dot_five_bits(tile_zeros_like(out), w, x)
+        out = _fold_with_min(out, acc, d, scales, dmin, mins, x)
+        scales = next_byte(scales)
+        mins = next_byte(mins)
+        w += 320
+        x += panel_block_bytes(out)
+    return out
 
 
 @device
@@ -264,17 +276,9 @@ def _q5_k(out, w, x):
     # words 0 to 2: scales and mins, 3 to 42: the groups, then d and dmin
     d = load_f16x16(w + 2752)
     dmin = splat(0.0) - load_f16x16(w + 2784)
-    scales = _low_scales(w, 0)
-    mins = _low_scales(w, 1)
-    for g in range(4):
-        _ahead_6(out, w + 384 * g)
-        out = _q5_k_group(out, w + 192, x + panel_block_bytes(out) * g, g, d, scales, dmin, mins)
-    scales = _high_scales(w, 0)
-    mins = _high_scales(w, 1)
-    for g in range(4, 8):
-        _ahead_6(out, w + 384 * g)
-        out = _q5_k_group(out, w + 192, x + panel_block_bytes(out) * g, g, d, scales, dmin, mins)
-    return out
+    out = _q5_k_groups(out, w + 192, x, d, _low_scales(w, 0), dmin, _low_scales(w, 1))
+    x += 4 * panel_block_bytes(out)
+    return _q5_k_groups(out, w + 1472, x, d, _high_scales(w, 0), dmin, _high_scales(w, 1))
 
 
 # Q6_K, Q3_K and Q2_K have a scale for each 16 inputs: two integer sums a group, each multiplied by its scale
@@ -305,14 +309,17 @@ def _q6_k_group(out, w, x, d, scales):
 def _q6_k(out, w, x):
     # words 0 to 47: the groups, 48 to 51: int8 scales, byte k and 2 + k for a group, then d
     d = load_f16x16(w + 3328)
+    s = w + 3072
     for pair in range(4):
-        scales = load_i32x16(w + 3072 + 64 * pair)
-        _ahead_7(out, w + 896 * pair)
-        out = _q6_k_group(out, w + 768 * pair, x, d, signed_byte_pairs(scales, 0))
+        scales = load_i32x16(s)
+        _ahead_7(out, w + 128 * pair)
+        out = _q6_k_group(out, w, x, d, signed_byte_pairs(scales, 0))
         x += panel_block_bytes(out)
-        _ahead_7(out, w + 896 * pair + 448)
-        out = _q6_k_group(out, w + 768 * pair + 384, x, d, signed_byte_pairs(scales, 1))
+        _ahead_7(out, w + 128 * pair + 448)
+        out = _q6_k_group(out, w + 384, x, d, signed_byte_pairs(scales, 1))
         x += panel_block_bytes(out)
+        w += 768
+        s += 64
     return out
 
 
@@ -339,12 +346,16 @@ def _q3_k(out, w, x):
     # words 0 to 23: the groups, 24 and 25: low 4 bits of scales + 32, 26: their top 2 bits, then d
     d = load_f16x16(w + 1728)
     top = load_i32x16(w + 1664)
+    scales = w + 1536
     for half in range(2):
-        low = load_i32x16(w + 1536 + 64 * half)
+        low = load_i32x16(scales + 64 * half)
         for g in range(4):
-            _ahead_4(out, w + 256 * (4 * half + g))
-            both = either_word(byte_pairs(low, 4 * g, 15, 0), byte_pairs(top, 8 * half + 2 * g, 3, 4))
-            out = _q3_k_group(out, w + 768 * half + 192 * g, x, d, add_to_pairs(both, -32))
+            _ahead_4(out, w + 64 * (4 * half + g))
+            both = either_word(byte_pairs(low, 0, 15, 0), byte_pairs(top, 0, 3, 4))
+            out = _q3_k_group(out, w, x, d, add_to_pairs(both, -32))
+            low = byte_pairs(low, 4, 0xFFF, 0)
+            top = byte_pairs(top, 2, 0x3FFF, 0)
+            w += 192
             x += panel_block_bytes(out)
     return out
 
@@ -373,16 +384,20 @@ def _q2_k(out, w, x):
     # then d and dmin
     d = load_f16x16(w + 1280)
     dmin = load_f16x16(w + 1312)
+    s = w
+    w += 256
     for pair in range(4):
-        both = load_i32x16(w + 64 * pair)
-        _ahead_3(out, w + 384 * pair)
+        both = load_i32x16(s)
+        _ahead_3(out, w + 128 * pair)
         scales = byte_pairs(both, 0, 15, 0)
-        out = _q2_k_group(out, w + 256 + 256 * pair, x, d, scales, dmin, byte_pairs(both, 4, 15, 0))
+        out = _q2_k_group(out, w, x, d, scales, dmin, byte_pairs(both, 4, 15, 0))
         x += panel_block_bytes(out)
-        _ahead_3(out, w + 384 * pair + 192)
+        _ahead_3(out, w + 128 * pair + 192)
         scales = byte_pairs(both, 8, 15, 0)
-        out = _q2_k_group(out, w + 384 + 256 * pair, x, d, scales, dmin, byte_pairs(both, 12, 15, 0))
+        out = _q2_k_group(out, w + 128, x, d, scales, dmin, byte_pairs(both, 12, 15, 0))
         x += panel_block_bytes(out)
+        w += 256
+        s += 64
     return out
 
 

@@ -12,7 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba._dynfunc import make_function
 from numba.core import cgutils
+from numba.core.codegen import CPUCodeLibrary
+from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
@@ -21,8 +24,55 @@ from kukri.kernels.cpu.kernel_cache import KernelSource
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 
+
+class _LinkedCode(CPUCodeLibrary):  # type: ignore[misc]
+    """The code of a function and of those that it calls, linked but not yet optimized.
+
+    Numba would optimize each function, make machine code of it, and do so again for each that inlines it.
+    Here a kernel is optimized as a whole, once; loops that call other functions are not unrolled by then.
+    """
+
+    is_unrolled = False
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+        if self.is_unrolled:
+            super()._optimize_functions(module)
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def object_code(self) -> bytes:
+        """The machine code of a kernel, optimized."""
+        super()._optimize_final_module()
+        return self._codegen._tm.emit_object(self._final_module)  # type: ignore[no-any-return]
+
+
+class _Compiler(Compiler):  # type: ignore[misc]
+    """Numba's compiler up to linked code, which Python cannot call.
+
+    Loops are unrolled in functions of a type that says so (`is_unrolled`).
+    """
+
+    def __init__(self, typing: Any, target: Any, library: Any, args: Any, *others: Any) -> None:
+        code = _LinkedCode(target.codegen(), "function")
+        code.is_unrolled = any(getattr(kind, "is_unrolled", False) for kind in args)
+        super().__init__(typing, target, code, args, *others)
+        self.state.targetctx.get_executable = _no_function
+
+
+def _no_function(code: Any, described: Any, environment: Any) -> Any:
+    """An object for Numba to know a compiled function by, instead of one that Python can call."""
+    code._ensure_finalized()
+    return make_function(described.lookup_module(), described.qualname, "", 0, environment, (code,))
+
+
 # The options of every kernel and of the functions that kernels are made of.
 _OPTIONS: dict[str, Any] = {
+    "pipeline_class": _Compiler,
     "error_model": "numpy",
     "nogil": True,
     "boundscheck": False,
@@ -55,8 +105,7 @@ def compile_kernel(source: KernelSource) -> tuple[str, bytes]:
     function: Any = njit("int64(int64, int64)", **_OPTIONS)(namespace["entry"])
     (compiled,) = function.overloads.values()
     linked, described = attrgetter("library", "fndesc")(compiled)  # its code, all parts linked, and its names
-    code = linked.codegen._tm.emit_object(linked._final_module)
-    return described.llvm_func_name, code
+    return described.llvm_func_name, linked.object_code()
 
 
 # --- how operations are defined -----------------------------------------------------------------------

@@ -425,6 +425,12 @@ def word_bits(builder: Any, a: Any, right: Any, mask: Any, left: Any) -> Any:
     return builder.shl(builder.and_(builder.lshr(a, right), mask), left)
 
 
+@operation(I32x16, I32x16)
+def next_byte(builder: Any, words: Any) -> Any:
+    """Each 4-byte word without its lowest byte, the others moved down."""
+    return builder.lshr(words, constant(I32x16.llvm, 8))
+
+
 @operation(I32x16, I32x16, I32x16)
 def either_word(builder: Any, a: Any, b: Any) -> Any:
     """a | b."""
