@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from benchmarks.harness import Experiment, Say, Table, run, silent
 from kukri.bench.turns import in_turns
@@ -46,14 +47,23 @@ def measure(
     if first:
         say("first start, kernels compile")
         with tempfile.TemporaryDirectory() as empty:
-            first_s, _ = timed_process(command, os.environ | {"KUKRI_CACHE_DIR": empty})
+            first_s = timed_process(command, os.environ | {"KUKRI_CACHE_DIR": empty}).seconds
     starts = [found for (found,) in in_turns([lambda: timed_process(command)], rounds, say)]
-    seconds = tuple(s for s, _ in starts)
-    return StartReport(str(path), n_generate, seconds, median(seconds), max(m for _, m in starts), first_s)
+    seconds = tuple(start.seconds for start in starts)
+    peak_rss_bytes = max(start.peak_rss_bytes for start in starts)
+    return StartReport(str(path), n_generate, seconds, median(seconds), peak_rss_bytes, first_s)
 
 
-def timed_process(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, int]:
-    """Wall seconds and peak resident bytes of one process. Raises KukriError if it fails."""
+class ProcessCost(NamedTuple):
+    """The cost of one process: wall and processor seconds, and the most memory that it held at once."""
+
+    seconds: float
+    processor_s: float
+    peak_rss_bytes: int
+
+
+def timed_process(command: list[str], environment: dict[str, str] | None = None) -> ProcessCost:
+    """Runs a process to its end and returns its cost. Raises KukriError if it fails."""
     with tempfile.TemporaryFile() as messages:
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -67,7 +77,8 @@ def timed_process(command: list[str], environment: dict[str, str] | None = None)
             messages.seek(0)
             lines = messages.read().decode(errors="replace").strip().splitlines()
             raise KukriError(f"kukri run failed: {lines[-1] if lines else f'status {process.returncode}'}")
-    return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak_rss_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return ProcessCost(seconds, usage.ru_utime + usage.ru_stime, peak_rss_bytes)
 
 
 def main() -> None:

@@ -14,9 +14,10 @@ from kukri.errors import KukriError
 def test_a_process_is_timed() -> None:
     """Would catch memory in kilobytes, or a time that leaves the interpreter's own start out."""
     code = "import time; held = bytearray(100 << 20); time.sleep(0.2)"
-    seconds, peak_bytes = start.timed_process([sys.executable, "-c", code])
-    assert 0.2 < seconds < 20
-    assert 100 << 20 < peak_bytes < 8 << 30
+    cost = start.timed_process([sys.executable, "-c", code])
+    assert 0.2 < cost.seconds < 20
+    assert 0 < cost.processor_s < cost.seconds
+    assert 100 << 20 < cost.peak_rss_bytes < 8 << 30
 
 
 def test_a_failing_process_is_an_error() -> None:
