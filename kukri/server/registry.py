@@ -9,12 +9,8 @@ lease in the moment in which the model is ready, so that nothing can take the mo
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
-import sys
 import time
-import weakref
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,12 +31,13 @@ from kukri.formats.repos import parse_name
 from kukri.llm import LLM
 from kukri.loading import MemoryNeed, ModelOptions, memory_need
 from kukri.machine import available_bytes
-from kukri.mapped_files import fetch_pages
+from kukri.server.allocator import close_and_free, return_large_arrays
 from kukri.server.bridge import LoopMaker
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.metrics import Metrics
 from kukri.server.service import OpenModel, Service
 from kukri.server.settings import ServedModel, ServerSettings
+from kukri.server.warm_up import warm_up
 
 log = logging.getLogger("kukri.server")
 ModelState = Literal["unloaded", "loading", "loaded", "unloading"]
@@ -221,7 +218,7 @@ class ModelRegistry:
     async def start(self) -> None:
         """Starts the engines of loaded models and loads the pinned ones. Raises KukriError if one fails."""
         self._loop = asyncio.get_running_loop()
-        _allocate_to_give_back()
+        return_large_arrays()
         for entry in list(self.entries):
             if entry.service is not None:
                 entry.service.bridge.start()
@@ -540,7 +537,7 @@ class ModelRegistry:
             assert entry.service is not None, "it is loaded"
             held, entry.service = [entry.service], None
             await held[0].close(None)
-            await asyncio.to_thread(_close, held)
+            await asyncio.to_thread(close_and_free, held)
         finally:
             entry.is_leaving = False
         entry.n_bytes = 0
@@ -554,22 +551,6 @@ def _single_engine(service: Service) -> tuple[Engine, EngineLoop]:
     if not (isinstance(engine, Engine) and isinstance(loop, EngineLoop)):
         raise RequestError("adapters of several engines are loaded at the start alone", param="lora_name")
     return engine, loop
-
-
-def warm_up(llm: LLM) -> None:
-    """Does work that requests would wait for: compiles, and reads weights that are not yet in memory.
-
-    The embedding is read row by row, a token's at a time: one that has not been seen would wait for a disk
-    in the middle of every stream, and memory would grow for as long as new tokens come up.
-    """
-    model: Any = llm.model
-    fetch_pages(model.embedding.weight.stored)
-    if llm.config.head.kind != "language_model":
-        llm.embed("a")
-        return
-    first = llm.tokenizer.bos_id or 0
-    for temperature in (0.0, 1.0):
-        llm.generate([first], max_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)
 
 
 def models_in(directory: Path) -> Iterator[tuple[str, Path]]:
@@ -599,43 +580,6 @@ def _load_error(entry: ModelEntry, error: Exception) -> KukriError:
     text = str(error) if isinstance(error, KukriError) else "see the server's log"
     text = text.replace(str(entry.spec.options.model), "its file")
     return KukriError(f"the model {entry.name!r} cannot be loaded: {text}")
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_MMAP_BYTES = 1 << 20
-_TRIES_TO_FREE = 20
-
-
-def _allocate_to_give_back() -> None:
-    """Has glibc map large arrays one by one.
-
-    Else, after the first that is freed, it puts larger and larger ones into heaps of each thread, whose ends
-    it keeps: after a few models these hold more memory than a model.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library
-            for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-                ctypes.CDLL(None).mallopt(option, _MMAP_BYTES)
-
-
-def _close(held: list[Service]) -> None:
-    """Closes the model, takes it out of the list, and frees its memory and the allocator's free lists.
-
-    The list is for a thread to hold, which keeps its arguments until it has returned: the model with them.
-    Another thread may hold the model for a moment more, or collect garbage, so that this one cannot.
-    """
-    llm = held.pop().llm
-    left = weakref.ref(llm.engine)
-    llm.close()
-    del llm
-    for _ in range(_TRIES_TO_FREE):
-        gc.collect()
-        if left() is None:
-            break
-        time.sleep(0.05)
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _mib(n_bytes: int) -> str:

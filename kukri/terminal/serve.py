@@ -55,7 +55,7 @@ def _serve_one(model: ServedModel, settings: ServerSettings, bound: socket.socke
     """Loads a model, with a bar that shows the progress, and serves it."""
     from kukri.llm import LLM
     from kukri.server.app import create_app
-    from kukri.server.registry import warm_up
+    from kukri.server.warm_up import warm_up
 
     settings = replace(settings, model_names=model.names)
     with loading_bar() as progress:
