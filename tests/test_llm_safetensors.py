@@ -190,6 +190,13 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
+    "qwen3_5_text-grouped": (
+        tr.Qwen3_5TextConfig,
+        {
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32},
+            **{"linear_value_head_dim": 32, "head_dim": 32, "tie_word_embeddings": True},
+        },
+    ),
     "lfm2-adjusted": (
         tr.Lfm2Config,
         {

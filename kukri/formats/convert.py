@@ -42,6 +42,7 @@ from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import Experts
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES
+from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order
 from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, dequantize
 from kukri.quant.mixes import MIXES, file_type
@@ -180,9 +181,16 @@ def _of_safetensors(
         half_split = rope_row_order(name, shape[0], config)
         order = order if half_split is None else np.argsort(half_split)
 
+    columns: Any = slice(None)
+    if architecture.recurrent is not None and architecture.recurrent.tiles:
+        assert config.recurrent is not None, "the configuration's readers see to that"
+        order, columns = tiled_heads(name, config.recurrent)  # no row of these has another order beside
+
     def read() -> ByteArray:
         of_part = slice(part * n_rows, (part + 1) * n_rows)
         rows: ByteArray = file.data(tensor).reshape(n_parts * n_rows, -1)[of_part][order]
+        if isinstance(columns, np.ndarray):
+            rows = np.take(rows.view(f"u{type.block_bytes}"), columns, axis=1).view(np.uint8)
         return rows if len(tensor.shape) > 1 else rows.reshape(1, -1)
 
     def read_norm() -> ByteArray:

@@ -191,11 +191,6 @@ def write_recurrent(
     """The keys of recurrent layers."""
     assert architecture.recurrent is not None, "the model has such layers"
     named = architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf
-    if architecture.recurrent.tiles and recurrent.n_heads != recurrent.n_groups:
-        raise UnsupportedError(
-            f"kukri does not convert {architecture.name} with {recurrent.n_heads} heads for values and "
-            f"{recurrent.n_groups} for keys: their order in GGUF is another; the file runs as it is"
-        )
     d_inner = recurrent.n_heads * recurrent.d_head
     values = {**vars(recurrent), "d_inner": d_inner, "expansion": d_inner // d_model}
     if "expansion" in named and d_inner % d_model:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kukri.config import RecurrentConfig
 from kukri.kernels.types import ConvSpec, StateLayer, Vector
 from kukri.models.layers import Parameter, matrix_parameter, vector_parameter
 from kukri.quant.blocks import dequantize
@@ -32,6 +33,24 @@ class Convolution:
             self.parameters.append(vector_parameter(bias))
         self.spec = ConvSpec(layer, n_taps, Vector(taps, f"{name}.weight"), bias, is_activated)
         self.states = (("conv", (n_taps - 1, n)),)
+
+
+def tiled_heads(name: str, recurrent: RecurrentConfig) -> tuple[Any, Any]:
+    """The rows and columns of a delta rule's tensor in the order that GGUF files have its value heads in.
+
+    There the heads that read one key head lie n_groups apart. An index for each, of all where no head is cut.
+    """
+    everything, own = slice(None), recurrent
+    if own.n_heads == own.n_groups or "linear_attn." not in name or ".norm." in name:
+        return everything, everything
+    heads = np.arange(own.n_heads).reshape(own.n_groups, -1).T.reshape(-1)
+    values = (heads[:, None] * own.d_head + np.arange(own.d_head)).reshape(-1)
+    if ".out_proj." in name:
+        return everything, values
+    if ".in_proj_qkv." in name or ".conv1d." in name:
+        n_keys = 2 * own.n_groups * own.d_state
+        return np.concatenate([np.arange(n_keys), n_keys + values]), everything
+    return values if ".in_proj_z." in name else heads, everything
 
 
 def state_layer(*parts: tuple[tuple[str, tuple[int, ...]], ...]) -> StateLayer:

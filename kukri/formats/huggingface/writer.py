@@ -27,6 +27,7 @@ from kukri.kernels.cpu.quantize import requantize
 from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES, Architecture
+from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import WeightSource, expert_name
 from kukri.quant.types import QUANT_TYPES, QuantType
@@ -149,14 +150,22 @@ def write_directory(
 
     in_pairs = ARCHITECTURES[config.architecture].hf_interleaved_rope
 
-    def stored_order(name: str, n_rows: int) -> Any:
-        order = rope_row_order(name, n_rows, config) if in_pairs else None
-        return slice(None) if order is None else np.argsort(order)
+    def stored_order(name: str, n_rows: int) -> tuple[Any, Any]:
+        """The rows and the columns as transformers has them."""
+        if (order := rope_row_order(name, n_rows, config) if in_pairs else None) is not None:
+            return np.argsort(order), slice(None)
+        orders = (slice(None), slice(None))
+        if config.recurrent is not None and config.recurrent.are_tiled:
+            orders = tiled_heads(name, config.recurrent)
+        rows, columns = (np.argsort(o) if isinstance(o, np.ndarray) else o for o in orders)
+        return rows, columns
 
     def made(weight: Weight) -> ByteArray:
         on_tensor(weight.name)
-        rows = weight.data[stored_order(weight.name, weight.shape[0])]
-        rows = requantize(rows, weight.type, target, tensor=weight.name)
+        order, columns = stored_order(weight.name, weight.shape[0])
+        rows = requantize(weight.data[order], weight.type, target, tensor=weight.name)
+        if isinstance(columns, np.ndarray):
+            rows = np.take(rows.view(f"u{target.block_bytes}"), columns, axis=1).view(np.uint8)
         release_pages(weight.stored)
         return rows
 
@@ -179,7 +188,7 @@ def write_directory(
         def make() -> ByteArray:
             values = weights.vector(name, weights.vectors[name]) - norm_offset(name, config)
             values = np.log(-values) if is_decay(name) else values
-            return np.ascontiguousarray(values[stored_order(name, len(values))]).view(np.uint8)
+            return np.ascontiguousarray(values[stored_order(name, len(values))[0]]).view(np.uint8)
 
         return make
 
