@@ -35,6 +35,7 @@ from triton.compiler import ASTSource
 from kukri.kernels.gpu import (
     attention_kernels,
     expert_kernels,
+    layer_kernel,
     linear_kernels,
     recurrent_kernels,
     rope_kernels,
@@ -83,6 +84,7 @@ class Case:
     n_stages: int = 3
     weights: int = 0  # that one program handles in an iteration of the innermost loop; 0: not counted
     type_name: str = ""
+    max_registers: int | None = None
 
 
 @dataclass
@@ -222,7 +224,13 @@ def attention_cases() -> list[Case]:
                     arguments = common | paged(kv) | {"out": "*fp32"} | own
                     constants_of = constants | sizes
                     case = Case(
-                        f"{phase} {label}", kernel, arguments, constants_of, tile.n_warps, tile.n_stages
+                        f"{phase} {label}",
+                        kernel,
+                        arguments,
+                        constants_of,
+                        tile.n_warps,
+                        tile.n_stages,
+                        max_registers=attention_kernels.MAX_REGISTERS,
                     )
                     cases.append(case)
         parts = dict.fromkeys(("part_acc", "part_top", "out", "sinks"), "*fp32")
@@ -314,9 +322,43 @@ def recurrent_cases() -> list[Case]:
     return cases
 
 
+def layer_cases() -> list[Case]:
+    """The prototype of a persistent kernel, at SmolLM2-135M's sizes, for one token and for 8."""
+    floats = ("x", "norm", "mlp_norm", "xd", "xm", "qkv", "attended", "between", "gate_up", "y", "cos", "sin")
+    arguments = dict.fromkeys(floats, "*fp32") | {"eps": "fp32", "scale": "fp32"} | paged("f16")
+    planes = [
+        f"{matrix}_{plane}" for matrix in ("qkv", "o", "up", "down") for plane in ("quants", "high", "scales")
+    ]
+    pointers = (
+        *planes,
+        "xq",
+        "xs",
+        "positions",
+        "slots",
+        "query_start",
+        "context_len",
+        "page_table",
+        "arrived",
+    )
+    arguments |= dict.fromkeys(pointers, "*i32")
+    strides = ("page_stride", "head_stride", "scale_page_stride", "scale_head_stride", "table_stride")
+    arguments |= dict.fromkeys((*strides, "window", "n_tokens", "d_model", "d_ffn", "n_kv_heads"), "i32")
+    keys, cases = tiles.attention_tile(3, 64, is_prefill=False), []
+    for name, m in (("Q4_0", 1), ("Q4_0", 8), ("Q8_0", 1)):
+        tile = tiles.fused_tile(m)
+        constants = {"TYPE": name, "GROUP": 3, "K": 64, "KW": 64, "BM": keys.rows, "TILE": keys.tokens}
+        constants |= {"ROTARY": 64, "KV": "f16", "M": m, "BN": tile.rows, "ASM": True}
+        constants |= {"W": tiles.fused_columns(576, m, True), "W_PART": tiles.fused_columns(1536, m, False)}
+        label, most = f"layer {name} M={m}", layer_kernel.MAX_REGISTERS
+        case = Case(label, layer_kernel.layer, arguments, constants, tile.n_warps, max_registers=most)
+        cases.append(case)
+    return cases
+
+
 def all_cases() -> list[Case]:
-    """Every kernel that the GPU backend launches."""
-    return linear_cases() + attention_cases() + row_cases() + mixture_cases() + recurrent_cases()
+    """Every kernel that the GPU backend launches, and the prototype."""
+    launched = linear_cases() + attention_cases() + row_cases() + mixture_cases() + recurrent_cases()
+    return launched + layer_cases()
 
 
 def compile_case(case: Case, target: GPUTarget) -> Any:
@@ -338,9 +380,10 @@ def compile_case(case: Case, target: GPUTarget) -> Any:
     ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(
-        source, target=target, options={"num_warps": case.n_warps, "num_stages": case.n_stages}
-    )
+    options = {"num_warps": case.n_warps, "num_stages": case.n_stages}
+    if case.max_registers is not None and target.backend == "cuda":
+        options["maxnreg"] = case.max_registers
+    return triton.compile(source, target=target, options=options)
 
 
 def measure(case_index: int, target_name: str) -> Row | str:

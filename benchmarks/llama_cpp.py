@@ -32,7 +32,7 @@ def import_llama_cpp() -> Any:
 
 
 class LlamaCpp:
-    """A model loaded by llama.cpp on the CPU: `n_streams` requests at a time of `context_tokens`."""
+    """A model loaded by llama.cpp: `n_streams` requests at a time of `context_tokens`."""
 
     name = "llama-cpp-python"
 
@@ -45,13 +45,15 @@ class LlamaCpp:
         plain_weights: bool = False,
         n_streams: int = 1,
         kv_type: str = "f16",
+        on_gpu: bool = False,
     ) -> None:
         """`all_logits` reserves the memory that `logits` needs.
 
         `plain_weights` leaves them as the file has them: slower, but llama.cpp's kernels for AMX end the
         process on virtual machines that announce AMX and do not have it.
 
-        Raises UnsupportedError without llama-cpp-python, FormatError if it cannot load the file.
+        It runs on the CPU, or with `on_gpu` all layers on the GPU. Raises UnsupportedError without
+        llama-cpp-python, or one that was built for a GPU, FormatError if it cannot load the file.
         """
         self._api = api = import_llama_cpp()
         # llama.cpp writes its log to stderr from the start; kept here, or ctypes would free the callback
@@ -59,7 +61,9 @@ class LlamaCpp:
         api.llama_log_set(self._silence, ctypes.c_void_p(0))
         api.llama_backend_init()
         model_params = api.llama_model_default_params()
-        model_params.n_gpu_layers = 0
+        if on_gpu and not api.llama_supports_gpu_offload():
+            raise UnsupportedError("llama-cpp-python was not built for a GPU")
+        model_params.n_gpu_layers = -1 if on_gpu else 0
         if plain_weights:
             model_params.use_extra_bufts = False
         load = getattr(api, "llama_model_load_from_file", None) or api.llama_load_model_from_file

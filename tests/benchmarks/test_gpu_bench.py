@@ -30,6 +30,63 @@ def test_a_model_is_measured(tmp_path: Path) -> None:
     assert 1.0 < bytes_per_token / n_weights < 1.1  # Q8_0 takes 1.06 bytes a weight
 
 
+class FakeVllm:
+    """A vllm module whose clock is the number of tokens that it computes."""
+
+    def __init__(self) -> None:
+        self.now, self.steps = 0.0, []
+
+    def LLM(self, **options):
+        self.options = options
+        return self
+
+    def SamplingParams(self, **params):
+        return params
+
+    def generate(self, prompts, params, use_tqdm):
+        n_prompt = len(prompts[0]["prompt_token_ids"])
+        self.steps.append((len(prompts), n_prompt, params["max_tokens"]))
+        self.now += len(prompts) * (n_prompt * 0.001 + (params["max_tokens"] - 1) * 0.01)
+
+
+def test_vllm_is_measured_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts counted as decoding, a stream's rate for that of all, an engine that is missing and ends it."""
+    fake, said = FakeVllm(), []
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr("benchmarks.vllm.perf_counter", lambda: fake.now)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    (speed,) = gpu.peers(Path("m.gguf"), "org/model", 4, 1, said.append)
+    assert (speed.engine, speed.model, speed.n_streams) == ("vLLM", "org/model", 4)
+    assert speed.prefill_tokens_per_s == pytest.approx(1000)
+    assert speed.decode_tokens_per_s == pytest.approx(100)
+    assert fake.options["model"] == "org/model"
+    assert said == ["left out: llama-cpp-python is not installed: run `pip install 'kukri[bench]'`"]
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert gpu.peers(Path("m.gguf"), "org/model", 4, 1, said.append) == []
+    assert said[-1] == "left out: vLLM is not installed: run `pip install vllm`"
+
+
+def test_llama_cpp_is_measured_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for the CPU alone that is compared with a GPU; other options than were wanted."""
+    made = {}
+
+    class Fake:
+        name = "llama-cpp-python"
+        prefill_s = staticmethod(lambda n_tokens: 0.5)
+        batch_decode_s = staticmethod(lambda n_streams, n_prompt, n_tokens: 2.0)
+        close = staticmethod(lambda: None)
+
+        def __init__(self, path, n_threads, context_tokens, **options) -> None:
+            made.update(options, path=path)
+
+    monkeypatch.setattr(gpu, "LlamaCpp", Fake)
+    (speed,) = gpu.peers(Path("m.gguf"), None, 3, 2, print)
+    assert (speed.engine, speed.model) == ("llama-cpp-python", "m")
+    assert speed.prefill_tokens_per_s == gpu.N_PREFILL / 0.5
+    assert speed.decode_tokens_per_s == (gpu.N_DECODE - 1) * 3 / 2.0
+    assert made == {"path": Path("m.gguf"), "n_streams": 3, "on_gpu": True}
+
+
 def test_ceilings_are_measured() -> None:
     assert 1e-5 < gpu.dense_tflops("cpu") < 100
     assert 1e-3 < devices.read_gb_per_s(devices.find_device("cpu"), 1 << 22, 2) < 1e4

@@ -20,6 +20,8 @@ from kukri.kernels.gpu.bits import e4m3_values, tree_sum
 from kukri.kernels.gpu.rope_kernels import PAGE, rotated, store_head
 
 CHUNK = tl.constexpr(256)
+# Before Triton 3.9 the assembler spills some bytes to fit more programs, unless it is told to use all.
+MAX_REGISTERS = 255 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else None
 _NO_SCORE = tl.constexpr(-1e30)  # finite, so that differences stay defined
 _LOG2E = tl.constexpr(1.4426950408889634)
 

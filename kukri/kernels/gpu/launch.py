@@ -20,7 +20,7 @@ from kukri.kernels.types import AttentionSpec
 
 CHUNK = attention_kernels.CHUNK.value  # tokens of a part of a split decode
 NO_WINDOW = 1 << 30
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,7 +351,7 @@ def product_constants(
     """The constants that all products have."""
     return {
         "TYPE": matrix.type_name,
-        "ASM": _has_ptx(y),
+        "ASM": has_ptx(y),
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
     }
@@ -452,7 +452,7 @@ def rope_and_store(
         spec.n_heads,
         spec.n_kv_heads,
         K=spec.d_head,
-        KW=_head_width(spec),
+        KW=head_width(spec),
         ROTARY=2 * cos.shape[1] if table else 0,
         KV=cache.kind,
         num_warps=1,
@@ -500,7 +500,7 @@ def attention(
         context_len,
         page_table,
         work,
-        spec.scale * _LOG2E,
+        spec.scale * LOG2E,
         spec.softcap or 0.0,
         spec.window or NO_WINDOW,
         *cache.strides,
@@ -559,7 +559,7 @@ def decode(
         query_start,
         context_len,
         page_table,
-        spec.scale * _LOG2E,
+        spec.scale * LOG2E,
         spec.softcap or 0.0,
         window,
         q.stride(0),
@@ -586,7 +586,7 @@ def decode(
             spec.n_heads,
             n_chunks,
             K=width,
-            KW=_head_width(spec),
+            KW=head_width(spec),
             HB=tiles.MERGE_HEADS,
             HAS_SINKS=sinks is not None,
             num_warps=4,
@@ -598,17 +598,23 @@ def _attention_constants(spec: AttentionSpec, cache: PagedTensors, tile: tiles.T
     return {
         "GROUP": spec.group,
         "K": spec.d_head,
-        "KW": _head_width(spec),
+        "KW": head_width(spec),
         "BM": tile.rows,
         "TILE": tile.tokens,
         "KV": cache.kind,
         "SOFTCAP": bool(spec.softcap),
         "num_warps": tile.n_warps,
         "num_stages": tile.n_stages,
+        **register_options(cache.keys, attention_kernels.MAX_REGISTERS),
     }
 
 
-def _head_width(spec: AttentionSpec) -> int:
+def register_options(x: torch.Tensor, most: int | None) -> dict[str, int]:
+    """The option that lets a thread have `most` registers, on NVIDIA's devices."""
+    return {"maxnreg": most} if most is not None and has_ptx(x) else {}
+
+
+def head_width(spec: AttentionSpec) -> int:
     """The power of two that holds a head, and is wide enough for a matrix product."""
     return max(16, 1 << (spec.d_head - 1).bit_length())
 
@@ -622,5 +628,6 @@ def _empty_q8(x: torch.Tensor, width: int) -> tuple[Q8Rows, int]:
     return Q8Rows(quants, scales, scaled, torch.empty(blocks, dtype=torch.int32, device=x.device)), n_columns
 
 
-def _has_ptx(x: torch.Tensor) -> bool:
+def has_ptx(x: torch.Tensor) -> bool:
+    """True on a device that runs inline PTX."""
     return x.device.type == "cuda" and torch.version.hip is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -170,6 +171,21 @@ def test_packing_keeps_the_size():
         planes = pack(Weight(random_rows(np.random.default_rng(1), name, (8, 512)), type, (8, 512)))
         table = 16 if name.startswith(("IQ4", "MXFP4")) else 0
         assert planes.n_bytes <= 8 * type.row_bytes(512) * (1.01 if name == "Q6_K" else 1) + table
+
+
+def test_the_host_holds_one_matrix_at_a_time():
+    """Memory of a whole model, or of all matrices of a launch, while it is copied to a device."""
+    type, shape = QUANT_TYPES["Q8_0"], (512, 1024)
+    weights = [Weight(np.zeros((512, type.row_bytes(1024)), np.uint8), type, shape) for _ in range(8)]
+    n_bytes = pack(weights[0]).n_bytes
+    tracemalloc.start()
+    try:
+        matrix = launch.to_device(map(pack, weights), 8 * 512, "meta")  # a device without memory
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert matrix.quants.shape == (4096, 16, 16)
+    assert peak < 5 * n_bytes  # one that is copied, the next and its pieces
 
 
 def test_other_types_are_refused():
