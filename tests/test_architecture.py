@@ -154,6 +154,19 @@ def test_no_modules_import_each_other():
     assert in_circles(graph) == set()
 
 
+def test_nothing_computes_by_the_reference():
+    """Catches a request that is served by the definition of correct, which is slow and never measured."""
+    oracle = {"kukri.kernels.reference", "kukri.kernels.reference_sampling"}
+    # the backend of that name is asked for, and `kukri doctor` compares with it
+    may = {"kernels/__init__.py", "kernels/reference.py", "bench/device_checks.py"}
+    using = set()
+    for file in module_files():
+        imported = imported_names(file.read_text(encoding="utf-8"), "kukri")
+        if imported_modules(imported, oracle):
+            using.add(file.relative_to(PACKAGE).as_posix())
+    assert using == may
+
+
 def test_the_design_names_files_that_exist():
     """Catches a page about the architecture that a rename has made false."""
     text = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")

@@ -246,7 +246,7 @@ def _check_sampling(backend: Backend, reference: Backend) -> Check:
         limits = StepLimits(n_rows, 1, n_rows, n_pages)
         run = one.compile(program, one.new_cache([KVLayer(1, 32)], n_pages), limits)
         logits = run(BatchBuilder(run.inputs, _PAGE).build([Chunk(sequence, 0, n_rows, n_rows)]))
-        samplers = [RequestSampler(params, [1, 2, 3, 2], n_vocab) for params in _SAMPLERS]
+        samplers = [RequestSampler(params, [1, 2, 3, 2], n_vocab, one.sampling) for params in _SAMPLERS]
         chosen.append(sample_rows(samplers, logits, one.sampling))
     n_different = sum(a != b for a, b in zip(*chosen, strict=True))
     return Check("sampling, tokens", n_different == 0, float(n_different))

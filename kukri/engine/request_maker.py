@@ -93,7 +93,7 @@ class RequestMaker(ABC):
                     next(self._ids),
                     prompt,
                     own,
-                    RequestSampler(own, prompt, self._model_config.n_vocab, eos_ids, self._sampling),
+                    RequestSampler(own, prompt, self._model_config.n_vocab, self._sampling, eos_ids),
                     stop_ids,
                     self.max_context,
                     self._max_pages,

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from kukri.errors import KukriError, RequestError, ShapeError
 from kukri.kernels.host_step import HostLogits
-from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.sampling_record import (
     CHOSEN,
     MIROSTAT_1,
@@ -35,7 +34,6 @@ from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
 
-REFERENCE_SAMPLING = ReferenceSampling()
 _GIVEN = np.zeros(1, RECORD)  # a token whose log-probability is wanted
 _GIVEN["is_given"] = 1
 _MIN_TEMPERATURE = 1e-6  # a temperature below acts as this
@@ -66,8 +64,8 @@ class RequestSampler:
         params: SamplingParams,
         prompt_ids: npt.ArrayLike,
         n_vocab: int,
+        sampling: SamplingBackend,
         forbidden_until_min: Iterable[int] = (),
-        sampling: SamplingBackend = REFERENCE_SAMPLING,
     ) -> None:
         """`forbidden_until_min`: end-of-text ids, kept back with the stop ids until `min_tokens`.
 

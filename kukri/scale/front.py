@@ -32,7 +32,8 @@ from kukri.engine.loop import Deliver
 from kukri.engine.pages import page_keys
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import CapacityError, KukriError, RequestError
-from kukri.kernels.reference_sampling import ReferenceSampling
+from kukri.kernels.sampling_record import SamplingRecords
+from kukri.kernels.types import Logits
 from kukri.loading import ModelOptions, ReadModel, read_model
 from kukri.sampling import SamplingParams
 from kukri.scale import wire
@@ -50,13 +51,21 @@ _MAX_RUNS = 20  # of a request
 _SPARE = 1.25  # requests sent to a replica for each that it runs, so that the next are at hand
 
 
+class _ElsewhereSampling:
+    """Sampling of requests whose tokens replicas choose."""
+
+    def choose(self, records: SamplingRecords, logits: Logits) -> None:
+        """See SamplingBackend.choose."""
+        raise AssertionError("replicas choose tokens")
+
+
 class RemoteRequestMaker(RequestMaker):
     """Makes requests by the limits of replicas, which make their own drafts."""
 
     def __init__(self, model: ReadModel, facts: ReplicaFacts, adapters: tuple[str, ...] = ()) -> None:
         super().__init__(
             model.model.config,
-            ReferenceSampling(),
+            _ElsewhereSampling(),
             max_context=facts.max_context,
             n_pages=facts.n_pages,
             page_tokens=facts.page_tokens,

@@ -85,8 +85,8 @@ def test_batch_mates_do_not_matter(sampling: Any, asked: list[dict[str, Any]], s
     params = [SamplingParams(**fields) for fields in asked]
     prompt = [1, 2, 3, 4, 1, 2]
     logits = steps_of(seed, len(params), 6)
-    together = [RequestSampler(p, prompt, N_VOCAB, [0], sampling) for p in params]
-    alone = [RequestSampler(p, prompt, N_VOCAB, [0], REFERENCE) for p in params]
+    together = [RequestSampler(p, prompt, N_VOCAB, sampling, [0]) for p in params]
+    alone = [RequestSampler(p, prompt, N_VOCAB, REFERENCE, [0]) for p in params]
     for step in logits:
         for i, result in enumerate(sample_rows(together, HostLogits(step), sampling)):
             if isinstance(result, KukriError):
@@ -111,11 +111,11 @@ def test_a_row_that_fails_fails_alone(sampling: Any, fault: str) -> None:
         logits[2, 700 if fault != "nothing" else slice(None)] = {"nan": np.nan, "inf": np.inf}.get(
             fault, -np.inf
         )
-    samplers = [RequestSampler(p, [1], N_VOCAB, sampling=sampling) for p in params]
+    samplers = [RequestSampler(p, [1], N_VOCAB, sampling) for p in params]
     results = sample_rows(samplers, HostLogits(logits), sampling)
     assert isinstance(results[2], SamplingError)
     for i in (0, 1, 3, 4):
-        assert results[i] == RequestSampler(params[i], [1], N_VOCAB)(before[i])
+        assert results[i] == RequestSampler(params[i], [1], N_VOCAB, REFERENCE)(before[i])
 
 
 def test_given_tokens_are_scored(sampling: Any) -> None:
@@ -138,7 +138,7 @@ def test_given_tokens_are_scored(sampling: Any) -> None:
 
 def test_rows_must_be_those_of_the_requests(sampling: Any) -> None:
     """Would catch memory read beyond the logits."""
-    samplers = [RequestSampler(SamplingParams(), [1], N_VOCAB) for _ in range(3)]
+    samplers = [RequestSampler(SamplingParams(), [1], N_VOCAB, REFERENCE) for _ in range(3)]
     for shape in ((2, N_VOCAB), (3, N_VOCAB - 1)):
         with pytest.raises(ShapeError):
             sample_rows(samplers, HostLogits(np.zeros(shape, np.float32)), sampling)

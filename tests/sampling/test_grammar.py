@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kukri.errors import RequestError, UnsupportedError
+from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.sampling import Grammar, RequestSampler, SamplingError, SamplingParams, resolve_texts
 from kukri.sampling.grammar import CompiledGrammar, compiled
 from kukri.tokenizer import Tokenizer
@@ -115,7 +116,9 @@ def test_a_sampler_chooses_what_the_grammar_allows(tokenizer, temperature):
         temperature=temperature, top_k=5, repetition_penalty=1.2, logit_bias={0: 50.0}, seed=3,
         grammar=Grammar.regex("[0-9]{6}"),
     )  # fmt: skip
-    sampler = RequestSampler(resolve_texts(params, tokenizer), [1], tokenizer.n_vocab, tokenizer.eos_ids)
+    sampler = RequestSampler(
+        resolve_texts(params, tokenizer), [1], tokenizer.n_vocab, ReferenceSampling(), tokenizer.eos_ids
+    )
     rng, ids = np.random.default_rng(1), []
     while not ids or ids[-1] not in tokenizer.eos_ids:
         ids.append(sampler(rng.normal(0, 4, tokenizer.n_vocab).astype(np.float32)).id)
@@ -180,7 +183,7 @@ def test_wrong_sources_are_refused_before_they_are_compiled():
     with pytest.raises(RequestError, match="Grammar"):
         SamplingParams(grammar="start: x")
     with pytest.raises(RequestError, match="compiled"):
-        RequestSampler(SamplingParams(grammar=Grammar.json()), [1], 10)
+        RequestSampler(SamplingParams(grammar=Grammar.json()), [1], 10, ReferenceSampling())
 
 
 def test_a_missing_package_is_one_line(tokenizer, monkeypatch):
@@ -193,7 +196,7 @@ def test_a_missing_package_is_one_line(tokenizer, monkeypatch):
 def test_a_grammar_that_gives_up_fails_its_request(tokenizer):
     """Would catch a token outside of the grammar that goes unnoticed."""
     params = resolve_texts(SamplingParams(grammar=Grammar.choice(["ab"])), tokenizer)
-    sampler = RequestSampler(params, [1], tokenizer.n_vocab)
+    sampler = RequestSampler(params, [1], tokenizer.n_vocab, ReferenceSampling())
     sampler._matcher.take(tokenizer.encode("z")[0])
     with pytest.raises(SamplingError, match="the grammar failed"):
         sampler(np.zeros(tokenizer.n_vocab, np.float32))

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import KukriError, RequestError, ShapeError
-from kukri.kernels.reference_sampling import Candidates, Record, draw, edit_row, run_stages
+from kukri.kernels.reference_sampling import Candidates, Record, ReferenceSampling, draw, edit_row, run_stages
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
 
 
 def sampler(n_vocab: int, prompt: Any = (), **params: Any) -> RequestSampler:
-    return RequestSampler(SamplingParams(**params), prompt, n_vocab)
+    return RequestSampler(SamplingParams(**params), prompt, n_vocab, ReferenceSampling())
 
 
 def record_of(sampler: RequestSampler) -> Record:
@@ -155,7 +155,7 @@ def test_min_tokens_keeps_end_and_stop_ids_back() -> None:
     """Would catch an answer that ends before min_tokens, by the end-of-text id or a stop id."""
     row = np.array([1.0, 9.0, 8.0, 2.0], np.float32)
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[2])
-    chosen = RequestSampler(params, [], 4, forbidden_until_min=[1])
+    chosen = RequestSampler(params, [], 4, ReferenceSampling(), forbidden_until_min=[1])
     assert [chosen(row).id for _ in range(3)] == [3, 3, 1]
     assert chosen(row, allow_end=False).id == 3
 

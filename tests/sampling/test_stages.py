@@ -12,7 +12,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from kukri.kernels import sampling_record
-from kukri.kernels.reference_sampling import Candidates, Record, edit_row, run_stages
+from kukri.kernels.reference_sampling import Candidates, Record, ReferenceSampling, edit_row, run_stages
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
 
@@ -21,7 +21,7 @@ N = 300
 
 def candidates_of(row: np.ndarray, prompt: Any = (), generated: Any = (), **params: Any) -> Candidates:
     """What is left of a row before the draw."""
-    sampler = RequestSampler(SamplingParams(**params), prompt, len(row))
+    sampler = RequestSampler(SamplingParams(**params), prompt, len(row), ReferenceSampling())
     for token_id in generated:
         choose = np.zeros(len(row), np.float32)
         choose[token_id] = 1000
@@ -195,7 +195,7 @@ def test_mirostat_comes_near_its_surprise() -> None:
         surprises = []
         for tau in (2.0, 6.0):
             params = SamplingParams(mirostat=version, mirostat_tau=tau, seed=1, max_tokens=None)
-            sampler = RequestSampler(params, [], len(row))
+            sampler = RequestSampler(params, [], len(row), ReferenceSampling())
             surprises.append(np.mean([-logprobs[sampler(row).id] / math.log(2) for _ in range(400)][100:]))
         assert surprises[0] + 1 < surprises[1]
 
@@ -204,7 +204,7 @@ def test_xtc_happens_as_often_as_asked() -> None:
     """Would catch a probability that is ignored, or a draw that shares its random number with it."""
     row = np.log(np.array([0.5, 0.3, 0.15, 0.05])).astype(np.float32)
     params = SamplingParams(xtc_probability=0.4, xtc_threshold=0.2, seed=2, max_tokens=None)
-    sampler = RequestSampler(params, [], 4)
+    sampler = RequestSampler(params, [], 4, ReferenceSampling())
     counts = np.bincount([sampler(row).id for _ in range(6000)], minlength=4)
     # with XTC 0 is out: 0.6, 0.3, 0.1 of the rest
     want = 6000 * (0.6 * np.array([0.5, 0.3, 0.15, 0.05]) + 0.4 * np.array([0, 0.6, 0.3, 0.1]))
@@ -282,7 +282,7 @@ def test_logits_processors_see_the_tokens_and_edit_the_row() -> None:
 
     row = np.array([1.0, 3.0, 2.0], np.float32)
     params = SamplingParams(temperature=0, logits_processors=[forbid_last, double], logprobs=1)
-    sampler = RequestSampler(params, [1], 3)
+    sampler = RequestSampler(params, [1], 3, ReferenceSampling())
     tokens = [sampler(row) for _ in range(3)]
     assert [token.id for token in tokens] == [2, 1, 2]
     assert seen == [[1], [1, 2], [1, 2, 1]]
@@ -307,7 +307,7 @@ def test_a_failing_processor_is_named(returned: Any, message: str) -> None:
     def fault(token_ids: Any, row: Any) -> Any:
         return returned(token_ids, row)
 
-    sampler = RequestSampler(SamplingParams(logits_processors=[fault]), [1], 5)
+    sampler = RequestSampler(SamplingParams(logits_processors=[fault]), [1], 5, ReferenceSampling())
     with pytest.raises(SamplingError, match=message):
         sampler(np.zeros(5, np.float32))
 
