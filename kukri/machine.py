@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from kukri import system
 
 # LLVM's names of the CPU features that kernels care about
 _FEATURES = (
@@ -35,11 +36,6 @@ def cpu_features() -> tuple[str, ...]:
 
     host = get_host_cpu_features()
     return tuple(name for name in _FEATURES if host.get(name))
-
-
-def memory_bytes() -> int:
-    """Physical memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -93,7 +89,7 @@ def _machine_bytes_left(root: Path) -> int:
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
-    return memory_bytes() // 2  # no such file on macOS
+    return system.memory_bytes() // 2  # no such file on macOS
 
 
 def _group_bytes_left(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
@@ -116,13 +112,10 @@ def peak_rss_bytes() -> int:
     """The most memory that this process has held so far, mapped files included."""
     try:
         status = Path("/proc/self/status").read_text()
-        # getrusage would also count what the parent held when it started this process
+        # the system's call would also count what the parent held when it started this process
         return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
     except (OSError, IndexError, ValueError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return system.peak_rss_bytes()
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:

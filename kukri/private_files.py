@@ -13,6 +13,7 @@ from tempfile import mkstemp
 from typing import BinaryIO
 
 from kukri.errors import ConfigError
+from kukri.system import open_carefully, sync_directory, user_id
 
 
 def make_private(directory: Path) -> None:
@@ -39,7 +40,7 @@ def open_private(path: Path) -> BinaryIO:
 
     Raises ConfigError if it is no regular file, another user owns it or may write to it; OSError.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = open_carefully(path)
     try:
         found = os.fstat(descriptor)  # of what is open: the path may name another file by now
         if not stat.S_ISREG(found.st_mode):
@@ -52,7 +53,10 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def _check(found: os.stat_result, path: Path) -> None:
-    if found.st_uid not in (os.geteuid(), 0):
+    user = user_id()
+    if user is None:
+        return
+    if found.st_uid not in (user, 0):
         raise ConfigError(
             f"{path} belongs to another user (uid {found.st_uid}), who could put anything there: use a "
             "directory of your own"
@@ -77,12 +81,3 @@ def write_private(path: Path, data: bytes) -> None:
         os.unlink(temporary)
         raise
     sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes renames in a directory survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

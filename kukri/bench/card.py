@@ -23,8 +23,9 @@ from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool
-from kukri.machine import cpu_features, cpu_model, installed_versions, memory_bytes
+from kukri.machine import cpu_features, cpu_model, installed_versions
 from kukri.quant.types import fitting_type
+from kukri.system import memory_bytes
 
 _PACKAGES = ("kukri", "numpy", "numba", "llvmlite", "tokenizers")
 _BUFFER_BYTES = 512 << 20  # many times what caches hold

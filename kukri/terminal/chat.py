@@ -18,6 +18,7 @@ from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.llm import LLM
 from kukri.results import Result
 from kukri.sampling import SamplingParams, with_overrides
+from kukri.system import no_echo
 from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
@@ -352,16 +353,8 @@ def _no_echo() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    import termios
-
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
-    try:
+    with no_echo(sys.stdin.fileno()):
         yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def complete(text: str, state: int) -> str | None:

@@ -12,9 +12,10 @@ from typing import Any
 import kukri
 from kukri.formats import hub
 from kukri.kernels import choose_backend
-from kukri.kernels.cpu.features import allowed_cores, cpu_target, usable_cores
+from kukri.kernels.cpu.features import cpu_target, usable_cores
 from kukri.kernels.cpu.kernel_cache import cache_dir, cache_root
 from kukri.machine import cpu_features, cpu_model, cpu_quota, installed_versions
+from kukri.system import allowed_cores
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import signal
 import sys
 import threading
@@ -255,21 +254,27 @@ def _main() -> None:
     run: Callable[[Mapping[str, Any]], str] | None = None
     broken = ""
     source = _read(requests)
-    signal.setitimer(signal.ITIMER_PROF, _KILL_CPU_S)  # SIGPROF ends a process, in the middle of anything
+    _set_alarm(_KILL_CPU_S)
     try:
         run = _compiled((source or b"").decode("utf-8", "surrogatepass"))
     except TemplateSyntaxError as error:
         broken = f" at line {error.lineno}: {error.message}"
     except (TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
         broken = f": {_line(error)}"
-    signal.setitimer(signal.ITIMER_PROF, 0)
+    _set_alarm(0)
     while (request := _read(requests)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, _KILL_CPU_S)
+        _set_alarm(_KILL_CPU_S)
         kind, text = ("B", broken) if run is None else _answer(run, request)
         answer = kind.encode() + text.encode("utf-8", "surrogatepass")
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        _set_alarm(0)
         answers.write(len(answer).to_bytes(8, "little") + answer)
         answers.flush()
+
+
+def _set_alarm(cpu_s: float) -> None:
+    """Lets SIGPROF end the process after so much processor time, in the middle of anything; 0: not."""
+    if hasattr(signal, "setitimer"):  # elsewhere the waiting process ends this one, later
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def _compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
@@ -295,10 +300,12 @@ def _line(error: BaseException) -> str:
 
 def _limit_memory() -> None:
     try:
+        import resource
+
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    except (OSError, ValueError):  # a system without: processor time is limited all the same
+    except (ImportError, OSError, ValueError):  # a system without: processor time is limited all the same
         pass
 
 

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 
-from kukri.kernels.cpu.intrinsics import call_llvm, operation, pointer
+from kukri.kernels.cpu.intrinsics import call_llvm, operation, pointer, renamed
 
 _I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
 
 
-@operation(types.int64, types.int64, types.int64)
-def atomic_add(builder: Any, address: Any, value: Any) -> Any:
-    """Adds to an int64 that other threads use, and returns its former value."""
-    return builder.atomic_rmw("add", pointer(builder, address, _I64), value, "seq_cst")
+def _atomic_add(order: str) -> Callable[..., Any]:
+    def emit(builder: Any, address: Any, value: Any) -> Any:
+        return builder.atomic_rmw("add", pointer(builder, address, _I64), value, order)
+
+    return emit
+
+
+# They add to an int64 that other threads use, and return its former value. x86 has one instruction for all;
+# on ARM they differ.
+atomic_claim = operation(types.int64, types.int64, types.int64)(  # sees what was written before its store
+    renamed("atomic_claim", _atomic_add("acquire"))
+)
+atomic_finish = operation(types.int64, types.int64, types.int64)(  # that, and publishes every write before it
+    renamed("atomic_finish", _atomic_add("acq_rel"))
+)
+atomic_count = operation(types.int64, types.int64, types.int64)(  # nothing but the number
+    renamed("atomic_count", _atomic_add("monotonic"))
+)
 
 
 @operation(types.int64, types.int64)
@@ -35,10 +50,11 @@ def atomic_store(builder: Any, address: Any, value: Any) -> None:
 @operation(types.void)
 def spin_pause(builder: Any) -> None:
     """Tells the CPU that this is a waiting loop."""
-    if platform.machine().lower() in ("x86_64", "amd64"):
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
         call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType())
-    else:
-        call_llvm(builder, "llvm.aarch64.hint", ir.VoidType(), _I32(1))
+    elif machine in ("aarch64", "arm64"):  # `isb`: its `yield` does nothing on most
+        call_llvm(builder, "llvm.aarch64.isb", ir.VoidType(), _I32(15))
 
 
 @operation(types.void)

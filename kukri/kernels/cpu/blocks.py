@@ -8,6 +8,7 @@ layouts of the blocks are drawn in `kukri.quant.blocks`; in a tile, word j of a 
 
 from __future__ import annotations
 
+from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import device
 from kukri.kernels.cpu.simd import (
     add_to_pairs,
@@ -33,7 +34,6 @@ from kukri.kernels.cpu.simd import (
 )
 from kukri.kernels.cpu.tiles import (
     fetch_ahead,
-    has_signed_bias,
     panel_block_bytes,
     tile_add_min,
     tile_dot4_short,
@@ -51,7 +51,7 @@ from kukri.kernels.cpu.tiles import (
 )
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
-_HAS_SIGNED_BIAS = has_signed_bias()
+_HAS_SIGNED_BIAS = cpu_target().has_signed_bias
 
 # Fetching a few lines at a time, as they are used: all of a block of 256 at once would fill the CPU's queue
 _ahead_1, _ahead_3, _ahead_4, _ahead_5, _ahead_6, _ahead_7, _ahead_9 = (

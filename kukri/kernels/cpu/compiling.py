@@ -6,7 +6,6 @@ nor two programs that were started together.
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import os
 import subprocess
@@ -14,12 +13,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from kukri.kernels.cpu.features import usable_cores
+from kukri.kernels.cpu.features import cpu_target, usable_cores
 from kukri.kernels.cpu.kernel_cache import KernelCode, KernelSource, cache_dir, read_cached, store
 from kukri.private_files import make_private
+from kukri.system import locked
 
 # Modules that hold kernels, in the order in which they are searched for a name.
 _KERNEL_MODULES = (
@@ -105,28 +105,12 @@ def _claim(name: str, *, wait: bool) -> Iterator[bool]:
 
     The lock is the system's, so that it ends with the process.
     """
-    try:
-        make_private(cache_dir())
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(cache_dir() / f"{name}.lock", flags, 0o600)
-    except OSError:
-        yield True
-        return
-    try:
-        yield _lock(descriptor, wait=wait)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    """True if the lock was acquired, or the file system has none."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+    with ExitStack() as stack:
+        is_ours: bool | None = None
+        with suppress(OSError):
+            make_private(cache_dir())
+            is_ours = stack.enter_context(locked(cache_dir() / f"{name}.lock", wait=wait, create=True))
+        yield is_ours is not False
 
 
 def find_source(name: str) -> KernelSource:
@@ -144,8 +128,11 @@ def find_source(name: str) -> KernelSource:
 
 
 def _compile_and_store(name: str) -> KernelCode:
-    if os.environ.get("NUMBA_CPU_NAME") and "NUMBA_CPU_FEATURES" not in os.environ:
-        os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU
+    if "NUMBA_CPU_FEATURES" not in os.environ:
+        if os.environ.get("NUMBA_CPU_NAME"):
+            os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU
+        elif cpu_target().lowering == "dotprod":
+            os.environ["NUMBA_CPU_FEATURES"] = cpu_target().features  # those that LLVM does not find itself
     from kukri.kernels.cpu.intrinsics import compile_kernel
 
     source = find_source(name)

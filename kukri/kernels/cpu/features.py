@@ -15,8 +15,9 @@ from itertools import islice
 from typing import Literal
 
 from kukri.machine import cpu_quota
+from kukri.system import allowed_cores
 
-Lowering = Literal["avx512vnni", "avxvnni", "avx2", "generic"]
+Lowering = Literal["avx512vnni", "avxvnni", "avx2", "dotprod", "generic"]
 
 # LLVM CPU names whose features decide the lowering; a prefix stands for the family.
 _WITHOUT_VBMI = ("cascadelake", "cooperlake")  # of those with AVX-512 VNNI
@@ -27,6 +28,10 @@ _BY_NAME: tuple[tuple[Lowering, tuple[str, ...]], ...] = (
                  "sierraforest", "grandridge", "clearwaterforest", "gracemont")),
     ("avx2", ("haswell", "broadwell", "skylake", "cannonlake", "znver1", "znver2", "znver3", "core-avx2",
               "x86-64-v3", "x86-64-v4")),
+    ("dotprod", ("apple-a13", "apple-a14", "apple-a15", "apple-a16", "apple-a17", "apple-a18", "apple-m",
+                 "neoverse", "ampere1", "cortex-a55", "cortex-a65", "cortex-a75", "cortex-a76", "cortex-a77",
+                 "cortex-a78", "cortex-a510", "cortex-a520", "cortex-a710", "cortex-a715", "cortex-a720",
+                 "cortex-a725", "cortex-x")),
 )  # fmt: skip
 
 
@@ -52,11 +57,16 @@ class CpuTarget:
     @property
     def has_int8_dot(self) -> bool:
         """True if one instruction multiplies int8, adds four products up and adds them to an int32."""
+        return self.lowering in ("avx512vnni", "avxvnni", "dotprod")
+
+    @property
+    def has_signed_bias(self) -> bool:
+        """True if tiles hold signed weights as w + 128: the dot product takes unsigned and signed bytes."""
         return self.lowering in ("avx512vnni", "avxvnni")
 
     @property
     def has_wide_registers(self) -> bool:
-        """True if 32 registers hold sums of 16 lanes, as with AVX-512; others have 16 of 8 or fewer."""
+        """True if 32 registers hold sums of 16 lanes, as with AVX-512; others have 16 of 8, or 32 of 4."""
         return self.lowering == "avx512vnni"
 
 
@@ -65,6 +75,8 @@ def _lowering_of_features(features: dict[str, bool]) -> Lowering:
         return "avx512vnni"
     if features.get("avxvnni") and features.get("avx2"):
         return "avxvnni"
+    if features.get("dotprod"):
+        return "dotprod"
     return "avx2" if features.get("avx2") and features.get("fma") else "generic"
 
 
@@ -90,11 +102,13 @@ def cpu_target() -> CpuTarget:
             has_half=lowering != "generic" or not is_x86,
             has_byte_permute=lowering == "avx512vnni" and not name.startswith(_WITHOUT_VBMI),
         )
-    identity, features = (is_x86 and _linux_host()) or _llvm_host()
+    identity, features = (_linux_x86() if is_x86 else _linux_arm()) or _llvm_host()
     if flags:
         features = {flag[1:]: flag[0] == "+" for flag in flags.split(",")}
     text = flags or ",".join(("+" if on else "-") + flag for flag, on in sorted(features.items()))
     lowering = _lowering_of_features(features)
+    if lowering == "generic" and not is_x86 and not flags:  # Apple's, of whose features LLVM knows few
+        lowering = _lowering_of_name(_llvm_host()[0])
     return CpuTarget(
         name or identity,
         text,
@@ -104,21 +118,42 @@ def cpu_target() -> CpuTarget:
     )
 
 
-def _linux_host() -> tuple[str, dict[str, bool]] | None:
+def _linux_x86() -> tuple[str, dict[str, bool]] | None:
     """(identity, features) of an x86 CPU by Linux's /proc/cpuinfo, without the 50 ms of loading LLVM.
 
     The system lists the features that it lets programs use; LLVM's names for them have no underscores. None
     if there is no such file, or no such list in it.
     """
+    facts = _first_cpu()
+    if "flags" not in facts:
+        return None
+    identity = "-".join(facts.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping"))
+    return identity, {flag.replace("_", ""): True for flag in facts["flags"].split()}
+
+
+# Linux's names of ARM's features that kernels use, and LLVM's
+_ARM_FEATURES = {"asimd": "neon", "atomics": "lse", "asimddp": "dotprod"}
+
+
+def _linux_arm() -> tuple[str, dict[str, bool]] | None:
+    """(identity, features) of an ARM CPU, likewise. LLVM itself finds few of a CPU that it does not know."""
+    facts = _first_cpu()
+    if "Features" not in facts:
+        return None
+    keys = ("implementer", "architecture", "variant", "part", "revision")
+    identity = "-".join(facts.get(f"CPU {key}", "") for key in keys)
+    listed = facts["Features"].split()
+    return identity, {name: True for linux, name in _ARM_FEATURES.items() if linux in listed}
+
+
+def _first_cpu() -> dict[str, str]:
+    """What Linux says of the first CPU; empty elsewhere."""
     facts: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in islice(file, 64):  # one CPU's are some 30
             key, _, value = line.partition(":")
             facts.setdefault(key.strip(), value.strip())
-    if "flags" not in facts:
-        return None
-    identity = "-".join(facts.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping"))
-    return identity, {flag.replace("_", ""): True for flag in facts["flags"].split()}
+    return facts
 
 
 @cache
@@ -127,11 +162,6 @@ def _llvm_host() -> tuple[str, dict[str, bool]]:
     import llvmlite.binding as llvm
 
     return llvm.get_host_cpu_name(), dict(llvm.get_host_cpu_features())
-
-
-def allowed_cores() -> int:
-    """Cores that the process' affinity mask allows."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cores() -> int:

@@ -179,6 +179,11 @@ def split(builder: Any, a: Any) -> list[Any]:
     ]
 
 
+def quarters(builder: Any, a: Any) -> list[Any]:
+    """The four quarters of a vector."""
+    return [quarter for half in split(builder, a) for quarter in split(builder, half)]
+
+
 def join(builder: Any, low: Any, high: Any) -> Any:
     """The vector of these halves."""
     count = 2 * low.type.count

@@ -121,7 +121,7 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> tuple[ByteArr
         block_bytes=layout.block_bytes,
         word=layout.word,
         n_words=layout.n_words,
-        order=0 if layout.order == SIGNED_BYTES and not cpu_target().has_int8_dot else layout.order,
+        order=0 if layout.order == SIGNED_BYTES and not cpu_target().has_signed_bias else layout.order,
         half=layout.half,
         n_halves=layout.n_halves,
         exponent=layout.exponent,

@@ -20,6 +20,7 @@ from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.types import ByteArray, FloatArray
 
 _LINE = 64  # bytes that a buffer's address and size are multiples of
+_OPS_AHEAD = 6  # how far a waiting thread looks for weights to prefetch
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +63,11 @@ class Plan:
         self._records = np.array([number for record in records for number in record], np.int64)
         self.ops = np.zeros((len(calls), OP_BYTES // 8), np.int64)
         start = address_of(self._records)
+        streams = [op.streams(self) for op in calls]
         for i, op in enumerate(calls):
-            self.ops[i] = kernels[op.kernel].address, start, 0, *op.streams(self)
+            soon = (stream for stream in streams[i + 1 : i + 1 + _OPS_AHEAD] if stream[0])
+            weights = next(soon, (0, 0))
+            self.ops[i] = kernels[op.kernel].address, start, 0, *weights
             start += 8 * len(records[i])
 
     def of(self, used: Value | Buffer) -> int:

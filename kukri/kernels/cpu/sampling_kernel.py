@@ -15,7 +15,7 @@ from collections import namedtuple
 import numpy as np
 
 from kukri.kernels import sampling_record
-from kukri.kernels.cpu.atomics import atomic_add
+from kukri.kernels.cpu.atomics import atomic_count
 from kukri.kernels.cpu.candidates import (
     LOWEST,
     copy_row,
@@ -520,7 +520,7 @@ def choose_tokens(
     if tile < 0:
         return min(n_workers, n_rows)
     while True:
-        i = atomic_add(counter, 1)
+        i = atomic_count(counter, 1)
         if i >= n_rows:
             return 0
         record = records + i * _RECORD_BYTES

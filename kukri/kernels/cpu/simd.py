@@ -26,6 +26,7 @@ from kukri.kernels.cpu.intrinsics import (
     join,
     operation,
     pointer,
+    quarters,
     split,
 )
 from kukri.kernels.cpu.layouts import GROUP, ODD_INPUTS
@@ -525,6 +526,11 @@ def look_up(table: Sequence[int], right: int) -> Any:
         if lowering == "avx512vnni":
             tables = ir.Constant(U8x64.llvm, [*table] * 4)
             return call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", U8x64.llvm, tables, indices)
+        if lowering == "dotprod":
+            entries = ir.Constant(ir.VectorType(_I8, 16), table)
+            look = "llvm.aarch64.neon.tbl1.v16i8"
+            found = [call_llvm(builder, look, i.type, entries, i) for i in quarters(builder, indices)]
+            return join(builder, join(builder, *found[:2]), join(builder, *found[2:]))
         half = ir.Constant(ir.VectorType(_I8, 32), [*table] * 2)
         halves = split(builder, indices)
         return join(

@@ -9,6 +9,11 @@ A range is a *ticket word*, and taking a tile is one atomic decrement of it:
 The thread that finishes an op's last tile opens the next op. One that the system put to sleep holds up the
 others only if it took a tile with it: nothing waits for threads, only for tiles.
 
+Memory is ordered by two chains. Opening an op stores its words (release) after all that belongs to it, which
+a claim of a tile (acquire) therefore sees. A thread adds tiles to DONE (release) after writing their results,
+which the one that adds the last (acquire) therefore sees, and so whoever takes a tile of the next op. What is
+not atomic is read only with a tile in hand, or while opening an op.
+
 Between steps word 0 names the op IDLE. Workers keep looking for a while and then return, to be parked by
 Python (pool.py): waking a sleeping thread costs more than most ops. A long wait in the middle of a plan is
 counted as a stall: some thread lost its core to another process, and the pool will do with fewer.
@@ -24,6 +29,8 @@ from kukri.kernels.cpu.abi import (
     N_OPS,
     N_SHARES,
     N_STALLS,
+    NEXT_WEIGHT_BYTES,
+    NEXT_WEIGHTS,
     OP_BYTES,
     OP_KERNEL,
     OP_N_TILES,
@@ -38,7 +45,9 @@ from kukri.kernels.cpu.abi import (
     WORDS,
 )
 from kukri.kernels.cpu.atomics import (
-    atomic_add,
+    atomic_claim,
+    atomic_count,
+    atomic_finish,
     atomic_load,
     atomic_store,
     call_kernel,
@@ -50,7 +59,6 @@ from kukri.kernels.cpu.intrinsics import device, load_i64, prefetch, store_i64
 from kukri.kernels.cpu.kernel_cache import KernelSource
 
 _LOW = (1 << 32) - 1
-_OPS_AHEAD = 6
 _PREFETCH_BYTES = 512  # a look; no more, so that new tiles are seen soon
 _PREFETCHES = 128
 
@@ -73,6 +81,8 @@ def open_op(state, op):
         if n_tiles > 0:
             store_i64(entry + OP_N_TILES, n_tiles)
             store_i64(state + N_SHARES, n_threads)
+            store_i64(state + NEXT_WEIGHTS, load_i64(entry + OP_WEIGHTS))
+            store_i64(state + NEXT_WEIGHT_BYTES, load_i64(entry + OP_WEIGHT_BYTES))
             store_i64(state + DONE, 0)
             # range 0 last: until it is out the op cannot end, so no later op's words are overwritten
             for thread in range(n_threads - 1, -1, -1):
@@ -97,7 +107,7 @@ def take_tile(state, thread, n_threads):
         word = state + WORDS + 64 * owner
         if (atomic_load(word) & _LOW) <= BIAS:
             continue
-        ticket = atomic_add(word, -1)
+        ticket = atomic_claim(word, -1)
         left = (ticket & _LOW) - BIAS
         if left <= 0:
             continue
@@ -113,19 +123,15 @@ def take_tile(state, thread, n_threads):
 
 @device
 def upcoming_weights(state, thread, n_threads):
-    """Address of the weights that this thread reads first in the next op that streams weights, or 0."""
-    op = (atomic_load(state + WORDS) >> 32) + 1
-    ops = load_i64(state + OPS)
-    stop = min(op + _OPS_AHEAD, load_i64(state + N_OPS))
-    if (atomic_load(state + WORDS) >> 32) + 1 != op:
-        return 0  # the plan may have changed between the two: one's length with the other's address
-    while op < stop:
-        entry = ops + op * OP_BYTES
-        weights = load_i64(entry + OP_WEIGHTS)
-        if weights != 0:
-            return weights + load_i64(entry + OP_WEIGHT_BYTES) * thread // n_threads
-        op += 1
-    return 0
+    """Address of the weights that this thread reads first in the next op that streams weights, or 0.
+
+    Without a tile in hand nothing of the plan may be read: it may end, and be gone. The two numbers here may
+    be of two ops, which costs a useless prefetch.
+    """
+    weights = atomic_load(state + NEXT_WEIGHTS)
+    if weights == 0:
+        return 0
+    return weights + atomic_load(state + NEXT_WEIGHT_BYTES) * thread // n_threads
 
 
 def run_plan(tile, state):
@@ -140,7 +146,7 @@ def run_plan(tile, state):
     waiting_since = 0
     ahead = 0
     while True:
-        n_threads = load_i64(state + N_ACTIVE)
+        n_threads = atomic_load(state + N_ACTIVE)
         op = take_tile(state, thread, n_threads) if thread < n_threads else -1
         if op >= 0:
             n_done += 1
@@ -149,7 +155,7 @@ def run_plan(tile, state):
             continue
         if n_done > 0:
             n_tiles = load_i64(load_i64(state + OPS) + last_op * OP_BYTES + OP_N_TILES)
-            if atomic_add(state + DONE, n_done) + n_done == n_tiles:
+            if atomic_finish(state + DONE, n_done) + n_done == n_tiles:
                 open_op(state, last_op + 1)
             n_done = 0
             continue
@@ -174,12 +180,12 @@ def run_plan(tile, state):
         waited = monotonic_ns() - waiting_since
         if (
             thread >= n_threads
-            or load_i64(state + STOP) != 0
+            or atomic_load(state + STOP) != 0
             or (thread > 0 and is_idle and waited > PARK_NS)
         ):
             return 1
         if not is_idle and waited > STALL_NS:
-            atomic_add(state + N_STALLS, 1)
+            atomic_count(state + N_STALLS, 1)
             waits = 0
 
 

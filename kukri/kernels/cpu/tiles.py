@@ -23,6 +23,7 @@ from kukri.kernels.cpu.intrinsics import (
     named_intrinsic,
     pointer,
     prefetch_line,
+    quarters,
     renamed,
     split,
 )
@@ -99,7 +100,7 @@ def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
 # dot4(acc, u, s): acc[i] += sum over k < 4 of u[4i + k] * s[4i + k], u unsigned, s signed bytes.
 # Unsigned operands above 127 would saturate the 16-bit sums of AVX2, so there are two forms: weights of up
 # to 6 bits and signed bytes. On instruction sets that have only unsigned times signed, signed bytes are kept
-# as w + 128; `has_signed_bias` tells kernels to begin with what takes the bias away.
+# as w + 128; kernels then begin with what takes the bias away (`CpuTarget.has_signed_bias`).
 #
 # The first form sums *runs* of a few dots. On AVX2, whose dot is a multiplication into sums of two products
 # in int16 and another to widen those, a run is added up in int16 and widened once, at its end. A dot adds at
@@ -112,6 +113,8 @@ def _dot4_unsigned(builder: Any, acc: Any, u: Any, s: Any) -> Any:
     lowering = cpu_target().lowering
     if lowering == "avx512vnni":
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", I32x16.llvm, acc, u, s)
+    if lowering == "dotprod":  # weights of up to 6 bits are the same as signed bytes
+        return _sdot(builder, acc, u, s)
     if lowering == "generic":
         return _dot4_generic(builder, acc, u, s, builder.zext)
     halves = zip(split(builder, acc), split(builder, u), split(builder, s), strict=True)
@@ -120,6 +123,13 @@ def _dot4_unsigned(builder: Any, acc: Any, u: Any, s: Any) -> Any:
 
 def _vnni_256(builder: Any, acc: Any, u: Any, s: Any) -> Any:
     return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.256", acc.type, acc, u, s)
+
+
+def _sdot(builder: Any, acc: Any, a: Any, b: Any) -> Any:
+    """ARM's dot product of signed bytes, 128 bits at a time."""
+    parts = zip(quarters(builder, acc), quarters(builder, a), quarters(builder, b), strict=True)
+    sums = [call_llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", c.type, c, x, y) for c, x, y in parts]
+    return join(builder, join(builder, *sums[:2]), join(builder, *sums[2:]))
 
 
 def _pair_sums(builder: Any, u: Any, s: Any) -> Any:
@@ -143,8 +153,10 @@ def _dot4_generic(builder: Any, acc: Any, u: Any, s: Any, widen_u: Any) -> Any:
 
 
 def _dot4_signed(builder: Any, acc: Any, w: Any, s: Any) -> Any:
-    if has_signed_bias():
+    if cpu_target().has_signed_bias:
         return _dot4_unsigned(builder, acc, w, s)
+    if cpu_target().lowering == "dotprod":
+        return _sdot(builder, acc, w, s)
     if cpu_target().lowering == "generic":
         return _dot4_generic(builder, acc, w, s, builder.sext)
     # |w| times s with the sign of w: products stay below the 16-bit saturation
@@ -184,7 +196,7 @@ def _dot2(builder: Any, acc: Any, w: Any, x: Any) -> Any:
     """acc[i] + w[2i] x[2i] + w[2i + 1] x[2i + 1] of int16."""
     if cpu_target().lowering == "avx512vnni":  # LLVM makes one instruction of the two
         return builder.add(acc, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", acc.type, w, x))
-    if cpu_target().lowering == "generic":
+    if cpu_target().lowering in ("dotprod", "generic"):
         for a, b in zip(_alternate(builder, w), _alternate(builder, x), strict=True):
             acc = builder.add(acc, builder.mul(builder.sext(a, acc.type), builder.sext(b, acc.type)))
         return acc
@@ -289,11 +301,6 @@ def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -
         return builder.shl(broadcast(builder, total), broadcast(builder, builder.trunc(shift, _I32)))
 
     return _each(builder, kind.n, I32x16.llvm, step)
-
-
-def has_signed_bias() -> bool:
-    """True if weight tiles hold signed bytes as w + 128, and `tile_dot4_signed` computes (w + 128) * s."""
-    return cpu_target().has_int8_dot
 
 
 def _in_order(builder: Any, sums: Any) -> Any:

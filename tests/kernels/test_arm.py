@@ -1,0 +1,104 @@
+"""ARM's kernels: compiled here for it, and run under an emulator if there is one (.ci/arm)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_programs import TYPES
+from tiny_gguf import write_tiny
+
+from kukri.kernels.cpu.features import cpu_target
+
+HERE = Path(__file__).parent
+ARM_PYTHON = os.environ.get("KUKRI_ARM_PYTHON", "")
+# the emulator does not say what it has: lowering -> features, and the types that are tried
+TARGETS = {
+    "dotprod": ("+neon,+lse,+dotprod", TYPES),
+    "generic": ("+neon", ("F16", "Q4_0", "Q8_0")),
+}
+
+
+def compile_for_arm(directory, features, names):
+    env = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    command = [sys.executable, str(HERE / "compile_for_arm.py"), str(directory)]
+    halves = [subprocess.Popen([*command, *names[i::2]], env=env) for i in range(2)]
+    assert [half.wait() for half in halves] == [0, 0]
+
+
+def assembly(features, name):
+    """A kernel's assembly for ARM."""
+    source = (
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); from compile_for_arm import aim_at_arm, assembly; "
+        f"aim_at_arm(); print(assembly({name!r}))"
+    )
+    env = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_products_use_the_dot_product():
+    """Would catch a lowering that LLVM cannot compile for ARM, and sums by shuffles."""
+    code = assembly("+neon,+lse,+dotprod", "linear_Q8_0")
+    assert len(re.findall(r"\tsdot\t", code)) >= 4 * (1 + 2 + 4)  # a group for each number of tokens
+    assert not re.findall(r"\t(zip|uzp|tbl)\w*\t", code)
+
+
+def test_the_executor_orders_memory():
+    """Would catch an atomic that x86 forgives: ARM reorders what no instruction keeps in order."""
+    code = assembly("+neon,+lse", "run_plan")
+    used = set(re.findall(r"^\t(ldadd\w*|ldap?r|stlr|isb)\b", code, re.MULTILINE))
+    assert used == {"ldar", "stlr", "ldadda", "ldaddal", "ldadd", "isb"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ARM_PYTHON, reason="needs Python under an emulator: .ci/arm")
+@pytest.mark.parametrize("lowering", TARGETS)
+def test_results_are_those_of_this_machine(lowering, tmp_path):
+    """Would catch a lowering that drops a sign, saturates or rounds otherwise: all results, to the bit.
+
+    Floats too: every kernel states the order of its sums, and all processors round alike.
+    """
+    features, types = TARGETS[lowering]
+    model = write_tiny(tmp_path / "tiny.gguf", weight_type="Q4_0")
+    script = [str(HERE / "kernel_results.py")]
+    here = subprocess.run(
+        [sys.executable, *script, tmp_path / "here.npz", model, *types], capture_output=True, text=True
+    )
+    assert here.returncode == 0, here.stderr[-3000:]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env |= {
+        "NUMBA_CPU_NAME": "generic",
+        "NUMBA_CPU_FEATURES": features,
+        "KUKRI_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    ask = (
+        "from kukri.kernels.cpu import features, kernel_cache; "
+        "print(features.cpu_target().lowering, kernel_cache.cache_dir())"
+    )
+    asked = subprocess.run([ARM_PYTHON, "-c", ask], env=env, capture_output=True, text=True, check=True)
+    found, directory = asked.stdout.split()
+    assert found == lowering
+    kernels = json.loads(here.stdout)
+    if lowering == "generic":  # it multiplies rows of logits as int16
+        kernels = [name.replace("q8x2", "q16") for name in kernels]
+    compile_for_arm(directory, features, kernels)
+    there = subprocess.run(
+        [ARM_PYTHON, *script, tmp_path / "there.npz", model, *types], env=env, capture_output=True, text=True
+    )
+    assert there.returncode == 0, there.stderr[-3000:]
+    want, got = np.load(tmp_path / "here.npz"), np.load(tmp_path / "there.npz")
+    names = [
+        name
+        for name in want.files
+        if cpu_target().has_int8_dot == (lowering == "dotprod") or "logits" not in name
+    ]
+    assert len(names) > 10
+    assert [name for name in names if not np.array_equal(want[name], got[name])] == []
