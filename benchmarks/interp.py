@@ -2,7 +2,7 @@
 
 - `sweep`: patches of resid_pre by layer and position, and captures of one layer, beside TransformerLens on
   the same weights, dequantized for it in float32, with as many threads, by turns. Cells are compared, too.
-  TransformerLens is no dependency: `pip install transformer-lens`.
+  TransformerLens is no dependency: `pip install ".[interp-test]"`.
 - `crowd`: streams of which some are captured and some steered, beside as many that nobody listens to; the
   others' tokens are compared with those that they have alone.
 - `quiet`: an engine whose hooks are gone, beside one that never had any.
@@ -73,10 +73,12 @@ class CrowdReport:
 
 @dataclass(frozen=True)
 class QuietReport:
-    """Tokens/s of one stream and of a prompt."""
+    """Tokens/s of one stream and of a prompt, and processor seconds of each."""
 
     decode: Comparison
     prefill: Comparison
+    decode_cpu: Comparison
+    prefill_cpu: Comparison
 
 
 @dataclass(frozen=True)
@@ -251,9 +253,21 @@ def measure_quiet(path: Path, n_threads: int, rounds: int, say: Say) -> QuietRep
         )
         listened.run_with_hooks(prompt, fwd_hooks=[(name, lambda value, hook: value * 1)])
         engines, sides = (listened.engine, never.engine), ("hooks gone", "never a hook")
-        decode = in_turns([partial(decode_tokens_per_s, each, 1, ()) for each in engines], rounds, say)
-        prefill = in_turns([partial(prefill_tokens_per_s, each, None) for each in engines], rounds, say)
-    return QuietReport(Comparison.of(sides, decode), Comparison.of(sides, prefill))
+
+        def measured(call: Callable[[], float]) -> tuple[float, float]:
+            _, cpu, speed = _timed(call)
+            return speed, cpu
+
+        decode, prefill = (
+            in_turns([partial(measured, partial(call, each, *more)) for each in engines], rounds, say)
+            for call, more in ((decode_tokens_per_s, (1, ())), (prefill_tokens_per_s, (None,)))
+        )
+    found = [
+        Comparison.of(sides, [[side[i] for side in each] for each in rows])
+        for i in (0, 1)
+        for rows in (decode, prefill)
+    ]
+    return QuietReport(*found)
 
 
 def _sweep_table(report: SweepReport) -> Table:
@@ -303,6 +317,8 @@ def main() -> None:
         quiet = measure_quiet(path, given.threads, given.rounds, say)
         tables.append(quiet.decode.table("decode of one stream, tokens/s"))
         tables.append(quiet.prefill.table("prefill, tokens/s"))
+        for what, side in (("decode", quiet.decode_cpu), ("prefill", quiet.prefill_cpu)):
+            tables.append(f"{what}, ratio of processor seconds: {side.median_ratio:.3f}")
     if "sweep" in parts:
         sweep = measure_sweep(path, given.threads, given.layers, given.rounds, say)
         tables.append(_sweep_table(sweep))
