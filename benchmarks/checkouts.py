@@ -1,8 +1,8 @@
 """This checkout beside another one, by turns: `python -m benchmarks.checkouts PATH`.
 
 PATH is a checkout of another commit (`git worktree add --detach PATH COMMIT`). In each round both run
-`kukri run` of a few tokens, with model, kernels and bytecode in their caches, and `kukri bench`; shown are
-medians of the rounds' ratios, here / there.
+`kukri run` of a few tokens, greedily, with model, kernels and bytecode in their caches, and `kukri bench`;
+shown are medians of the rounds' ratios, here / there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _measure(checkout: Path, options: list[str], sizes: list[str]) -> tuple[floa
     command = [sys.executable, "-P", "-m", "kukri"]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    started = timed_process([*command, "run", _PROMPT, "-n", "16", *options], environment)
+    started = timed_process(
+        [*command, "run", _PROMPT, "-n", "16", "--temperature", "0", *options], environment
+    )
     bench = [*command, "bench", *sizes, "-r", "1", "--json", *options]
     done = subprocess.run(bench, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
