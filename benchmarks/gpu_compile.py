@@ -323,7 +323,7 @@ def recurrent_cases() -> list[Case]:
 
 
 def layer_cases() -> list[Case]:
-    """The prototype of a persistent kernel, at SmolLM2-135M's sizes, for one token and for 8."""
+    """The prototype of a persistent kernel, at SmolLM2-135M's sizes, for one token."""
     floats = ("x", "norm", "mlp_norm", "xd", "xm", "qkv", "attended", "between", "gate_up", "y", "cos", "sin")
     arguments = dict.fromkeys(floats, "*fp32") | {"eps": "fp32", "scale": "fp32"} | paged("f16")
     planes = [
@@ -343,16 +343,14 @@ def layer_cases() -> list[Case]:
     arguments |= dict.fromkeys(pointers, "*i32")
     strides = ("page_stride", "head_stride", "scale_page_stride", "scale_head_stride", "table_stride")
     arguments |= dict.fromkeys((*strides, "window", "n_tokens", "d_model", "d_ffn", "n_kv_heads"), "i32")
-    keys, cases = tiles.attention_tile(3, 64, is_prefill=False), []
-    for name, m in (("Q4_0", 1), ("Q4_0", 8), ("Q8_0", 1)):
-        tile = tiles.fused_tile(m)
-        constants = {"TYPE": name, "GROUP": 3, "K": 64, "KW": 64, "BM": keys.rows, "TILE": keys.tokens}
-        constants |= {"ROTARY": 64, "KV": "f16", "M": m, "BN": tile.rows, "ASM": True}
-        constants |= {"W": tiles.fused_columns(576, m, True), "W_PART": tiles.fused_columns(1536, m, False)}
-        label, most = f"layer {name} M={m}", layer_kernel.MAX_REGISTERS
-        case = Case(label, layer_kernel.layer, arguments, constants, tile.n_warps, max_registers=most)
-        cases.append(case)
-    return cases
+    keys, tile = tiles.attention_tile(3, 64, is_prefill=False), tiles.fused_tile(1)
+    constants = {"TYPE": "Q4_0", "GROUP": 3, "K": 64, "KW": 64, "BM": keys.rows, "TILE": keys.tokens}
+    constants |= {"ROTARY": 64, "KV": "f16", "M": 1, "BN": tile.rows, "ASM": True}
+    constants |= {"W": tiles.fused_columns(576, 1, True), "W_PART": tiles.fused_columns(1536, 1, False)}
+    most = layer_kernel.MAX_REGISTERS
+    return [
+        Case("layer Q4_0 M=1", layer_kernel.layer, arguments, constants, tile.n_warps, max_registers=most)
+    ]
 
 
 def all_cases() -> list[Case]:
