@@ -33,6 +33,8 @@ def model_of(name, n_layers=4):
     plain, type = source.matrix, QUANT_TYPES["Q8_0"]
 
     def packed(key, shape):
+        if shape[1] % type.block_size:  # the taps of a convolution
+            return plain(key, shape)
         return Weight(quantize(plain(key, shape).data.view(np.float32), type), type, shape, key)
 
     source.matrix = packed
