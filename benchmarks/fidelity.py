@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.gguf.weights import GGUFWeights
+from kukri.kernels import reference as reference_backend
 from kukri.kernels.types import FloatArray
 from kukri.quant.blocks import dequantize
 from kukri.tokenizer import Tokenizer
@@ -50,6 +52,9 @@ class FidelityReport:
     n_tokens: int
     kukri: Distance
     kukri_q8_0_cache: Distance
+    kukri_q4_cache: Distance
+    reference_q4_cache: Distance | None
+    reference_q4_cache_unrotated: Distance | None
     kukri_reference: Distance | None
     llama_cpp: Distance | None
 
@@ -75,12 +80,21 @@ def compare(
     kukri = distance(judge, _kukri_logits(path, ids, n_threads))
     say("kukri, q8_0 cache")
     q8_0_cache = distance(judge, _kukri_logits(path, ids, n_threads, "q8_0"))
-    reference = None
+    say("kukri, q4 cache")
+    q4_cache = distance(judge, _kukri_logits(path, ids, n_threads, "q4"))
+    reference = rotated = unrotated = None
     if with_reference:
         say("kukri's reference backend")
         reference = distance(judge, _reference_logits(path, ids))
+        say("kukri's reference backend, q4 cache")
+        rotated = distance(judge, _reference_logits(path, ids, "q4"))
+        say("kukri's reference backend, q4 cache without rotation")
+        with patch.object(reference_backend, "rotate_heads", lambda heads: heads):
+            unrotated = distance(judge, _reference_logits(path, ids, "q4"))
     peer = None if llama_cpp is None else distance(judge, llama_cpp)
-    return FidelityReport(str(path), n_tokens, kukri, q8_0_cache, reference, peer)
+    return FidelityReport(
+        str(path), n_tokens, kukri, q8_0_cache, q4_cache, rotated, unrotated, reference, peer
+    )
 
 
 def distance(judge: FloatArray, other: FloatArray) -> Distance:
@@ -155,17 +169,14 @@ def _judge_config(transformers: Any, config: ModelConfig) -> Any:
 
 
 def _kukri_logits(
-    path: Path, ids: Sequence[int], n_threads: int, kv_type: Literal["f16", "q8_0"] = "f16"
+    path: Path, ids: Sequence[int], n_threads: int, kv_type: Literal["f16", "q8_0", "q4"] = "f16"
 ) -> FloatArray:
     with LLM(path, n_threads=n_threads, max_context=len(ids), kv_type=kv_type) as llm:
         return llm.logits(ids)
 
 
-def _reference_logits(path: Path, ids: Sequence[int]) -> FloatArray:
-    with LLM(path, max_context=len(ids), backend="reference") as llm:
-        cache: Any = llm.engine.runner.cache  # fp16 is kukri's choice and costs up to 0.02 of a logit
-        for arrays in (cache.keys, cache.values):
-            arrays |= {layer: array.astype(np.float32) for layer, array in arrays.items()}
+def _reference_logits(path: Path, ids: Sequence[int], kv_type: Literal["f32", "q4"] = "f32") -> FloatArray:
+    with LLM(path, max_context=len(ids), backend="reference", kv_type=kv_type) as llm:
         return llm.logits(ids)
 
 
@@ -200,8 +211,11 @@ def main() -> None:
     found = {
         "kukri": report.kukri,
         "kukri, q8_0 cache": report.kukri_q8_0_cache,
+        "kukri, q4 cache": report.kukri_q4_cache,
         "llama-cpp-python": report.llama_cpp,
         "kukri, reference": report.kukri_reference,
+        "reference, q4 cache": report.reference_q4_cache,
+        "the same without rotation": report.reference_q4_cache_unrotated,
     }
     rows = [_row(name, distance) for name, distance in found.items() if distance is not None]
     title = f"against transformers in float32, {report.n_tokens} tokens"

@@ -162,7 +162,7 @@ class Worker(Child):
     """An engine in a process of its own: see `benchmarks.worker`, which runs there.
 
     The engine serves `n_streams` requests of `context_tokens` at a time on `n_threads` threads. `kv_type` is
-    that of its KV cache: f16 or q8_0.
+    that of its KV cache: f16, q8_0 or q4.
     """
 
     def __init__(

@@ -31,7 +31,8 @@ class LlamaBench:
         self._help = self._run("--help")
         if "-pg" not in self._help:
             raise ConfigError(f"{program} --help does not look like llama-bench's")
-        self._options = ["-m", os.fspath(path), "-t", str(n_threads), "-ctk", kv_type, "-ctv", kv_type]
+        ggml_type = "q4_0" if kv_type == "q4" else kv_type
+        self._options = ["-m", os.fspath(path), "-t", str(n_threads), "-ctk", ggml_type, "-ctv", ggml_type]
         self._versions: dict[str, str] = {}
 
     def prefill_tokens_per_s(self, n_tokens: int) -> float:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kukri.errors import FormatError, UnsupportedError
 
 _BATCH_TOKENS, _MICRO_BATCH_TOKENS = 2048, 512
-_KV_TYPES = {"f16": 1, "q8_0": 8}  # ggml_type
+_KV_TYPES = {"f16": 1, "q8_0": 8, "q4": 2}  # ggml_type; its q4_0 for q4
 
 
 def import_llama_cpp() -> Any:

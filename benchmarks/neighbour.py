@@ -1,7 +1,10 @@
-"""Decoding and prefill while another process keeps a core busy: `python -m benchmarks.neighbour`.
+"""Decoding and prefill while other processes keep cores busy: `python -m benchmarks.neighbour --busy 1 2`.
 
-A second process does nothing but count. Speeds with and without it are measured in pairs, and their ratio
-is the share of its speed that an engine keeps.
+Other processes do nothing but count. Speeds with and without them are measured in pairs, and their ratio is
+the share of its speed that an engine keeps.
+
+`--quota 1` is another experiment: kukri in a control group that grants it so many cores, beside kukri with
+as many threads and no such limit. It needs the right to make control groups (root, on Linux).
 """
 
 from __future__ import annotations
@@ -10,13 +13,25 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from benchmarks.harness import Comparison, Experiment, Say, Worker, installed_engines, model_path, run, silent
+from benchmarks.harness import (
+    Comparison,
+    Experiment,
+    Say,
+    Worker,
+    installed_engines,
+    model_path,
+    positive,
+    run,
+    silent,
+)
 from kukri.bench.turns import in_turns
+from kukri.errors import UnsupportedError
 
 _START_S = 0.5  # until a new interpreter is counting
 # ends with its parent, however that ends
@@ -27,24 +42,38 @@ _COUNT = (
 
 @dataclass(frozen=True)
 class NeighbourReport:
-    """The report of `python -m benchmarks.neighbour`: by engine, tokens/s beside the process and alone.
+    """The report of `python -m benchmarks.neighbour`: by test and engine, tokens/s when busy and alone.
 
-    `engines` are the speeds of decoding, `prefill` those of a prompt.
+    Tests are tg128@1 and pp512@2: what is measured, and the number of busy processes beside it.
     """
 
     model: str
     n_threads: int
     rounds: int
-    n_generate: int
-    n_prompt: int
-    engines: dict[str, Comparison]
-    prefill: dict[str, Comparison]
+    tests: dict[str, dict[str, Comparison]]
+
+
+@dataclass(frozen=True)
+class QuotaReport:
+    """The report of `--quota`: by test, tokens/s within the quota and with as many threads without one."""
+
+    model: str
+    cores: int
+    rounds: int
+    tests: dict[str, Comparison]
 
 
 def disturb(
-    model: str | None, n_threads: int, rounds: int, n_generate: int, n_prompt: int, say: Say = silent
+    model: str | None,
+    n_threads: int,
+    rounds: int,
+    n_generate: int,
+    n_prompt: int,
+    say: Say = silent,
+    *,
+    busy: Sequence[int] = (1,),
 ) -> NeighbourReport:
-    """Measures kukri, and llama-cpp-python if it is installed."""
+    """Measures kukri, and llama-cpp-python if it is installed, beside each number of busy processes."""
     context = max(n_prompt, n_generate) + 1
     path = model_path(model, context)
     with ExitStack() as stack:
@@ -54,54 +83,118 @@ def disturb(
             workers.append(stack.enter_context(Worker(engine, path, n_threads, context)))
             workers[-1].ready()
 
-        def compared(measures: list[Callable[[], float]]) -> dict[str, Comparison]:
-            found = in_turns([partial(_pair, measure) for measure in measures], rounds, say)
+        def compared(measures: Sequence[Callable[[], float]], n_busy: int) -> dict[str, Comparison]:
+            found = in_turns([partial(_pair, measure, n_busy) for measure in measures], rounds, say)
             return {
                 worker.engine: Comparison.of(("busy", "quiet"), pairs)
                 for worker, pairs in zip(workers, zip(*found, strict=True), strict=True)
             }
 
-        decode = compared([partial(worker.decode_tokens_per_s, n_generate) for worker in workers])
-        prefill = compared([partial(worker.prefill_tokens_per_s, n_prompt) for worker in workers])
-    return NeighbourReport(str(path), n_threads, rounds, n_generate, n_prompt, decode, prefill)
+        tests = {}
+        for n_busy in busy:
+            decodes = [partial(worker.decode_tokens_per_s, n_generate) for worker in workers]
+            tests[f"tg{n_generate}@{n_busy}"] = compared(decodes, n_busy)
+            prefills = [partial(worker.prefill_tokens_per_s, n_prompt) for worker in workers]
+            tests[f"pp{n_prompt}@{n_busy}"] = compared(prefills, n_busy)
+    return NeighbourReport(str(path), n_threads, rounds, tests)
 
 
-def _pair(measure: Callable[[], float]) -> tuple[float, float]:
-    """Tokens per second beside a busy process, and alone."""
+def limit(
+    model: str | None, cores: int, rounds: int, n_generate: int, n_prompt: int, say: Say = silent
+) -> QuotaReport:
+    """Measures kukri within a quota of `cores`, its threads by its own choice, and with `cores` threads.
+
+    Raises UnsupportedError if no control group can be made.
+    """
+    context = max(n_prompt, n_generate) + 1
+    path = model_path(model, context)
+    with ExitStack() as stack:
+        group = stack.enter_context(_control_group(cores))
+        limited = stack.enter_context(Worker("kukri", path, 0, context))
+        (group / "cgroup.procs").write_text(str(limited.process_id))
+        free = stack.enter_context(Worker("kukri", path, cores, context))
+        for worker in (limited, free):
+            worker.ready()
+        tests = {}
+        for test, method, n in (
+            (f"tg{n_generate}", "decode_tokens_per_s", n_generate),
+            (f"pp{n_prompt}", "prefill_tokens_per_s", n_prompt),
+        ):
+            found = in_turns([partial(getattr(worker, method), n) for worker in (limited, free)], rounds, say)
+            tests[test] = Comparison.of(("quota", "threads"), found)
+    return QuotaReport(str(path), cores, rounds, tests)
+
+
+@contextmanager
+def _control_group(cores: int) -> Iterator[Path]:
+    """A control group of this command's own that grants `cores`, for as long as the `with` block."""
+    root = Path("/sys/fs/cgroup")
+    is_v1 = (root / "cpu/cpu.cfs_quota_us").exists() or (root / "cpu/tasks").exists()
+    group = (root / "cpu" if is_v1 else root) / f"kukri-quota-{os.getpid()}"
+    try:
+        group.mkdir()
+        if is_v1:
+            (group / "cpu.cfs_period_us").write_text("100000")
+            (group / "cpu.cfs_quota_us").write_text(str(100_000 * cores))
+        else:
+            (group / "cpu.max").write_text(f"{100_000 * cores} 100000")
+    except OSError as error:
+        raise UnsupportedError(f"no control group can be made here: {error}") from None
+    try:
+        yield group
+    finally:
+        for _ in range(50):  # it is busy until its last process is gone
+            with suppress(OSError):
+                group.rmdir()
+            if not group.exists():
+                break
+            time.sleep(0.1)
+
+
+def _pair(measure: Callable[[], float], n_busy: int) -> tuple[float, float]:
+    """Tokens per second beside busy processes, and alone."""
     quiet = measure()
-    with _busy_process():
+    with _busy_processes(n_busy):
         busy = measure()
     return busy, quiet
 
 
 @contextmanager
-def _busy_process() -> Iterator[None]:
-    """A process that keeps one core busy within the `with` block."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", _COUNT, str(os.getpid())])
+def _busy_processes(n: int) -> Iterator[None]:
+    """Processes that keep a core busy each within the `with` block."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", _COUNT, str(os.getpid())]) for _ in range(n)]
     try:
         time.sleep(_START_S)
         yield
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
     """Runs the experiment."""
-    experiment = Experiment("neighbour", "Compare an engine beside one busy process with itself alone.")
+    experiment = Experiment("neighbour", "Compare an engine beside busy processes with itself alone.")
     experiment.count("-r", "--rounds", 5, "pairs of measurements")
     experiment.count("-n", "--n-generate", 128, "tokens generated")
     experiment.count("-p", "--n-prompt", 512, "tokens of a prompt")
+    add = experiment.options.add_argument
+    add("--busy", type=positive, nargs="+", default=[1], metavar="N", help="busy processes beside (1)")
+    add("--quota", type=positive, metavar="CORES", help="measure within a quota of a control group instead")
     given = experiment.parse()
-    report = disturb(
-        given.model, given.threads, given.rounds, given.n_generate, given.n_prompt, experiment.say
-    )
-    unit = f"tokens/s, {report.n_threads} threads"
-    experiment.show(
-        report,
-        *(found.table(f"{name}, tg{report.n_generate}, {unit}") for name, found in report.engines.items()),
-        *(found.table(f"{name}, pp{report.n_prompt}, {unit}") for name, found in report.prefill.items()),
-    )
+    sizes = given.rounds, given.n_generate, given.n_prompt, experiment.say
+    if given.quota:
+        limited = limit(given.model, given.quota, *sizes)
+        tables = [found.table(f"{test}, tokens/s") for test, found in limited.tests.items()]
+        experiment.show(limited, *tables)
+        return
+    report = disturb(given.model, given.threads, *sizes, busy=given.busy)
+    tables = [
+        found.table(f"{engine}, {test}, tokens/s, {report.n_threads} threads")
+        for test, engines in report.tests.items()
+        for engine, found in engines.items()
+    ]
+    experiment.show(report, *tables)
 
 
 if __name__ == "__main__":

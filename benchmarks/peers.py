@@ -8,7 +8,8 @@ For kukri a whole `LLM.generate` on random ids is timed, greedy sampling and tex
 `llama_decode` on random ids and nothing else (`benchmarks.llama_cpp`). `--engine NAME PATH` adds a
 `llama-bench` program, such as ik_llama.cpp's (`benchmarks.llama_bench`).
 
-`-p 512 4096 8192 -n 64 --depth 4096` is the table of long contexts.
+`-p 4096 8191 -n 64 --depth 4096` is the table of long contexts: the last shows all tests in one.
+`--kv-type q4` compares with the q4_0 caches of others.
 """
 
 from __future__ import annotations
@@ -123,6 +124,20 @@ def _table(test: str, report: PeersReport) -> Table:
     return Table(f"{test}, tokens/s, {report.n_threads} threads", header, rows)
 
 
+def _medians(report: PeersReport) -> Table:
+    """All tests in one table: the medians of speeds and ratios."""
+    rows, header = [], ["test"]
+    for test, compared in report.tests.items():
+        ours = next(iter(compared.values())).median(ENGINES[0])
+        header, row = ["test", ENGINES[0]], [test, f"{ours:.1f}"]
+        for peer, found in compared.items():
+            header += [peer, "ratio"]
+            row += [f"{found.median(peer):.1f}", f"{found.median_ratio:.2f}"]
+        rows.append(row)
+    title = f"medians, tokens/s, {report.n_threads} threads, {report.kv_type} cache"
+    return Table(title, header, rows)
+
+
 def main() -> None:
     """Runs the experiment."""
     experiment = Experiment("peers", "Compare kukri and C++ engines on one file, in turns.")
@@ -146,7 +161,7 @@ def main() -> None:
         metavar="N",
         help="tokens of context before those generated (0)",
     )
-    add("--kv-type", choices=("f16", "q8_0"), default="f16", help="numbers of the KV cache (f16)")
+    add("--kv-type", choices=("f16", "q8_0", "q4"), default="f16", help="numbers of the KV cache (f16)")
     add(
         "--engine",
         nargs=2,
@@ -167,7 +182,8 @@ def main() -> None:
         programs=[(name, program) for name, program in given.engine],
         kv_type=given.kv_type,
     )
-    experiment.show(report, *(_table(test, report) for test in report.tests))
+    tables = [_table(test, report) for test in report.tests]
+    experiment.show(report, *tables, *([_medians(report)] if len(tables) > 1 else []))
 
 
 def _depth(text: str) -> int:

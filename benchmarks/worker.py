@@ -13,11 +13,11 @@ _METHODS = ("prefill_s", "decode_s", "batch_decode_s", "versions")
 def make_engine(
     engine: str, path: str, kv_type: str, n_threads: int, context_tokens: int, n_streams: int
 ) -> Any:
-    """Loads an engine by its name in `benchmarks.harness.ENGINES`."""
+    """Loads an engine by its name in `benchmarks.harness.ENGINES`; kukri with 0 threads chooses itself."""
     if engine == "kukri":
         from kukri.bench.offline import Kukri
 
-        return Kukri(path, n_threads, context_tokens, max_requests=n_streams, kv_type=kv_type)
+        return Kukri(path, n_threads or None, context_tokens, max_requests=n_streams, kv_type=kv_type)
     from benchmarks.llama_cpp import LlamaCpp
 
     return LlamaCpp(path, n_threads, context_tokens, n_streams=n_streams, kv_type=kv_type)

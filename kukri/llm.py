@@ -51,7 +51,7 @@ class LLM:
     from it, but "torch" runs on PyTorch on the CPU too, and "reference" in NumPy, for checks. A prompt is
     read in steps of `max_step_tokens`. Up to `max_requests` requests, None for 16, run side by side, in a KV
     cache of `kv_bytes`; None takes what as many contexts need, as far as memory is free. Its numbers are
-    float16, q8_0, float32, or fp8 on the torch and gpu backends. `rope_scaling`, "linear", "dynamic" or
+    float16, q8_0, q4, float32, or fp8 on the torch and gpu backends. `rope_scaling`, "linear", "dynamic" or
     "yarn", stretches the model's context `rope_factor` times. `adapters` are LoRA adapters by name,
     directories of PEFT or GGUF files, which requests choose by `adapter`. `speculation` computes drafts
     beside a token, which change none, unless a request says otherwise: "ngram" looks them up in the text,
@@ -83,7 +83,7 @@ class LLM:
         max_step_tokens: int = 512,
         max_requests: int | None = None,
         kv_bytes: int | None = None,
-        kv_type: Literal["f16", "q8_0", "fp8", "f32"] = "f16",
+        kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] = "f16",
         quantize: str | None = None,
         rope_scaling: str | None = None,
         rope_factor: float | None = None,

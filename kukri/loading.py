@@ -52,7 +52,7 @@ class ModelOptions:
     max_step_tokens: int = 512
     max_requests: int | None = None
     kv_bytes: int | None = None
-    kv_type: Literal["f16", "q8_0", "fp8", "f32"] = "f16"
+    kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] = "f16"
     quantize: str | None = None
     rope_scaling: str | None = None
     rope_factor: float | None = None

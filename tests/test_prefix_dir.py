@@ -30,6 +30,8 @@ def ask(model: Path, directory: Path, **options: Any) -> tuple[list[int], int]:
     "options",
     [
         {},
+        {"kv_type": "q4"},
+        {"backend": "reference", "kv_type": "q4"},
         {"backend": "reference"},
         {"backend": "torch"},
         {"rope_scaling": "dynamic", "rope_factor": 2.0},

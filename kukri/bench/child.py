@@ -36,6 +36,11 @@ class Child:
             env={**os.environ, **(variables or {})},
         )
 
+    @property
+    def process_id(self) -> int:
+        """The number of the child's process."""
+        return self._process.pid
+
     def ready(self) -> None:
         """Waits until the child has loaded its engine."""
         self._answer()

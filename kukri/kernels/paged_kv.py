@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
+from kukri.kernels.q4_cache import q4_bytes
 from kukri.kernels.types import CacheLayout, FloatArray, KVLayer, KVType, StateLayer
 
 PAGE_TOKENS = 16  # tokens of a page: one SIMD vector of scores
@@ -29,7 +30,9 @@ class PagedKV:
 
     `kv_type` q8_0 keeps int8 "quants" and a float16 of "scales" for each 32 dimensions of a token's head:
     keys are records [P, G, K/32] of quants [32, B] and scales [B], values records [P, G] of quants [B, K]
-    and scales [B, K/32]. f32 rounds nothing.
+    and scales [K/32, B]. q4 keeps heads rotated, two numbers to a byte, with one scale (`q4_cache`): keys are
+    records [P, G] of quants uint8 [K/2, B] and scales [B], values of quants [B, K/2] and scales [B]; K/2 is
+    rounded up to 16 n. f32 rounds nothing.
 
     `states[layer]` has the arrays of a state layer by name, float32 [n_states, *shape]. What is in a slot
     that no sequence has may be anything.
@@ -86,7 +89,10 @@ class PagedKV:
             keys, values = self.keys[i][page], self.values[i][page]
             for name in keys.dtype.names or (None,):
                 (keys if name is None else keys[name])[..., offset:] = 0
-                (values if name is None else values[name])[:, offset:] = 0
+                if name == "scales":
+                    values[name][..., offset:] = 0
+                else:
+                    (values if name is None else values[name])[:, offset:] = 0
 
     def page_data(self, page: int) -> bytes:
         """A copy of a page's bytes: its keys, then its values."""
@@ -125,14 +131,20 @@ def head_bytes(d_head: int, kv_type: KVType) -> int:
 def _forms(layer: KVLayer, kv_type: KVType) -> tuple[_Form, _Form]:
     """The arrays of a layer's keys and values in one page; both take as many bytes."""
     n_heads, d_head = layer.n_kv_heads, layer.d_head
-    if kv_type != "q8_0":
+    if kv_type not in ("q8_0", "q4"):
         dtype = np.dtype({"f16": np.float16, "fp8": np.uint8, "f32": np.float32}[kv_type])
         return (dtype, (n_heads, d_head, PAGE_TOKENS)), (dtype, (n_heads, PAGE_TOKENS, d_head))
+    scale = ("scales", np.float16, (PAGE_TOKENS,))
+    if kv_type == "q4":
+        n_bytes = q4_bytes(d_head)
+        key = [("quants", np.uint8, (n_bytes, PAGE_TOKENS)), scale]
+        value = [("quants", np.uint8, (PAGE_TOKENS, n_bytes)), scale]
+        return (np.dtype(key), (n_heads,)), (np.dtype(value), (n_heads,))
     if d_head % KV_BLOCK:
         raise UnsupportedError(f"a q8_0 KV cache needs a head size of {KV_BLOCK} n, not {d_head}")
     n_blocks = d_head // KV_BLOCK
-    key = [("quants", np.int8, (KV_BLOCK, PAGE_TOKENS)), ("scales", np.float16, (PAGE_TOKENS,))]
-    value = [("quants", np.int8, (PAGE_TOKENS, d_head)), ("scales", np.float16, (PAGE_TOKENS, n_blocks))]
+    key = [("quants", np.int8, (KV_BLOCK, PAGE_TOKENS)), scale]
+    value = [("quants", np.int8, (PAGE_TOKENS, d_head)), ("scales", np.float16, (n_blocks, PAGE_TOKENS))]
     return (np.dtype(key), (n_heads, n_blocks)), (np.dtype(value), (n_heads,))
 
 

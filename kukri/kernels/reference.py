@@ -25,7 +25,9 @@ from kukri.kernels.host_step import (
     row_adapters,
     state_steps,
 )
-from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV, page_bytes
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
+from kukri.kernels.q4_cache import rotate_heads
+from kukri.kernels.reference_kv import read_pages, store_tokens
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
@@ -253,13 +255,23 @@ class ReferenceOps:
         self, q: FloatArray, k: FloatArray, v: FloatArray, spec: AttentionSpec, batch: ForwardBatch
     ) -> FloatArray:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
-        self._store(k, v, spec, batch)
-        if batch.mask is not None:
-            return self._masked_attention(q, batch.mask, spec, batch)
+        is_rotated = self.cache.kv_type == "q4"
+        heads = [x.reshape(len(x), -1, spec.d_head) for x in (q, k, v)]
+        if is_rotated:
+            limit = np.finfo(np.float16).max
+            heads = [rotate_heads(x) for x in (heads[0], *(x.clip(-limit, limit) for x in heads[1:]))]
+        store_tokens(self.cache, spec.layer, batch.slots, *heads[1:])
+        q = heads[0].reshape(q.shape)
+        attend = self._attend_masked if batch.mask is not None else self._attend
+        out = attend(q, spec, batch)
+        return rotate_heads(out.reshape(heads[0].shape)).reshape(q.shape) if is_rotated else out
+
+    def _attend(self, q: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> FloatArray:
+        """Each token over what it sees of its context -> [T, H*K]."""
         out = np.empty(q.shape, np.float32)
         for s in range(batch.n_sequences):
             start, stop, n_context = batch.query_start[s], batch.query_start[s + 1], batch.context_len[s]
-            keys, values = self._context(spec.layer, batch.page_table[s], n_context)
+            keys, values = read_pages(self.cache, spec.layer, batch.page_table[s], n_context)
             for t in range(start, stop):
                 position = n_context - (stop - t)  # all of the cache comes before this step
                 first = 0 if spec.window is None else max(0, position + 1 - spec.window)
@@ -273,17 +285,16 @@ class ReferenceOps:
                 out[t] = (_softmax(scores, spec.sinks) @ values[:, first:n_visible]).reshape(-1)
         return out
 
-    def _masked_attention(
-        self, q: FloatArray, mask: FloatArray, spec: AttentionSpec, batch: ForwardBatch
-    ) -> FloatArray:
-        """Each token over the whole context, `mask` added to its scores -> [T, H*K]."""
+    def _attend_masked(self, q: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> FloatArray:
+        """Each token over the whole context, the batch's mask added to its scores -> [T, H*K]."""
+        assert batch.mask is not None
         n_context = batch.context_len[0]
-        keys, values = self._context(spec.layer, batch.page_table[0], n_context)
+        keys, values = read_pages(self.cache, spec.layer, batch.page_table[0], n_context)
         out = np.empty(q.shape, np.float32)
         for t in range(batch.n_tokens):
             heads = q[t].reshape(spec.n_kv_heads, -1, spec.d_head)
             scores = self._scores(heads, keys[:, :, :n_context], spec)
-            added = np.broadcast_to(mask[:, t], (spec.n_heads, n_context)).reshape(scores.shape)
+            added = np.broadcast_to(batch.mask[:, t], (spec.n_heads, n_context)).reshape(scores.shape)
             out[t] = (_softmax(scores + added, spec.sinks) @ values[:, :n_context]).reshape(-1)
         return out
 
@@ -489,45 +500,6 @@ class ReferenceOps:
         if matrix is None:
             matrix = self._matrices[weight] = dequantize(weight.data, weight.type)
         return matrix
-
-    def _store(self, k: FloatArray, v: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> None:
-        """Writes k and v [T, G*K] to the cache, clamped to the range of its dtype."""
-        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
-        page, offset = np.divmod(batch.slots, PAGE_TOKENS)
-        limit = np.finfo(np.float32 if self.cache.kv_type == "f32" else np.float16).max
-        shape = (batch.n_tokens, spec.n_kv_heads, spec.d_head)
-        k, v = k.reshape(shape).clip(-limit, limit), v.reshape(shape).clip(-limit, limit)
-        if self.cache.kv_type == "q8_0":
-            key_quants, key_scales = _quantize(k)
-            value_quants, value_scales = _quantize(v)
-            keys["quants"][page, ..., offset], keys["scales"][page, ..., offset] = key_quants, key_scales
-            values["quants"][page, :, offset] = value_quants.reshape(shape)
-            values["scales"][page, :, offset] = value_scales
-        else:
-            keys[page, :, :, offset], values[page, :, offset] = k, v
-
-    def _context(self, layer: int, page_table: Array, n_context: int) -> tuple[FloatArray, FloatArray]:
-        """A sequence's pages side by side: keys float32 [G, K, n], values [G, n, K], n >= n_context."""
-        pages = page_table[: -(-n_context // PAGE_TOKENS)]
-        keys, values = self.cache.keys[layer][pages], self.cache.values[layer][pages]
-        if self.cache.kv_type == "q8_0":
-            keys = keys["quants"] * keys["scales"].astype(np.float32)[..., None, :]
-            keys = keys.reshape(*keys.shape[:2], -1, PAGE_TOKENS)
-            values = values["quants"] * np.repeat(values["scales"].astype(np.float32), KV_BLOCK, axis=-1)
-        keys = keys.astype(np.float32).transpose(1, 2, 0, 3)
-        values = values.astype(np.float32).transpose(1, 0, 2, 3)
-        n_groups, d_head = keys.shape[:2]
-        return keys.reshape(n_groups, d_head, -1), values.reshape(n_groups, -1, d_head)
-
-
-def _quantize(x: FloatArray) -> tuple[Array, Array]:
-    """(int8 [T, G, K/32, 32], float16 scales [T, G, K/32]) of x [T, G, K]; NaN stays in the scale."""
-    blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK)
-    largest = np.abs(blocks).max(axis=-1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
-        quants = np.nan_to_num(np.rint(blocks * inverse)).astype(np.int8)
-    return quants, (largest[..., 0] / np.float32(127)).astype(np.float16)
 
 
 def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> FloatArray:

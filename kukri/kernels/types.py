@@ -209,7 +209,7 @@ class ForwardBatch:
 
 
 EmbedBy = Literal["token_ids", "positions", "token_types"]
-KVType = Literal["f16", "q8_0", "fp8", "f32"]
+KVType = Literal["f16", "q8_0", "q4", "fp8", "f32"]
 GateBy = Literal["itself", "sigmoid", "silu"]
 
 

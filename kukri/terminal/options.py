@@ -196,8 +196,9 @@ class LoadOptions(ModelOptions):
     """Options of loading a model to generate with."""
 
     max_context: int | None = option("Tokens of prompt and answer. [default: the model's]", metavar="N")
-    kv_type: Literal["f16", "q8_0", "fp8", "f32"] | None = option(
-        "KV-cache type; q8_0 takes half the memory, fp8 too (on GPUs), f32 twice and is exact. [default: f16]"
+    kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] | None = option(
+        "KV-cache type; q8_0 takes half the memory, fp8 too (on GPUs), q4 a quarter, f32 twice and is "
+        "exact. [default: f16]"
     )
     speculation: str | None = option(
         "Speculative decoding: ngram (prompt lookup), draft or off; output is unchanged. "

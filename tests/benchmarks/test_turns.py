@@ -136,14 +136,15 @@ def test_neighbour_pairs_quiet_and_busy(
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", note)
-    report = neighbour.disturb(str(smollm2_path), 2, 2, 5, 9)
-    kukri = report.engines["kukri"]
+    report = neighbour.disturb(str(smollm2_path), 2, 2, 5, 9, busy=(1, 2))
+    kukri = report.tests["tg5@1"]["kukri"]
     assert kukri.sides == {"busy": (400.0, 600.0), "quiet": (300.0, 500.0)}  # the first pair warmed up
     assert kukri.ratios == (4 / 3, 1.2)
-    assert report.engines["llama-cpp-python"].median_ratio == 1.0
-    assert report.prefill["kukri"].sides == kukri.sides
+    assert report.tests["tg5@1"]["llama-cpp-python"].median_ratio == 1.0
+    assert report.tests["pp9@1"]["kukri"].sides == kukri.sides
     assert {n for _, test, n in calls if test == "pp"} == {9}
-    assert len(started) == 12
+    assert list(report.tests) == ["tg5@1", "pp9@1", "tg5@2", "pp9@2"]
+    assert len(started) == 12 + 2 * 12
     assert all(process.poll() is not None for process in started)
 
 
@@ -153,4 +154,4 @@ def test_neighbour_runs_without_llama_cpp(
     """Would catch the peer being needed for kukri's own figure."""
     monkeypatch.setattr(neighbour, "installed_engines", lambda: ("kukri",))
     monkeypatch.setattr(neighbour, "_START_S", 0.0)
-    assert list(neighbour.disturb(str(smollm2_path), 1, 1, 2, 2).engines) == ["kukri"]
+    assert list(neighbour.disturb(str(smollm2_path), 1, 1, 2, 2).tests["tg2@1"]) == ["kukri"]

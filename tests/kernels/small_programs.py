@@ -79,9 +79,10 @@ def assert_close(got, want, relative=RELATIVE):
 
 
 def fill(array, rng):
-    """Random numbers of any size in a cache; scales of q8_0 are at most 1 / 127."""
+    """Random numbers of any size in a cache; scales are at most 1 / 127."""
     if array.dtype.names:
-        array["quants"] = rng.integers(-127, 128, array["quants"].shape)
+        bits = np.iinfo(array.dtype["quants"].base)
+        array["quants"] = rng.integers(max(bits.min, -127), bits.max, array["quants"].shape, endpoint=True)
         array["scales"] = rng.uniform(0, 1 / 127, array["scales"].shape)
     else:
         array[:] = rng.standard_normal(array.shape)

@@ -272,6 +272,7 @@ def test_rope(backend, rotary, d_head):
     [
         *((1, 3, 16, "f16"), (3, 2, 64, "f16"), (4, 1, 32, "f16"), (8, 2, 48, "f16"), (12, 1, 16, "f16")),
         *((3, 2, 64, "q8_0"), (4, 1, 96, "q8_0"), (3, 2, 64, "f32"), (2, 1, 48, "f32")),
+        *((3, 2, 64, "q4"), (1, 2, 80, "q4")),
     ],
 )
 def test_attention(backend, group, n_kv_heads, d_head, kv_type, window):
@@ -303,7 +304,7 @@ def test_attention_with_a_softcap(backend, kv_type):
 
 
 @pytest.mark.parametrize("window", [None, 1, 9, 65])
-@pytest.mark.parametrize(("group", "kv_type"), [(1, "f16"), (4, "f16"), (2, "q8_0")])
+@pytest.mark.parametrize(("group", "kv_type"), [(1, "f16"), (4, "f16"), (2, "q8_0"), (2, "q4")])
 def test_attention_to_later_tokens(backend, group, kv_type, window):
     """Would catch texts that are read causally, a neighbour's or the page's last keys, a window's other side,
     and chunks of a long text that its first tokens do not reach."""
@@ -415,11 +416,11 @@ def test_nan_left_in_a_page_does_not_reach_the_next_owner(backend):
     np.testing.assert_array_equal(run(backend, program, batch, clean), run(backend, program, batch, dirty))
 
 
-@pytest.mark.parametrize("n_threads", [1, 2, 5])
-def test_results_do_not_depend_on_threads_or_batch_mates(n_threads):
+@pytest.mark.parametrize(("n_threads", "kv_type"), [(1, "f16"), (2, "f16"), (5, "f16"), (2, "q4")])
+def test_results_do_not_depend_on_threads_or_batch_mates(n_threads, kv_type):
     """Would catch sums whose order follows the batch: a token alone and among others, to the bit."""
     rng = np.random.default_rng(10)
-    program, batch, past = attention_case(rng, 3, 2, 64, None, contexts=(300, 290), n_new=(40, 1))
+    program, batch, past = attention_case(rng, 3, 2, 64, None, (300, 290), (40, 1), kv_type)
     backend = CpuBackend(n_threads=n_threads)
     together = run(backend, program, batch, copy_of(past))
     cache = copy_of(past)
@@ -440,7 +441,7 @@ def test_results_do_not_depend_on_threads_or_batch_mates(n_threads):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("group", "d_head", "kv_type"),
-    [(3, 64, "f16"), (4, 32, "q8_0"), (1, 16, "f16"), (12, 16, "f16"), (2, 16, "f32")],
+    [(3, 64, "f16"), (4, 32, "q8_0"), (3, 64, "q4"), (1, 16, "f16"), (12, 16, "f16"), (2, 16, "f32")],
 )
 def test_sequences_that_share_a_prefix_attend_as_alone(backend, group, d_head, kv_type, window):
     """Would catch a token given a neighbour's keys or row, and bits that depend on sharing."""

@@ -281,7 +281,7 @@ def test_results_that_nothing_reads_are_not_written():
     without = norm(x, y)
     assert drop_unread([without], last)[0].y is y  # it has nowhere else to write
     z = value()
-    finish = ops.AttendFinish(z, z, Buffer(1), SPEC, panels=panels)
+    finish = ops.AttendFinish(z, z, Buffer(1), SPEC, "f16", panels=panels)
     assert drop_unread([finish], last)[0].y is z  # it reads what attention left there
 
 

@@ -118,7 +118,7 @@ def test_norms_activations_and_rope():
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4"])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (40, 0.8)])
 @pytest.mark.parametrize("sinks", [None, (-3, 0, 2, 9, 1, -1)], ids=str)
 def test_attention_with_holes_and_poison(kv_type, window, softcap, sinks):
@@ -154,8 +154,8 @@ def test_attention_with_holes_and_poison(kv_type, window, softcap, sinks):
     np.testing.assert_allclose(got, want, rtol=3e-5, atol=3e-5 * np.abs(want).max())
     for layer in (0, 1):  # the same numbers are stored, but for the order of a key's dimensions
         keys, stored = caches[0].keys[layer], caches[1].kv[layer].keys.numpy()
-        if kv_type == "q8_0":
-            keys = keys["quants"].reshape(61 - 1, -1, 32, PAGE_TOKENS)
+        if kv_type in ("q8_0", "q4"):
+            keys = keys["quants"].reshape(61 - 1, 3 if layer else 1, -1, PAGE_TOKENS)
         np.testing.assert_array_equal(stored[:60], keys.swapaxes(-1, -2))
 
 
@@ -217,7 +217,7 @@ def test_nan_reaches_its_own_sequence_alone():
 def test_cache_pages_and_states():
     """A copy or a clearing that misses a layer, a scale, or half of a page."""
     layout = [KVLayer(2, 32), StateLayer((("s", (3, 2)),)), KVLayer(1, 64)]
-    for kv_type in ("f16", "q8_0", "f32"):
+    for kv_type in ("f16", "q8_0", "q4", "f32"):
         cache = TensorCache(layout, 4, 3, kv_type, CPU)
         assert cache.n_bytes - 4 * 24 == PagedKV(layout, 5, 0, kv_type).n_bytes
         tensors = [t for kv in cache.kv.values() for t in kv.tensors]

@@ -2,8 +2,9 @@
 
 Follow a step: `record.py` writes down the model's ops (`ops.py`), `passes.py` fuses them and `place.py` gives
 them memory; `pool.py` runs this plan on its threads through the executor (`threads.py`). Kernels live in
-`linear`, `experts`, `adapters`, `attention`, `recurrent`, `panels`, `elementwise`, `step_kernels` and
-`sampling_kernel`, made of the operations of `intrinsics`, `simd` and `tiles`, and compiled by `jit.py`.
+`linear`, `experts`, `adapters`, `attention`, `recurrent`, `panels`, `elementwise`, `rope_store`,
+`step_kernels` and `sampling_kernel`, made of the operations of `intrinsics`, `simd` and `tiles`, and compiled
+by `jit.py`.
 """
 
 from __future__ import annotations

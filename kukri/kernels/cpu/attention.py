@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kukri.kernels.cpu.abi import (
     CHUNK_PAGES,
     CHUNK_TOKENS,
     CONTEXT_LEN,
-    KEY_BLOCK_BYTES,
     MAX_PAGES,
     MAX_TILE_ROWS,
     N_PARTS,
@@ -48,6 +47,7 @@ from kukri.kernels.cpu.abi import (
     query_tokens,
 )
 from kukri.kernels.cpu.features import cpu_target
+from kukri.kernels.cpu.head_rotation import rotate_head
 from kukri.kernels.cpu.intrinsics import (
     device,
     f32_of_bits,
@@ -60,99 +60,32 @@ from kukri.kernels.cpu.intrinsics import (
     store_i64,
 )
 from kukri.kernels.cpu.kernel_cache import KernelSource
+from kukri.kernels.cpu.kv_readers import READERS, Reader
 from kukri.kernels.cpu.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
 from kukri.kernels.cpu.simd import (
     exponential,
     fma,
     hyperbolic_tangent,
-    load_f16x16,
     load_f32x16,
-    load_i8x16,
     mask_outside,
     max_lanes,
     maximum,
     splat,
-    splat_f16,
     store_f32x16,
     sum_lanes,
 )
 from kukri.kernels.cpu.tiles import (
+    tile_add_scaled,
     tile_fma,
     tile_store,
     tile_zeros_f32,
 )
-from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, head_bytes
-from kukri.kernels.types import KVType
+from kukri.kernels.paged_kv import PAGE_TOKENS
 
 _NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
 _SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
 _VALUES = 8 * MAX_TILE_ROWS
 _PAGE_BYTES = 8 * (CHUNK_PAGES + 1)  # page offsets of a chunk
-
-
-# --- how a cache is read: two functions each for keys and values, and the bytes of a head in a page ---
-
-
-@device
-def _no_scale(keys, block):
-    return splat(1.0)
-
-
-@device
-def _key_f16(keys, block, d, scale):
-    return load_f16x16(keys + (block * KV_BLOCK + d) * (2 * PAGE_TOKENS))
-
-
-@device
-def _value_f16(page, key, i, d_head):
-    return load_f16x16(page + (key * d_head + 16 * i) * 2)
-
-
-@device
-def _key_f32(keys, block, d, scale):
-    return load_f32x16(keys + (block * KV_BLOCK + d) * (4 * PAGE_TOKENS))
-
-
-@device
-def _value_f32(page, key, i, d_head):
-    return load_f32x16(page + (key * d_head + 16 * i) * 4)
-
-
-@device
-def _key_scale_q8_0(keys, block):
-    return load_f16x16(keys + block * KEY_BLOCK_BYTES + KV_BLOCK * PAGE_TOKENS)
-
-
-@device
-def _key_q8_0(keys, block, d, scale):
-    return load_i8x16(keys + block * KEY_BLOCK_BYTES + d * PAGE_TOKENS) * scale
-
-
-@device
-def _value_q8_0(page, key, i, d_head):
-    scales = page + PAGE_TOKENS * d_head + key * (d_head // KV_BLOCK) * 2
-    return load_i8x16(page + key * d_head + 16 * i) * splat_f16(scales + (i >> 1) * 2)
-
-
-class _Reader(NamedTuple):
-    """The functions of one kind of cache."""
-
-    kv_type: KVType
-    key_scale: Any  # of a page's 16 keys and a block of 32 dimensions
-    key: Any  # dimension d of a block, of a page's 16 keys
-    value: Any  # 16 dimensions of one key's value
-
-
-_READERS = (
-    _Reader("f16", _no_scale, _key_f16, _value_f16),
-    _Reader("f32", _no_scale, _key_f32, _value_f32),
-    _Reader("q8_0", _key_scale_q8_0, _key_q8_0, _value_q8_0),
-)
-
-
-def _head_bytes(reader: _Reader, d_head: int) -> int:
-    """Bytes of one head's keys, or values, in a page."""
-    return head_bytes(d_head, reader.kv_type)
 
 
 @device
@@ -195,6 +128,13 @@ def _finish(state, row, y, d_head, sink):
         store_f32x16(y + i, load_f32x16(state + _VALUES + row * d_head * 4 + i) / total)
 
 
+@device
+def _finish_rotated(state, row, y, d_head, sink):
+    """The same from values that are rotated, rotated back."""
+    _finish(state, row, y, d_head, sink)
+    rotate_head(y, d_head)
+
+
 def _each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
     """A function that gives the tuple of make(0)(…), …, make(n - 1)(…)."""
     last = device(make(n - 1))
@@ -204,20 +144,23 @@ def _each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
     return device(lambda *arguments: others(*arguments) + (last(*arguments),))  # noqa: RUF005 (Numba)
 
 
-def _make_scores(reader: _Reader, rows: int, d_head: int, n_pages: int, fetches: bool) -> Any:
+def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int, fetches: bool) -> Any:
     """A function for the scores of `rows` query rows and the keys of `n_pages` pages."""
-    _, key_scale, load_key, _ = reader
-    n_blocks, block_size = (d_head // KV_BLOCK, KV_BLOCK) if d_head % KV_BLOCK == 0 else (1, d_head)
-    bytes_per_key_dim = _head_bytes(reader, d_head) // d_head
+    load_key, key_scale = reader.key, reader.key_scale
+    n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
+    bytes_per_key_dim = reader.head_bytes(d_head) // d_head
     addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
-    scales = _each(n_pages, lambda p: lambda keys, b: key_scale(keys[p], b))
     zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
     add = _each(
-        n_pages,
-        lambda p: (
-            lambda s, keys, b, d, scale, q: tile_fma(s[p], load_key(keys[p], b, d, scale[p]), q, 4 * d_head)
-        ),
+        n_pages, lambda p: lambda s, keys, v, d, q: tile_fma(s[p], load_key(keys[p], v, d), q, 4 * d_head)
     )
+    if key_scale is None:
+        fold = _each(n_pages, lambda p: lambda s, part, keys, v: part[p])
+    else:
+        fold = _each(
+            n_pages,
+            lambda p: lambda s, part, keys, v: tile_add_scaled(s[p], part[p], key_scale(keys[p], v, d_head)),
+        )
     store = _each(
         n_pages, lambda p: lambda s, scores: tile_store(s[p], scores + 64 * p, 4 * CHUNK_TOKENS, rows)
     )
@@ -227,41 +170,84 @@ def _make_scores(reader: _Reader, rows: int, d_head: int, n_pages: int, fetches:
         """Memory-bound rows prefetch the next reads: a page's values, and the next page's keys."""
         at = addresses(keys, pages)
         s = zeros()
-        for b in range(n_blocks):
-            scale = scales(at, b)
-            for d in range(block_size):
-                if fetches:
-                    offset = bytes_per_key_dim * (b * block_size + d)
-                    prefetch(keys + load_i64(pages + 8) + offset)
-                    prefetch(values + load_i64(pages) + offset)
-                s = add(s, at, b, d, scale, q + 4 * (b * block_size + d))
+        for first in range(0, n_vectors, span):
+            part = zeros()
+            for v in range(first, first + span):
+                for d in range(16):
+                    if fetches:
+                        offset = bytes_per_key_dim * (16 * v + d)
+                        prefetch(keys + load_i64(pages + 8) + offset)
+                        prefetch(values + load_i64(pages) + offset)
+                    part = add(part, at, v, d, q + 4 * (16 * v + d))
+            s = fold(s, part, at, first)
         store(s, scores)
 
     return page_scores
 
 
-def _make_values(reader: _Reader, rows: int, d_head: int, together: int) -> Any:
+def _make_weights(reader: Reader, rows: int, d_head: int, together: int) -> Any:
+    """A function for the weights of a chunk's values, from vector `first` on: scores times their scales.
+
+    A scale that `together` vectors do not share needs weights of its own.
+    """
+    value_scale = reader.value_scale
+    span = reader.vectors_per_scale(d_head)
+    n_scales = max(1, together // span)
+    n_bytes = n_scales * rows * 4 * CHUNK_TOKENS
+
+    @device
+    def scaled(scores, values, pages, n_keys, first):
+        weights = stack_bytes(n_bytes)
+        for i in range(n_scales):
+            for page in range((n_keys + PAGE_TOKENS - 1) >> 4):
+                scale = value_scale(values + load_i64(pages + 8 * page), first + i * span, d_head)
+                for row in range(rows):
+                    score = load_f32x16(scores + row * 4 * CHUNK_TOKENS + 64 * page)
+                    place = (i * rows + row) * 4 * CHUNK_TOKENS + 64 * page
+                    store_f32x16(weights + place, score * scale)
+        return weights
+
+    return scaled
+
+
+@device
+def _scores_alone(scores, values, pages, n_keys, first):
+    return scores
+
+
+def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
     """A function for the weighted sum of values, `together` vectors of 16 dimensions at a time."""
     load_value = reader.value
+    n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
+    if reader.value_scale is None:
+        scaled, span, next_scale = _scores_alone, n_vectors, 0
+    else:
+        scaled, next_scale = _make_weights(reader, rows, d_head, together), rows * 4 * CHUNK_TOKENS
     zeros = _each(together, lambda j: lambda: tile_zeros_f32(rows, 1))
     add = _each(
         together,
         lambda j: (
-            lambda o, page, key, i, scores: tile_fma(
-                o[j], load_value(page, key, i + j, d_head), scores, 4 * CHUNK_TOKENS
+            lambda o, page, key, i, weights: tile_fma(
+                o[j],
+                load_value(page, key, i + j, d_head),
+                weights + j // span * next_scale,
+                4 * CHUNK_TOKENS,
             )
         ),
     )
     store = _each(together, lambda j: lambda o, out: tile_store(o[j], out + 64 * j, 4 * d_head, rows))
+    step = max(span, together)
 
     @device
     def weighted_values(scores, values, pages, n_keys, part):
-        for i in range(0, d_head // 16, together):
-            o = zeros()
-            for key in range(n_keys):
-                page = values + load_i64(pages + 8 * (key >> 4))
-                o = add(o, page, key & 15, i, scores + 4 * key)
-            store(o, part + _VALUES + 64 * i)
+        for first in range(0, n_vectors, step):
+            weights = scaled(scores, values, pages, n_keys, first)
+            for i in range(first, first + step, together):
+                o = zeros()
+                for key in range(n_keys):
+                    page = values + load_i64(pages + 8 * (key >> 4))
+                    o = add(o, page, key & 15, i, weights + 4 * key)
+                store(o, part + _VALUES + 64 * i)
 
     return weighted_values
 
@@ -276,7 +262,7 @@ def _capped(scores, cap):
     return hyperbolic_tangent(scores / cap) * cap
 
 
-def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool, capped: Any) -> Any:
+def _make_chunk(reader: Reader, rows: int, d_head: int, is_one_token: bool, capped: Any) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
     row_scores = 4 * CHUNK_TOKENS
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
@@ -326,11 +312,12 @@ def _make_chunk(reader: _Reader, rows: int, d_head: int, is_one_token: bool, cap
     return chunk_part
 
 
-def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, capped: Any) -> Any:
+def _make_entry(reader: Reader, group: int, n_query_tokens: int, d_head: int, capped: Any) -> Any:
     """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
     rows = group * n_query_tokens
     chunk_part = _make_chunk(reader, rows, d_head, n_query_tokens == 1, capped)
     scratch_bytes = partial_bytes(rows, d_head)
+    finish = _finish_rotated if reader.is_rotated else _finish
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
 
     @device
@@ -362,8 +349,8 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
         ranges = stack_bytes(range_bytes)
         scores = stack_bytes(score_bytes)
         pages = stack_bytes(_PAGE_BYTES)
-        state = stack_bytes(scratch_bytes)
         part = stack_bytes(scratch_bytes)
+        merged = stack_bytes(scratch_bytes)
         first_visible = load_i32(positions + 4 * token)
         for row in range(rows):
             t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
@@ -376,7 +363,8 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
             store_i64(ranges + 16 * row, first)
             store_i64(ranges + 16 * row + 8, min(position + n_ahead, last))
         n_context = load_i64(ranges + 16 * (rows - 1) + 8) + 1
-        partial = load_i64(entry + WORK_PARTIAL)
+        is_partial = load_i64(entry + WORK_PARTIAL) >= 0  # of one chunk: nothing to merge it with
+        state = partials if is_partial else merged
         _start(state, rows, d_head)
         for chunk in range(load_i64(entry + WORK_CHUNK), load_i64(entry + WORK_CHUNK_STOP)):
             base = chunk * CHUNK_TOKENS
@@ -386,27 +374,26 @@ def _make_entry(reader: _Reader, group: int, n_query_tokens: int, d_head: int, c
             for page in range(CHUNK_PAGES + 1):
                 index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
                 store_i64(pages + 8 * page, load_i32(table + 4 * index) * page_stride)
-            chunk_part(rows_q, cap, ranges, keys, values, pages, base, n_keys, part, scores)
-            _merge(state, part, 0, rows, d_head)
-        if partial >= 0:
-            for i in range(0, scratch_bytes, 64):
-                store_f32x16(partials + i, load_f32x16(state + i))
-        else:
+            target = state if is_partial else part
+            chunk_part(rows_q, cap, ranges, keys, values, pages, base, n_keys, target, scores)
+            if not is_partial:
+                _merge(state, part, 0, rows, d_head)
+        if not is_partial:
             for row in range(n_tokens * group):
                 t = token + row // group
                 of_head = head * group + row % group
                 yp = y + t * y_stride + of_head * (4 * d_head)
-                _finish(state, row, yp, d_head, sinks + 4 * of_head)
+                finish(state, row, yp, d_head, sinks + 4 * of_head)
 
     return entry_part
 
 
-def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> KernelSource:
+def _make_attend(reader: Reader, is_capped: bool, group: int, d_head: int) -> KernelSource:
     """`attend_f16[group,d_head]`: every work entry for every key head; `attend_f16_softcap` caps scores."""
     capped = _capped if is_capped else _uncapped
     one_token = _make_entry(reader, group, 1, d_head, capped)
     many_tokens = _make_entry(reader, group, query_tokens(group), d_head, capped)
-    head_bytes = _head_bytes(reader, d_head)
+    head_bytes = reader.head_bytes(d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     @device
@@ -543,8 +530,12 @@ def _make_attend(reader: _Reader, is_capped: bool, group: int, d_head: int) -> K
     return KernelSource(f"attend_{reader.kv_type}[{group},{d_head}]", attend)
 
 
-def _make_attend_finish(group: int, d_head: int) -> KernelSource:
-    """`attend_finish[group,d_head]`: merges partial results, then quantizes rows for the next linear."""
+def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSource:
+    """`attend_finish[group,d_head]`: merges partial results, then quantizes rows for the next linear.
+
+    `attend_finish_rotated` rotates heads back.
+    """
+    finish = _finish_rotated if is_rotated else _finish
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     @device
@@ -575,17 +566,19 @@ def _make_attend_finish(group: int, d_head: int) -> KernelSource:
                     for i in range(group):
                         of_head = head * group + i
                         row = y + t * y_stride + of_head * (4 * d_head)
-                        _finish(state, i, row, d_head, sinks + 4 * of_head)
+                        finish(state, i, row, d_head, sinks + 4 * of_head)
             if panels != 0:
                 width = panel_width(t, n_rows)
                 quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t, width)
         return 0
 
-    return KernelSource(f"attend_finish[{group},{d_head}]", attend_finish)
+    suffix = "_rotated" if is_rotated else ""
+    return KernelSource(f"attend_finish{suffix}[{group},{d_head}]", attend_finish)
 
 
 KERNELS = {
-    **{f"attend_{reader.kv_type}": partial(_make_attend, reader, False) for reader in _READERS},
-    **{f"attend_{reader.kv_type}_softcap": partial(_make_attend, reader, True) for reader in _READERS},
-    "attend_finish": _make_attend_finish,
+    **{f"attend_{reader.kv_type}": partial(_make_attend, reader, False) for reader in READERS},
+    **{f"attend_{reader.kv_type}_softcap": partial(_make_attend, reader, True) for reader in READERS},
+    "attend_finish": partial(_make_attend_finish, False),
+    "attend_finish_rotated": partial(_make_attend_finish, True),
 }

@@ -28,6 +28,7 @@ _KERNEL_MODULES = (
     "embedding",
     "panels",
     "elementwise",
+    "rope_store",
     "recurrent",
     "linear",
     "experts",

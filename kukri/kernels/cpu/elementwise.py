@@ -1,4 +1,4 @@
-"""Row-wise kernels: norms, activations, RoPE, cache writes.
+"""Row-wise kernels: norms and activations.
 
 Each has its definition in `kukri.kernels.reference`. Most are written as the work on one row, from which
 `row_kernel` makes the kernel. Buffers are float32, strides are bytes.
@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from kukri.kernels.cpu.abi import KEY_BLOCK_BYTES, N_TOKENS, ROPE_POSITIONS, SLOTS
 from kukri.kernels.cpu.intrinsics import (
     device,
     f32_of_bits,
@@ -20,18 +17,14 @@ from kukri.kernels.cpu.intrinsics import (
     load_i64,
     store_f32,
 )
-from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import (
     Q8_BLOCK,
     Q8_BLOCK_BYTES,
 )
 from kukri.kernels.cpu.panels import (
-    first_row,
     panel_of,
     quantize_block,
     row_kernel,
-    row_tiles,
-    stop_row,
 )
 from kukri.kernels.cpu.simd import (
     absolute,
@@ -39,22 +32,12 @@ from kukri.kernels.cpu.simd import (
     fma,
     hyperbolic_tangent,
     load_f32x16,
-    max_lanes,
     maximum,
     minimum,
-    round_even,
     splat,
-    store_f16,
-    store_f16x16,
     store_f32x16,
-    store_first_f16,
-    store_i8,
-    store_i8x16,
     sum_lanes,
-    to_f16_range,
-    to_i32,
 )
-from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 
 # --- norms and activations ----------------------------------------------------------------------------
 #
@@ -322,126 +305,6 @@ def tanh(row, width, part, x, x_stride, n, y, y_stride, panels):
     _write_tanh(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
-# --- positions and cache ------------------------------------------------------------------------------
-
-
-@device
-def _rotate(head, cos, sin, half):
-    """Rotates dimension i with i + half of one head, in place."""
-    if half & 15 == 0:
-        for i in range(0, 4 * half, 64):
-            a = load_f32x16(head + i)
-            b = load_f32x16(head + 4 * half + i)
-            c = load_f32x16(cos + i)
-            s = load_f32x16(sin + i)
-            store_f32x16(head + i, a * c - b * s)
-            store_f32x16(head + 4 * half + i, b * c + a * s)
-    else:
-        for i in range(0, 4 * half, 4):
-            x = load_f32(head + i)
-            y = load_f32(head + 4 * half + i)
-            store_f32(head + i, x * load_f32(cos + i) - y * load_f32(sin + i))
-            store_f32(head + 4 * half + i, y * load_f32(cos + i) + x * load_f32(sin + i))
-
-
-@device
-def _store_token(k, v, key_page, value_page, offset, n_heads, d_head):
-    """Writes one token's keys [G, K] and values into its page: keys [G, K, 16], values [G, 16, K]."""
-    for head in range(n_heads):
-        keys = key_page + (head * d_head * PAGE_TOKENS + offset) * 2
-        values = value_page + (head * PAGE_TOKENS + offset) * d_head * 2
-        for d in range(0, d_head, 16):
-            source = (head * d_head + d) * 4
-            key = to_f16_range(load_f32x16(k + source))
-            store_f16(keys + d * 2 * PAGE_TOKENS, key, 2 * PAGE_TOKENS)
-            store_f16x16(values + 2 * d, to_f16_range(load_f32x16(v + source)))
-
-
-@device
-def _store_token_f32(k, v, key_page, value_page, offset, n_heads, d_head):
-    """The same for a cache of float32."""
-    for head in range(n_heads):
-        keys = key_page + (head * d_head * PAGE_TOKENS + offset) * 4
-        values = value_page + (head * PAGE_TOKENS + offset) * d_head * 4
-        for d in range(0, d_head, 16):
-            store_f32x16(values + 4 * d, load_f32x16(v + (head * d_head + d) * 4))
-        for d in range(d_head):
-            store_f32(keys + d * 4 * PAGE_TOKENS, load_f32(k + (head * d_head + d) * 4))
-
-
-@device
-def _store_token_q8(k, v, key_page, value_page, offset, n_heads, d_head):
-    """The same for a q8_0 cache, whose layout `PagedKV` has."""
-    n_blocks = d_head // KV_BLOCK
-    head_bytes = n_blocks * KEY_BLOCK_BYTES
-    for head in range(n_heads):
-        keys = key_page + head * head_bytes
-        values = value_page + head * head_bytes
-        scales = values + PAGE_TOKENS * d_head + offset * n_blocks * 2
-        for b in range(n_blocks):
-            source = (head * d_head + KV_BLOCK * b) * 4
-            low, high, scale = _to_int8(k + source)
-            block = keys + b * KEY_BLOCK_BYTES
-            store_i8(block + offset, low, PAGE_TOKENS)
-            store_i8(block + 16 * PAGE_TOKENS + offset, high, PAGE_TOKENS)
-            store_first_f16(block + KV_BLOCK * PAGE_TOKENS + 2 * offset, scale)
-            low, high, scale = _to_int8(v + source)
-            store_i8x16(values + offset * d_head + KV_BLOCK * b, low)
-            store_i8x16(values + offset * d_head + KV_BLOCK * b + 16, high)
-            store_first_f16(scales + 2 * b, scale)
-
-
-@device
-def _to_int8(x):
-    """32 float32 as two vectors of int8 and their scale; clamped to the float16 range first."""
-    a = to_f16_range(load_f32x16(x))
-    b = to_f16_range(load_f32x16(x + 64))
-    largest = max_lanes(maximum(absolute(a), absolute(b)))
-    inverse = splat(np.float32(127.0 / largest if largest > 0.0 else largest))  # keeps nan
-    return (
-        to_i32(round_even(a * inverse)),
-        to_i32(round_even(b * inverse)),
-        splat(np.float32(largest / 127.0)),
-    )
-
-
-def _make_rope_store(name: str, store_token: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel for one kind of cache."""
-
-    def rope_store(
-        tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values, page_stride
-    ):
-        """Rotates q and k by position (unless cos is 0), then stores k and v (unless keys is 0)."""
-        n_rows = load_i64(batch + N_TOKENS)
-        if tile < 0:
-            return row_tiles(n_rows)
-        positions = load_i64(batch + ROPE_POSITIONS)
-        slots = load_i64(batch + SLOTS)
-        for row in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
-            if cos != 0:
-                angle = load_i32(positions + 4 * row) * half * 4
-                for head in range(n_heads):
-                    _rotate(q + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
-                for head in range(n_kv_heads):
-                    _rotate(k + row * stride + head * d_head * 4, cos + angle, sin + angle, half)
-            if keys != 0:
-                slot = load_i32(slots + 4 * row)
-                page = (slot >> 4) * page_stride
-                store_token(
-                    k + row * stride,
-                    v + row * stride,
-                    keys + page,
-                    values + page,
-                    slot & 15,
-                    n_kv_heads,
-                    d_head,
-                )
-        return 0
-
-    rope_store.__name__ = name
-    return rope_store
-
-
 def gather_rows(row, indices, x, x_stride, n, y, y_stride):
     """y[i] = x[indices[i]], rows of n float32. `indices` is the address of the int32 array's address."""
     source = x + load_i32(load_i64(indices) + 4 * row) * x_stride
@@ -458,12 +321,4 @@ _ROW_KERNELS += [
         *(gated_itself, gated_sigmoid, gated_silu),
     )
 ]
-_ROPE_STORES = [
-    KernelSource(kernel.__name__, kernel)
-    for kernel in (
-        _make_rope_store("rope_store_f16", _store_token),
-        _make_rope_store("rope_store_f32", _store_token_f32),
-        _make_rope_store("rope_store_q8_0", _store_token_q8),
-    )
-]
-KERNELS = {source.name: source for source in (*_ROW_KERNELS, *_ROPE_STORES)}
+KERNELS = {source.name: source for source in _ROW_KERNELS}

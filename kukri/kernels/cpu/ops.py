@@ -123,7 +123,8 @@ class Op:
 
     def edits(self, buffer: Buffer) -> bool:
         """True if it changes a buffer that it did not make."""
-        return any(getattr(self, name).buffer is buffer for name in self.in_place)
+        edited = (getattr(self, name) for name in self.in_place)
+        return any(value is not None and value.buffer is buffer for value in edited)
 
     def _values(self) -> Iterator[tuple[str, Value | Buffer]]:
         for name, part in vars(self).items():
@@ -364,7 +365,10 @@ class Linear(Op):
 
 @dataclass(eq=False)
 class RopeStore(Op):
-    """Rotates q and k in place if `rope` is there, and writes k and v to the cache if `v` is."""
+    """Rotates q and k in place if `rope` is there, and writes k and v to the cache if `v` is.
+
+    A q4 cache has the heads of all three rotated, too.
+    """
 
     q: Value
     k: Value
@@ -372,7 +376,7 @@ class RopeStore(Op):
     spec: AttentionSpec
     kv_type: KVType
     rope: RopeRows | None
-    in_place = ("q", "k")
+    in_place = ("q", "k", "v")
 
     @property
     def kernel(self) -> str:
@@ -448,10 +452,12 @@ class AttendFinish(Producer):
     attended: Value  # what y is too: it is read and written
     partials: Buffer
     spec: AttentionSpec
+    kv_type: KVType
 
     @property
     def kernel(self) -> str:
-        return f"attend_finish[{self.spec.group},{self.spec.d_head}]"
+        rotated = "_rotated" if self.kv_type == "q4" else ""
+        return f"attend_finish{rotated}[{self.spec.group},{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {

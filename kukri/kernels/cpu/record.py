@@ -298,7 +298,7 @@ class Recorder:
             return y
         attend = ops.Attend(q, y, spec, self._kv_type, Buffer(self._partials_bytes(spec)))
         self._add(attend)
-        self._add(ops.AttendFinish(y, y, attend.partials, spec))
+        self._add(ops.AttendFinish(y, y, attend.partials, spec, self._kv_type))
         return y
 
     def route(self, logits: Value, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:

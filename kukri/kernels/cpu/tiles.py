@@ -392,6 +392,17 @@ def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: A
     return _each(builder, kind.n, F32x16.llvm, step)
 
 
+@_tile_operation(_same, None, F32x16)
+def tile_add_scaled(builder: Any, kind: Tile, acc: Any, part: Any, scale: Any) -> Any:
+    """acc[i] += part[i] * scale."""
+
+    def step(i: int) -> Any:
+        terms = (builder.extract_value(part, i), scale, builder.extract_value(acc, i))
+        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, *terms)
+
+    return _each(builder, kind.n, F32x16.llvm, step)
+
+
 @_tile_operation(_same, F32x16, types.int64)
 def tile_add_min(builder: Any, kind: Tile, acc: Any, v: Any, x: Any) -> Any:
     """acc[i] += v * (the scaled sum of the block at x): the mins of a block."""

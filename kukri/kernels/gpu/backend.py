@@ -59,10 +59,10 @@ class GpuBackend(TorchBackend):
     def new_cache(
         self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
     ) -> TensorCache:
-        """See Backend.new_cache. Raises UnsupportedError on a cache of float32."""
-        if kv_type == "f32":
+        """See Backend.new_cache. Raises UnsupportedError on a cache of float32 or 4 bits."""
+        if kv_type in ("f32", "q4"):
             raise UnsupportedError(
-                "the gpu backend has no f32 KV cache: use f16, q8_0 or fp8, or --backend torch"
+                f"the gpu backend has no {kv_type} KV cache: use f16, q8_0 or fp8, or --backend torch"
             )
         return super().new_cache(layout, n_pages, n_states, kv_type)
 

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, page_bytes, state_bytes
+from kukri.kernels.q4_cache import q4_bytes
 from kukri.kernels.types import CacheLayout, KVLayer, KVType, StateLayer
 
-_NUMBERS = {"f16": torch.float16, "fp8": torch.float8_e4m3fn, "f32": torch.float32, "q8_0": torch.int8}
+_NUMBERS = {
+    "f16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "f32": torch.float32,
+    "q8_0": torch.int8,
+    "q4": torch.uint8,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +27,8 @@ class LayerKV:
     """One layer's keys and values [P, G, 16, K], token by token: a token's head is one run of memory.
 
     They are float16, float32, float8_e4m3fn, or for q8_0 int8 with float16 scales [P, G, 16, K / 32].
-    Between the pages of a layer lie those of the others.
+    For q4 they are bytes of two numbers [P, G, 16, q4_bytes(K)] of heads that are rotated, with scales
+    [P, G, 16, 1]: see `kernels.q4_cache`. Between the pages of a layer lie those of the others.
     """
 
     keys: Tensor
@@ -121,11 +129,12 @@ def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
 
 
 def _views(memory: Tensor, layer: KVLayer, kv_type: KVType) -> tuple[Tensor, Tensor | None]:
-    """Bytes [P, n] as numbers [P, G, 16, K], and their scales [P, G, 16, K / 32] for q8_0."""
-    n_heads, d_head, dtype = layer.n_kv_heads, layer.d_head, _NUMBERS[kv_type]
-    n_bytes = n_heads * PAGE_TOKENS * d_head * dtype.itemsize
-    numbers = memory[:, :n_bytes].view(dtype).view(-1, n_heads, PAGE_TOKENS, d_head)
-    if kv_type != "q8_0":
+    """Bytes [P, n] as numbers and scales: see `LayerKV`."""
+    n_heads, dtype = layer.n_kv_heads, _NUMBERS[kv_type]
+    width = q4_bytes(layer.d_head) if kv_type == "q4" else layer.d_head
+    n_bytes = n_heads * PAGE_TOKENS * width * dtype.itemsize
+    numbers = memory[:, :n_bytes].view(dtype).view(-1, n_heads, PAGE_TOKENS, width)
+    if kv_type not in ("q8_0", "q4"):
         return numbers, None
-    scales = memory[:, n_bytes:].view(torch.float16)
-    return numbers, scales.view(-1, n_heads, PAGE_TOKENS, d_head // KV_BLOCK)
+    n_scales = 1 if kv_type == "q4" else layer.d_head // KV_BLOCK
+    return numbers, memory[:, n_bytes:].view(torch.float16).view(-1, n_heads, PAGE_TOKENS, n_scales)

@@ -19,6 +19,7 @@ from kukri.errors import ShapeError
 from kukri.kernels.host_step import StateStep, StoppedError, check_routes, state_steps
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
+from kukri.kernels.pytorch.q4_cache import quantize_heads, rotate_heads, unpack_heads
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
 from kukri.kernels.pytorch.weights import DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
@@ -234,11 +235,17 @@ class TorchOps:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
+        is_rotated = self.cache.kv_type == "q4"
+        if is_rotated:
+            limit = torch.finfo(torch.float16).max
+            q, k, v = (
+                rotate_heads(x, spec.d_head) for x in (q, k.clamp(-limit, limit), v.clamp(-limit, limit))
+            )
         self._store(k, v, spec, batch)
         out = torch.empty((len(q), spec.n_heads * spec.d_head), dtype=torch.float32, device=q.device)
         for group in batch.attention_groups(spec.is_causal):
             out[group.tokens] = self._attend(q[group.tokens], spec, group, batch.mask)
-        return out
+        return rotate_heads(out, spec.d_head) if is_rotated else out
 
     def conv(self, x: Tensor, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
         """Each column of x [T, C] times the taps of it and the inputs before it."""
@@ -419,7 +426,7 @@ class TorchOps:
         """Attention of q [S, n, H*K] over the sequences' pages -> [S, n, H*K]."""
         n_sequences, n = group.tokens.shape
         n_kv_heads, d_head = spec.n_kv_heads, spec.d_head
-        keys, values = self._context(spec.layer, group)  # [S, G, places, K]
+        keys, values = self._context(spec, group)  # [S, G, places, K]
         heads = q.reshape(n_sequences, n, n_kv_heads, -1, d_head).permute(0, 2, 3, 1, 4)  # [S, G, H/G, n, K]
         scores = heads.reshape(n_sequences, n_kv_heads, -1, d_head) @ keys.transpose(-1, -2)
         scores = scores.view(n_sequences, n_kv_heads, -1, n, keys.shape[2]) * spec.scale
@@ -441,14 +448,14 @@ class TorchOps:
             .reshape(n_sequences, n, -1)
         )
 
-    def _context(self, layer: int, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+    def _context(self, spec: AttentionSpec, group: AttentionGroup) -> tuple[Tensor, Tensor]:
         """The sequences' pages side by side: keys and values float32 [S, G, places, K].
 
         Values beyond a context are zeros: NaN of another sequence would get through a weight of 0.
         """
-        kv = self.cache.kv[layer]
-        keys = _side_by_side(kv.keys, kv.key_scales, group.pages)
-        values = _side_by_side(kv.values, kv.value_scales, group.pages)
+        kv = self.cache.kv[spec.layer]
+        keys = _side_by_side(kv.keys, kv.key_scales, group.pages, spec.d_head)
+        values = _side_by_side(kv.values, kv.value_scales, group.pages, spec.d_head)
         return keys, values.masked_fill(~group.is_key[:, None, :, None], 0)
 
     def _store(self, k: Tensor, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> None:
@@ -457,7 +464,12 @@ class TorchOps:
         page, offset = (batch.slots // PAGE_TOKENS).long(), (batch.slots % PAGE_TOKENS).long()
         limit = torch.finfo(kv.keys.dtype if kv.key_scales is None else torch.float16).max
         for x, numbers, scales in ((k, kv.keys, kv.key_scales), (v, kv.values, kv.value_scales)):
-            x = x.reshape(len(x), spec.n_kv_heads, spec.d_head).clamp(-limit, limit)
+            x = x.reshape(len(x), spec.n_kv_heads, spec.d_head)
+            if self.cache.kv_type == "q4":
+                assert scales is not None
+                numbers[page, :, offset], scales[page, :, offset] = quantize_heads(x)
+                continue
+            x = x.clamp(-limit, limit)
             if scales is None:
                 numbers[page, :, offset] = x.to(numbers.dtype)
             else:
@@ -485,11 +497,15 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return weights / total.masked_fill(total == 0, 1)
 
 
-def _side_by_side(numbers: Tensor, scales: Tensor | None, pages: Tensor) -> Tensor:
-    """Pages [S, p] of numbers [P, G, 16, K] -> float32 [S, G, 16 p, K]."""
-    x = numbers[pages].float()
-    if scales is not None:
-        x = x * scales[pages].float().repeat_interleave(KV_BLOCK, -1)
+def _side_by_side(numbers: Tensor, scales: Tensor | None, pages: Tensor, d_head: int) -> Tensor:
+    """Pages [S, p] of numbers [P, G, 16, K], or of q4's bytes -> float32 [S, G, 16 p, K]."""
+    if numbers.dtype == torch.uint8:
+        assert scales is not None
+        x = unpack_heads(numbers[pages], d_head) * scales[pages].float()
+    else:
+        x = numbers[pages].float()
+        if scales is not None:
+            x = x * scales[pages].float().repeat_interleave(KV_BLOCK, -1)
     return x.transpose(1, 2).flatten(2, 3)
 
 
