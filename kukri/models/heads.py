@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kukri.config import ModelConfig
 from kukri.kernels.types import Ops, Tensor
-from kukri.models.layers import Linear, Parameter
+from kukri.models.layers import Linear, Parameter, PlainLayerNorm
 
 if TYPE_CHECKING:
     from kukri.models.weights import WeightSource
@@ -38,6 +38,21 @@ class PooledHead:
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, labels]."""
         return self.classifier(ops, ops.tanh(self.pooler(ops, x)))
+
+
+class PredictionHead:
+    """A classification of the first token, or of each: classifier(norm(gelu(dense(x))))."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig) -> None:
+        d_model = config.d_model
+        self.dense = Linear(source, ["head.dense"], (d_model,), d_model)
+        self.norm = PlainLayerNorm(source, "head.norm", d_model, config.norm_eps)
+        self.classifier = Linear(source, ["classifier"], (len(config.head.labels),), d_model)
+        self.parameters = [*self.dense.parameters, *self.norm.parameters, *self.classifier.parameters]
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [N, D] -> [N, labels]."""
+        return self.classifier(ops, self.norm(ops, ops.gelu(self.dense(ops, x), is_exact=True)))
 
 
 def encoder_head(source: WeightSource, config: ModelConfig, pooler: str) -> Head | None:

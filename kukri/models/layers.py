@@ -111,14 +111,34 @@ class HeadNorm(RMSNorm):
 class LayerNorm:
     """(x - mean) / sqrt(var + eps) * weight + bias."""
 
+    has_bias = True
+
     def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
         self.weight, self.eps = _vector(source, f"{name}.weight", size), eps
-        self.bias = _vector(source, f"{name}.bias", size)
-        self.parameters = [vector_parameter(self.weight), vector_parameter(self.bias)]
+        self.bias, self.parameters = Vector(np.zeros(size, np.float32)), [vector_parameter(self.weight)]
+        if self.has_bias:
+            self.bias = _vector(source, f"{name}.bias", size)
+            self.parameters.append(vector_parameter(self.bias))
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [R, size] -> the same shape."""
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class PlainLayerNorm(LayerNorm):
+    """A LayerNorm without a bias."""
+
+    has_bias = False
+
+
+class NoNorm:
+    """The place of a norm that a layer does not have."""
+
+    parameters: tuple[Parameter, ...] = ()
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """x as it is."""
+        return x
 
 
 class PostNormed:

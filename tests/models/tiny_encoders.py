@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.models import Model, load_model
 
-N_LAYERS, D, F, V, HEADS, CONTEXT = 3, 64, 96, 80, 4, 96
+BYTES_V = 300  # of byte pairs, which need a token for each byte
+N_LAYERS, D, F, V, HEADS, CONTEXT = 4, 64, 96, 80, 4, 96
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,13 @@ class TinyEncoder:
 
 ENCODERS: dict[str, TinyEncoder] = {
     "bert": TinyEncoder("Bert", {"layer_norm_eps": 1e-5}),
+    "modernbert": TinyEncoder(
+        "ModernBert",
+        {
+            **{"local_attention": 8, "norm_eps": 1e-5, "bos_token_id": 2, "vocab_size": BYTES_V},
+            **{"eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3},
+        },
+    ),
     "nomic_bert": TinyEncoder("NomicBert", {"layer_norm_eps": 1e-5, "head_dim": D // HEADS}),
 }
 
@@ -47,8 +57,35 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
             if "norm" in key.lower() or "bias" in key:
                 parameter.copy_((0.0 if "bias" in key else 1.0) + 0.3 * torch.randn_like(parameter))
     hf.save_pretrained(directory)
-    word_pieces(directory)
+    if name == "modernbert":
+        byte_pairs(directory)
+    else:
+        word_pieces(directory)
     return hf
+
+
+def byte_pairs(directory: Path) -> None:
+    """A byte-level BPE tokenizer of up to BYTES_V tokens, texts between [CLS] and [SEP]."""
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    made = Tokenizer(models.BPE(unk_token="[UNK]"))
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(
+        ["the cat sat on the mat, sitting! ABCDEFGHIJKLMNOPQRSTUVWXYZ cats?."],
+        trainers.BpeTrainer(
+            vocab_size=BYTES_V,
+            special_tokens=tokens,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    made.post_processor = TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", ends)
+    names = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, **{f"{name}_token": tokens[i] for name, i in names.items()}
+    ).save_pretrained(directory)
 
 
 def word_pieces(directory: Path) -> None:

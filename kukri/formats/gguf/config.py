@@ -467,13 +467,17 @@ def is_nth(layer: int, interval: int) -> bool:
     return interval > 0 and layer % interval == interval - 1
 
 
+def every_nth_full(n_layers: int, interval: int, architecture: Architecture) -> list[bool]:
+    """Which layers have a window: all but one of each `interval`, the last or the first; 0: all."""
+    return [not is_nth(i - architecture.is_full_first, interval) for i in range(n_layers)]
+
+
 def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:
     """Which layers the window is for: a truth for each, or n, if every n-th layer sees everything."""
     if not keys.has(_PATTERN):
-        return [not is_nth(i, architecture.full_interval) for i in range(n_layers)]
+        return every_nth_full(n_layers, architecture.full_interval, architecture)
     if type(keys.value(_PATTERN)) is int:
-        n = keys.whole(_PATTERN, least=0)
-        return [not is_nth(i, n) for i in range(n_layers)]
+        return every_nth_full(n_layers, keys.whole(_PATTERN, least=0), architecture)
     pattern = keys.items(_PATTERN, int)
     if len(pattern) != n_layers:
         raise keys.error(_PATTERN, f"has {len(pattern)} entries for {n_layers} layers")
@@ -498,10 +502,10 @@ def _pattern_key(windowed: list[bool], architecture: Architecture) -> dict[str, 
 
     A reader that knows no key for an architecture takes its usual layers; where it knows one it takes n.
     """
-    if windowed == [not is_nth(i, architecture.full_interval) for i in range(len(windowed))]:
+    if windowed == every_nth_full(len(windowed), architecture.full_interval, architecture):
         return {}
     for n in (0, *range(2, len(windowed))) if architecture.full_interval else ():
-        if windowed == [not is_nth(i, n) for i in range(len(windowed))]:
+        if windowed == every_nth_full(len(windowed), n, architecture):
             return {_PATTERN: n}
     return {_PATTERN: np.array(windowed)}
 

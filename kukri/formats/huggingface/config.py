@@ -35,7 +35,14 @@ from kukri.formats.facts import (
     write_recurrent,
     write_scaling,
 )
-from kukri.formats.gguf.config import is_nth, llama3_divisors, local_rope, one_sided, with_local_rope
+from kukri.formats.gguf.config import (
+    every_nth_full,
+    is_nth,
+    llama3_divisors,
+    local_rope,
+    one_sided,
+    with_local_rope,
+)
 from kukri.formats.keys import Keys
 from kukri.models import ARCHITECTURES, Architecture
 
@@ -310,7 +317,7 @@ def _writable(name: str, has_windows: bool) -> Architecture:
 
 
 _MATRIX = re.compile(
-    r"(?:.*\.)?(?:layers\.\d+\.(?P<module>(?:self_attn|mlp|mamba)\.\w+(?<!norm))"
+    r"(?:.*\.)?(?:layers\.\d+\.(?P<module>(?:self_attn|attn|mlp|mamba)\.\w+(?<!norm))"
     r"|encoder\.layer\.\d+\.(?P<encoder_module>\w+(?:\.\w+)+(?<!LayerNorm)))\.weight"
 )
 
@@ -362,6 +369,8 @@ def _head(keys: Keys, architecture: Architecture) -> HeadConfig:
     kind = next((kind for ending, kind in _HEAD_CLASSES.items() if classes[0].endswith(ending)), None)
     if kind is None or not kind.endswith("classification"):
         return HeadConfig(kind or default)
+    if kind == "sequence_classification" and "classifier_pooling" in architecture.reads:
+        keys.expect("classifier_pooling", "cls")
     problem_type, pad_id = keys.value("problem_type"), keys.value("pad_token_id")
     if problem_type is not None and problem_type not in PROBLEM_TYPES:
         raise keys.unsupported("problem_type", f"is {brief(problem_type)}: kukri knows {PROBLEM_TYPES}")
@@ -474,7 +483,8 @@ def _windows(keys: Keys, architecture: Architecture, n_layers: int) -> list[int 
     interval = architecture.full_interval
     if "sliding_window_pattern" in reads:
         interval = keys.whole("sliding_window_pattern", interval)
-    return [None if is_nth(layer, interval) else window for layer in range(n_layers)]
+    windowed = every_nth_full(n_layers, interval, architecture)
+    return [window if has_window else None for has_window in windowed]
 
 
 def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[str, Any]:

@@ -21,7 +21,15 @@ from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
-_HEADS = ("lm_head", "score", "classifier", "qa_outputs", "cls")  # outside of the model below them
+_HEADS = (
+    "lm_head",
+    "score",
+    "classifier",
+    "qa_outputs",
+    "cls",
+    "head",
+    "decoder",
+)  # outside of the model below them
 _RUNS = ("F32", "F16", "BF16")
 _BYTES = ("U8",)
 _MAX_LISTED = 8
