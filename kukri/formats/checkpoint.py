@@ -15,7 +15,7 @@ from kukri.errors import ConfigError, brief
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
-from kukri.formats.huggingface.config import check_biases, unknown_config_keys
+from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
 from kukri.formats.huggingface.directory import TokenizerFiles, directory_config, tokenizer_files
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
@@ -71,7 +71,7 @@ def open_checkpoint(path: Path, quantize: str | None = None) -> Iterator[Checkpo
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
-    stated = read_json(directory / "config.json")
+    stated = text_config(read_json(directory / "config.json"))
     config = directory_config(directory, stated)
     generation = directory / "generation_config.json"
     _report_unknown(directory, unknown_config_keys(stated, directory / "config.json"))
@@ -89,6 +89,10 @@ def _weights(
     directory: Path, stated: dict[str, Any], config: ModelConfig, quantize: str | None
 ) -> SafetensorsWeights:
     source = SafetensorsWeights(directory, config, quantize)
+    if source.n_of_images:
+        _log.warning(
+            "%s: %d tensors of images are left out: kukri runs the text", directory, source.n_of_images
+        )
     check_biases(stated, source.names, directory)
     return source
 

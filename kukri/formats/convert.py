@@ -33,6 +33,7 @@ from kukri.formats.huggingface.weights import (
     follows_from_config,
     is_convolution,
     is_decay,
+    is_of_images,
     model_prefix,
     norm_offset,
     parts_of,
@@ -150,7 +151,7 @@ def of_directory(
     for name, file in files.items():
         canonical = canonical_name(name, prefix)
         is_unused = config.head.kind == "none" and re.fullmatch(architecture.unused, canonical)
-        if follows_from_config(name, config.tie_embeddings) or is_unused:
+        if follows_from_config(name, config.tie_embeddings) or is_unused or is_of_images(name):
             continue
         parts = parts_of(canonical, architecture)
         if experts := [stack for part in parts for stack in expert_tensors(part)]:

@@ -15,10 +15,10 @@ from kukri.errors import FormatError, KukriError, UnsupportedError
 from kukri.formats.gguf.config import ROPE_TENSORS, model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
-from kukri.formats.huggingface.config import check_biases, unknown_config_keys
+from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
 from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
-from kukri.formats.huggingface.weights import follows_from_config
+from kukri.formats.huggingface.weights import follows_from_config, is_of_images
 from kukri.formats.json_files import read_json
 from kukri.kernels.types import Experts, FloatArray, Weight
 
@@ -135,7 +135,7 @@ def _value(gguf: GGUFFile, key: str) -> Any:
 
 
 def _of_directory(path: Path) -> Headers:
-    stated, config = read_json(path / "config.json"), None
+    stated, config = text_config(read_json(path / "config.json")), None
     problem: KukriError | None = None
     unknown: list[str] = []
     try:
@@ -153,10 +153,10 @@ def _of_directory(path: Path) -> Headers:
         stored = StoredTensor(
             name, tensor.dtype, bits, tensor.shape, tensor.n_bytes, file.path.name, tensor.offset
         )
-        (buffers if follows_from_config(name, tied) else tensors).append(stored)
+        (buffers if follows_from_config(name, tied) or is_of_images(name) else tensors).append(stored)
     if config is not None:
         try:
-            check_biases(stated, files, path)
+            check_biases(stated, [stored.name for stored in tensors], path)
         except FormatError as error:
             problem = error
     used = tuple(sorted({file.path for file in files.values()}))

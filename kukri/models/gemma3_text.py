@@ -38,5 +38,9 @@ GEMMA3_TEXT = replace(
     local_theta=1e4,
     reads=GEMMA2.reads | {"sliding_window_pattern", "rope_local_base_freq"},
     ignores=GEMMA2.ignores | {"attn_logit_softcapping", "_sliding_window_pattern"},
-    defaults={**GEMMA2.defaults, "rope_theta": 1e6, "final_logit_softcapping": None},
+    defaults={
+        **{**GEMMA2.defaults, "rope_theta": 1e6, "final_logit_softcapping": None},
+        # which the text of a model of images may leave out
+        **{"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072},
+    },
 )

@@ -93,6 +93,9 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 
+# Models of images and text whose text is a model that runs
+_OF_IMAGES = ("gemma3", "qwen3_5")
+
 # Words in the names of keys that change the computation of some architecture: refused unless they say "none".
 _CHANGES = re.compile(
     r"softcap|logit|multiplier|scal(e|ing)|expert|moe|alibi|lora|rope|rotary|position|window|sliding|interleave"
@@ -136,6 +139,15 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         n_token_types=keys.whole("type_vocab_size", most=MAX_TOKEN_TYPES) if has_types else 0,
         n_positions=0 if architecture.has_rope else numbers["max_context"],
     )
+
+
+def text_config(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the language model in a model of images and text; of any other, as it is."""
+    own = stated.get("text_config")
+    if stated.get("model_type") not in _OF_IMAGES or not isinstance(own, dict):
+        return dict(stated)
+    above = {key: stated[key] for key in ("tie_word_embeddings", "eos_token_id") if key in stated}
+    return {**own, **above}
 
 
 def _adjusted_width(keys: Keys, stated: int) -> int:

@@ -52,7 +52,13 @@ _EXPERTS = re.compile(
 _ROUTER = re.compile(r".+\.mlp\.(?:gate|router)\.weight")
 
 # The model below a head, or on its own, has other names in front than a language model's.
-_PREFIXES = ("model.", "transformer.", "bert.", "nomic_bert.", "")
+_PREFIXES = (
+    *("model.", "transformer.", "bert.", "nomic_bert.", "model.language_model.", "language_model.model."),
+    "",
+)
+
+# Tensors beside those of the text in models of images and text.
+_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\..+")
 
 
 class SafetensorsWeights:
@@ -148,14 +154,19 @@ class SafetensorsWeights:
 
     @property
     def names(self) -> Collection[str]:
-        """Every tensor."""
-        return self._files.keys()
+        """Every tensor, but those of images."""
+        return [name for name in self._files if not is_of_images(name)]
+
+    @property
+    def n_of_images(self) -> int:
+        """Tensors of images, which no layer takes."""
+        return len(self._files) - len(self.names)
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors that no layer took and that mean something."""
         unused = [
             name
-            for name in self._files
+            for name in self.names
             if name not in self._taken
             and not follows_from_config(name, self._config.tie_embeddings)
             and not re.fullmatch(self._architecture.unused, canonical_name(name, self._prefix))
@@ -309,6 +320,11 @@ def follows_from_config(name: str, tied: bool) -> bool:
     """True for a tensor that is no parameter; `tied` if the head is the embedding."""
     # transformers ties the head to the embedding and drops the copy that some checkpoints hold
     return (tied and name == "lm_head.weight") or _IGNORABLE.fullmatch(name) is not None
+
+
+def is_of_images(name: str) -> bool:
+    """True for a tensor that turns images into what a language model reads."""
+    return _IMAGES.fullmatch(name) is not None
 
 
 def model_prefix(names: Collection[str], architecture: Architecture) -> str:
