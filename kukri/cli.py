@@ -226,6 +226,27 @@ def status(
 
 
 @command(app)
+def stage(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
+    ] = "127.0.0.1:7310",
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Device of the layers. [default: the engine's]")
+    ] = None,
+    n_threads: Threads = None,
+    once: Annotated[bool, typer.Option("--once", help="Serve one engine and end.")] = False,
+) -> None:
+    """Compute some layers of a model for another machine.
+
+    The engine, any command with --stages HOST:PORT, says which. Both need the same random text in
+    KUKRI_STAGE_TOKEN. The connection is not encrypted.
+    """
+    from kukri.terminal.stage import run_stage
+
+    run_stage(listen, device, n_threads, once=once)
+
+
+@command(app)
 def plan(
     model: ModelArgument = None,
     model_option: ModelOption = None,

@@ -318,6 +318,7 @@ class EngineConfig:
     kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] = (
         "f16"  # of the cache: q8_0 takes 53% of the memory, fp8 50%, q4 27%
     )
+    max_in_flight: int = 1  # steps under way at a time: as many as a model has stages
     prefix_dir: str | None = None  # where prefixes are saved, to be found after a restart; None: nowhere
     prefix_bytes: int = 4 << 30  # of all that is saved there
 
@@ -329,7 +330,13 @@ class EngineConfig:
             raise ConfigError(
                 f"speculation must be one of {', '.join(get_args(Speculation))}, not {self.speculation!r}"
             )
-        for name in ("max_requests", "max_step_tokens", "max_prompt_tokens", "max_draft_tokens"):
+        for name in (
+            "max_requests",
+            "max_step_tokens",
+            "max_prompt_tokens",
+            "max_draft_tokens",
+            "max_in_flight",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("max_context", "n_threads", "kv_bytes", "prefix_bytes"):

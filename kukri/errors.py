@@ -12,6 +12,7 @@ KukriError
 │   └── ActivationLimitError the activations wanted are larger than allowed (HTTP 413)
 ├── CapacityError            no room now, try again later (HTTP 503)
 ├── DownloadError            a model could not be fetched or verified
+├── StageError               a stage of a pipeline was lost; its requests begin again
 ├── HookError                a hook raised or returned something unusable
 └── ShapeError               a bug of ours: an array has an unexpected shape
 """
@@ -106,6 +107,10 @@ class CapacityError(KukriError):
 
 class DownloadError(KukriError):
     """A model could not be fetched or did not have the expected contents."""
+
+
+class StageError(KukriError):
+    """A stage of a pipeline was lost, and with it the keys and values of its layers."""
 
 
 class HookError(KukriError):

@@ -59,8 +59,10 @@ class LLM:
     source of a Jinja template to use instead of the file's. Keys and values of prompts and answers are saved
     in `prefix_dir`, up to `prefix_bytes` (4 GiB), and read back by later processes whose prompts begin alike.
     `control_vectors`, `probes` and `saes` are files by names of their own, which interventions speak of:
-    GGUF, .safetensors, and directories of SAELens. `progress(done, total)`, in bytes of weights, is called
-    while these are loaded.
+    GGUF, .safetensors, and directories of SAELens. `stages` cuts the model by layers: into so many processes
+    on this machine, or into those of `kukri stage` that listen at addresses "host:port" and this one;
+    `devices` into a process for each device. `progress(done, total)`, in bytes of weights, is called while
+    these are loaded.
 
     Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
     see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
@@ -96,6 +98,8 @@ class LLM:
         control_vectors: Mapping[str, Any] | None = None,
         probes: Mapping[str, Any] | None = None,
         saes: Mapping[str, Any] | None = None,
+        stages: int | Sequence[str] = 1,
+        devices: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> None:
         self.options = ModelOptions(
@@ -120,6 +124,8 @@ class LLM:
             control_vectors=control_vectors,
             probes=probes,
             saes=saes,
+            stages=stages if isinstance(stages, int) else tuple(stages),
+            devices=tuple(devices),
         )
         loaded = open_model(self.options, progress)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from kukri.config import EngineConfig, ModelConfig, Speculation
 from kukri.embedding import TextEncoder
@@ -24,11 +24,14 @@ from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
 from kukri.kernels.types import Backend, KVLayer
 from kukri.machine import available_bytes
-from kukri.model_identity import model_identity
+from kukri.model_identity import model_identity, weights_identity
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
 from kukri.sampling import SamplingParams, default_params
 from kukri.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from kukri.stages.backend import StagedBackend
 
 logger = logging.getLogger("kukri.loading")
 
@@ -65,6 +68,8 @@ class ModelOptions:
     control_vectors: Mapping[str, Any] | None = None
     probes: Mapping[str, Any] | None = None
     saes: Mapping[str, Any] | None = None
+    stages: int | tuple[str, ...] = 1
+    devices: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -98,6 +103,10 @@ class LoadedModel(ReadModel):
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
 _MAX_TEXTS = 64  # of an encoder side by side: short ones share a step
 _PREFIX_BYTES = 4 << 30
+# of models cut into stages
+_STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
+_STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend")
+_ALONE = ("quantize", "adapters", "prefix_dir", "control_vectors", "probes", "saes")
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
 
 
@@ -112,7 +121,10 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
             f"n_threads {options.n_threads} is far more than the {n_cores} cores here: leave n_threads "
             "(--threads) out to use those that this process may use"
         )
-    backend_name, device = choose_backend(options.backend, options.device)
+    is_cut = options.stages != 1 or bool(options.devices)
+    if is_cut:
+        _check_stages(options)
+    backend_name, device = choose_backend(options.backend, (options.devices or (options.device,))[-1])
     engine_config = EngineConfig(
         backend=backend_name,
         device=device,
@@ -128,6 +140,10 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
     )
     if options.prefix_dir is None and options.prefix_bytes is not None:
         raise ConfigError("prefix_bytes (--prefix-size) limits prefix_dir (--prefix-dir): give both")
+    if options.devices or not isinstance(options.stages, int):
+        # each stage has a processor of its own; on one machine they take turns at its cores
+        n_stages = len(options.devices) if isinstance(options.stages, int) else len(options.stages) + 1
+        engine_config = replace(engine_config, max_in_flight=n_stages)
     read = read_model(options)
     if not read.config.is_causal:
         if options.draft_model is not None:
@@ -148,7 +164,10 @@ def _on_backend(
 ) -> LoadedModel:
     """Loads a model that has been read onto the configuration's backend, and makes its engine."""
     tokenizer, model = read.tokenizer, read.model
-    backend = make_backend(engine_config.backend, options.n_threads, engine_config.device)
+    backend = make_backend(engine_config.backend, engine_config.n_threads, engine_config.device)
+    local = backend
+    if options.stages != 1 or options.devices:
+        backend = _staged(options, read, engine_config, local)
     model.bind(backend)
     draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
     models = [model] if draft_model is None else [model, draft_model]
@@ -165,6 +184,7 @@ def _on_backend(
         engine_config,
         eos_ids=tokenizer.eos_ids,
         draft_model=draft_model,
+        draft_backend=local,
         identity=identity,
     )
     for name, adapter in options.adapters.items():
@@ -191,6 +211,63 @@ def read_model(options: ModelOptions) -> ReadModel:
             model, tokenizer, checkpoint.embedding, checkpoint.dense, options.max_context
         )
     return ReadModel(path, config, tokenizer, model, defaults, text_encoder)
+
+
+def read_weights(path: Path, options: ModelOptions) -> tuple[ModelConfig, Model]:
+    """A model without its tokenizer, its weights mapped, and the configuration. Raises KukriError."""
+    with open_checkpoint(path, options.quantize) as checkpoint:
+        config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
+        used = _within(config, options.max_context)
+        return config, load_model(checkpoint.weights(used), used)
+
+
+def _check_stages(options: ModelOptions) -> None:
+    """Raises ConfigError on options that a model in several processes does not take."""
+    given = [name for name in _ALONE if getattr(options, name)]
+    if given:
+        names = ", ".join(given)
+        raise ConfigError(f"{names}: these need the whole model in one process, without stages (--stages)")
+    if options.devices and options.device is not None:
+        raise ConfigError("device and devices are both given: devices (--devices) has one for each stage")
+
+
+def _staged(options: ModelOptions, read: ReadModel, config: EngineConfig, local: Backend) -> StagedBackend:
+    """The backend of a model that is cut into stages, the last of them on `local`. Raises KukriError."""
+    from kukri.kernels.cpu.read_speed import measure_read_speed
+    from kukri.stages.backend import StagedBackend
+    from kukri.stages.cut import StageRoom
+    from kukri.stages.pipeline import SPEED_TEST, open_pipeline
+
+    kv_type, layout = cache_type(config, local), read.model.cache_layout
+    page_bytes = [local.page_bytes([layer], kv_type) for layer in layout]
+    n_context = min(options.max_context or read.model.config.max_context, _STAGE_CONTEXT)
+    n_pages = -(-n_context // local.page_tokens)
+    if options.kv_bytes is not None:
+        n_pages = options.kv_bytes // max(sum(page_bytes), 1)
+    pipeline = open_pipeline(options.stages, len(options.devices), read.config.n_layers)
+    try:
+        n_own = len(pipeline) + 1  # stages of this machine
+        if pipeline.is_remote:
+            rooms = [
+                *pipeline.rooms,
+                StageRoom(local.free_bytes(), measure_read_speed(config.n_threads, *SPEED_TEST), "here"),
+            ]
+            devices: list[str | None] = [options.device] * len(pipeline)
+        else:
+            names = options.devices or [config.device or ""] * n_own
+            backends = [make_backend(config.backend, device=name or None) for name in names]
+            rooms = [StageRoom(b.free_bytes(), memory=name) for b, name in zip(backends, names)]
+            devices = [name or None for name in names[:-1]]
+        model = options.model if pipeline.is_remote else str(read.path)
+        opened = {"model": model, "n_threads": None if pipeline.is_remote else config.n_threads}
+        opened |= {name: getattr(options, name) for name in _STAGE_OPTIONS}
+        identity = weights_identity(read.path, read.config, None)
+        openings = [{"options": {**opened, "device": device}, "identity": identity} for device in devices]
+        cache_bytes = [n_pages * n for n in page_bytes]
+        return StagedBackend(local, read.model, pipeline, openings, cache_bytes, rooms)
+    except BaseException:
+        pipeline.close()
+        raise
 
 
 def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> EngineConfig:

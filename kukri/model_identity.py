@@ -21,7 +21,7 @@ from kukri.private_files import make_private, open_private, write_private
 
 _DIGESTS = "models.json"
 _MAX_DIGESTS = 64
-_CODE = ("config.py", "formats", "kernels", "models", "quant")
+_CODE = ("config.py", "formats", "kernels", "models", "quant", "stages")
 
 
 def model_identity(
@@ -35,12 +35,19 @@ def model_identity(
     has_fixed_context = scaling is None or scaling.kind in ("linear", "yarn", "llama3")
     facts = replace(config, name="", max_context=1 if has_fixed_context else config.max_context)
     digest = sha256(f"{backend.arithmetic}\n{kv_type}\n{quantize}\n{facts!r}\n".encode())
-    digest.update(_code_digest())
+    digest.update(code_digest())
     digest.update(_files_digest(path, directory))
     return digest.digest()
 
 
-def _code_digest() -> bytes:
+def weights_identity(path: Path, config: ModelConfig, quantize: str | None) -> str:
+    """A hash of a model's configuration and the sizes of its files: other weights seldom have the same."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    sizes = [(file.name, file.stat().st_size) for file in files if file.is_file()]
+    return sha256(repr((code_digest(), config, sizes, quantize)).encode()).hexdigest()[:16]
+
+
+def code_digest() -> bytes:
     """The hash of the sources that decide what a model computes."""
     package, digest = Path(__file__).parent, sha256()
     for part in _CODE:

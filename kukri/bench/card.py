@@ -10,7 +10,6 @@ import json
 import platform
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
@@ -20,9 +19,7 @@ from kukri.errors import KukriError, UnsupportedError
 from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.weights import is_packed, packed_type
 from kukri.kernels.cpu.features import usable_cores
-from kukri.kernels.cpu.jit import KernelLibrary
-from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.cpu.read_speed import measure_read_speed
 from kukri.machine import cpu_features, cpu_model, installed_versions
 from kukri.quant.types import fitting_type
 from kukri.system import memory_bytes
@@ -122,20 +119,8 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
 
 
 def measure_read_bandwidth(n_threads: int) -> float:
-    """GB/s (10^9 bytes) that `n_threads` threads read together, the best of several passes.
-
-    The threads are those that run models, and so is the way they share the work.
-    """
-    pool = ThreadPool(KernelLibrary(), n_threads)
-    buffer, maxima = aligned_zeros(_BUFFER_BYTES), aligned_zeros(_BUFFER_BYTES >> 14)
-    buffer[:] = 1  # untouched pages would all be read from one page of zeros
-    seconds = []
-    for _ in range(_PASSES):
-        started = time.perf_counter()
-        pool.run_kernel("read_memory", data=address_of(buffer), n_bytes=len(buffer), out=address_of(maxima))
-        seconds.append(time.perf_counter() - started)
-    pool.close()
-    return len(buffer) / min(seconds) / 1e9
+    """GB/s (10^9 bytes) that `n_threads` threads read together, the best of several passes."""
+    return measure_read_speed(n_threads, _BUFFER_BYTES, _PASSES) / 1e9
 
 
 def read_bandwidth_of_a_fresh_process(n_threads: int) -> float:

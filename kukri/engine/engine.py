@@ -22,7 +22,7 @@ from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.engine.states import StatePool
 from kukri.engine.step_taps import StepTaps
-from kukri.errors import ConfigError, KukriError, RequestError
+from kukri.errors import ConfigError, KukriError, RequestError, StageError
 from kukri.kernels.paged_kv import state_bytes
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.types import (
@@ -58,8 +58,8 @@ class Engine(RequestMaker):
     """Runs requests on a model. Not for several threads at a time, but for `make_requests`.
 
     The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
-    pages; its memory is taken as it is used. A `draft_model` has the same token ids, and a pool of its own
-    with as many pages.
+    pages; its memory is taken as it is used. A `draft_model` has the same token ids, a pool of its own with
+    as many pages, and the same backend unless `draft_backend` is another.
 
     Attributes: those of RequestMaker; model, config; arithmetic, equal for engines that compute the same
     bits.
@@ -74,6 +74,7 @@ class Engine(RequestMaker):
         eos_ids: Iterable[int] = (),
         n_pages: int | None = None,
         draft_model: Model | None = None,
+        draft_backend: Backend | None = None,
         identity: bytes = b"",
     ) -> None:
         if not (is_causal := model.config.is_causal):
@@ -124,6 +125,7 @@ class Engine(RequestMaker):
             takes_whole=not is_causal,
             saved=self.saved_prefixes,
             states=StatePool(n_states) if self._has_states else None,
+            n_parts=config.max_in_flight,
         )
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
@@ -133,7 +135,9 @@ class Engine(RequestMaker):
                     "back behind a rejected draft; leave draft_model (--draft-model) out"
                 )
             price = draft_model.n_parameters / model.n_parameters
-            self._draft_model = DraftModel(draft_model, backend, config, self.max_context, n_pages, price)
+            self._draft_model = DraftModel(
+                draft_model, draft_backend or backend, config, self.max_context, n_pages, price
+            )
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
         self._in_flight: deque[InFlight] = deque()  # in the order of their launch
@@ -177,9 +181,10 @@ class Engine(RequestMaker):
         self.scheduler.add(request)
 
     def step(self) -> list[StepOutput]:
-        """Runs one step: `launch` and `collect`, and raises their errors."""
-        step = self.launch()
-        return [] if step is None else self.collect(step)
+        """Collects a step, after launching as many as should be under way, and raises their errors."""
+        while len(self._in_flight) < self.config.max_in_flight and self.launch() is not None:
+            pass
+        return self.collect(self._in_flight[0]) if self._in_flight else []
 
     def launch(self) -> InFlight | None:
         """Begins a step of the requests that are not in flight; None if there is nothing to compute.
@@ -208,6 +213,9 @@ class Engine(RequestMaker):
             run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
             listens = any(chunk.request.taps is not None for chunk in chunks)
             step = InFlight(chunks, run(chunks, StepTaps(chunks)) if listens else run(chunks))
+        except StageError as error:
+            self._begin_again(error)
+            return None
         except BaseException as error:
             self._fail(chunks, error)
             raise
@@ -232,6 +240,9 @@ class Engine(RequestMaker):
                 self.scheduler.release_ended(request)
         try:
             results = self._sample(step.chunks, step.logits)
+        except StageError as error:
+            self._begin_again(error)
+            return []
         except BaseException as error:
             self._fail(step.chunks, error)
             raise
@@ -388,6 +399,31 @@ class Engine(RequestMaker):
                 request.is_cacheable = False
         if stop == request.n_prompt and not request.is_cacheable:
             self._clear_pages(request)
+
+    def _begin_again(self, error: StageError) -> None:
+        """Sends running requests back to the queue after a stage was lost, with all keys and values.
+
+        A request without a token since the last loss may be the cause, and ends with the error, which is then
+        raised.
+        """
+        for step in self._in_flight:
+            for chunk in step.chunks:
+                chunk.request.is_in_flight = False
+                if chunk.request.state is RequestState.FINISHED:
+                    self.scheduler.release_ended(chunk.request)
+        self._in_flight.clear()
+        self._forget_prefixes()
+        has_failed = False
+        for request in reversed(self.scheduler.running.copy()):
+            self._clear_pages(request)
+            if request.n_generated_at_loss == request.n_generated:
+                request.error, has_failed = error, True
+                self._end(request, "error")
+            else:
+                request.n_generated_at_loss = request.n_generated
+                self.scheduler.preempt(request)
+        if has_failed:
+            raise error
 
     def _fail(self, chunks: list[ScheduledChunk], error: BaseException) -> None:
         """Ends the requests of a step that raised."""

@@ -69,7 +69,8 @@ class Request:
         "finish_reason",
         "first_row", "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
-        "n_known", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens", "next_row", "output",
+        "n_generated_at_loss", "n_known", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
+        "next_row", "output",
         "page_row", "params", "prefix_root", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
         "snapshot", "snapshots", "started_s", "state", "state_slot", "stop_ids", "stop_reason", "stop_row",
         "taps", "token_types", "tokens",
@@ -131,6 +132,7 @@ class Request:
         self.n_known = 0  # tokens whose pages were cached when it was last to run
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
+        self.n_generated_at_loss = -1  # when a stage was lost last
         self.n_drafted = 0  # drafts computed
         self.n_accepted = 0  # of those, accepted
         self.cumulative_logprob = 0.0

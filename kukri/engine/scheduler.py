@@ -80,6 +80,7 @@ class Scheduler:
     `max_logit_rows` the rows of logits. With `caches_prefixes` the pages of requests outlive them; `saved`
     keeps them on disk too. With `takes_whole` a prompt is computed in one step, of its own if it is longer
     than a step should be. `states` has the slots of a model with recurrent layers, None for any other.
+    A step takes one of `n_parts` parts of the requests, so that as many steps can be under way.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class Scheduler:
         takes_whole: bool = False,
         saved: SavedPrefixes | None = None,
         states: StatePool | None = None,
+        n_parts: int = 1,
     ) -> None:
-        self.takes_whole, self.saved, self.states = takes_whole, saved, states
+        self.takes_whole, self.saved, self.states, self.n_parts = takes_whole, saved, states, n_parts
         self.pool, self.max_requests, self.max_step_tokens = pool, max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
@@ -144,17 +146,25 @@ class Scheduler:
         budget = _Budget(self, program)
         n_preemptions = self.n_preemptions
         i = 0
-        while i < len(self.running) and budget.n_tokens:  # preemption shortens the list from its end
+        n_most = self._step_requests()
+        while (
+            i < len(self.running) and budget.n_tokens and len(step.chunks) < n_most
+        ):  # preemption shortens the list from its end
             if self.running[i].program == program and not self.running[i].is_in_flight:
                 self._schedule(self.running[i], budget, step)
             i += 1
         if self.n_preemptions == n_preemptions:  # a request just preempted must not be admitted at once
-            while self.waiting and budget.n_tokens and budget.n_prompt_tokens:
+            while self.waiting and budget.n_tokens and budget.n_prompt_tokens and len(step.chunks) < n_most:
                 request = self.waiting.first(_may_run, program)
                 if request is None or not budget.has_room(request) or not self._admit(request, step):
                     break
                 self._schedule(request, budget, step)
         return step
+
+    def _step_requests(self) -> int:
+        """The most requests of a step."""
+        n_requests = min(len(self.running) + len(self.waiting), self.max_requests)
+        return -(-n_requests // self.n_parts)
 
     def plan_drafts(self, chunks: list[ScheduledChunk]) -> list[tuple[int, Drafts, int]]:
         """(index of a chunk, its request's drafts, how many to compute) for each that is to have some."""
@@ -278,7 +288,7 @@ class Scheduler:
             and urgent.priority < self.running[-1].priority
             and self._room(urgent) is None
         ):
-            self._preempt(self.running[-1])
+            self.preempt(self.running[-1])
 
     def _schedule(self, request: Request, budget: _Budget, step: ScheduledStep) -> None:
         """Adds the request's next tokens to the step, within the budget."""
@@ -382,7 +392,7 @@ class Scheduler:
             last = self.running[-1]
             if last.is_in_flight:
                 return False
-            self._preempt(last)
+            self.preempt(last)
             if last is request:
                 return False
         if is_shared:
@@ -487,7 +497,7 @@ class Scheduler:
                 request.snapshot = key
         request.snapshots = []
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Sends a running request back to the queue, without its pages."""
         self.running.remove(request)
         self._release(request)

@@ -104,6 +104,15 @@ def check_sizes(batch: ForwardBatch, limits: StepLimits) -> None:
         _check_mask(batch, limits)
 
 
+def batch_activations(batch: ForwardBatch, width: int) -> FloatArray:
+    """The activations of a batch. Raises ShapeError unless they are [T, width]."""
+    found = batch.activations
+    if found is None or found.shape != (batch.n_tokens, width):
+        shape = None if found is None else found.shape
+        raise ShapeError(f"bad step: activations {shape} for {batch.n_tokens} tokens of width {width}")
+    return found
+
+
 def check_adapters(batch: ForwardBatch, adapters: AdapterSlots) -> None:
     """Raises ShapeError if a step names an adapter that its program does not have."""
     if not adapters or batch.adapters is None:

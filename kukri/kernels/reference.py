@@ -19,6 +19,7 @@ from kukri.kernels.host_step import (
     HostLogits,
     StateStep,
     StoppedError,
+    batch_activations,
     check_adapters,
     check_routes,
     check_sizes,
@@ -174,6 +175,10 @@ class ReferenceOps:
             np.zeros(batch.n_tokens, np.int32) if indices is None else indices
         ]
         return rows if residual is None else rows + residual
+
+    def activations(self, batch: ForwardBatch, width: int) -> FloatArray:
+        """A copy of the batch's activations [T, width]."""
+        return batch_activations(batch, width).copy()
 
     def rms_norm(self, x: FloatArray, weight: Vector, eps: float) -> FloatArray:
         """x / sqrt(mean(x^2) + eps) * weight, along each row."""

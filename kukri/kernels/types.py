@@ -175,6 +175,9 @@ class ForwardBatch:
     Recurrent layers read and write the state in slot `state_slots[s]` of sequence s (None: slot s); it counts
     as zeros for a sequence that begins, whose first token in the step has position 0. Behind token t they
     also copy it to slot `state_saves[t]`, -1 for no copy (None: none).
+
+    `activations` [T, D] are what the layers before have made of the tokens, for a program that begins behind
+    them (`StageOps`).
     """
 
     token_ids: IntArray  # [T]
@@ -190,6 +193,7 @@ class ForwardBatch:
     adapters: IntArray | None = None  # [S]
     state_slots: IntArray | None = None  # [S]
     state_saves: IntArray | None = None  # [T]
+    activations: FloatArray | None = None  # [T, D]
     inputs: StepInputs | None = field(default=None, init=False)  # whose arrays these are; None: others
 
     @property
@@ -215,7 +219,10 @@ GateBy = Literal["itself", "sigmoid", "silu"]
 
 @dataclass(frozen=True)
 class KVLayer:
-    """A layer that caches keys and values of each token; a query sees `window` of them, or all."""
+    """A layer that caches keys and values of each token; a query sees `window` of them, or all.
+
+    Without heads it takes no memory: a layer whose cache is elsewhere.
+    """
 
     n_kv_heads: int
     d_head: int
@@ -490,7 +497,15 @@ class Ops(Protocol):
         """x, after the hooks that listen on `name` (TransformerLens spelling) have seen or edited it."""
 
 
-# A model as the backends see it: program(ops, batch) -> logits [N, V]
+class StageOps(Ops, Protocol):
+    """The op set of a backend that can run a part of a model: `kukri.stages.program` makes such programs."""
+
+    def activations(self, batch: Any, width: int) -> Tensor:
+        """The batch's activations -> [T, width]."""
+
+
+# A model as the backends see it: program(ops, batch) -> logits [N, V], or, of a part without the head, the
+# activations [T, D]
 Program = Callable[[Ops, Any], Tensor]
 
 

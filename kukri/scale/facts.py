@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
 
-from kukri import __version__
-from kukri.config import ModelConfig
 from kukri.llm import LLM
+from kukri.model_identity import weights_identity
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,3 @@ def replica_facts(llm: LLM, name: str) -> ReplicaFacts:
         page_tokens=engine.page_tokens,
         has_draft_model=llm.options.draft_model is not None,
     )
-
-
-def weights_identity(path: Path, config: ModelConfig, quantize: str | None) -> str:
-    """A hash of a model's configuration and the sizes of its files: other weights seldom have the same."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    sizes = [(file.name, file.stat().st_size) for file in files if file.is_file()]
-    return sha256(repr((__version__, config, sizes, quantize)).encode()).hexdigest()[:16]

@@ -35,10 +35,11 @@ from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.types import Logits
 from kukri.loading import ModelOptions, ReadModel, read_model
+from kukri.model_identity import weights_identity
 from kukri.sampling import SamplingParams
 from kukri.scale import wire
 from kukri.scale.channel import BEAT_S, Channel
-from kukri.scale.facts import ReplicaFacts, weights_identity
+from kukri.scale.facts import ReplicaFacts
 from kukri.scale.routing import PrefixRouter
 from kukri.tokenizer import ChatTemplate
 

@@ -186,6 +186,16 @@ class ModelOptions:
     backend: Literal["cpu", "torch", "gpu", "reference"] | None = option(
         "How to compute there; torch is PyTorch without Triton. [default: by the device]"
     )
+    stages: str | None = option(
+        "Cut the model into so many processes, or HOST:PORT,… of kukri stage and this process.",
+        metavar="N",
+        convert=lambda text: int(text) if text.isdecimal() else tuple(text.split(",")),
+    )
+    devices: str | None = option(
+        "Cut the model over devices, a process each: cuda:0,cuda:1.",
+        metavar="NAMES",
+        convert=lambda text: tuple(text.split(",")),
+    )
     quantize: str | None = option("Pack a safetensors model while loading: Q8_0, Q4_K …", metavar="TYPE")
     rope_scaling: str | None = option("Extend the context: linear, dynamic or yarn.", metavar="KIND")
     rope_factor: float | None = option("Factor of --rope-scaling: 4 for four times the context.", metavar="X")

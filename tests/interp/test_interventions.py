@@ -235,7 +235,7 @@ def test_a_preempted_request_is_captured_once(path):
         llm.engine.add_request(request)
         for _ in range(4):
             llm.engine.step()
-        llm.engine.scheduler._preempt(request)
+        llm.engine.scheduler.preempt(request)
         while llm.engine.has_work:
             llm.engine.step()
         assert request.n_preemptions == 1

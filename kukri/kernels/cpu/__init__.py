@@ -22,14 +22,14 @@ from kukri.kernels.cpu.adapter_ops import PackedLowRank
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.kernel_cache import cache_dir
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.ops import RouteTable, Value
+from kukri.kernels.cpu.ops import ACTIVATIONS, RouteTable, Value
 from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, pack, pack_experts
 from kukri.kernels.cpu.passes import run_passes
 from kukri.kernels.cpu.place import Plan, Segment
 from kukri.kernels.cpu.pool import shared_pool
 from kukri.kernels.cpu.record import Recorder, max_partials
 from kukri.kernels.cpu.sampling_backend import CpuSampling
-from kukri.kernels.host_step import HostLogits, check_adapters, check_routes, check_sizes
+from kukri.kernels.host_step import HostLogits, batch_activations, check_adapters, check_routes, check_sizes
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.types import (
@@ -192,7 +192,9 @@ class CpuProgram:
         self._check: Callable[[], int] = lambda: run_check(failed, None, record, 0)
         self._ops_address = address_of(self.plan.ops)
         self._n_rope_rows = 0  # of every RoPE in the plan
-        self._logits = self.plan.view(result, limits.max_logit_rows)
+        self._has_rows = result.rows == "N"  # else a part of a model ends here, with a row for each token
+        n_rows = limits.max_logit_rows if self._has_rows else limits.max_tokens
+        self._result = self.plan.view(result, n_rows)
 
     def __call__(
         self,
@@ -222,9 +224,10 @@ class CpuProgram:
             _show(self.plan, segment, batch, on_tap)
             first = max(first, segment.stop)
             if segment.name == stop:
-                return HostLogits(self._logits[:0])
+                return HostLogits(self._result[:0])
         self._run(first, len(self.plan.ops))
-        return HostLogits(self._logits[: batch.n_logit_rows])
+        n_rows = batch.n_logit_rows if self._has_rows else batch.n_tokens
+        return HostLogits(self._result[:n_rows])
 
     def _after(self, tap: str) -> tuple[list[Segment], int]:
         """The segments from a tap on, and its op; all, and the first, if more is alive there than its value.
@@ -308,12 +311,18 @@ class BatchMemory:
 
 
 def _show(plan: Plan, segment: Segment, batch: ForwardBatch, on_tap: Hook | None) -> None:
-    """Shows a tapped value to the listener and keeps the value it returns; then adds the residual."""
+    """Shows a tapped value to the listener and keeps the value it returns; then adds the residual.
+
+    Activations are copied in.
+    """
     rows = segment.value.rows
     n_rows = batch.n_logit_rows if rows == "N" else batch.n_tokens
     if isinstance(rows, RouteTable):
         n_rows *= rows.routing.n_used
     view = plan.view(segment.value, n_rows)
+    if segment.name == ACTIVATIONS:
+        view[...] = batch_activations(batch, segment.value.width)
+        return
     returned = None if on_tap is None else on_tap(segment.name, view)
     if returned is not None and returned is not view:
         view[...] = returned

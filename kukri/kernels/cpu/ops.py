@@ -503,6 +503,9 @@ class GatherRows(Op):
         }
 
 
+ACTIVATIONS = "activations"  # the name of the stop where a step's activations are copied in
+
+
 @dataclass(eq=False)
 class Tap(Op):
     """A stop of the plan, without a kernel: a listener may edit x; then `residual` is added to it.

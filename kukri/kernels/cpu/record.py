@@ -87,8 +87,8 @@ class Recorder:
         self._runs: dict[Rows, Buffer] = {}  # of rows with one adapter
         self._panels: dict[tuple[Value, PanelKind], Buffer] = {}
         self.ops: list[Op] = []
-        self.n_vocab = self.n_types = 0
-        self.n_positions = 1 << 31
+        self.n_types = 0
+        self.n_vocab = self.n_positions = 1 << 31  # without such an embedding
 
     def embed(
         self, weight: Weight, batch: Any, by: EmbedBy = "token_ids", residual: Value | None = None
@@ -105,6 +105,12 @@ class Recorder:
             _require_multiple("the model width", weight.shape[1], 16)
         y = self._value("T", weight.shape[1])
         self._add(ops.Embed(weight, y, by, residual))
+        return y
+
+    def activations(self, batch: Any, width: int) -> Value:
+        """See StageOps.activations. The program copies them in at this stop of the plan."""
+        y = self._value("T", width)
+        self._add(ops.Tap(ops.ACTIVATIONS, y))
         return y
 
     def rms_norm(self, x: Value, weight: Vector, eps: float) -> Value:

@@ -51,7 +51,8 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, int], Captured] = {}
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """True for a step in which each sequence has one token and wants its logits, without masks.
+        """True for a step in which each sequence has one token and wants its logits, without masks, of a
+        program that begins with the embedding.
 
         Never again if an op has read the device.
         """
@@ -60,6 +61,7 @@ class DecodeGraphs:
             batch.n_tokens == batch.n_logit_rows == n
             and n <= max(self._sizes, default=0)
             and batch.mask is None
+            and batch.activations is None
             and batch.rope_positions is None
             and bool((batch.logit_rows == np.arange(n)).all())
         )

@@ -133,8 +133,8 @@ def _views(memory: Tensor, layer: KVLayer, kv_type: KVType) -> tuple[Tensor, Ten
     n_heads, dtype = layer.n_kv_heads, _NUMBERS[kv_type]
     width = q4_bytes(layer.d_head) if kv_type == "q4" else layer.d_head
     n_bytes = n_heads * PAGE_TOKENS * width * dtype.itemsize
-    numbers = memory[:, :n_bytes].view(dtype).view(-1, n_heads, PAGE_TOKENS, width)
+    numbers = memory[:, :n_bytes].view(dtype).view(len(memory), n_heads, PAGE_TOKENS, width)
     if kv_type not in ("q8_0", "q4"):
         return numbers, None
     n_scales = 1 if kv_type == "q4" else layer.d_head // KV_BLOCK
-    return numbers, memory[:, n_bytes:].view(torch.float16).view(-1, n_heads, PAGE_TOKENS, n_scales)
+    return numbers, memory[:, n_bytes:].view(torch.float16).view(len(memory), n_heads, PAGE_TOKENS, n_scales)

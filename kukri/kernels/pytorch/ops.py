@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kukri.errors import ShapeError
-from kukri.kernels.host_step import StateStep, StoppedError, check_routes, state_steps
+from kukri.kernels.host_step import (
+    StateStep,
+    StoppedError,
+    batch_activations,
+    check_routes,
+    state_steps,
+)
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.q4_cache import quantize_heads, rotate_heads, unpack_heads
@@ -145,6 +151,10 @@ class TorchOps:
             )
         rows = self.constants.matrix(weight).rows(getattr(batch, by)).float()
         return rows if residual is None else rows + residual
+
+    def activations(self, batch: DeviceBatch, width: int) -> Tensor:
+        """The batch's activations [T, width], copied to the device."""
+        return torch.from_numpy(batch_activations(batch.host, width)).to(self.constants.device, copy=True)
 
     def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, along each row."""

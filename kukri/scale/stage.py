@@ -1,0 +1,158 @@
+"""A process that computes some layers of a model for an engine elsewhere: `kukri stage`."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kukri.errors import ConfigError, KukriError, StageError
+from kukri.formats import hub
+from kukri.kernels import choose_backend, make_backend
+from kukri.kernels.types import CompiledProgram, FloatArray, StepLimits
+from kukri.loading import ModelOptions, read_weights
+from kukri.machine import available_bytes
+from kukri.model_identity import code_digest, weights_identity
+from kukri.stages.connection import Connection, accept, connect
+from kukri.stages.messages import (
+    Kind,
+    from_text,
+    rows_from_bytes,
+    rows_to_bytes,
+    step_bounds,
+    step_from_bytes,
+    to_text,
+)
+from kukri.stages.stage import Stage
+
+logger = logging.getLogger("kukri.stages")
+
+_CONNECT_S = 60.0
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """What a stage decides for itself; None leaves it to the engine.
+
+    `speed` is what it says of itself, in bytes of weights a second.
+    """
+
+    device: str | None = None
+    n_threads: int | None = None
+    speed: float = 1.0
+
+
+def serve_stage(listener: socket.socket, token: bytes, own: StageOptions, *, once: bool = False) -> None:
+    """Serves engines, one after another; with `once` the first alone."""
+    while True:
+        engine = accept(listener, token, "engine", "the engine")
+        try:
+            _serve(engine, listener, token, own)
+        except StageError as error:  # the engine has ended, or the stage beside this one
+            logger.info("%s", error)
+        finally:
+            engine.close()
+        if once:
+            return
+
+
+def _serve(engine: Connection, listener: socket.socket, token: bytes, own: StageOptions) -> None:
+    """Serves an engine until the connection ends, which raises StageError."""
+    facts = {"code": code_digest().hex(), "free_bytes": available_bytes(), "speed": own.speed}
+    engine.send(Kind.FACTS, to_text(facts))
+    opened = from_text(engine.expect(Kind.OPEN))
+    neighbours = _Neighbours(engine, opened, listener, token)
+    try:
+        stage = OpenStage(opened, own)
+        bounds = step_bounds(stage.limits, stage.width, stage.n_pages)
+        engine.bounds = neighbours.before.bounds = bounds
+        engine.send(Kind.READY, to_text(stage.facts))
+        _run(stage, engine, neighbours)
+    except KukriError as error:
+        engine.send(Kind.ERROR, str(error).encode())
+        raise StageError(str(error)) from error
+    finally:
+        neighbours.close()
+
+
+class _Neighbours:
+    """The connections that activations come from and go to; the engine's for the ends."""
+
+    def __init__(
+        self, engine: Connection, opened: dict[str, Any], listener: socket.socket, token: bytes
+    ) -> None:
+        self._own: list[Connection] = []
+        self.before = self.behind = engine
+        following = opened["next"]
+        if following is not None:  # first, as the stage behind waits for it
+            host, port, key = following["host"], following["port"], following["token"]
+            key = token if key is None else key.encode()
+            self.behind = connect(host, int(port), key, "stage", "the next stage", _CONNECT_S)
+            self._own.append(self.behind)
+        if opened["has_previous"]:
+            self.before = accept(listener, token, "stage", "the stage before")
+            self._own.append(self.before)
+
+    def close(self) -> None:
+        """Ends them."""
+        for connection in self._own:
+            connection.close()
+
+
+class OpenStage:
+    """The layers of a model that an engine wants, loaded. Raises KukriError on anything that does not fit."""
+
+    def __init__(self, opened: dict[str, Any], own: StageOptions) -> None:
+        try:
+            options = ModelOptions(**opened["options"])
+            options = replace(
+                options,
+                device=own.device or options.device,
+                n_threads=own.n_threads or options.n_threads,
+            )
+            start, stop = map(int, opened["layers"])
+            self.limits = StepLimits(*map(int, opened["limits"]))
+            self.n_pages, n_states, kv_type = (
+                int(opened["n_pages"]),
+                int(opened["n_states"]),
+                opened["kv_type"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StageError(f"the engine's message lacks something: {error}") from None
+        path = hub.resolve(options.model)
+        config, model = read_weights(path, options)
+        if not 0 <= start < stop <= config.n_layers or min(vars(self.limits).values()) < 0:
+            raise ConfigError(f"layers {start} to {stop} of {config.n_layers}")
+        backend = make_backend(*_backend(options))
+        stage = Stage(model, backend, range(start, stop), self.n_pages, n_states, kv_type)
+        self._is_first, self.width = start == 0, config.d_model
+        self._program: CompiledProgram = stage.compile(model, self.limits)
+        self.change = stage.change
+        self.facts = {"identity": weights_identity(path, config, None), "arithmetic": backend.arithmetic}
+
+    def run(self, step: memoryview, activations: FloatArray | None) -> FloatArray:
+        """A step's activations [T, D] behind these layers."""
+        return self._program(step_from_bytes(step, self.limits, activations)).numpy()
+
+    @property
+    def is_first(self) -> bool:
+        """True if it begins with the embedding, and takes no activations."""
+        return self._is_first
+
+
+def _backend(options: ModelOptions) -> tuple[str, int | None, str | None]:
+    name, device = choose_backend(options.backend, options.device)
+    return name, options.n_threads, device
+
+
+def _run(stage: OpenStage, engine: Connection, neighbours: _Neighbours) -> None:
+    while True:
+        kind, body = engine.receive()
+        if kind is Kind.STEP:
+            x = None if stage.is_first else rows_from_bytes(neighbours.before.expect(Kind.ACTIVATIONS))
+            neighbours.behind.send(Kind.ACTIVATIONS, *rows_to_bytes(stage.run(body, x)))
+        elif kind in (Kind.ACTIVATIONS, Kind.ERROR):
+            raise StageError(f"the engine sent {kind.name}")
+        else:
+            stage.change(kind, body)

@@ -1,0 +1,150 @@
+"""The messages of a pipeline: a kind, a number of bytes, and that many bytes. Nothing in them is code.
+
+Numbers are little-endian. Every size is checked against the step limits that the stage was opened with,
+before anything is read by it; a program then checks each index (see `StepInputs`).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from kukri.errors import StageError
+from kukri.kernels.types import FloatArray, ForwardBatch, IntArray, StepLimits
+
+_STEP = struct.Struct("<4I")  # tokens, sequences, rows of logits, pages of the longest context
+_ROWS = struct.Struct("<2I")  # rows, width
+_MAX_TEXT = 1 << 20  # bytes of a message in JSON
+
+
+class Kind(IntEnum):
+    """The kinds of messages, and who sends them."""
+
+    FACTS = 1  # a stage, when it is connected: JSON
+    OPEN = 2  # to a stage: the model and its layers, JSON
+    READY = 3  # a stage that has loaded them: JSON
+    ERROR = 4  # a stage that cannot go on: JSON
+    STEP = 5  # to all stages: a batch
+    ACTIVATIONS = 6  # from stage to stage: float32 [T, D]
+    COPY_PAGE = 7  # to all stages: int32 source, target
+    CLEAR_PAGES = 8  # int32 pages
+    CLEAR_FROM = 9  # int32 page, offset
+    COPY_STATE = 10  # int32 source, target
+
+
+def text_bounds() -> dict[Kind, int]:
+    """The most bytes of the messages before a stage is open."""
+    return dict.fromkeys((Kind.FACTS, Kind.OPEN, Kind.READY, Kind.ERROR), _MAX_TEXT)
+
+
+def step_bounds(limits: StepLimits, width: int, n_pages: int) -> dict[Kind, int]:
+    """The most bytes of each message, for steps within `limits` of a model of this width."""
+    t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
+    return {
+        Kind.ERROR: _MAX_TEXT,
+        Kind.STEP: _STEP.size + 4 * (5 * t + (s + 1) + 2 * s + s * limits.max_pages + n),
+        Kind.ACTIVATIONS: _ROWS.size + 4 * t * width,
+        Kind.COPY_PAGE: 8,
+        Kind.CLEAR_PAGES: 4 * n_pages,
+        Kind.CLEAR_FROM: 8,
+        Kind.COPY_STATE: 8,
+    }
+
+
+def to_text(facts: Mapping[str, Any]) -> bytes:
+    """A JSON object as bytes."""
+    return json.dumps(facts).encode()
+
+
+def from_text(body: memoryview) -> dict[str, Any]:
+    """The JSON object of a message. Raises StageError if it is none."""
+    try:
+        found = json.loads(bytes(body))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise StageError("a stage sent no JSON object")
+    return found
+
+
+def step_to_bytes(batch: ForwardBatch, page_tokens: int) -> bytes:
+    """A step's batch, with the pages that its contexts use. A step has no mask, and no adapters."""
+    n_pages = -(-int(batch.context_len.max()) // page_tokens)
+    t, s = batch.n_tokens, batch.n_sequences
+    zeros, own = np.zeros(t, np.int32), np.arange(s, dtype=np.int32)
+    arrays = (
+        *(batch.token_ids, batch.positions, batch.slots),
+        zeros if batch.token_types is None else batch.token_types,
+        zeros - 1 if batch.state_saves is None else batch.state_saves,
+        *(batch.query_start, batch.context_len),
+        own if batch.state_slots is None else batch.state_slots,
+        *(batch.page_table[:, :n_pages], batch.logit_rows),
+    )
+    sizes = _STEP.pack(t, s, batch.n_logit_rows, n_pages)
+    return sizes + b"".join(array.astype("<i4", copy=False).tobytes() for array in arrays)
+
+
+def step_from_bytes(
+    body: bytes | memoryview, limits: StepLimits, activations: FloatArray | None
+) -> ForwardBatch:
+    """The batch of `step_to_bytes`, with its activations. Raises StageError on one that breaks `limits`."""
+    if len(body) < _STEP.size:
+        raise StageError("a step's message is too short")
+    t, s, n, n_pages = _STEP.unpack_from(body)
+    numbers = np.frombuffer(body, "<i4", offset=_STEP.size).astype(np.int32, copy=False)
+    sizes = (t, t, t, t, t, s + 1, s, s, s * n_pages, n)
+    largest = (limits.max_tokens, limits.max_sequences, limits.max_logit_rows, limits.max_pages)
+    if any(size > most for size, most in zip((t, s, n, n_pages), largest)) or sum(sizes) != len(numbers):
+        raise StageError(
+            f"a step of {t} tokens, {s} sequences, {n} rows and {n_pages} pages in {len(body)} bytes"
+        )
+    parts = np.split(numbers, np.cumsum(sizes)[:-1])
+    token_ids, positions, slots, types, saves, starts, contexts, states, pages, rows = parts
+    return ForwardBatch(
+        token_ids,
+        positions,
+        slots,
+        starts,
+        contexts,
+        pages.reshape(s, n_pages),
+        rows,
+        token_types=types,
+        state_slots=states,
+        state_saves=saves,
+        activations=activations,
+    )
+
+
+def rows_to_bytes(rows: FloatArray) -> tuple[bytes, memoryview]:
+    """Activations [T, D]: their sizes, and their bytes, which are not copied."""
+    found = np.ascontiguousarray(rows, "<f4")
+    return _ROWS.pack(*found.shape), found.data.cast("B")
+
+
+def rows_from_bytes(body: memoryview) -> FloatArray:
+    """The activations of `rows_to_bytes`. Raises StageError if the sizes do not agree."""
+    if len(body) < _ROWS.size:
+        raise StageError("a message of activations is too short")
+    n_rows, width = _ROWS.unpack_from(body)
+    if len(body) != _ROWS.size + 4 * n_rows * width:
+        raise StageError(f"activations [{n_rows}, {width}] in {len(body)} bytes")
+    rows = np.frombuffer(body, "<f4", offset=_ROWS.size).astype(np.float32, copy=False)
+    found: FloatArray = rows.reshape(n_rows, width)
+    return found
+
+
+def numbers_to_bytes(*numbers: int) -> bytes:
+    """Numbers of a change to the cache."""
+    return np.array(numbers, "<i4").tobytes()
+
+
+def numbers_from_bytes(body: memoryview) -> IntArray:
+    """The numbers of a change to the cache. Raises StageError on a part of one."""
+    if len(body) % 4:
+        raise StageError(f"numbers in {len(body)} bytes")
+    return np.frombuffer(body, "<i4").astype(np.int32, copy=False)

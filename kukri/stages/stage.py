@@ -1,0 +1,53 @@
+"""A stage: some layers of a model on a backend, and the cache of these layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kukri.errors import StageError
+from kukri.kernels.types import Backend, CompiledProgram, KVType, Program, StepLimits
+from kukri.models import Model
+from kukri.stages.messages import Kind, numbers_from_bytes
+from kukri.stages.program import StageProgram, stage_layout
+
+
+class Stage:
+    """`layers` of a model. All stages number pages and slots of states alike."""
+
+    def __init__(
+        self, model: Model, backend: Backend, layers: range, n_pages: int, n_states: int, kv_type: KVType
+    ) -> None:
+        self._model, self._backend, self._layers = model, backend, layers
+        layout = stage_layout(model.cache_layout, layers)
+        self.cache = backend.new_cache(layout, n_pages, n_states, kv_type)
+
+    def compile(self, program: Program, limits: StepLimits) -> CompiledProgram:
+        """The part of a program of this model that the stage runs."""
+        config = self._model.config
+        part = StageProgram(program, self._layers, config.n_layers, config.d_model)
+        return self._backend.compile(part, self.cache, limits)
+
+    def change(self, kind: Kind, body: memoryview) -> None:
+        """Does a change to the cache. Raises StageError on pages and slots that there are not."""
+        numbers, cache = numbers_from_bytes(body).tolist(), self.cache
+        match kind, len(numbers):
+            case Kind.COPY_PAGE, 2:
+                _check(numbers, cache.n_pages)
+                cache.copy_page(*numbers)
+            case Kind.CLEAR_PAGES, _:
+                _check(numbers, cache.n_pages)
+                cache.clear_pages(numbers)
+            case Kind.CLEAR_FROM, 2:
+                _check(numbers[:1], cache.n_pages)
+                _check(numbers[1:], cache.page_tokens)
+                cache.clear_from(*numbers)
+            case Kind.COPY_STATE, 2:
+                _check(numbers, cache.n_states)
+                cache.copy_state(*numbers)
+            case _:
+                raise StageError(f"{len(numbers)} numbers in a message {kind.name}")
+
+
+def _check(numbers: Sequence[int], n: int) -> None:
+    if not all(0 <= number < n for number in numbers):
+        raise StageError("a change to the cache outside of it")

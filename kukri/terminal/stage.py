@@ -1,0 +1,41 @@
+"""`kukri stage`: some layers of a model, for an engine elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from kukri.errors import ConfigError
+from kukri.stages.connection import listen
+from kukri.stages.processes import MIN_TOKEN, TOKEN_VARIABLE, Address
+
+
+def run_stage(address: str, device: str | None, n_threads: int | None, *, once: bool) -> None:
+    """Serves stages until it is ended; with `once` one engine alone. Prints the address that it listens on.
+
+    Raises ConfigError without a token, on an address that makes no sense or is taken.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "").encode()
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"set {TOKEN_VARIABLE} here and for the engine to a random text of {MIN_TOKEN} characters or more"
+        )
+    host, _, port = address.rpartition(":")
+    try:
+        listener = listen(host.strip("[]") or "127.0.0.1", int(port))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot listen on {address!r}, which should be HOST:PORT: {error}") from None
+    from kukri.scale.stage import StageOptions, serve_stage
+
+    speed = 1.0
+    if not once and device is None:  # else all stages are on one machine, or nothing is known
+        from kukri.kernels.cpu.read_speed import measure_read_speed
+        from kukri.stages.pipeline import SPEED_TEST
+
+        speed = measure_read_speed(n_threads, *SPEED_TEST)
+    bound = listener.getsockname()
+    print(f"{Address(bound[0], bound[1])}", flush=True)
+    if not once:
+        print("waiting for an engine: kukri serve MODEL --stages HOST:PORT", file=sys.stderr, flush=True)
+    with listener:
+        serve_stage(listener, token, StageOptions(device, n_threads, speed), once=once)
