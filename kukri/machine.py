@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,9 +32,17 @@ def cpu_model() -> str:
 
 
 def cpu_features() -> tuple[str, ...]:
-    """LLVM's names of the features that kernels care about and the CPU has."""
-    from llvmlite.binding import get_host_cpu_features
-
+    """LLVM's names of the features that kernels care about and the CPU has; none are known without LLVM
+    where Linux does not list them.
+    """
+    listed = re.search(r"^flags\s*:(.*)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    if listed:
+        named = set(listed[1].replace("_", "").split())
+        return tuple(name for name in _FEATURES if re.sub("[.-]", "", name) in named)
+    try:
+        from llvmlite.binding import get_host_cpu_features
+    except ImportError:
+        return ()
     host = get_host_cpu_features()
     return tuple(name for name in _FEATURES if host.get(name))
 

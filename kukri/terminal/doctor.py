@@ -14,6 +14,7 @@ from kukri.formats import hub
 from kukri.kernels import choose_backend
 from kukri.kernels.cpu.features import cpu_target, usable_cores
 from kukri.kernels.cpu.kernel_cache import cache_dir, cache_root
+from kukri.kernels.cpu.shipped_kernels import shipped_for_cpu
 from kukri.machine import cpu_features, cpu_model, cpu_quota, installed_versions
 from kukri.system import allowed_cores
 from kukri.terminal.output import n_bytes_text
@@ -74,7 +75,7 @@ def check_gpu(device: str, *, as_json: bool) -> None:
 
 def machine_report() -> dict[str, Any]:
     """Everything `kukri doctor` shows, ready for JSON. Compiles and loads nothing."""
-    target = cpu_target()
+    target, shipped = cpu_target(), shipped_for_cpu()
     return {
         "kukri": kukri.__version__,
         "python": platform.python_version(),
@@ -91,6 +92,7 @@ def machine_report() -> dict[str, Any]:
             "target": target.name,
             "int8_dot": target.lowering,
             "hardware_float16": target.has_half,
+            "shipped": len(shipped.names) if shipped else 0,
             "compiled": sorted(path.stem for path in cache_dir().glob("*.kernel")),
         },
         "jit_cache": {"path": str(cache_dir()), **_contents(cache_root())},
@@ -124,7 +126,8 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("cpu", f"{cpu['name']}, {_cores(cpu)}"),
         ("features", " ".join(cpu["features"])),
         ("kernels", f"for {kernels['target']}, int8 dot product by {kernels['int8_dot']}{half}"),
-        ("compiled", " ".join(kernels["compiled"]) or "none yet: the first run compiles them"),
+        ("shipped", f"{kernels['shipped']} kernels came compiled"),
+        ("compiled", " ".join(kernels["compiled"]) or "none here: a run compiles what it lacks"),
         (
             "jit cache",
             f"{jit['path']} ({jit['n_files']} files, {n_bytes_text(jit['n_bytes'])} in all versions)",

@@ -6,39 +6,26 @@ Of the tests, those that reach every kernel and every way of multiplying; all of
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import pytest
 
-from kukri.kernels.cpu.features import cpu_target
-
-# lowering -> how to ask for it, and the host features that running it needs
-TARGETS = {
-    "avx512vnni": ("icelake-client", None, {"avx512vnni", "avx512bw", "avx512vl", "avx512vbmi2", "gfni"}),
-    "avxvnni": ("haswell", "+avx2,+fma,+f16c,+bmi2,+avxvnni", {"avxvnni"}),
-    "avx2": ("haswell", None, {"avx2", "fma", "f16c", "bmi2"}),
-    "generic": ("x86-64", None, set()),
-}
-
-
-def environment(name, features):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_CPU")} | {"NUMBA_CPU_NAME": name}
-    return env | ({"NUMBA_CPU_FEATURES": features} if features else {})
+from kukri.kernels.cpu.features import cpu_target, has_levels, host_level
+from kukri.kernels.cpu.levels import LEVELS
 
 
 def runnable():
-    host = {name for name, on in llvm.get_host_cpu_features().items() if on}
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return []
-    own = cpu_target().lowering  # they have run under it already
-    return [lowering for lowering, (_, _, needs) in TARGETS.items() if needs <= host and lowering != own]
+    """Levels that the host runs, but for the best, under which the tests have run already."""
+    return [one for one in LEVELS if has_levels() and one.needs < host_level().needs]
 
 
-@pytest.mark.parametrize("lowering", runnable())
+def lowerings():
+    return [level.name for level in runnable() if level.lowering != cpu_target().lowering]
+
+
+@pytest.mark.parametrize("lowering", lowerings())
 def test_kernels_under(lowering):
     """Would catch a lowering that saturates, drops a sign or converts float16 wrongly where only it runs.
 
@@ -54,20 +41,19 @@ def test_kernels_under(lowering):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", runnable())
-def test_all_kernel_tests_under(lowering):
+@pytest.mark.parametrize("level", [level.name for level in runnable()])
+def test_all_kernel_tests_under(level):
     """Would catch what the choice above leaves out."""
-    run_kernel_tests(lowering, [])
+    run_kernel_tests(level, [])
 
 
-def run_kernel_tests(lowering, selection):
-    name, features, _ = TARGETS[lowering]
-    env = environment(name, features)
-    check = "from kukri.kernels.cpu.features import cpu_target; print(cpu_target().lowering)"
+def run_kernel_tests(level, selection):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_CPU")} | {"KUKRI_CPU": level}
+    check = "from kukri.kernels.cpu.features import cpu_target; print(cpu_target().level)"
     chosen = subprocess.run(
         [sys.executable, "-c", check], env=env, capture_output=True, text=True, check=True
     )
-    assert chosen.stdout.strip() == lowering
+    assert chosen.stdout.strip() == level
     tests = [str(Path(__file__).with_name(f"test_cpu_{name}.py")) for name in ("linear", "ops")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *selection, *tests],

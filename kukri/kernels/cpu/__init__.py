@@ -29,6 +29,7 @@ from kukri.kernels.cpu.place import Plan, Segment
 from kukri.kernels.cpu.pool import shared_pool
 from kukri.kernels.cpu.record import Recorder, max_partials
 from kukri.kernels.cpu.sampling_backend import CpuSampling
+from kukri.kernels.cpu.shipped_kernels import shipped_for_cpu
 from kukri.kernels.host_step import HostLogits, batch_activations, check_adapters, check_routes, check_sizes
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
@@ -98,7 +99,8 @@ class CpuBackend:
     @property
     def arithmetic(self) -> str:
         """See Backend.arithmetic: kernels that are compiled otherwise lie in another directory."""
-        return f"cpu {cache_dir().name}"
+        shipped = shipped_for_cpu()
+        return f"cpu {cache_dir().name}{f' {shipped.digest}' if shipped else ''}"
 
     @property
     def sampling(self) -> CpuSampling:

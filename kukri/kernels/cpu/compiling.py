@@ -16,13 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from kukri.kernels.cpu.features import cpu_target, usable_cores
+from kukri.errors import MissingKernelError
+from kukri.kernels.cpu.features import cpu_target, has_compiler, usable_cores
 from kukri.kernels.cpu.kernel_cache import KernelCode, KernelSource, cache_dir, read_cached, store
+from kukri.kernels.cpu.levels import level_named
+from kukri.kernels.cpu.shipped_kernels import read_shipped, reason_for_compiling
 from kukri.private_files import make_private
 from kukri.system import locked
 
 # Modules that hold kernels, in the order in which they are searched for a name.
-_KERNEL_MODULES = (
+KERNEL_MODULES = (
     "threads",
     "step_kernels",
     "embedding",
@@ -47,7 +50,15 @@ _helpers: list[subprocess.Popen[bytes]] = []
 
 
 def compile_with_helpers(names: Sequence[str]) -> Iterator[tuple[str, KernelCode]]:
-    """Each kernel once it is compiled, by this process or another."""
+    """Each kernel once it is compiled, by this process or another.
+
+    Raises MissingKernelError if nothing is installed to compile with.
+    """
+    if not has_compiler():
+        raise MissingKernelError(
+            f"the kernel {names[0]} has to be compiled, for {reason_for_compiling()}: run "
+            '`pip install "kukri[compile]"`, which adds Numba'
+        )
     _start_helpers(names)
     return compile_kernels(names)
 
@@ -82,7 +93,9 @@ def help_compiling() -> None:
 def _start_helpers(missing: Sequence[str]) -> None:
     """Starts processes that compile into the cache beside this one, which compiles the rest."""
     _helpers[:] = [helper for helper in _helpers if helper.poll() is None]
-    soon = [name for name in _SOON if name not in missing and read_cached(name) is None]
+    soon = [
+        name for name in _SOON if name not in missing and (read_shipped(name) or read_cached(name)) is None
+    ]
     n_more = min(len(missing) + len(soon) - 1, usable_cores(), _MOST_HELPERS) - len(_helpers)
     if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name:
         return  # another program that has Python in it, which would not know what to do
@@ -117,7 +130,7 @@ def _claim(name: str, *, wait: bool) -> Iterator[bool]:
 def find_source(name: str) -> KernelSource:
     """The Python source of a kernel, such as `linear_Q4_1` or, of a family, `attend_f16[3,64]`."""
     family, _, arguments = name.partition("[")
-    for module_name in _KERNEL_MODULES:
+    for module_name in KERNEL_MODULES:
         module = importlib.import_module(f"kukri.kernels.cpu.{module_name}")
         found = module.KERNELS.get(family)
         if found is not None:
@@ -129,6 +142,8 @@ def find_source(name: str) -> KernelSource:
 
 
 def _compile_and_store(name: str) -> KernelCode:
+    if chosen := level_named(os.environ.get("KUKRI_CPU", "")):
+        os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = chosen.cpu, chosen.features
     if "NUMBA_CPU_FEATURES" not in os.environ:
         if os.environ.get("NUMBA_CPU_NAME"):
             os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU

@@ -1,19 +1,24 @@
 """Which CPU the kernels are compiled for, and which lowering of the int8 dot product it gets.
 
-`NUMBA_CPU_NAME` (an LLVM CPU name such as haswell) compiles for another CPU than the host's; a host that
-has the instructions can run the result, which is how every lowering is tested on one machine.
+`KUKRI_CPU` (a level of `levels.py` such as avx2) or `NUMBA_CPU_NAME` (an LLVM CPU name such as haswell)
+stands for another CPU than the host's; a host that has the instructions can run the result, which is how
+every lowering is tested on one machine.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from itertools import islice
 from typing import Literal
 
+from kukri.errors import ConfigError
+from kukri.kernels.cpu.levels import LEVELS, Level, best_level, level_named
 from kukri.machine import cpu_quota
 from kukri.system import allowed_cores
 
@@ -40,7 +45,7 @@ class CpuTarget:
     """The CPU that kernels are compiled for.
 
     `identity` names it as the system does, and `features` are a list with + and - signs: kernels compiled for
-    others are not loaded.
+    others are not loaded. Compiled kernels that come with kukri fit if they are `level`'s.
     """
 
     identity: str
@@ -48,10 +53,13 @@ class CpuTarget:
     lowering: Lowering
     has_half: bool  # the CPU converts float16 in hardware
     has_byte_permute: bool  # AVX-512 VBMI: an instruction looks bytes up in a table of 64
+    level: str | None = None
 
     @property
     def name(self) -> str:
-        """LLVM's name of the CPU, which takes loading LLVM: for those who compile."""
+        """LLVM's name of the CPU, which takes loading LLVM; the level's without."""
+        if os.environ.get("KUKRI_CPU") or not has_compiler():
+            return self.identity
         return os.environ.get("NUMBA_CPU_NAME") or _llvm_host()[0]
 
     @property
@@ -87,10 +95,31 @@ def _lowering_of_name(name: str) -> Lowering:
     return "generic"
 
 
+def has_compiler() -> bool:
+    """True if Numba is installed, which compiles kernels."""
+    return find_spec("numba") is not None
+
+
+def has_levels() -> bool:
+    """True on the systems for which compiled kernels come with kukri: Linux on x86-64."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
 @cache
 def cpu_target() -> CpuTarget:
-    """The CPU to compile for: the host's, unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say otherwise."""
+    """The CPU to compile for, or of the compiled kernels that came with kukri if nothing can be compiled.
+
+    It is the host's, unless KUKRI_CPU, NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say otherwise. Raises ConfigError
+    if KUKRI_CPU is no level.
+    """
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if chosen := os.environ.get("KUKRI_CPU"):
+        level = level_named(chosen)
+        if level is None:
+            raise ConfigError(f"KUKRI_CPU is one of {', '.join(one.name for one in LEVELS)}, not {chosen}")
+        return _of_level(level)
+    if has_levels() and not has_compiler():
+        return _of_level(host_level())
     name = os.environ.get("NUMBA_CPU_NAME")
     flags = os.environ.get("NUMBA_CPU_FEATURES")
     if name and not flags:  # the name alone implies its features
@@ -109,13 +138,35 @@ def cpu_target() -> CpuTarget:
     lowering = _lowering_of_features(features)
     if lowering == "generic" and not is_x86 and not flags:  # Apple's, of whose features LLVM knows few
         lowering = _lowering_of_name(_llvm_host()[0])
-    return CpuTarget(
+    target = CpuTarget(
         name or identity,
         text,
         lowering,
         has_half=bool(features.get("f16c")) or not is_x86,
         has_byte_permute=lowering == "avx512vnni" and bool(features.get("avx512vbmi")),
     )
+    if has_levels() and not name and not flags:
+        alike = _of_level(host_level())
+        if _lowered(alike) == _lowered(target):
+            return replace(target, level=alike.level)
+    return target
+
+
+def host_level() -> Level:
+    """The best level of the processors of x86-64 that the host runs."""
+    _, features = _linux_x86() or ("", {})
+    return best_level([name for name, on in features.items() if on])
+
+
+def _of_level(level: Level) -> CpuTarget:
+    identity = f"x86-64 {level.name}"
+    facts = level.lowering, level.has_half, level.has_byte_permute
+    return CpuTarget(identity, level.features, *facts, level=level.name)
+
+
+def _lowered(target: CpuTarget) -> tuple[str, bool, bool]:
+    """The facts of a CPU that kernels' sources ask for: alike in kernels that may run side by side."""
+    return target.lowering, target.has_half, target.has_byte_permute
 
 
 def _linux_x86() -> tuple[str, dict[str, bool]] | None:

@@ -1,4 +1,6 @@
-"""Machine code of kernels, loaded from the cache without Numba; `compiling.py` compiles missing ones.
+"""Machine code of kernels, loaded without Numba: what came with kukri, then the cache's.
+
+`compiling.py` compiles missing ones.
 
 A kernel is `def name(tile, a, b, …)` over int64 values: buffer addresses, sizes, and floats as bits.
 The executor calls it with the address of a record that holds a, b, … and a tile number; for tile -1 it
@@ -10,14 +12,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from kukri.errors import UnsupportedError
 from kukri.kernels.compile_notice import CompileNotice
 from kukri.kernels.cpu import object_code
+from kukri.kernels.cpu.features import has_compiler
 from kukri.kernels.cpu.kernel_cache import read_cached
 from kukri.kernels.cpu.object_code import ObjectCode, UnsupportedObjectError
+from kukri.kernels.cpu.shipped_kernels import read_shipped
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def pack_record(kernel: LoadedKernel, arguments: dict[str, int]) -> ctypes.Array
 
 
 class KernelLibrary:
-    """Loads kernels by name, from the cache or by compiling them; a notice says if that takes long."""
+    """Loads kernels by name, as they came with kukri, from the cache, or by compiling them."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, LoadedKernel] = {}
@@ -69,16 +73,19 @@ class KernelLibrary:
         self._llvm: _LlvmLoader | None = None  # made if an object needs it
 
     def load(self, names: Iterable[str]) -> None:
-        """Makes the kernels available, compiling those that the cache lacks on all cores."""
+        """Makes the kernels available, compiling those that are missing on all cores; a notice says so.
+
+        Raises MissingKernelError if some are missing and nothing is installed to compile with.
+        """
         missing = []
         for name in dict.fromkeys(names):
             if name in self._kernels:
                 continue
-            cached = read_cached(name)
-            if cached is None:
+            compiled = read_shipped(name) or read_cached(name)
+            if compiled is None:
                 missing.append(name)
             else:
-                self._link(name, *cached)
+                self._link(name, *compiled)
         if missing:
             from kukri.kernels.cpu.compiling import compile_with_helpers
 
@@ -103,11 +110,14 @@ class KernelLibrary:
 
     def _address(self, symbol: str, code: bytes) -> int:
         if self._llvm is None and object_code.is_supported():
-            with suppress(UnsupportedObjectError, OSError):
+            try:
                 loaded = ObjectCode(code)
                 address = loaded.address(symbol)
                 self._objects.append(loaded)
                 return address
+            except (UnsupportedObjectError, OSError) as error:
+                if not has_compiler():
+                    raise UnsupportedError(f"compiled kernels cannot be loaded here: {error}") from None
         if self._llvm is None:
             self._llvm = _LlvmLoader()
         return self._llvm.address(symbol, code)

@@ -25,6 +25,7 @@ from kukri.errors import ConfigError
 from kukri.kernels import paged_kv, sampling_record
 from kukri.kernels.cpu.features import cpu_target
 from kukri.private_files import check_private, make_private, open_private
+from kukri.quant import blocks
 
 KernelCode = tuple[str, tuple[str, ...], bytes]  # symbol, parameters, object code
 
@@ -58,22 +59,29 @@ def cache_dir() -> Path:
     """The directory for exactly these sources, versions and this CPU."""
     digest = hashlib.sha256()
     target = cpu_target()
-    for fact in (sys.version, sys.platform, target.identity, target.features):
+    for fact in (sys.version, sys.platform, target.identity, target.features, sources_hash()):
         digest.update(fact.encode() + b"\0")
     for package in ("numba", "llvmlite"):
-        digest.update(_version_file(package).read_bytes())
-    others = [Path(sampling_record.__file__), Path(paged_kv.__file__)]
-    for source in [*sorted(Path(__file__).parent.glob("*.py")), *others]:
-        digest.update(source.read_bytes())
+        digest.update(_version(package))
     return cache_root() / digest.hexdigest()[:24]
 
 
-def _version_file(package: str) -> Path:
-    """The file that states a package's version. The package's metadata costs 10 ms of imports to read."""
+@cache
+def sources_hash() -> str:
+    """A hash of the sources of all kernels: code compiled of others is not loaded."""
+    digest = hashlib.sha256()
+    others = sampling_record.__file__, paged_kv.__file__, blocks.__file__
+    for source in [*sorted(Path(__file__).parent.glob("*.py")), *map(Path, others)]:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> bytes:
+    """What states a package's version, empty if it is not installed. Its metadata costs 10 ms to read."""
     found = find_spec(package)
-    assert found is not None, f"{package} is not installed"
-    assert found.origin is not None
-    return Path(found.origin).with_name("_version.py")
+    if found is None or found.origin is None:
+        return b""
+    return Path(found.origin).with_name("_version.py").read_bytes()
 
 
 def read_cached(name: str) -> KernelCode | None:
