@@ -86,6 +86,9 @@ class StepListener:
         if point.form in ("scores", "pattern"):
             self._edit_attention(listening, x)
             return
+        if point.form == "head_inputs":
+            self._edit_head_inputs(listening, x)
+            return
         kept = {**self.kept, tap: x} if point.tap in (tap, "") else self.kept
         value = self._model.value(point, kept, self._rows, self._ids)
         before = np.array(value, np.float32)
@@ -115,6 +118,16 @@ class StepListener:
         heads = model.heads(z, spec.d_head).copy()
         heads[wanted] = model.heads(mixed, spec.d_head)[wanted]
         z[...] = heads.reshape(z.shape)
+
+    def _edit_head_inputs(self, listening: Listening, x: FloatArray) -> None:
+        """Computes queries, keys or values x [rows, H*K] anew for heads whose input a hook has changed."""
+        point, model = listening.point, self._model
+        before = np.array(model.value(point, self.kept, self._rows, self._ids), np.float32)
+        after = self._call(listening, before.copy())
+        wanted = self._rows.rows((after != before).any(axis=-1))  # [rows, H]
+        heads = x.reshape(*wanted.shape, -1).copy()
+        heads[wanted] = model.of_inputs(point, self._rows.rows(after), wanted)
+        x[...] = heads.reshape(x.shape)
 
     def _call(self, listening: Listening, value: FloatArray) -> FloatArray:
         """The value that a hook leaves."""

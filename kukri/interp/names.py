@@ -23,6 +23,7 @@ from kukri.kernels.types import FloatArray
 Form = Literal[
     "plain",  # [.., width], as the tap has it
     "heads",  # [.., head, d_head]
+    "head_inputs",  # [.., head, d_model]: the stream, once for each head that reads it
     "scale",  # [.., 1]: what a norm divides by
     "normalized",  # [.., width]: divided, before the norm's weight
     "norm_out",  # [.., width]: with the weight and the bias
@@ -188,6 +189,19 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
             for name, form, of_norm in rows:
                 found[prefix + name] = Point(prefix + name, matrix.source, form, layer, "", of_norm, matrix)
 
+    def add_head_inputs(layer: int) -> None:
+        """What each head's query, key and value are made of, before the norm: an edit makes these anew."""
+        for x in "qkv":
+            edit_tap = f"blocks.{layer}.attn.hook_{x}"
+            matrix = trace.matrices.get(edit_tap)
+            if matrix is None or matrix.source is None:
+                continue
+            norm = trace.norms.get(matrix.source)
+            tap = matrix.source if norm is None else norm.source
+            for name in (f"{edit_tap}_input", f"blocks.{layer}.hook_{x}_input"):
+                if tap is not None:
+                    found[name] = Point(name, tap, "head_inputs", layer, edit_tap, norm, matrix)
+
     taps = set(trace.taps)
     add(TOKENS, "", "tokens", "", None)
     first = "embed_ln.hook_out" if "hook_embed" in trace.norms else "embed.hook_out"
@@ -210,6 +224,7 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
             read_tap = norm.source if form == "normalized" and norm is not None else full_tap
             add(f"{prefix}{name}", read_tap, form, edit_tap, layer, norm)
         add_products(layer)
+        add_head_inputs(layer)
         for tap in trace.taps:  # taps that the tables do not know have their own name
             if tap.startswith(prefix) and tap not in found:
                 add(tap.replace("hook_normalized", "hook_out"), tap, "plain", tap, layer)

@@ -75,11 +75,14 @@ class Session:
         return find(full_name(name, self.config.n_layers), self.points)
 
     def select(self, names: NamesFilter) -> list[Point]:
-        """The points that a filter names; all but `attn.hook_result` for None, as in TransformerLens."""
+        """The points that a filter names; all but `attn.hook_result` for None, as in TransformerLens. The
+        inputs of heads, which are `n_heads` times the stream, are taken if they are named.
+        """
+        found = [point for point in self.points.values() if point.form != "head_inputs"]
         if names is None:
-            return [p for p in self.points.values() if p.form != "result"]
+            return [point for point in found if point.form != "result"]
         if callable(names):
-            return [point for name, point in self.points.items() if names(name)]
+            return [point for point in found if names(point.name)]
         is_key = isinstance(names, tuple) and len(names) > 1 and not isinstance(names[1], str)  # ("q", 3)
         return [self.point(name) for name in ([names] if is_key or isinstance(names, str) else names)]
 

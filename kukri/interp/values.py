@@ -9,7 +9,7 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.interp.attention import as_cached, mixed, pattern, scores
-from kukri.interp.names import LOGITS, Point, norm_scale, normalized, points, scaled
+from kukri.interp.names import LOGITS, Point, apply_norm, norm_scale, normalized, points, scaled
 from kukri.interp.trace import Trace
 from kukri.interp.weights import Weights
 from kukri.interp.weights import bias as weight_bias
@@ -92,6 +92,8 @@ class Model:
             return 4 * n * self.trace.heads[point.layer].spec.n_heads * rows.n_tokens
         if point.form == "result":
             return 4 * n * self.trace.widths[point.tap] // self._d_head(point) * self.config.d_model
+        if point.form == "head_inputs":
+            return 4 * n * self.trace.widths[point.edit_tap] // self._d_head(point) * self.config.d_model
         if point.form == "logits":
             return 4 * n * self.config.n_vocab
         return 4 * n * self.trace.widths.get(point.tap, 1)
@@ -116,6 +118,19 @@ class Model:
         values = rows.padded(as_cached(self.heads(v, spec.d_head), self.kv_type))
         return rows.rows(mixed(weights, values, spec)).reshape(rows.n_rows, -1)
 
+    def of_inputs(self, point: Point, x: FloatArray, wanted: Any) -> FloatArray:
+        """Queries, keys or values [n, K] of heads by their inputs x [rows, H, D], if `wanted` [rows, H]."""
+        assert point.matrix is not None
+        d_head = self._d_head(point)
+        weights = self.heads(weight_rows(point.matrix).T, d_head).swapaxes(0, 1)  # [H, D, K]
+        biases = weight_bias(point.matrix).reshape(-1, d_head)
+        of_head = np.nonzero(wanted)[1]
+        given = x[wanted] if point.norm is None else apply_norm(point.norm, x[wanted])
+        found = np.empty((len(given), d_head), np.float32)
+        for head in np.unique(of_head):
+            found[of_head == head] = given[of_head == head] @ weights[head] + biases[head]
+        return found
+
     @staticmethod
     def heads(x: FloatArray, d_head: int) -> FloatArray:
         """x [rows, heads*K] as [rows, heads, K]."""
@@ -135,6 +150,9 @@ class Model:
         norm, form = point.norm, point.form
         if form in ("expert_indices", "expert_scores"):
             return rows.padded(self._chosen(point, x))
+        if form == "head_inputs":
+            n_heads = self.trace.widths[point.edit_tap] // self._d_head(point)
+            return rows.padded(np.repeat(x[:, None], n_heads, axis=1))
         if point.matrix is not None:
             x = x @ weight_rows(point.matrix).T + weight_bias(point.matrix)
         if form == "plain":

@@ -45,6 +45,33 @@ def test_texts_of_a_batch_are_as_alone(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi", "olmo2"])
+def test_inputs_of_single_heads(name, backend):
+    """An input that another head reads too, one behind the norm, or a bias that is lost."""
+    own = session(name, backend)
+    _, other = own.run_with_cache(
+        IDS[:, ::-1], ["blocks.1.hook_resid_pre", *(f"blocks.1.attn.hook_{x}" for x in "qkv")]
+    )
+    for x in "qkv":
+        made, head = other[x, 1], other[x, 1].shape[2] - 1
+
+        def patch_input(value, hook):
+            value[:, 2:9, head] = other["resid_pre", 1][:, 2:9]  # noqa: B023
+
+        def patch(value, hook):
+            value[:, 2:9, head] = made[:, 2:9, head]  # noqa: B023
+
+        _, inputs = own.run_with_cache(IDS, [f"blocks.1.attn.hook_{x}_input", "blocks.1.hook_resid_pre"])
+        value = inputs[f"blocks.1.attn.hook_{x}_input"]
+        np.testing.assert_array_equal(value[:, :, head], inputs["resid_pre", 1])
+        assert value.shape[2] == made.shape[2]
+        found = own.run_with_hooks(IDS, [(f"blocks.1.hook_{x}_input", patch_input)])
+        expected = own.run_with_hooks(IDS, [(f"blocks.1.attn.hook_{x}", patch)])
+        assert not np.array_equal(expected, own.run_with_hooks(IDS))
+        np.testing.assert_allclose(found, expected, atol=1e-4 if backend == "reference" else 2e-2)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_run_may_stop(backend):
     """A stream of another layer, or layers that are computed for nothing."""
     own = session("llama", backend)

@@ -43,6 +43,30 @@ def test_edits(pair):
     assert n_edited > 20
 
 
+def test_inputs_of_single_heads(pair):
+    """An input behind the norm, and an edit that changes another head."""
+    own, theirs = pair
+    if not own.trace.heads.get(1):
+        pytest.skip("a layer without attention")
+    theirs.set_use_split_qkv_input(True)
+    ids = torch.from_numpy(IDS).long()
+
+    def edit(value, hook):
+        value[:, 2:9, 1] = value[:, 2:9, 1] * 0.5 + 0.1
+        return value
+
+    try:
+        _, fired = theirs.run_with_cache(ids)
+        for x in "qkv":
+            name = f"blocks.1.attn.hook_{x}_input"
+            _, cache = own.run_with_cache(IDS, [name])
+            np.testing.assert_allclose(cache[name], fired[name].numpy(), atol=1e-4)
+            expected = theirs.run_with_hooks(ids.clone(), fwd_hooks=[(name, edit)]).numpy()
+            np.testing.assert_allclose(own.run_with_hooks(IDS, [(name, edit)]), expected, atol=1e-3)
+    finally:
+        theirs.set_use_split_qkv_input(False)
+
+
 def test_the_methods_of_the_cache(pair):
     """A stack in another order, labels of other layers, a scale of another norm."""
     own, theirs = pair
