@@ -155,8 +155,20 @@ def linear_cases() -> list[Case]:
             constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, EXPERTS=by_expert, **none)
             label = f"gemm {name} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
             weights = tile.rows * 64
+            most = linear_kernels.EXPERT_REGISTERS if by_expert else None
+            kernel = linear_kernels.gemm
             cases.append(
-                Case(label, linear_kernels.gemm, gemm, constants, tile.n_warps, tile.n_stages, weights, name)
+                Case(
+                    label,
+                    kernel,
+                    gemm,
+                    constants,
+                    tile.n_warps,
+                    tile.n_stages,
+                    weights,
+                    name,
+                    max_registers=most,
+                )
             )
     plain = {"y": "*fp32", "bias": "*fp32", "residual": "*fp32"}
     plain |= {"n_tokens": "i32", "n_rows": "i32", "n_columns": "i32", "y_stride": "i32"}

@@ -66,6 +66,7 @@ def linear(x: launch.Q8Rows, routes: Routes, matrix: launch.Matrix, bias: Tensor
         EXPERTS=True,
         num_warps=tile.n_warps,
         num_stages=tile.n_stages,
+        **launch.register_options(y, linear_kernels.EXPERT_REGISTERS),
         **launch.product_constants(matrix, y, bias, None),
     )
     return y
