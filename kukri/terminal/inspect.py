@@ -226,7 +226,7 @@ def place_of(name: str) -> tuple[str, str]:
         return layer, "norm"
     for part, kind in (
         *(("self_attn", "attention"), ("attn", "attention"), ("mlp", "mlp"), ("ffn", "mlp")),
-        ("feed_forward", "mlp"),
+        *((part, "mlp") for part in ("feed_forward", "shared_mlp", "block_sparse_moe")),
         *((state, "recurrent") for state in ("conv", "shortconv", "mamba", "ssm", "linear_attn")),
         *(("embed", "embedding"), ("token_embd", "embedding")),
         *((head, "head") for head in ("lm_head", "output", "qa_outputs", "score", "classifier")),

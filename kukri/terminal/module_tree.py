@@ -52,6 +52,8 @@ _CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", 
     "feed_forward": "MLP",
     "conv": "ShortConv",
     "linear_attn": "GatedDeltaNet",
+    "mamba": "MambaLayer",
+    "shared_mlp": "MLP",
 }
 # and those that transformers calls otherwise
 _OWN_CLASSES = {
@@ -59,6 +61,7 @@ _OWN_CLASSES = {
     "Gemma3Embedding": "Gemma3TextScaledWordEmbedding",
     "Gemma3Model": "Gemma3TextModel",
     "GptOssSparseMoeBlock": "GptOssMLP",
+    "GraniteMoeHybridSparseMoeBlock": "GraniteMoeHybridMoE",
     "Qwen3_5Model": "Qwen3_5TextModel",
 }
 
@@ -94,8 +97,12 @@ def module_tree(
     top = Module(root)
     for name, tensor in tensors.items():
         *path, last = name.split(".") if name.count(".") < _MAX_DEPTH else [name]
-        if path and path[-1] in ("sinks", "A_log", "dt_proj"):  # a parameter of the layer itself
+        if path and path[-1] in ("sinks", "A_log", "dt_proj", "D"):  # a parameter of the layer itself
             last = path.pop()
+        if path[-2:-1] == ["block_sparse_moe"] and path[-1].endswith("_linear"):  # files omit this level
+            path, last = [*path[:-1], "experts"], path[-1]
+        if path[-2:] == ["router", "layer"]:
+            path.pop()
         module = top
         for part in path:
             module = module.children.setdefault(part, Module(""))
@@ -162,7 +169,7 @@ def _describe(module: Module, name: str, prefix: str, norm_eps: float | None) ->
         numbered = all(child.isdecimal() for child in module.children)
         kind = prefix + _CLASSES.get(name, "DecoderLayer")
         module.kind = "ModuleList" if numbered else _OWN_CLASSES.get(kind, kind)
-        if name == "linear_attn" and "norm" in module.children:
+        if name in ("linear_attn", "mamba") and "norm" in module.children:
             module.children["norm"].kind, module.children["norm"].facts = f"{prefix}RMSNormGated", ""
         return
     module.kind, module.facts = _leaf(name, module.tensors, prefix, norm_eps)
