@@ -115,9 +115,7 @@ class StepListener:
         spec = model.trace.heads[point.layer].spec
         mixed = model.mixed(point.layer, weights, self.kept[point.edit_needs[2]], rows)
         wanted = rows.rows(is_edited.transpose(0, 2, 1))  # [rows, H]
-        heads = model.heads(z, spec.d_head).copy()
-        heads[wanted] = model.heads(mixed, spec.d_head)[wanted]
-        z[...] = heads.reshape(z.shape)
+        _replace_heads(z, wanted, model.heads(mixed, spec.d_head)[wanted])
 
     def _edit_head_inputs(self, listening: Listening, x: FloatArray) -> None:
         """Computes queries, keys or values x [rows, H*K] anew for heads whose input a hook has changed."""
@@ -125,9 +123,7 @@ class StepListener:
         before = np.array(model.value(point, self.kept, self._rows, self._ids), np.float32)
         after = self._call(listening, before.copy())
         wanted = self._rows.rows((after != before).any(axis=-1))  # [rows, H]
-        heads = x.reshape(*wanted.shape, -1).copy()
-        heads[wanted] = model.of_inputs(point, self._rows.rows(after), wanted)
-        x[...] = heads.reshape(x.shape)
+        _replace_heads(x, wanted, model.of_inputs(point, self._rows.rows(after), wanted))
 
     def _call(self, listening: Listening, value: FloatArray) -> FloatArray:
         """The value that a hook leaves."""
@@ -144,3 +140,10 @@ class StepListener:
                 f"it must be float32 {list(value.shape)}, or None"
             )
         return after.astype(np.float32, copy=False)
+
+
+def _replace_heads(x: FloatArray, wanted: Any, values: FloatArray) -> None:
+    """Replaces the heads `wanted` [rows, H] of x [rows, H*K] by values [n, K]; the others keep their bits."""
+    heads = x.reshape(*wanted.shape, -1).copy()
+    heads[wanted] = values
+    x[...] = heads.reshape(x.shape)
