@@ -19,7 +19,7 @@ from benchmarks.harness import Comparison, Experiment, run
 from kukri import LLM
 from kukri.bench.turns import in_turns
 from kukri.formats import hub
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 _TEXT = (
     "the of and a to in is you that it he was for on are as with his they at be this have from or one had by "

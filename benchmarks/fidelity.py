@@ -29,7 +29,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import reference as reference_backend
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.quant.blocks import dequantize
 from kukri.tokenizer import Tokenizer
 

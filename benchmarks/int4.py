@@ -23,10 +23,13 @@ import numpy.typing as npt
 from benchmarks.harness import Experiment, Table, run, silent
 from kukri.bench.turns import in_turns
 from kukri.errors import ConfigError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.types import FloatArray, ForwardBatch, KVLayer, StepLimits, Weight
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.blocks import ByteArray, dequantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -14,8 +14,8 @@ from benchmarks.harness import Comparison, Experiment, Say, Table, Worker, model
 from kukri.bench.turns import in_turns
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.kernels.cache import KVLayer, KVType
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
-from kukri.kernels.types import KVLayer, KVType
 
 KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0", "q4", "f32")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from benchmarks.harness import Experiment, Table, run
 from benchmarks.make_model import SHAPES, tensor_shapes
 from kukri.formats.gguf.reader import n_bytes_of
+from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
-from kukri.kernels.types import KVLayer
 from kukri.quant.mixes import mix_types
 from kukri.quant.types import QUANT_TYPES
 

@@ -40,7 +40,7 @@ from kukri.bench.offline import Kukri
 from kukri.bench.turns import SETTLE_S, in_turns
 from kukri.engine import Engine, Request
 from kukri.errors import KukriError
-from kukri.kernels.types import IntArray
+from kukri.kernels.arrays import IntArray
 from kukri.sampling import SamplingParams
 
 _PROMPT, _NEW = 128, 64  # tokens of each stream

@@ -22,6 +22,8 @@ import numpy as np
 
 from benchmarks.harness import Experiment, Say, Table, run
 from kukri.bench.turns import in_turns
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.jit import pack_record
@@ -29,7 +31,7 @@ from kukri.kernels.cpu.layouts import LAYOUTS, linear_kernel, panel_bytes
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pack import pack
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.types import ForwardBatch, KVLayer, StepLimits, Weight
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import QUANT_TYPES
 
 N_IN = 2048

@@ -18,7 +18,7 @@ from kukri.answer import Answer
 from kukri.engine import Engine, Request, RequestState
 from kukri.engine.turns import EngineTurns
 from kukri.errors import KukriError, RequestError, UnsupportedError
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.loading import LoadedModel
 from kukri.results import Chunk, FinishReason, Output, Result
 from kukri.sampling import SampledToken, SamplingParams, resolve_texts, with_overrides

@@ -17,7 +17,7 @@ from kukri.config import EmbeddingConfig, Pooling
 from kukri.engine import Request, RequestMaker
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.formats.sentence_transformers import DenseLayer
-from kukri.kernels.types import FloatArray, IntArray
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.models import Model
 from kukri.tokenizer import Tokenizer
 

@@ -20,7 +20,9 @@ from kukri.embedding import Ranked, check_pooling, ranked
 from kukri.engine import Engine
 from kukri.errors import HookError, KukriError, RequestError
 from kukri.formats.adapters import read_adapter
-from kukri.kernels.types import FloatArray, Hook, KVType
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import KVType
+from kukri.kernels.taps import Hook
 from kukri.loading import BackendName, ModelOptions, Progress, open_model
 from kukri.models import Forward, tap_names
 from kukri.results import Chunk, Result

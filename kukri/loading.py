@@ -21,8 +21,9 @@ from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.headers import Headers, read_headers
 from kukri.formats.huggingface.weights import packed_type
 from kukri.kernels import choose_backend, make_backend
+from kukri.kernels.backend import Backend
+from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
-from kukri.kernels.types import Backend, KVLayer
 from kukri.machine import available_bytes
 from kukri.model_identity import model_identity, weights_identity
 from kukri.models import Model, load_model

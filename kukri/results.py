@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from kukri.engine import Timings
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.sampling import SampledToken
 
 if TYPE_CHECKING:

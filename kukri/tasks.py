@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kukri.config import HeadConfig
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.models import Model
 from kukri.tokenizer import Tokenizer
 

@@ -30,7 +30,8 @@ from kukri.errors import (
     UnusedTensorError,
 )
 from kukri.kernels.host_step import HostLogits
-from kukri.kernels.types import ForwardBatch, Hook
+from kukri.kernels.step import ForwardBatch
+from kukri.kernels.taps import Hook
 
 
 @pytest.fixture(scope="module")

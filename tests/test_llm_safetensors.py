@@ -21,7 +21,7 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTenso
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
 from kukri.kernels.cpu.quantize import quantize
-from kukri.kernels.types import ForwardBatch, StepLimits
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import ARCHITECTURES, load_model
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES

@@ -17,23 +17,15 @@ import numpy as np
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import UnsupportedError
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.backend import Backend
+from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
+from kukri.kernels.constants import Experts, Vector, Weight
 from kukri.kernels.cpu.quantize import quantize
+from kukri.kernels.op_set import Program
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import (
-    AttentionSpec,
-    Backend,
-    Cache,
-    CacheLayout,
-    Experts,
-    FloatArray,
-    IntArray,
-    KVLayer,
-    KVType,
-    Program,
-    StepLimits,
-    Vector,
-    Weight,
-)
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import StepLimits
 from kukri.models import load_model
 from kukri.quant.blocks import BLOCKS
 from kukri.quant.types import QUANT_TYPES

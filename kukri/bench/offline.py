@@ -27,8 +27,10 @@ from kukri.bench.card import (
 from kukri.errors import ConfigError
 from kukri.formats import hub
 from kukri.kernels import choose_backend
+from kukri.kernels.backend import Logits
 from kukri.kernels.cpu.features import usable_cores
-from kukri.kernels.types import ForwardBatch, Hook, Logits
+from kukri.kernels.step import ForwardBatch
+from kukri.kernels.taps import Hook
 from kukri.machine import peak_rss_bytes
 from kukri.sampling import SamplingParams
 

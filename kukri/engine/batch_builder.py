@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kukri.kernels.types import ForwardBatch, IntArray, StepInputs
+from kukri.kernels.arrays import IntArray
+from kukri.kernels.step import ForwardBatch, StepInputs
 
 
 class CachedSequence(Protocol):

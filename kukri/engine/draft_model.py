@@ -17,7 +17,9 @@ from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import AcceptanceRate, Drafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.runner import Runner
-from kukri.kernels.types import Backend, IntArray, StepLimits
+from kukri.kernels.arrays import IntArray
+from kukri.kernels.backend import Backend
+from kukri.kernels.step import StepLimits
 from kukri.models import Model
 
 _PRIOR = (0.7,) * 6  # acceptance of its drafts, before an answer shows its own

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kukri.kernels.types import IntArray
+from kukri.kernels.arrays import IntArray
 
 _END = (1 << 32) - 1  # between a given text and the prompt: no token
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2^64 over the golden ratio: spreads pairs over keys

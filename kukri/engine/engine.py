@@ -23,19 +23,13 @@ from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
 from kukri.engine.states import StatePool
 from kukri.engine.step_taps import StepTaps
 from kukri.errors import ConfigError, KukriError, RequestError, StageError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Backend, Logits
+from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states
 from kukri.kernels.paged_kv import state_bytes
 from kukri.kernels.sampling_record import SamplingRecords
-from kukri.kernels.types import (
-    Backend,
-    Cache,
-    CacheLayout,
-    FloatArray,
-    Hook,
-    KVType,
-    Logits,
-    StepLimits,
-    has_states,
-)
+from kukri.kernels.step import StepLimits
+from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.models.adapter import Adapter
 from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 
 from kukri.errors import CapacityError
-from kukri.kernels.types import IntArray
+from kukri.kernels.arrays import IntArray
 
 PageKey = bytes  # SHA-256 of the key of the page before, and the page's tokens
 ROOT: PageKey = bytes(32)  # the key before the first page, unless requests have one of their own

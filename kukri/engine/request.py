@@ -14,8 +14,8 @@ from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
 from kukri.engine.pages import ROOT, PageKey
 from kukri.errors import KukriError, RequestError
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.taps import SequenceTaps
-from kukri.kernels.types import FloatArray, IntArray
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams
 
 Output = Literal["tokens", "logits", "hidden", "pooled"]

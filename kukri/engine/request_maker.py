@@ -16,7 +16,8 @@ from kukri.engine.drafts import Drafts, LookupDrafts
 from kukri.engine.pages import PageKey, check_fits, pages_for
 from kukri.engine.request import Output, Request
 from kukri.errors import ContextLengthError, RequestError
-from kukri.kernels.types import IntArray, SamplingBackend
+from kukri.kernels.arrays import IntArray
+from kukri.kernels.backend import SamplingBackend
 from kukri.sampling import RequestSampler, SamplingParams
 from kukri.sampling.params import SEED_MAX
 

@@ -9,19 +9,13 @@ from typing import NamedTuple, Protocol
 
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.request import ProgramKind
-from kukri.kernels.taps import Hooks
-from kukri.kernels.types import (
-    AdapterSlots,
-    Backend,
-    CompiledProgram,
-    FloatArray,
-    Hook,
-    KVType,
-    Logits,
-    Program,
-    StepLimits,
-    has_states,
-)
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Backend, CompiledProgram, Logits
+from kukri.kernels.cache import KVType, has_states
+from kukri.kernels.constants import AdapterSlots
+from kukri.kernels.op_set import Program
+from kukri.kernels.step import StepLimits
+from kukri.kernels.taps import Hook, Hooks
 from kukri.models import Model
 
 _N_KEPT = 4  # programs beside the plain one that are kept, each with buffers of its own

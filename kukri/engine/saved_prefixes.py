@@ -24,7 +24,7 @@ from tempfile import mkstemp
 
 from kukri.engine.pages import PageKey
 from kukri.errors import ConfigError
-from kukri.kernels.types import Cache
+from kukri.kernels.cache import Cache
 from kukri.private_files import make_private, open_private
 from kukri.system import sync_directory
 

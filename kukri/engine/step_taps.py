@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kukri.engine.scheduler import ScheduledChunk
 from kukri.errors import HookError, KukriError
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.taps import sees_logit_rows
-from kukri.kernels.types import FloatArray
 
 
 class StepTaps:

@@ -16,7 +16,8 @@ from kukri.errors import ConfigError
 from kukri.evaluate.divergence import Divergence, DoubleArray, divergence
 from kukri.evaluate.perplexity import Perplexity, from_nll, standard_error
 from kukri.evaluate.text import Window, check_language_model, step_logits, steps
-from kukri.kernels.types import FloatArray, Hook
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.taps import Hook
 from kukri.llm import LLM
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 DoubleArray = npt.NDArray[np.float64]
 _ROWS = 32  # of logits in float64 at a time

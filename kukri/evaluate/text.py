@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from kukri.errors import ConfigError, UnsupportedError
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.llm import LLM
 from kukri.models import KVCache
 from kukri.tokenizer import Tokenizer

@@ -25,8 +25,10 @@ from kukri.evaluate.text import STEP_TOKENS, bos_ids
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.kernels import make_backend
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Backend
+from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.cpu.quantize import requantize
-from kukri.kernels.types import Backend, Experts, FloatArray, Weight
 from kukri.llm import LLM
 from kukri.models import Model, load_model
 from kukri.models.weights import WeightSource

@@ -21,7 +21,8 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
-from kukri.kernels.types import ByteArray, LowRank, Weight
+from kukri.kernels.arrays import ByteArray
+from kukri.kernels.constants import LowRank, Weight
 from kukri.models import ARCHITECTURES, Adapter, Model, linear_matrices
 from kukri.models.rope import rope_row_order
 from kukri.quant.blocks import BLOCKS, dequantize

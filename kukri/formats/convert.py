@@ -39,8 +39,8 @@ from kukri.formats.huggingface.weights import (
     parts_of,
 )
 from kukri.formats.imatrix import ImportanceMatrix
+from kukri.kernels.constants import Experts
 from kukri.kernels.cpu.quantize import requantize
-from kukri.kernels.types import Experts
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES
 from kukri.models.recurrent import tiled_heads

@@ -20,7 +20,8 @@ from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.formats.huggingface.weights import follows_from_config, is_of_images
 from kukri.formats.json_files import read_json
-from kukri.kernels.types import Experts, FloatArray, Weight
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import Experts, Weight
 
 
 @dataclass(frozen=True)

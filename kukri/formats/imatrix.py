@@ -17,7 +17,7 @@ import numpy as np
 from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.gguf.reader import MAX_NAME_BYTES, GGUFFile
 from kukri.formats.gguf.writer import write_gguf
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.quant.types import QUANT_TYPES
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"

@@ -16,7 +16,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.json_files import read_json
 from kukri.formats.keys import Keys
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.models import ARCHITECTURES
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES

@@ -9,7 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.types import AttentionSpec, FloatArray, IntArray, KVType
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.cache import KVType
+from kukri.kernels.specs import AttentionSpec
 
 MASKED = np.finfo(np.float32).min  # the score of a key that is not seen, as in transformers
 _F16_MAX = np.float32(np.finfo(np.float16).max)

@@ -10,7 +10,7 @@ import numpy as np
 from kukri.errors import HookError, RequestError
 from kukri.interp.names import LOGITS, Form, Point, apply_norm, find, full_name
 from kukri.interp.values import Model, Rows
-from kukri.kernels.types import FloatArray, IntArray
+from kukri.kernels.arrays import FloatArray, IntArray
 
 PosSlice = int | slice | None | list[int]
 

@@ -16,7 +16,7 @@ import numpy as np
 from kukri.errors import ConfigError, FormatError, brief
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.quant.types import QUANT_TYPES
 
 _ARCHITECTURE = "controlvector"

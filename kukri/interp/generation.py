@@ -15,7 +15,7 @@ from kukri.interp.interventions import Edit, Resolved
 from kukri.interp.listening import Listening, StepListener
 from kukri.interp.names import POS_AXIS, Point
 from kukri.interp.values import Model, Rows
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 
 class RequestTaps:

@@ -18,7 +18,7 @@ from kukri.interp.patching import Axes, HasInterp
 from kukri.interp.session import NamesFilter, Session
 from kukri.interp.tape import TextRows
 from kukri.interp.values import Rows
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 
 class Metric(Protocol):

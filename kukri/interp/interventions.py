@@ -19,7 +19,7 @@ from kukri.interp.control_vectors import ControlVector
 from kukri.interp.names import Point, find, full_name
 from kukri.interp.readers import Probe, SparseAutoencoder
 from kukri.interp.values import Model
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 Op = Literal["capture", "add", "scale", "replace", "ablate", "read"]
 Positions = Literal["all", "prompt", "last", "generated"]

@@ -11,7 +11,7 @@ import numpy as np
 from kukri.errors import HookError
 from kukri.interp.names import LOGITS, Point
 from kukri.interp.values import Model, Rows
-from kukri.kernels.types import FloatArray, IntArray
+from kukri.kernels.arrays import FloatArray, IntArray
 
 
 @dataclass(frozen=True)

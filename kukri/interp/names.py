@@ -18,7 +18,7 @@ import numpy as np
 
 from kukri.errors import HookError
 from kukri.interp.trace import Matrix, Norm, Trace
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 Form = Literal[
     "plain",  # [.., width], as the tap has it

@@ -18,7 +18,7 @@ from kukri.interp.cache import ActivationCache
 from kukri.interp.session import Session
 from kukri.interp.texts import Piece
 from kukri.interp.values import Rows
-from kukri.kernels.types import FloatArray, IntArray
+from kukri.kernels.arrays import FloatArray, IntArray
 
 Axes = Literal["layer pos", "layer head", "layer pos head"]
 Metric = Callable[[FloatArray], Any]

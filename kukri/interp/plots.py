@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kukri.errors import RequestError
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 _SHADES = " ░▒▓█"
 

@@ -13,7 +13,7 @@ import numpy as np
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _SAE_WEIGHTS, _SAE_CONFIG = "sae_weights.safetensors", "cfg.json"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.kernels.types import DeltaSpec, FloatArray
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.specs import DeltaSpec
 
 
 class DeltaRule:

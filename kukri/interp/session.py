@@ -22,8 +22,11 @@ from kukri.interp.texts import Texts
 from kukri.interp.trace import Trace
 from kukri.interp.values import Encode, Rows
 from kukri.interp.values import Model as Values
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.backend import Backend
+from kukri.kernels.cache import KVType
+from kukri.kernels.constants import RopeFrequencies, Weight
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import Backend, FloatArray, IntArray, KVType, RopeFrequencies, Weight
 from kukri.models import Model
 
 NamesFilter = None | str | Sequence[str] | Callable[[str], bool]

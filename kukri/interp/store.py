@@ -23,7 +23,7 @@ from kukri.formats.unfinished import unfinished
 from kukri.interp.names import Point
 from kukri.interp.patching import HasInterp
 from kukri.interp.values import Rows
-from kukri.kernels.types import FloatArray, IntArray
+from kukri.kernels.arrays import FloatArray, IntArray
 
 _INDEX = "store.json"
 _HEAD_FORMS = ("head_in", "head_scale", "head_normalized", "head_out")

@@ -17,24 +17,13 @@ import numpy.typing as npt
 from kukri.errors import UnsupportedError
 from kukri.interp.attention import seen_keys
 from kukri.interp.recurrence import DeltaRule
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.host_step import check_routes
+from kukri.kernels.op_set import EmbedBy, GateBy, Program
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import (
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    EmbedBy,
-    Experts,
-    FloatArray,
-    GateBy,
-    IntArray,
-    Program,
-    RopeFrequencies,
-    Routing,
-    Vector,
-    Weight,
-    tap_name,
-)
+from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing
+from kukri.kernels.taps import tap_name
 from kukri.quant.blocks import dequantize
 
 _C = np.float32(np.sqrt(2 / np.pi))
@@ -90,7 +79,7 @@ Pull = Callable[[FloatArray], None]  # takes the gradient of an op's result to t
 
 
 class Tape:
-    """The op set (`kukri.kernels.types.Ops`) on Variables.
+    """The op set (`kukri.kernels.op_set.Ops`) on Variables.
 
     `given` are values to take in place of those at taps; no gradient goes beyond them. Raises
     UnsupportedError on an op without a derivative here.

@@ -13,18 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kukri.errors import ContextLengthError, KukriError
-from kukri.kernels.types import (
-    Backend,
-    Cache,
-    CompiledProgram,
-    FloatArray,
-    ForwardBatch,
-    Hook,
-    IntArray,
-    KVType,
-    StepLimits,
-    has_states,
-)
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.backend import Backend, CompiledProgram
+from kukri.kernels.cache import Cache, KVType, has_states
+from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.taps import Hook
 from kukri.models import Model
 
 _N_KEPT = 6  # compiled programs, each with buffers of its own

@@ -11,10 +11,14 @@ from torch import Tensor
 
 from kukri.interp.attention import seen_keys
 from kukri.interp.tape import TextRows
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import CacheLayout
 from kukri.kernels.host_step import StateStep
+from kukri.kernels.op_set import Program
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps, softmax
-from kukri.kernels.types import AttentionSpec, CacheLayout, FloatArray, Program, tap_name
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.taps import tap_name
 
 
 class TorchTape(TorchOps):

@@ -10,16 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kukri.kernels.types import (
-    AttentionSpec,
-    Experts,
-    Program,
-    RopeFrequencies,
-    Routing,
-    Vector,
-    Weight,
-    tap_name,
-)
+from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
+from kukri.kernels.op_set import Program
+from kukri.kernels.specs import AttentionSpec, Routing
+from kukri.kernels.taps import tap_name
 
 
 @dataclass(frozen=True)

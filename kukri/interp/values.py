@@ -14,8 +14,10 @@ from kukri.interp.trace import Trace
 from kukri.interp.weights import Weights
 from kukri.interp.weights import bias as weight_bias
 from kukri.interp.weights import rows as weight_rows
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.cache import KVType
+from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import FloatArray, IntArray, KVType, RopeFrequencies
 
 Taps = Mapping[str, FloatArray]
 Encode = Callable[..., list[int]]

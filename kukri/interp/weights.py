@@ -10,7 +10,8 @@ import numpy.typing as npt
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
 from kukri.interp.trace import Matrix, Trace
-from kukri.kernels.types import FloatArray, Weight
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import Weight
 from kukri.quant.blocks import dequantize
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from kukri.errors import ConfigError, UnsupportedError
-from kukri.kernels.types import Backend
+from kukri.kernels.backend import Backend
 
 BACKENDS = ("cpu", "reference", "torch", "gpu")
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kukri.errors import CapacityError, HookError, ShapeError
-from kukri.kernels.types import AdapterSlots, FloatArray, ForwardBatch, IntArray, StepLimits
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.constants import AdapterSlots
+from kukri.kernels.step import ForwardBatch, StepLimits
 
 
 class HostLogits:

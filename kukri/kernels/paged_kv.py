@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer
 from kukri.kernels.q4_cache import q4_bytes
-from kukri.kernels.types import CacheLayout, FloatArray, KVLayer, KVType, StateLayer
 
 PAGE_TOKENS = 16  # tokens of a page: one SIMD vector of scores
 KV_BLOCK = 32  # values that share a scale in a q8_0 cache

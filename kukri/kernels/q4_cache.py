@@ -12,7 +12,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 
 Q4_BLOCK = 32  # dimensions of which 16 bytes have the first 16 in their low bits and the rest in their high
 Q4_SCALES = (8.0, 8.5, 9.0, 9.5, 10.0, 10.5)  # a scale is a head's extreme over one of these, negated

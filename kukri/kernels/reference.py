@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.backend import CompiledProgram
+from kukri.kernels.cache import Cache, CacheLayout, KVType
+from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.host_step import (
     HostLogits,
     StateStep,
@@ -26,37 +30,15 @@ from kukri.kernels.host_step import (
     row_adapters,
     state_steps,
 )
+from kukri.kernels.op_set import EmbedBy, GateBy, Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.q4_cache import rotate_heads
 from kukri.kernels.reference_kv import read_pages, store_tokens
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import (
-    AdapterSlots,
-    AttentionSpec,
-    Cache,
-    CacheLayout,
-    CompiledProgram,
-    ConvSpec,
-    DeltaSpec,
-    EmbedBy,
-    Experts,
-    FloatArray,
-    ForwardBatch,
-    GateBy,
-    Hook,
-    IntArray,
-    KVType,
-    Program,
-    RopeFrequencies,
-    Routing,
-    ScanSpec,
-    StepInputs,
-    StepLimits,
-    Vector,
-    Weight,
-    tap_name,
-)
+from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.taps import Hook, tap_name
 from kukri.machine import available_bytes, cpu_model
 from kukri.quant.blocks import dequantize
 
@@ -145,7 +127,7 @@ class Routes:
 
 
 class ReferenceOps:
-    """The op set (`kukri.kernels.types.Ops`) on arrays: each op returns a new one, and `split` views."""
+    """The op set (`kukri.kernels.op_set.Ops`) on arrays: each op returns a new one, and `split` views."""
 
     def __init__(
         self,

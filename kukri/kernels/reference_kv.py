@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV
 from kukri.kernels.q4_cache import quantize_heads, unpack_heads
-from kukri.kernels.types import FloatArray, IntArray, KVLayer
 
 
 def store_tokens(cache: PagedKV, layer: int, slots: IntArray, k: FloatArray, v: FloatArray) -> None:

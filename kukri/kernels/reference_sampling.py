@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import ShapeError
+from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import (
     CHOSEN,
     DRY,
@@ -44,7 +45,6 @@ from kukri.kernels.sampling_record import (
     f32,
     log_of,
 )
-from kukri.kernels.types import Logits
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
@@ -52,7 +52,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class ReferenceSampling:
-    """Sampling (`kukri.kernels.types.SamplingBackend`) in NumPy."""
+    """Sampling (`kukri.kernels.backend.SamplingBackend`) in NumPy."""
 
     def choose(self, records: SamplingRecords, logits: Logits) -> None:
         """See SamplingBackend.choose."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kukri.errors import ShapeError
-from kukri.kernels.types import RopeFrequencies
+from kukri.kernels.constants import RopeFrequencies
 
 _FIRST_ROWS = 256
 

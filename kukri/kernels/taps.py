@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
 
 from kukri.errors import HookError
-from kukri.kernels.types import FloatArray, Hook
+from kukri.kernels.arrays import FloatArray
+
+# A hook sees (its full name, the array) and may edit the array in place or return a replacement.
+Hook = Callable[[str, FloatArray], FloatArray | None]
+
+
+def tap_name(name: str, layer: int | None) -> str:
+    """The full hook name: `blocks.3.hook_resid_pre`, or `name` itself outside the blocks."""
+    return name if layer is None else f"blocks.{layer}.{name}"
 
 
 class SequenceTaps(Protocol):

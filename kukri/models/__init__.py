@@ -1,4 +1,4 @@
-"""Models, written once against the op set of `kukri.kernels.types`.
+"""Models, written once against the op set of `kukri.kernels.op_set`.
 
 Each file that defines an `Architecture` adds one to `ARCHITECTURES`: nothing else lists them.
 """
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
-from kukri.kernels.types import Backend, CacheLayout, FloatArray, Ops, Tensor
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Backend
+from kukri.kernels.cache import CacheLayout
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.adapter import Adapter
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kukri.kernels.types import LowRank
+from kukri.kernels.constants import LowRank
 
 
 @dataclass(frozen=True, eq=False)

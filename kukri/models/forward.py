@@ -15,21 +15,12 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import RequestError
-from kukri.kernels.taps import Hooks
-from kukri.kernels.types import (
-    Backend,
-    CacheLayout,
-    CompiledProgram,
-    FloatArray,
-    ForwardBatch,
-    Hook,
-    IntArray,
-    Ops,
-    Program,
-    StepLimits,
-    Tensor,
-    has_states,
-)
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.backend import Backend, CompiledProgram
+from kukri.kernels.cache import CacheLayout, has_states
+from kukri.kernels.op_set import Ops, Program, Tensor
+from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.taps import Hook, Hooks
 
 _STEP_TOKENS = 128  # of a step without a mask: room is made for this many rows of logits
 _MASK_TOKENS = 64  # a program with a mask is compiled for a multiple of this many tokens

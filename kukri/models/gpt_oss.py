@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, Tensor, Vector
+from kukri.kernels.constants import Vector
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.layers import Attention, vector_parameter
 from kukri.models.llama import Block, Llama

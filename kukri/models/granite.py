@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, Tensor
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.layers import Scaled
 from kukri.models.llama import Block, Llama

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
-from kukri.kernels.types import Ops, ScanSpec, Tensor, Vector
+from kukri.kernels.constants import Vector
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.specs import ScanSpec
 from kukri.models.architecture import ExpertKeys, RecurrentKeys
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
 from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled, vector_parameter

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, Tensor
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.layers import Linear, Parameter, PlainLayerNorm
 
 if TYPE_CHECKING:

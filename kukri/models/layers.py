@@ -1,6 +1,6 @@
 """The layers that models are made of. Each pulls its weights by name and runs on the op set.
 
-Names are Hugging Face's. Layers keep no state between steps; shapes are those of `kukri.kernels.types`.
+Names are Hugging Face's. Layers keep no state between steps; shapes are those of `kukri.kernels.op_set`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import AttentionSpec, KVLayer, Ops, Tensor, Vector, Weight
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Vector, Weight
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.specs import AttentionSpec
 from kukri.models.rope import rope_frequencies
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, StateLayer, Tensor
+from kukri.kernels.cache import StateLayer
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.layers import Attention, GatedMLP, HeadNorm, Linear
 from kukri.models.llama import Block, Llama

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
-from kukri.kernels.types import Backend, FloatArray, KVLayer, Ops, StateLayer, Tensor
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Backend
+from kukri.kernels.cache import KVLayer, StateLayer
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, Routing, Tensor, Vector
+from kukri.kernels.constants import Vector
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.specs import Routing
 from kukri.models.layers import Linear, Parameter
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, Tensor
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.heads import PredictionHead
 from kukri.models.layers import Attention, Embedding, GatedMLP, NoNorm, Parameter, PlainLayerNorm

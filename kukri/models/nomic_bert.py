@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, Tensor
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.bert import BERT, Bert, BertBlock
 from kukri.models.heads import encoder_head
 from kukri.models.layers import Attention, Embedding, GatedMLP, LayerNorm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import Ops, Tensor
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.layers import MLP, Attention, LayerNorm, Parameter
 from kukri.models.llama import Llama

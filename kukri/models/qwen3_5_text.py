@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.kernels.types import DeltaSpec, Ops, Tensor, Vector
+from kukri.kernels.constants import Vector
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.specs import DeltaSpec
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.layers import HeadNorm, Linear, vector_parameter
 from kukri.models.llama import Block, Llama

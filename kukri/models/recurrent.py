@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kukri.config import RecurrentConfig
-from kukri.kernels.types import ConvSpec, StateLayer, Vector
+from kukri.kernels.cache import StateLayer
+from kukri.kernels.constants import Vector
+from kukri.kernels.specs import ConvSpec
 from kukri.models.layers import Parameter, matrix_parameter, vector_parameter
 from kukri.quant.blocks import dequantize
 

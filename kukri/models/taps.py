@@ -5,22 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kukri.kernels.types import (
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    EmbedBy,
-    Experts,
-    GateBy,
-    Program,
-    RopeFrequencies,
-    Routing,
-    ScanSpec,
-    Tensor,
-    Vector,
-    Weight,
-    tap_name,
-)
+from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
+from kukri.kernels.op_set import EmbedBy, GateBy, Program, Tensor
+from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.taps import tap_name
 
 
 def tap_names(program: Program) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kukri.kernels.types import Experts, FloatArray, Weight
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import Experts, Weight
 
 
 def expert_name(name: str, expert: int) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import KukriError, RequestError, ShapeError
+from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.sampling_record import (
     CHOSEN,
@@ -26,7 +27,6 @@ from kukri.kernels.sampling_record import (
     RECORD,
     SamplingRecords,
 )
-from kukri.kernels.types import Logits, SamplingBackend
 from kukri.sampling.grammar import Grammar
 from kukri.sampling.history import BadPhrases, DryRepetitions, ReasoningTokens, SeenTokens, Tokens
 from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams

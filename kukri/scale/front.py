@@ -32,8 +32,8 @@ from kukri.engine.loop import Deliver
 from kukri.engine.pages import page_keys
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import CapacityError, KukriError, RequestError
+from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import SamplingRecords
-from kukri.kernels.types import Logits
 from kukri.loading import ModelOptions, ReadModel, read_model
 from kukri.model_identity import weights_identity
 from kukri.sampling import SamplingParams

@@ -11,7 +11,7 @@ import numpy as np
 
 from kukri.engine import Request, RequestMaker
 from kukri.errors import CapacityError, KukriError, RequestError
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.sampling import CompiledGrammar, Grammar, ReasoningLimit, SampledToken, SamplingParams
 
 _DEFAULTS = {one.name: one.default for one in fields(SamplingParams) if one.default is not MISSING}

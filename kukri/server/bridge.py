@@ -19,7 +19,7 @@ from kukri.engine import EngineStatus, Request, StepOutput
 from kukri.engine.loop import Deliver
 from kukri.errors import CapacityError, KukriError
 from kukri.interp.generation import InterventionTaps, Readout
-from kukri.kernels.types import FloatArray
+from kukri.kernels.arrays import FloatArray
 from kukri.server.metrics import ModelMetrics
 
 log = logging.getLogger("kukri.server")

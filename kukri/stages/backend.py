@@ -9,25 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from kukri.errors import ConfigError, StageError, UnsupportedError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Backend, CompiledProgram, Logits, SamplingBackend
+from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer
+from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import check_sizes
-from kukri.kernels.types import (
-    AdapterSlots,
-    Backend,
-    Cache,
-    CacheLayout,
-    CompiledProgram,
-    FloatArray,
-    ForwardBatch,
-    Hook,
-    KVLayer,
-    KVType,
-    Logits,
-    Program,
-    SamplingBackend,
-    StateLayer,
-    StepInputs,
-    StepLimits,
-)
+from kukri.kernels.op_set import Program
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.stages.cut import StageRoom, cut_layers, model_bytes
 from kukri.stages.messages import Kind, numbers_to_bytes, step_from_bytes, step_to_bytes

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import StageError
-from kukri.kernels.types import FloatArray, ForwardBatch, IntArray, StepLimits
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.step import ForwardBatch, StepLimits
 
 _STEP = struct.Struct("<4I")  # tokens, sequences, rows of logits, pages of the longest context
 _ROWS = struct.Struct("<2I")  # rows, width

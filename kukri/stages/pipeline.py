@@ -11,7 +11,8 @@ from time import monotonic, sleep
 from typing import Any
 
 from kukri.errors import ConfigError, StageError
-from kukri.kernels.types import FloatArray, StepLimits
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.step import StepLimits
 from kukri.model_identity import code_digest
 from kukri.stages.connection import Connection, Inbox, connect
 from kukri.stages.cut import StageRoom

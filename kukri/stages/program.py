@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kukri.kernels.types import CacheLayout, KVLayer, Program, StageOps, StateLayer, Tensor
+from kukri.kernels.cache import CacheLayout, KVLayer, StateLayer
+from kukri.kernels.op_set import Program, StageOps, Tensor
 
 _BORDER = "hook_resid_pre"  # the tap at the beginning of each layer
 

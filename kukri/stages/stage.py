@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kukri.errors import StageError
-from kukri.kernels.types import Backend, CompiledProgram, KVType, Program, StepLimits
+from kukri.kernels.backend import Backend, CompiledProgram
+from kukri.kernels.cache import KVType
+from kukri.kernels.op_set import Program
+from kukri.kernels.step import StepLimits
 from kukri.models import Model
 from kukri.stages.messages import Kind, numbers_from_bytes
 from kukri.stages.program import StageProgram, stage_layout

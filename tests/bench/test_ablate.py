@@ -23,9 +23,12 @@ from kukri.bench.ablation.trial import Sizes, Trial, random_ids, row
 from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.formats.headers import read_headers
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Weight
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, KVLayer, StepLimits, Weight
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import StepLimits
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.ablate import page_text, show_ablation
 

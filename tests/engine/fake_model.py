@@ -9,19 +9,13 @@ import numpy as np
 
 from kukri.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
+from kukri.kernels.cache import CacheLayout, KVLayer, StateLayer
+from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import HostLogits, state_steps
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference import ReferenceSampling
-from kukri.kernels.types import (
-    AdapterSlots,
-    CacheLayout,
-    ForwardBatch,
-    Hook,
-    KVLayer,
-    StateLayer,
-    StepInputs,
-    StepLimits,
-)
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.taps import Hook
 
 N_VOCAB = 50
 N_HIDDEN = 4  # the width of its hidden states

@@ -19,9 +19,11 @@ from kukri.config import EngineConfig
 from kukri.engine import Engine, Request
 from kukri.engine.draft_model import ModelDrafts
 from kukri.errors import ConfigError, RequestError
+from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.types import AdapterSlots, ForwardBatch, Hook, StepLimits
+from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.taps import Hook
 from kukri.sampling import SamplingParams
 
 

@@ -20,8 +20,8 @@ from kukri.engine import Engine, Request, saved_prefixes
 from kukri.engine.pages import ROOT, page_keys
 from kukri.engine.saved_prefixes import _HEADER_BYTES, SavedPrefixes
 from kukri.errors import ConfigError
+from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.types import KVLayer
 
 PAGE_FILE_BYTES = 1024 + _HEADER_BYTES  # of the fake model's pages
 
@@ -244,7 +244,7 @@ import numpy as np
 from kukri.engine.pages import page_keys
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.types import KVLayer
+from kukri.kernels.cache import KVLayer
 from pathlib import Path
 
 cache = PagedKV([KVLayer(8, 64)] * 4, 2)

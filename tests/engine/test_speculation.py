@@ -19,7 +19,7 @@ from kukri import LLM
 from kukri.engine import Engine, Request
 from kukri.engine.drafts import DraftBudget, LookupDrafts
 from kukri.errors import RequestError
-from kukri.kernels.types import IntArray
+from kukri.kernels.arrays import IntArray
 from kukri.sampling import Grammar, SamplingParams
 
 DRAWN: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}

@@ -23,7 +23,7 @@ import tiny_models
 
 from kukri.interp import Session
 from kukri.kernels import make_backend
-from kukri.kernels.types import KVType
+from kukri.kernels.cache import KVType
 from kukri.models import Model, load_model
 
 NAMES = ["smollm3", "llama", "qwen3", "phi", "phi3", "starcoder2", "mistral", "qwen2"]

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of what tests share
 from small_programs import attention_case, exact_rows, f32_weight, plain_batch, run, weight
 
 from kukri import LLM, SamplingParams
+from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.jit import KernelLibrary
-from kukri.kernels.types import Vector, Weight
 
 N_TOKENS = (1, 2, 3, 8, 9)
 AS_LOGITS = ("Q4_0", "Q8_0", "Q6_K")  # multiplied with rows of two int8 terms, too

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 from random_blocks import HALVES, random_rows
 
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, ForwardBatch, KVLayer, StepLimits, Vector, Weight
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import QUANT_TYPES
 
 QUANTIZED = tuple(HALVES)  # every quantized type that kukri runs

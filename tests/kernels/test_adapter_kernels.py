@@ -10,8 +10,10 @@ from small_programs import assert_close, exact_rows, f32_weight, weight
 
 from kukri.errors import ShapeError
 from kukri.kernels import make_backend
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import LowRank, Vector, Weight
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import ForwardBatch, KVLayer, LowRank, StepLimits, Vector, Weight
+from kukri.kernels.step import ForwardBatch, StepLimits
 
 N_IN, N_OUTS, D = 64, (32, 24, 40), 96
 LENGTHS = (1, 9, 3, 1, 7, 2)

@@ -9,10 +9,13 @@ import pytest
 from small_programs import assert_close, attention_case, copy_of, f32_weight, plain_batch
 
 from kukri.errors import ShapeError
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, KVLayer, RopeFrequencies, StepLimits
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import StepLimits
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,13 @@ from small_programs import (
 )
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import RopeFrequencies, Vector
 from kukri.kernels.cpu import CpuBackend, abi
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, ForwardBatch, KVLayer, RopeFrequencies, StepLimits, Vector
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import ForwardBatch, StepLimits
 
 
 @pytest.mark.parametrize("type_name", TYPES)

@@ -8,8 +8,11 @@ from small_programs import TYPES, assert_close, both, exact_rows, f32_weight, pl
 
 from kukri.errors import HookError, ShapeError
 from kukri.kernels import make_backend
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Experts, Vector
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import Experts, KVLayer, Routing, StepLimits, Vector
+from kukri.kernels.specs import Routing
+from kukri.kernels.step import StepLimits
 
 ROUTING = Routing(n_experts=11, n_used=3, normalized=True)
 

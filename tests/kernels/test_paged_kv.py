@@ -7,8 +7,8 @@ import pytest
 
 from kukri.errors import UnsupportedError
 from kukri.kernels import make_backend
+from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.paged_kv import PagedKV, head_bytes, page_bytes, state_bytes
-from kukri.kernels.types import KVLayer, StateLayer
 
 STATE = StateLayer((("conv", (3, 8)), ("ssm", (2, 4, 5))))
 LAYOUT = (KVLayer(2, 32), STATE, KVLayer(1, 64, window=8), KVLayer(3, 32), STATE)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.kernels.constants import RopeFrequencies, Vector, Weight
 from kukri.kernels.cpu import CpuBackend, ops
 from kukri.kernels.cpu.abi import query_tokens
 from kukri.kernels.cpu.features import cpu_target
@@ -26,14 +27,8 @@ from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.cpu.record import Recorder
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import (
-    AttentionSpec,
-    ForwardBatch,
-    RopeFrequencies,
-    StepLimits,
-    Vector,
-    Weight,
-)
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 

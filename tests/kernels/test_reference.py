@@ -9,19 +9,14 @@ import pytest
 import torch
 
 from kukri.errors import CapacityError, HookError, ShapeError
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import RopeFrequencies, Vector, Weight
 from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hooks
-from kukri.kernels.types import (
-    AttentionSpec,
-    ForwardBatch,
-    KVLayer,
-    RopeFrequencies,
-    StepLimits,
-    Vector,
-    Weight,
-)
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 

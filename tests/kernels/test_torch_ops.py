@@ -12,7 +12,10 @@ from small_programs import TYPES, weight
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
 from kukri.kernels import make_backend
+from kukri.kernels.cache import KVLayer, StateLayer
+from kukri.kernels.constants import RopeFrequencies, Vector, Weight
 from kukri.kernels.cpu.record import Recorder
+from kukri.kernels.op_set import Ops
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.pytorch import TorchBackend
 from kukri.kernels.pytorch.cache import TensorCache
@@ -20,17 +23,8 @@ from kukri.kernels.pytorch.ops import TorchOps
 from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.pytorch.weights import to_device
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
-from kukri.kernels.types import (
-    AttentionSpec,
-    ForwardBatch,
-    KVLayer,
-    Ops,
-    RopeFrequencies,
-    StateLayer,
-    StepLimits,
-    Vector,
-    Weight,
-)
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -18,7 +18,7 @@ from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
-from kukri.kernels.types import Backend
+from kukri.kernels.backend import Backend
 from kukri.models import ARCHITECTURES, Model, load_model, tap_names
 
 IDS = random_ids(N_TOKENS, V)

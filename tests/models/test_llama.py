@@ -18,9 +18,9 @@ from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
+from kukri.kernels.backend import Backend
 from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import Backend
 from kukri.models import load_model, tap_names
 from kukri.models.rope import rope_frequencies
 from kukri.quant.blocks import dequantize

@@ -11,7 +11,8 @@ from tiny_models import TINY, make
 
 from kukri.errors import ConfigError, StageError
 from kukri.kernels import make_backend
-from kukri.kernels.types import KVLayer, KVType, StateLayer, StepInputs, StepLimits
+from kukri.kernels.cache import KVLayer, KVType, StateLayer
+from kukri.kernels.step import StepInputs, StepLimits
 from kukri.models import load_model
 from kukri.stages.cut import ModelBytes, StageRoom, cut_layers, model_bytes
 from kukri.stages.messages import (

@@ -19,9 +19,13 @@ import numpy as np
 from kukri.bench.ablation.trial import Row, Trial, row
 from kukri.bench.child import Child, serve
 from kukri.engine.pages import pages_for
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
-from kukri.kernels.types import AttentionSpec, FloatArray, ForwardBatch, KVLayer, StepLimits, Weight
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.machine import peak_rss_bytes
 from kukri.quant.types import QUANT_TYPES
 

@@ -10,8 +10,9 @@ import numpy as np
 from kukri.bench.ablation.trial import Row, Trial, random_ids, request_of, row, run
 from kukri.engine import Engine
 from kukri.engine.pages import pages_for
+from kukri.kernels.arrays import IntArray
+from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
-from kukri.kernels.types import IntArray, KVLayer
 
 _SMOLLM3_3B = (36, 16, 4, 128)  # layers, query heads, key heads, head size
 _Generate = Callable[[Engine, IntArray, int], list[int]]

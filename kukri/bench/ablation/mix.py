@@ -13,7 +13,7 @@ from kukri.bench.ablation.trial import Range, Row, Sizes, Trial, random_ids, req
 from kukri.engine import Engine, Request
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.runner import OwnTaps
-from kukri.kernels.types import Logits
+from kukri.kernels.backend import Logits
 
 
 def mixed_requests(engine: Engine, sizes: Sizes) -> list[Request]:

@@ -15,7 +15,7 @@ from kukri.bench.offline import Kukri
 from kukri.bench.turns import T, in_turns
 from kukri.config import ModelConfig
 from kukri.engine import Engine, Request
-from kukri.kernels.types import IntArray
+from kukri.kernels.arrays import IntArray
 from kukri.sampling import SamplingParams
 
 Range = tuple[int, int]  # the least and the most, both meant

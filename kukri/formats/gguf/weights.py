@@ -13,7 +13,8 @@ from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief
 from kukri.formats.gguf.config import ROPE_TENSORS, activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.tensor_names import gguf_name, module_name
-from kukri.kernels.types import Experts, FloatArray, Weight
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import Experts, Weight
 from kukri.models import Architecture
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name

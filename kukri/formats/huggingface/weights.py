@@ -13,8 +13,9 @@ import numpy.typing as npt
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
+from kukri.kernels.arrays import ByteArray, FloatArray
+from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.cpu.quantize import requantize
-from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name

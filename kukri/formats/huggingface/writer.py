@@ -23,8 +23,9 @@ from kukri.formats.huggingface.weights import (
     stored_shape,
 )
 from kukri.formats.unfinished import unfinished
+from kukri.kernels.arrays import ByteArray, FloatArray
+from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.cpu.quantize import requantize
-from kukri.kernels.types import ByteArray, Experts, FloatArray, Weight
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.recurrent import tiled_heads

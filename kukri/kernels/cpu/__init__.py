@@ -17,6 +17,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kukri.errors import ShapeError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import Cache, CacheLayout, KVType
+from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
 from kukri.kernels.cpu import abi
 from kukri.kernels.cpu.adapter_ops import PackedLowRank
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
@@ -31,24 +34,11 @@ from kukri.kernels.cpu.record import Recorder, max_partials
 from kukri.kernels.cpu.sampling_backend import CpuSampling
 from kukri.kernels.cpu.shipped_kernels import shipped_for_cpu
 from kukri.kernels.host_step import HostLogits, batch_activations, check_adapters, check_routes, check_sizes
+from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import (
-    AdapterSlots,
-    Cache,
-    CacheLayout,
-    Experts,
-    FloatArray,
-    ForwardBatch,
-    Hook,
-    KVType,
-    LowRank,
-    Program,
-    RopeFrequencies,
-    StepInputs,
-    StepLimits,
-    Weight,
-)
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.taps import Hook
 from kukri.machine import available_bytes
 
 

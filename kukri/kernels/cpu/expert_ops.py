@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cpu.layouts import PanelKind, expert_kernel
 from kukri.kernels.cpu.ops import Addresses, Buffer, Op, RouteTable, Value, row_count, rows_of
 from kukri.kernels.cpu.pack import PackedExperts
-from kukri.kernels.types import FloatArray, Routing
+from kukri.kernels.specs import Routing
 
 
 @dataclass(eq=False)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
+from kukri.kernels.cache import KVType
 from kukri.kernels.cpu.abi import KEY_BLOCK_BYTES
 from kukri.kernels.cpu.intrinsics import broadcast, constant, device, operation, pointer
 from kukri.kernels.cpu.simd import F32x16, I32x16, load_f16x16, load_f32x16, load_i8x16
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, head_bytes
 from kukri.kernels.q4_cache import Q4_BLOCK
-from kukri.kernels.types import KVType
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _Q4_BYTES = Q4_BLOCK // 2  # of a block of 32 dimensions

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels.types import ByteArray
+from kukri.kernels.arrays import ByteArray
 
 _ALIGNMENT = 64
 

@@ -13,6 +13,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import KVType
+from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.cpu.abi import (
     EXPERT_ENTRY_BYTES,
     LOGIT_ROWS,
@@ -29,9 +32,10 @@ from kukri.kernels.cpu.kernel_cache import float_bits
 from kukri.kernels.cpu.layouts import TOKENS, PanelKind, linear_kernel
 from kukri.kernels.cpu.memory import address_of
 from kukri.kernels.cpu.pack import PackedWeight
+from kukri.kernels.op_set import EmbedBy
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import AttentionSpec, EmbedBy, FloatArray, KVType, Routing, Vector, Weight
+from kukri.kernels.specs import AttentionSpec, Routing
 
 _ALL = 1 << 40  # tokens: more than there are
 _INDICES = {"token_ids": TOKEN_IDS, "positions": POSITIONS, "token_types": TOKEN_TYPES}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kukri.errors import MissingKernelError
+from kukri.kernels.arrays import ByteArray
+from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import (
     LAYOUTS,
@@ -20,7 +22,6 @@ from kukri.kernels.cpu.layouts import (
 )
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool
-from kukri.kernels.types import ByteArray, Experts, Weight
 from kukri.mapped_files import release_pages
 from kukri.quant.per_token import row_sums
 

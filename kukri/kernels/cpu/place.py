@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.cpu.abi import OP_BYTES
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.layouts import ROWS
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.ops import Buffer, Op, RopeStore, Tap, Value
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.types import ByteArray, FloatArray
 
 _LINE = 64  # bytes that a buffer's address and size are multiples of
 _OPS_AHEAD = 6  # how far a waiting thread looks for weights to prefetch

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import KernelSizeError, MissingKernelError, ShapeError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import KVType
+from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.cpu import expert_ops, ops, state_ops
 from kukri.kernels.cpu.abi import CHUNK_TOKENS, MAX_TILE_ROWS, partial_bytes
 from kukri.kernels.cpu.adapter_ops import (
@@ -28,27 +31,12 @@ from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, panel_bytes
 from kukri.kernels.cpu.ops import Buffer, Op, RouteTable, Rows, Value
 from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, layout_of
+from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import (
-    AdapterSlots,
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    EmbedBy,
-    Experts,
-    FloatArray,
-    GateBy,
-    KVType,
-    LowRank,
-    RopeFrequencies,
-    Routing,
-    ScanSpec,
-    StepLimits,
-    Vector,
-    Weight,
-    tap_name,
-)
+from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.step import StepLimits
+from kukri.kernels.taps import tap_name
 
 
 @dataclass(frozen=True, eq=False)

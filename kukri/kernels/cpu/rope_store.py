@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kukri.kernels.cache import KVType
 from kukri.kernels.cpu.abi import KEY_BLOCK_BYTES, N_TOKENS, ROPE_POSITIONS, SLOTS
 from kukri.kernels.cpu.head_rotation import rotate_head
 from kukri.kernels.cpu.intrinsics import device, load_f32, load_i32, load_i64, store_f32
@@ -37,7 +38,6 @@ from kukri.kernels.cpu.simd import (
 )
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.q4_cache import Q4_BLOCK, Q4_SCALES
-from kukri.kernels.types import KVType
 
 
 @device

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import ShapeError, UnsupportedError
+from kukri.kernels.backend import Logits
 from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.sampling_scratch import scratch_bytes
 from kukri.kernels.sampling_record import MAX_VOCAB, SamplingRecords
-from kukri.kernels.types import Logits
 
 _SCRATCH_STEP = 4096
 

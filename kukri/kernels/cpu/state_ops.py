@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from kukri.kernels.cpu.kernel_cache import float_bits
 from kukri.kernels.cpu.memory import address_of
 from kukri.kernels.cpu.ops import Addresses, Op, Producer, Value, rows_of
-from kukri.kernels.types import ConvSpec, DeltaSpec, GateBy, ScanSpec
+from kukri.kernels.op_set import GateBy
+from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 
 
 @dataclass(eq=False)

@@ -7,24 +7,19 @@ from functools import cached_property
 import torch
 
 from kukri.errors import UnsupportedError
+from kukri.kernels.backend import CompiledProgram
+from kukri.kernels.cache import Cache, CacheLayout, KVType
+from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.gpu.graphs import Capture, CaptureOnCuda, DecodeGraphs
 from kukri.kernels.gpu.ops import PackedConstants, TritonOps
 from kukri.kernels.host_step import check_sizes
+from kukri.kernels.op_set import Program
 from kukri.kernels.pytorch import TorchBackend, TorchProgram
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.devices import matrix_dtype
 from kukri.kernels.pytorch.step import TensorLogits, check_indices
-from kukri.kernels.types import (
-    AdapterSlots,
-    Cache,
-    CacheLayout,
-    CompiledProgram,
-    ForwardBatch,
-    Hook,
-    KVType,
-    Program,
-    StepLimits,
-)
+from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.taps import Hook
 
 
 class GpuBackend(TorchBackend):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kukri.kernels.gpu import expert_kernels, launch, linear_kernels, tiles
 from kukri.kernels.pytorch.ops import Routes
-from kukri.kernels.types import Routing
+from kukri.kernels.specs import Routing
 
 
 def route(logits: Tensor, routing: Routing) -> Routes:

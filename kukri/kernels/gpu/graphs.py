@@ -20,9 +20,10 @@ from torch import Tensor
 from kukri.errors import ShapeError
 from kukri.kernels.gpu import launch
 from kukri.kernels.gpu.ops import TritonOps
+from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.pytorch.step import DeviceBatch, DeviceInputs
-from kukri.kernels.types import ForwardBatch, Program, StepLimits
+from kukri.kernels.step import ForwardBatch, StepLimits
 
 Replay = Callable[[], None]
 # records what a function launches, without running it: gives the tensor it returns, and a function to run it

@@ -16,7 +16,7 @@ import triton
 
 from kukri.kernels.gpu import attention_kernels, linear_kernels, rope_kernels, row_kernels, tiles
 from kukri.kernels.gpu.pack import PAIR, Planes, Words
-from kukri.kernels.types import AttentionSpec
+from kukri.kernels.specs import AttentionSpec
 
 CHUNK = attention_kernels.CHUNK.value  # tokens of a part of a split decode
 NO_WINDOW = 1 << 30

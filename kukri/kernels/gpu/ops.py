@@ -15,27 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.gpu import experts as route_experts
 from kukri.kernels.gpu import launch, recurrent, tiles
 from kukri.kernels.gpu.pack import PACKED_TYPES, pack
+from kukri.kernels.op_set import GateBy
 from kukri.kernels.pytorch.cache import LayerKV, TensorCache
 from kukri.kernels.pytorch.ops import DeviceConstants, Routes, TorchOps
 from kukri.kernels.pytorch.step import DeviceBatch
 from kukri.kernels.pytorch.weights import to_device
-from kukri.kernels.types import (
-    AdapterSlots,
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    Experts,
-    GateBy,
-    RopeFrequencies,
-    Routing,
-    ScanSpec,
-    Vector,
-    Weight,
-    tap_name,
-)
+from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.taps import tap_name
 
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 

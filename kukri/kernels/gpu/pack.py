@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
-from kukri.kernels.types import Weight
+from kukri.kernels.constants import Weight
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
 Words = npt.NDArray[np.int32]

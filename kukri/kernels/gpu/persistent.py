@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kukri.kernels.gpu import launch, layer_kernel, tiles
 from kukri.kernels.gpu.pack import PAIR
-from kukri.kernels.types import AttentionSpec
+from kukri.kernels.specs import AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)

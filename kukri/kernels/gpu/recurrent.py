@@ -11,9 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from kukri.kernels.constants import Vector
 from kukri.kernels.gpu import recurrent_kernels, tiles
 from kukri.kernels.pytorch.step import DeviceBatch
-from kukri.kernels.types import ConvSpec, DeltaSpec, ScanSpec, Vector
+from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 
 Vectors = Callable[[Vector], Tensor]  # gives a constant on the device
 

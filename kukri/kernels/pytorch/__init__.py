@@ -11,28 +11,22 @@ from functools import cached_property
 
 import torch
 
+from kukri.kernels.backend import CompiledProgram, SamplingBackend
+from kukri.kernels.cache import Cache, CacheLayout, KVType
+from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.pool import ThreadPool
 from kukri.kernels.cpu.sampling_backend import CpuSampling
 from kukri.kernels.host_step import StoppedError, check_adapters, check_sizes, row_adapters
+from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.devices import device_name, find_device, free_bytes, matrix_dtype
 from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps
 from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.kernels.pytorch.step import DeviceBatch, DeviceInputs, TensorLogits, check_indices
-from kukri.kernels.types import (
-    AdapterSlots,
-    Cache,
-    CacheLayout,
-    CompiledProgram,
-    ForwardBatch,
-    Hook,
-    KVType,
-    Program,
-    SamplingBackend,
-    StepLimits,
-)
+from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.taps import Hook
 from kukri.machine import cpu_model
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, page_bytes, state_bytes
 from kukri.kernels.q4_cache import q4_bytes
-from kukri.kernels.types import CacheLayout, KVLayer, KVType, StateLayer
 
 _NUMBERS = {
     "f16": torch.float16,

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kukri.errors import ShapeError
+from kukri.kernels.arrays import IntArray
+from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.host_step import (
     StateStep,
     StoppedError,
@@ -23,30 +25,15 @@ from kukri.kernels.host_step import (
     check_routes,
     state_steps,
 )
+from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.q4_cache import quantize_heads, rotate_heads, unpack_heads
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
 from kukri.kernels.pytorch.weights import DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.types import (
-    AdapterSlots,
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    EmbedBy,
-    Experts,
-    GateBy,
-    Hook,
-    IntArray,
-    LowRank,
-    RopeFrequencies,
-    Routing,
-    ScanSpec,
-    Vector,
-    Weight,
-    tap_name,
-)
+from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.taps import Hook, tap_name
 from kukri.quant import blocks
 
 
@@ -117,7 +104,7 @@ class Routes:
 
 
 class TorchOps:
-    """The op set (`kukri.kernels.types.Ops`) on tensors: each op returns a new one, and `split` views."""
+    """The op set (`kukri.kernels.op_set.Ops`) on tensors: each op returns a new one, and `split` views."""
 
     def __init__(
         self,

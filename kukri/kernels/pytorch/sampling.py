@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kukri.errors import UnsupportedError
+from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.sampling_record import (
@@ -41,7 +42,6 @@ from kukri.kernels.sampling_record import (
     WEIGHT_BITS,
     SamplingRecords,
 )
-from kukri.kernels.types import Logits, SamplingBackend
 
 _EDITS, _FILTERS = (PENALTIES, DRY), (TOP_K, TOP_P, MIN_P)
 _EXP_UNITS = 2.0**42  # of a sum of exp: MAX_VOCAB of them fit into int64

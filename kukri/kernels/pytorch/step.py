@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kukri.errors import ShapeError
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.paged_kv import PAGE_TOKENS
-from kukri.kernels.types import FloatArray, ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 
 _QUERY_TOKENS = 128  # of a prompt that attend at a time, which bounds the memory of their scores
 _NAMES = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kukri.errors import MissingKernelError
-from kukri.kernels.types import Weight
+from kukri.kernels.constants import Weight
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
 _CHUNK_WEIGHTS = 1 << 23  # dequantized at a time: 32 MB of float32

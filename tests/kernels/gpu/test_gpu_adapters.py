@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import LowRank, Weight
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import ForwardBatch, KVLayer, LowRank, StepLimits, Weight
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import QUANT_TYPES
 
 

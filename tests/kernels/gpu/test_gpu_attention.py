@@ -10,7 +10,7 @@ import torch
 from test_gpu_rows import floats
 
 from kukri.kernels.gpu import launch, tiles
-from kukri.kernels.types import AttentionSpec
+from kukri.kernels.specs import AttentionSpec
 
 LAYERS, LAYER = 2, 1
 

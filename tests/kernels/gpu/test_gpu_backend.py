@@ -15,11 +15,13 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import UnsupportedError
+from kukri.kernels.constants import Weight
 from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.gpu import launch, tiles
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import AttentionSpec, StepLimits, Weight
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import StepLimits
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 

@@ -8,11 +8,14 @@ import torch
 from small_programs import exact_rows, f32_weight, plain_batch, weight
 from test_gpu_linear import bits
 
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Experts, Vector
 from kukri.kernels.gpu import experts as experts_of
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
-from kukri.kernels.types import Experts, KVLayer, Routing, StepLimits, Vector
+from kukri.kernels.specs import Routing
+from kukri.kernels.step import StepLimits
 
 OPS = ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
 

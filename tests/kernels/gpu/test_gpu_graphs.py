@@ -12,10 +12,12 @@ from tiny_models import V
 from kukri.bench.device_checks import Sizes, check_backend
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import ShapeError
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.gpu import launch
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.gpu.graphs import graph_sizes
-from kukri.kernels.types import KVLayer, RopeFrequencies, StepLimits
+from kukri.kernels.step import StepLimits
 
 
 class FakeGraphs:

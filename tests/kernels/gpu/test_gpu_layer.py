@@ -6,8 +6,8 @@ import torch
 from test_gpu_attention import Step, copied, same, same_caches
 from test_gpu_linear import QUANT_TYPES, np, pack, random_rows
 
+from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import launch, persistent
-from kukri.kernels.types import Weight
 
 
 def matrix(seed, n_rows, n_columns, type_name="Q4_0"):

@@ -11,9 +11,9 @@ import torch
 from random_blocks import random_rows
 
 from kukri.errors import UnsupportedError
+from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import launch
 from kukri.kernels.gpu.pack import PACKED_TYPES, pack
-from kukri.kernels.types import Weight
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kukri.kernels.cache import StateLayer
+from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.types import (
-    ConvSpec,
-    DeltaSpec,
-    ForwardBatch,
-    ScanSpec,
-    StateLayer,
-    StepLimits,
-    Vector,
-    Weight,
-)
+from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import QUANT_TYPES
 
 N_SLOTS, MOST = 7, 16

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Vector
 from kukri.kernels.gpu import launch
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceOps
-from kukri.kernels.types import AttentionSpec, KVLayer, Vector
+from kukri.kernels.specs import AttentionSpec
 
 OPS = ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
 

@@ -1,0 +1,132 @@
+"""The interface of a backend: programs, logits and sampling.
+
+Shape letters: T tokens in the step, S sequences, N rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import Cache, CacheLayout, KVType
+from kukri.kernels.constants import AdapterSlots
+from kukri.kernels.op_set import Program
+from kukri.kernels.sampling_record import SamplingRecords
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.taps import Hook
+
+
+class Logits(Protocol):
+    """Logits float32 [N, V] of a step, in their backend's memory; valid until its program's next step."""
+
+    def __len__(self) -> int:
+        """N."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, V)."""
+
+    def take(self, rows: Sequence[int]) -> Logits:
+        """These rows, in this order."""
+
+    def copy(self) -> Logits:
+        """The same, valid for as long as it is held."""
+
+    def numpy(self) -> FloatArray:
+        """An array on the host, which is not to be written to."""
+
+    def has_nan(self, row: int) -> bool:
+        """True if a row holds NaN."""
+
+    def logit(self, row: int, token_id: int) -> float:
+        """One number."""
+
+    def argmax(self) -> list[int]:
+        """The token of the largest logit in each row, of equals the lowest."""
+
+
+class CompiledProgram(Protocol):
+    """A model bound to a backend, a cache and inputs of its own. It runs one step at a time: for a second
+    one under way, compile it a second time.
+    """
+
+    inputs: StepInputs
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        on_tap: Hook | None = None,
+        *,
+        start: str | None = None,
+        stop: str | None = None,
+    ) -> Logits:
+        """Runs one step and gives its logits. Writes the cache. A batch that is none of `inputs` is copied.
+
+        Raises CapacityError on a step beyond the limits, ShapeError on indices outside their arrays.
+
+        `on_tap` is called at each tap that the program is compiled for; it edits the array, or returns one
+        of the same shape that takes its place.
+
+        `start` and `stop` are taps of a part to run. At `start` the listener gives the whole array, and
+        nothing before it needs to be computed; a backend that cannot begin there runs it all. After `stop`
+        nothing is computed: there are no rows of logits.
+        """
+
+
+class SamplingBackend(Protocol):
+    """Sampling; `sampling_record` has the records and the arithmetic, `reference_sampling` the definition."""
+
+    def choose(self, records: SamplingRecords, logits: Logits) -> None:
+        """Chooses a token for each record by its row of logits [N, V], and fills in the record's results.
+
+        They may be another backend's, and are not written; no row's result depends on another. V is at most
+        `sampling_record.MAX_VOCAB`. A row that holds NaN or +inf, or nothing but -inf, gets another status
+        than CHOSEN.
+        """
+
+
+class Backend(Protocol):
+    """Runs programs. `kukri.kernels.make_backend(name)` makes one."""
+
+    name: str
+    exact_kv_type: KVType  # the widest numbers that its KV cache can hold
+    page_tokens: int  # tokens of a page of its caches
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True if a token's result has the same bits whatever else is in its step, and for any chunks."""
+
+    @property
+    def arithmetic(self) -> str:
+        """A name of what the bits of a result depend on beside the model: kernels, libraries, processor."""
+
+    @property
+    def sampling(self) -> SamplingBackend:
+        """The sampling of tokens from this backend's logits."""
+
+    def new_cache(
+        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+    ) -> Cache:
+        """A cache for a model of this layout. Raises MemoryError, and UnsupportedError on heads that
+        `kv_type` cannot hold.
+        """
+
+    def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
+        """Bytes that a page of such a cache takes. Raises UnsupportedError as `new_cache` does."""
+
+    def free_bytes(self) -> int:
+        """Memory that is left for weights and caches, where the backend keeps them."""
+
+    def compile(
+        self,
+        program: Program,
+        cache: Cache,
+        limits: StepLimits,
+        taps: frozenset[str] = frozenset(),
+        adapters: AdapterSlots = (),
+    ) -> CompiledProgram:
+        """Binds a model to kernels and a cache of this backend. `taps` are the full names of those that its
+        calls will show to a listener; the others cost nothing. `adapters` are those that its steps may name
+        (`ForwardBatch.adapters`).
+        """

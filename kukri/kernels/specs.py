@@ -1,0 +1,98 @@
+"""The facts of one layer's attention, convolution, state space, delta rule and routing, as ops take them.
+
+Shape letters: T tokens, H query heads, G key/value heads, K head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kukri.kernels.constants import Vector
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The choice of experts for a token: the `n_used` of `n_experts` that have the largest logits.
+
+    An expert's weight is its share in the softmax of all logits, or, if `normalized`, of the chosen ones: the
+    weights of a token then have the sum 1.
+    """
+
+    n_experts: int
+    n_used: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention. `scale` multiplies scores.
+
+    A token sees itself and earlier ones, `window` of them (None: all); if attention is not causal, as many
+    later ones too. `sinks` [H], if there are any, are scores that take their share of each head's softmax and
+    add nothing.
+    """
+
+    layer: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    is_causal: bool = True
+    sinks: Vector | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.n_heads // self.n_kv_heads
+
+
+@dataclass(frozen=True, eq=False)
+class ConvSpec:
+    """A layer's causal convolution of each of C channels, over its last K inputs, the current included.
+
+    `taps` [K * C] has the weights of the oldest input first. Its state is the array "conv" [K - 1, C].
+    """
+
+    layer: int
+    n_taps: int  # K
+    taps: Vector
+    bias: Vector | None = None  # [C]
+    is_activated: bool = False  # by SiLU
+
+
+@dataclass(frozen=True, eq=False)
+class ScanSpec:
+    """A layer's state space of H heads (Mamba-2: Dao and Gu 2024), whose state is the array "scan" [H, N, P].
+
+    Of each token a step dt = softplus(dt + dt_bias), within `limits`, scales what is added and, times the
+    head's negative number in `a`, is the exponent of what is left of the state.
+    """
+
+    layer: int
+    n_heads: int  # H
+    n_groups: int  # of heads that share b and c
+    d_state: int  # N
+    d_head: int  # P
+    a: Vector  # [H]
+    d: Vector  # [H]: what is added of x itself
+    dt_bias: Vector  # [H]
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaSpec:
+    """A layer's gated delta rule of H heads (Yang et al. 2024), whose state is the array "delta" [H, K, P].
+
+    Value head h reads key head h // (H / G), or, if the heads `are_tiled`, h % G.
+    """
+
+    layer: int
+    n_heads: int  # H, of values
+    n_groups: int  # G, heads of keys and queries
+    d_state: int  # K
+    d_head: int  # P
+    a: Vector  # [H], negative
+    dt_bias: Vector  # [H]
+    are_tiled: bool = False

@@ -1,0 +1,150 @@
+"""A step: the batch of new tokens, the arrays that hold it, and its largest sizes.
+
+Shape letters: T tokens in the step, S sequences, N rows with logits, B page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kukri.kernels.arrays import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step: T new tokens of S sequences, back to back, no padding. All arrays int32.
+
+    `slots[t]` = page * B + offset says where token t's key and value go. Sequence s owns tokens
+    query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the new ones included.
+    `page_table[s]` lists its pages in order (unused entries are 0). `logit_rows` are the tokens (indices
+    into T) whose logits are wanted.
+
+    `positions` count a sequence's tokens; if RoPE is to rotate by other numbers, `rope_positions` has them.
+    `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): float32
+    [1 or H, T, context_len[0]], added to scores in place of causality and windows; a token that sees nothing
+    gets zeros. `token_types` say to which of a pair of texts a token belongs; None: all to the first.
+    `adapters[s]` is the slot of sequence s's adapter, -1 for none; None: no sequence has one.
+
+    Recurrent layers read and write the state in slot `state_slots[s]` of sequence s (None: slot s); it counts
+    as zeros for a sequence that begins, whose first token in the step has position 0. Behind token t they
+    also copy it to slot `state_saves[t]`, -1 for no copy (None: none).
+
+    `activations` [T, D] are what the layers before have made of the tokens, for a program that begins behind
+    them (`StageOps`).
+    """
+
+    token_ids: IntArray  # [T]
+    positions: IntArray  # [T]
+    slots: IntArray  # [T]
+    query_start: IntArray  # [S + 1]
+    context_len: IntArray  # [S]
+    page_table: IntArray  # [S, max_pages]
+    logit_rows: IntArray  # [N]
+    rope_positions: IntArray | None = None  # [T]
+    mask: FloatArray | None = None
+    token_types: IntArray | None = None  # [T]
+    adapters: IntArray | None = None  # [S]
+    state_slots: IntArray | None = None  # [S]
+    state_saves: IntArray | None = None  # [T]
+    activations: FloatArray | None = None  # [T, D]
+    inputs: StepInputs | None = field(default=None, init=False)  # whose arrays these are; None: others
+
+    @property
+    def n_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def n_sequences(self) -> int:
+        """S."""
+        return len(self.context_len)
+
+    @property
+    def n_logit_rows(self) -> int:
+        """N."""
+        return len(self.logit_rows)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step a compiled program must take: T, S, N and pages per sequence.
+
+    `mask_heads` is the first size of the mask that every step brings, 1 or H; 0 for steps without one.
+    """
+
+    max_tokens: int
+    max_sequences: int
+    max_logit_rows: int
+    max_pages: int
+    mask_heads: int = 0
+
+
+@dataclass(eq=False)
+class StepInputs:
+    """The arrays that a program reads its steps from, int32 at their largest sizes (see `ForwardBatch`).
+
+    Fill the beginning of each, and give the program a `batch` of that many: nothing is copied then.
+    """
+
+    token_ids: IntArray
+    positions: IntArray
+    slots: IntArray
+    query_start: IntArray
+    context_len: IntArray
+    page_table: IntArray
+    logit_rows: IntArray
+    token_types: IntArray
+    adapters: IntArray
+    state_slots: IntArray
+    state_saves: IntArray
+    _batch: ForwardBatch | None = None
+
+    @classmethod
+    def zeros(cls, limits: StepLimits) -> StepInputs:
+        """Arrays for steps within `limits`."""
+        t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
+        token_ids, positions, slots, logit_rows, types = (np.zeros(n, np.int32) for n in (t, t, t, n, t))
+        page_table = np.zeros((s, limits.max_pages), np.int32)
+        starts, lengths, adapters = (np.zeros(n, np.int32) for n in (s + 1, s, s))
+        states, saves = np.arange(s, dtype=np.int32), np.full(t, -1, np.int32)
+        more = (types, adapters, states, saves)
+        return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows, *more)
+
+    def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
+        """The arrays' contents as a step: views of them, valid until they are filled again."""
+        last, sizes = self._batch, (n_tokens, n_sequences, n_logit_rows)
+        if last is not None and (len(last.token_ids), len(last.context_len), len(last.logit_rows)) == sizes:
+            return last
+        self._batch = batch = ForwardBatch(
+            self.token_ids[:n_tokens],
+            self.positions[:n_tokens],
+            self.slots[:n_tokens],
+            self.query_start[: n_sequences + 1],
+            self.context_len[:n_sequences],
+            self.page_table[:n_sequences],
+            self.logit_rows[:n_logit_rows],
+            token_types=self.token_types[:n_tokens],
+            adapters=self.adapters[:n_sequences],
+            state_slots=self.state_slots[:n_sequences],
+            state_saves=self.state_saves[:n_tokens],
+        )
+        object.__setattr__(batch, "inputs", self)
+        return batch
+
+    def copy(self, batch: ForwardBatch) -> None:
+        """Copies a batch of other arrays in, but for its mask and RoPE positions."""
+        n_tokens, n_sequences, n_pages = batch.n_tokens, batch.n_sequences, batch.page_table.shape[1]
+        self.token_ids[:n_tokens] = batch.token_ids
+        self.positions[:n_tokens] = batch.positions
+        self.slots[:n_tokens] = batch.slots
+        self.query_start[: n_sequences + 1] = batch.query_start
+        self.context_len[:n_sequences] = batch.context_len
+        self.page_table[:n_sequences, :n_pages] = batch.page_table
+        self.logit_rows[: batch.n_logit_rows] = batch.logit_rows
+        self.token_types[:n_tokens] = 0 if batch.token_types is None else batch.token_types
+        self.adapters[:n_sequences] = -1 if batch.adapters is None else batch.adapters
+        own = np.arange(n_sequences, dtype=np.int32)
+        self.state_slots[:n_sequences] = own if batch.state_slots is None else batch.state_slots
+        self.state_saves[:n_tokens] = -1 if batch.state_saves is None else batch.state_saves
