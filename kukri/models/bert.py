@@ -12,8 +12,8 @@ from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.heads import encoder_head
-from kukri.models.layers import MLP, Attention, Embedding, LayerNorm, Parameter
-from kukri.models.llama import Llama
+from kukri.models.layers import MLP, Attention, Embedding, LayerNorm, NoNorm, NormedEmbedding
+from kukri.models.llama import Block, Llama
 
 if TYPE_CHECKING:
     from kukri.models.weights import WeightSource
@@ -35,7 +35,7 @@ class BertMLP(MLP):
     is_exact = True
 
 
-class BertBlock:
+class BertBlock(Block):
     """One layer: attention and MLP, each added to what it reads, each sum normalized."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
@@ -54,56 +54,22 @@ class BertBlock:
         x = ops.tap("ln2.hook_in", self.layer, self.mlp(ops, x, x))
         return ops.tap("hook_resid_post", self.layer, self.mlp_norm(ops, x))
 
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the layer."""
-        parts = (self.attention, self.attention_norm, self.mlp, self.mlp_norm)
-        return [parameter for part in parts for parameter in part.parameters]
-
-
-class BertEmbeddings:
-    """The sum of a token's, its position's and its type's embedding, normalized."""
-
-    def __init__(self, source: WeightSource, name: str, config: ModelConfig) -> None:
-        d_model = config.d_model
-        self.tokens = Embedding(source, f"{name}.word_embeddings", config.n_vocab, d_model)
-        self.types = Embedding(source, f"{name}.token_type_embeddings", config.n_token_types, d_model)
-        self.positions = Embedding(source, f"{name}.position_embeddings", config.n_positions, d_model)
-        self.norm = LayerNorm(source, f"{name}.LayerNorm", d_model, config.norm_eps)
-        parts = (self.tokens, self.types, self.positions, self.norm)
-        self.parameters = [parameter for part in parts for parameter in part.parameters]
-
-    def __call__(self, ops: Ops, batch: Any) -> Tensor:
-        """-> [T, D]."""
-        x = ops.embed(self.tokens.weight, batch)
-        x = ops.embed(self.types.weight, batch, "token_types", x)
-        x = ops.embed(self.positions.weight, batch, "positions", x)
-        return ops.tap("hook_embed", None, self.norm(ops, x))
-
 
 class Bert(Llama):
     """The whole model."""
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
+        name, d_model = "model.embeddings", config.d_model
+        tokens = Embedding(source, f"{name}.word_embeddings", config.n_vocab, d_model)
+        types = Embedding(source, f"{name}.token_type_embeddings", config.n_token_types, d_model)
+        positions = Embedding(source, f"{name}.position_embeddings", config.n_positions, d_model)
+        norm = LayerNorm(source, f"{name}.LayerNorm", d_model, config.norm_eps)
         self.config = config
-        self.embeddings: Any = BertEmbeddings(source, "model.embeddings", config)
-        self.embedding = self.embeddings.tokens
-        self.blocks: list[BertBlock] = [BertBlock(source, config, layer) for layer in range(config.n_layers)]
+        self.embedding = NormedEmbedding(tokens, {"token_types": types, "positions": positions}, norm)
+        self.blocks = [BertBlock(source, config, layer) for layer in range(config.n_layers)]
+        self.norm: Any = NoNorm()
         self.head = encoder_head(source, config, "model.pooler.dense")
         self._forward = None
-
-    def hidden(self, ops: Ops, batch: Any) -> Tensor:
-        """The rows of the last layer [N, D] that the batch lists."""
-        x = self.embeddings(ops, batch)
-        for block in self.blocks:
-            x = block(ops, x, batch)
-        return ops.tap("ln_final.hook_normalized", None, ops.logit_rows(x, batch))
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the model, in order."""
-        parts = (self.embeddings, *self.blocks, *([self.head] if self.head else []))
-        return [parameter for part in parts for parameter in part.parameters]
 
 
 BERT = Architecture(

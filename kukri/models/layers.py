@@ -5,7 +5,7 @@ Names are Hugging Face's. Layers keep no state between steps; shapes are those o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 from kukri.config import ModelConfig
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Vector, Weight
-from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.op_set import EmbedBy, Ops, Tensor
 from kukri.kernels.specs import AttentionSpec
 from kukri.models.rope import rope_frequencies
 
@@ -132,6 +132,23 @@ class PlainLayerNorm(LayerNorm):
     """A LayerNorm without a bias."""
 
     has_bias = False
+
+
+class NormedEmbedding:
+    """The sum of a token's embedding and others, as its position's, normed. Attribute: weight, of tokens."""
+
+    def __init__(self, tokens: Embedding, others: Mapping[EmbedBy, Embedding], norm: LayerNorm) -> None:
+        self.weight, self.others, self.norm = tokens.weight, others, norm
+        tables = (tokens, *others.values())
+        self.parameters = [parameter for table in tables for parameter in table.parameters]
+        self.parameters += norm.parameters
+
+    def __call__(self, ops: Ops, batch: Any) -> Tensor:
+        """-> [T, D]."""
+        x = ops.embed(self.weight, batch)
+        for by, embedding in self.others.items():
+            x = ops.embed(embedding.weight, batch, by, x)
+        return self.norm(ops, x)
 
 
 class NoNorm:

@@ -76,7 +76,7 @@ class Llama:
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         self.config = config
-        self.embedding = Embedding(source, "model.embed_tokens", config.n_vocab, config.d_model)
+        self.embedding: Any = Embedding(source, "model.embed_tokens", config.n_vocab, config.d_model)
         self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
         self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
         self.head: Head | None = output_head(source, config)
@@ -147,11 +147,8 @@ class Llama:
     @property
     def parameters(self) -> list[Parameter]:
         """Every tensor of the model, in order; tied embeddings once."""
-        ends = self.norm.parameters + (self.head.parameters if self.head else [])
-        parameters: list[Parameter] = [*self.embedding.parameters]
-        for block in self.blocks:
-            parameters += block.parameters
-        return [*parameters, *ends]
+        parts = (self.embedding, *self.blocks, self.norm, *([self.head] if self.head else []))
+        return [parameter for part in parts for parameter in part.parameters]
 
     @property
     def n_parameters(self) -> int:

@@ -5,13 +5,13 @@ Two of three layers see a window on both sides of a token, and rotate by a base 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.heads import PredictionHead
-from kukri.models.layers import Attention, Embedding, GatedMLP, NoNorm, Parameter, PlainLayerNorm
+from kukri.models.layers import Attention, Embedding, GatedMLP, NoNorm, NormedEmbedding, PlainLayerNorm
 from kukri.models.llama import Block, Llama
 
 if TYPE_CHECKING:
@@ -52,21 +52,12 @@ class ModernBert(Llama):
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         size = config.d_model, config.norm_eps
         self.config = config
-        self.embedding = Embedding(source, "model.embeddings.tok_embeddings", config.n_vocab, config.d_model)
-        self.embedding_norm = PlainLayerNorm(source, "model.embeddings.norm", *size)
+        tokens = Embedding(source, "model.embeddings.tok_embeddings", config.n_vocab, config.d_model)
+        self.embedding = NormedEmbedding(tokens, {}, PlainLayerNorm(source, "model.embeddings.norm", *size))
         self.blocks = [ModernBertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm = PlainLayerNorm(source, "model.final_norm", *size)
         self.head = PredictionHead(source, config) if config.head.labels else None
         self._forward = None
-
-    def embed(self, ops: Ops, batch: Any) -> Tensor:
-        """The embeddings, normed [T, D]."""
-        return self.embedding_norm(ops, self.embedding(ops, batch))
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the model."""
-        return [*super().parameters, *self.embedding_norm.parameters]
 
 
 MODERNBERT = Architecture(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kukri.config import ModelConfig
-from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.bert import BERT, Bert, BertBlock
 from kukri.models.heads import encoder_head
-from kukri.models.layers import Attention, Embedding, GatedMLP, LayerNorm
+from kukri.models.layers import Attention, Embedding, GatedMLP, LayerNorm, NoNorm, NormedEmbedding
 
 if TYPE_CHECKING:
     from kukri.models.weights import WeightSource
@@ -41,31 +40,18 @@ class NomicBertBlock(BertBlock):
         self.mlp_norm = LayerNorm(source, f"{name}.norm2", d_model, eps)
 
 
-class NomicBertEmbeddings:
-    """The sum of a token's and its type's embedding, normalized."""
-
-    def __init__(self, source: WeightSource, config: ModelConfig) -> None:
-        name, d_model = "model.embeddings", config.d_model
-        self.tokens = Embedding(source, f"{name}.word_embeddings", config.n_vocab, d_model)
-        self.types = Embedding(source, f"{name}.token_type_embeddings", config.n_token_types, d_model)
-        self.norm = LayerNorm(source, "model.emb_ln", d_model, config.norm_eps)
-        parts = (self.tokens, self.types, self.norm)
-        self.parameters = [parameter for part in parts for parameter in part.parameters]
-
-    def __call__(self, ops: Ops, batch: Any) -> Tensor:
-        """-> [T, D]."""
-        x = ops.embed(self.types.weight, batch, "token_types", ops.embed(self.tokens.weight, batch))
-        return ops.tap("hook_embed", None, self.norm(ops, x))
-
-
 class NomicBert(Bert):
     """The whole model."""
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
+        name, d_model = "model.embeddings", config.d_model
+        tokens = Embedding(source, f"{name}.word_embeddings", config.n_vocab, d_model)
+        types = Embedding(source, f"{name}.token_type_embeddings", config.n_token_types, d_model)
+        norm = LayerNorm(source, "model.emb_ln", d_model, config.norm_eps)
         self.config = config
-        self.embeddings = NomicBertEmbeddings(source, config)
-        self.embedding = self.embeddings.tokens
+        self.embedding = NormedEmbedding(tokens, {"token_types": types}, norm)
         self.blocks = [NomicBertBlock(source, config, layer) for layer in range(config.n_layers)]
+        self.norm = NoNorm()
         self.head = encoder_head(source, config, "model.pooler.dense")
         self._forward = None
 
