@@ -17,7 +17,7 @@ PACKAGE = Path(kukri.__file__).parent
 
 # Each part may import itself and these; `__init__` is the face of the package and imports lazily.
 LAYERS = (
-    *("errors", "system", "machine", "config", "mapped_files", "private_files", "quant", "kernels"),
+    *("errors", "system", "machine", "config", "mapped_files", "private_files", "traces", "quant", "kernels"),
     *("models", "formats", "engine", "tasks", "embedding", "answer", "model_identity", "stages"),
     *("loading", "interp"),
     *("results", "batch_files"),

@@ -14,6 +14,7 @@ from kukri.engine.engine import Engine
 from kukri.engine.request import Request, RequestState
 from kukri.engine.scheduler import StepOutput
 from kukri.errors import CapacityError, KukriError
+from kukri.traces import Facts
 
 logger = logging.getLogger("kukri.engine")
 
@@ -85,9 +86,11 @@ class EngineLoop:
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request before the next step, for example at a stop string. Nothing is delivered."""
         with self._wake:
-            self._live.pop(request.id, None)
+            has_ended = self._live.pop(request.id, None) is None
             self._commands.append(lambda: self.engine.finish(request, reason, stop_reason))
             self._wake.notify()
+        if not has_ended:
+            _trace(request, reason)
 
     def abort(self, request: Request) -> None:
         """Aborts a request before the next step; its pages are free then."""
@@ -243,9 +246,33 @@ class EngineLoop:
         self._deliver([StepOutput(request, None, "error") for request in left])
 
     def _forget(self, requests: list[Request]) -> None:
-        if requests:
-            with self._wake:
-                for request in requests:
-                    self._live.pop(request.id, None)
-                if not self._live:
-                    self._wake.notify_all()
+        if not requests:
+            return
+        with self._wake:
+            ended = [request for request in requests if self._live.pop(request.id, None) is not None]
+            if not self._live:
+                self._wake.notify_all()
+        for request in ended:
+            _trace(request, request.finish_reason or "error")
+
+
+def _trace(request: Request, reason: str) -> None:
+    """Writes the times of a request that has ended to the trace that it belongs to, if there is one."""
+    trace = request.trace
+    if trace is None:
+        return
+    now_s = perf_counter()
+    started_s, first_s = request.started_s or now_s, request.first_token_s or now_s
+    trace.record("queue", request.arrived_s, started_s, {})
+    if request.started_s:
+        prompt = {"gen_ai.usage.input_tokens": request.n_prompt, "kukri.cached_tokens": request.n_prefix_hit}
+        trace.record("prefill", started_s, first_s, prompt)
+    if request.first_token_s:
+        answer: Facts = {
+            "gen_ai.usage.output_tokens": request.n_generated,
+            "gen_ai.response.finish_reasons": [reason],
+            "kukri.drafted_tokens": request.n_drafted,
+            "kukri.accepted_tokens": request.n_accepted,
+            "kukri.preemptions": request.n_preemptions,
+        }
+        trace.record("decode", first_s, request.last_token_s, answer)

@@ -17,6 +17,7 @@ from kukri.errors import KukriError, RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.taps import SequenceTaps
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams
+from kukri.traces import Span
 
 Output = Literal["tokens", "logits", "hidden", "pooled"]
 ProgramKind = Literal["logits", "hidden"]
@@ -73,7 +74,7 @@ class Request:
         "next_row", "output",
         "page_row", "params", "prefix_root", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
         "snapshot", "snapshots", "started_s", "state", "state_slot", "stop_ids", "stop_reason", "stop_row",
-        "taps", "token_types", "tokens",
+        "taps", "token_types", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +130,7 @@ class Request:
         self.is_cacheable = True  # False if hooks may have changed what its pages hold
         self.is_in_flight = False  # True from the launch of a step to its collection
         self.taps: SequenceTaps | None = None
+        self.trace: Span | None = None  # that it belongs to
         self.n_known = 0  # tokens whose pages were cached when it was last to run
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
@@ -191,7 +193,7 @@ class Request:
 
     def append(self, token: SampledToken, now_s: float) -> None:
         """Adds a generated token; the time in seconds is `perf_counter`'s."""
-        if not self.n_generated:
+        if not self.first_token_s:
             self.first_token_s = now_s
         self.last_token_s = now_s
         self.tokens[self.n_tokens] = token.id
@@ -214,6 +216,7 @@ class Request:
         now_s = perf_counter()
         for token in generated:
             self.append(token, now_s)
+        self.first_token_s = 0.0  # of those that are generated here
         self.first_row = self.next_row = self.n_tokens - 1
         self.sampler.resume([token.id for token in generated], mirostat_mu)
 

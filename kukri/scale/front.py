@@ -42,6 +42,7 @@ from kukri.scale.channel import BEAT_S, Channel
 from kukri.scale.facts import ReplicaFacts
 from kukri.scale.routing import PrefixRouter
 from kukri.tokenizer import ChatTemplate
+from kukri.traces import Facts, Span
 
 log = logging.getLogger("kukri.scale")
 # has replicas connect to (host, port, secret); called every second. `n_waiting` requests wait for one
@@ -131,6 +132,8 @@ class _Live:
     n_runs: int = 0
     numerics: str | None = None  # of the replica that made its tokens
     mirostat_mu: float | None = None
+    queued_s: float = 0.0  # since when it waits
+    span: Span | None = None  # of its time on the replica
 
     @property
     def is_suspect(self) -> bool:
@@ -214,7 +217,7 @@ class ReplicaLoop:
             # its last token is always computed
             pages = request.tokens[: request.n_prompt - 1]
             keys = list(page_keys(pages, self.engine.page_tokens, request.prefix_root))
-            self._live[request.id] = _Live(request, keys)
+            self._live[request.id] = _Live(request, keys, queued_s=request.arrived_s)
             self._queue.arrive(request)
         self._dispatch()
 
@@ -392,6 +395,9 @@ class ReplicaLoop:
         live.numerics = replica.facts.numerics
         replica.live[live.ticket] = live
         request.state = RequestState.RUNNING
+        if request.trace is not None:
+            request.trace.record("queue", live.queued_s, live.sent_s, {})
+            live.span = request.trace.begin("replica")
         self._router.note(replica.facts.name, live.keys)
 
     def _message(self, live: _Live) -> dict[str, Any]:
@@ -402,6 +408,7 @@ class ReplicaLoop:
             "ticket": live.ticket,
             "leader": led.ticket if led is not None and led.replica is live.replica else None,
             "mirostat_mu": live.mirostat_mu,
+            "traceparent": None if live.span is None else live.span.traceparent,
         }
 
     # News from replicas
@@ -462,13 +469,26 @@ class ReplicaLoop:
         """Drops a request that has ended."""
         if live.replica is not None:
             live.replica.live.pop(live.ticket, None)
-            live.replica = None
+            self._end_run(live, live.replica)
         live.request.state = RequestState.FINISHED
         self._queue.leave(live.request)
         with self._changed:
             del self._live[live.request.id]
             if not self._live:
                 self._changed.notify_all()
+
+    @staticmethod
+    def _end_run(live: _Live, replica: _Replica, *, error: str | None = None) -> None:
+        """Notes that a request has left its replica."""
+        live.replica, live.queued_s = None, perf_counter()
+        if live.span is not None:
+            facts: Facts = {
+                "kukri.replica": replica.facts.name,
+                "server.address": replica.facts.host,
+                "gen_ai.usage.output_tokens": live.request.n_generated - live.n_at_start,
+            }
+            live.span.end(facts, error=error)
+            live.span = None
 
     def _lose(self, replica: _Replica) -> None:
         """Has the requests of a replica that has gone run again, on others."""
@@ -481,7 +501,7 @@ class ReplicaLoop:
         log.warning("replica gone", extra=extra)
         failed: list[StepOutput] = []
         for live in list(replica.live.values()):
-            live.replica = None
+            self._end_run(live, replica, error="the replica is gone")
             live.n_deaths = 1 if live.request.n_generated > live.n_at_start else live.n_deaths + 1
             if live.n_deaths >= _MAX_DEATHS or live.n_runs >= _MAX_RUNS:
                 failed.append(self._given_up(live))

@@ -22,6 +22,7 @@ from kukri.sampling import resolve_texts
 from kukri.scale import wire
 from kukri.scale.channel import BEAT_S, Channel, connect
 from kukri.scale.facts import ReplicaFacts, replica_facts
+from kukri.traces import Traces
 
 log = logging.getLogger("kukri.scale")
 _JOIN_S = 0.010  # between two messages with tokens
@@ -58,8 +59,8 @@ class EngineReplica:
     Attributes: facts.
     """
 
-    def __init__(self, llm: LLM, name: str) -> None:
-        self._llm, self._tokenizer = llm, llm.tokenizer
+    def __init__(self, llm: LLM, name: str, traces: Traces | None = None) -> None:
+        self._llm, self._tokenizer, self._traces = llm, llm.tokenizer, traces
         self.facts: ReplicaFacts = replica_facts(llm, name)
         self._loop = EngineLoop(llm.engine, self._deliver, max_waiting=_MAX_QUEUE)
         self._fronts: dict[str, _Front | None] = {}  # by secret; None while it is being connected
@@ -129,6 +130,8 @@ class EngineReplica:
             task.cancel()
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._llm.close)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     @property
     def _is_idle(self) -> bool:
@@ -197,6 +200,8 @@ class EngineReplica:
             if isinstance(result, Request):
                 leader = front.running.get(fields["leader"])
                 result.leader = None if leader is None else leader.request
+                if self._traces is not None and fields["traceparent"] is not None:
+                    result.trace = self._traces.beneath(fields["traceparent"])
                 front.running[ticket] = self._running[result.id] = _Running(ticket, result, front)
                 try:
                     self._loop.submit([result])

@@ -28,6 +28,7 @@ from kukri.scale.replica import EngineReplica
 from kukri.server.app import create_app
 from kukri.server.settings import ServerSettings, default_name
 from kukri.server.warm_up import warm_up
+from kukri.traces import open_traces
 
 _REPLICA = "KukriReplica"
 _CALL_S = 10.0  # for a call of all replicas
@@ -39,6 +40,7 @@ _TEXTS = (
     "backend",
     "device",
     "quantize",
+    "traces",
 )  # options that are no number
 _SLACK_S = 10.0  # of a replica that drains, to end
 
@@ -58,6 +60,7 @@ class ReplicaOptions:
     gpus: float = 0
     drain_s: float = 60.0  # for running requests of a replica that is removed
     one_per_machine: bool = False
+    traces: str | None = None  # URL of an OTLP collector; None: of a replica's environment, if it names one
 
     def __post_init__(self) -> None:
         """Raises ConfigError on numbers out of range."""
@@ -70,11 +73,12 @@ class ReplicaOptions:
 class ReplicaActor:
     """An `EngineReplica` as Ray Serve runs it."""
 
-    def __init__(self, options: ModelOptions, drain_s: float) -> None:
+    def __init__(self, options: ModelOptions, drain_s: float, traces: str | None) -> None:
         llm = LLM(**vars(options))
         warm_up(llm)
         context = serve.get_replica_context()
-        self._replica, self._drain_s = EngineReplica(llm, context.replica_id.unique_id), drain_s
+        name = context.replica_id.unique_id
+        self._replica, self._drain_s = EngineReplica(llm, name, open_traces(traces)), drain_s
         self._is_started = False
 
     async def connect(self, host: str, port: int, secret: str) -> None:
@@ -171,7 +175,7 @@ def replicas(options: ModelOptions, how: ReplicaOptions) -> Any:
             "downscale_delay_s": 120.0,
             "policy": policy,
         }
-    return serve.deployment(ReplicaActor).options(**settings).bind(options, how.drain_s)
+    return serve.deployment(ReplicaActor).options(**settings).bind(options, how.drain_s, how.traces)
 
 
 def server(
@@ -261,7 +265,8 @@ def from_arguments(given: dict[str, Any]) -> tuple[ModelOptions, ReplicaOptions,
         elif name != "api_keys":
             raise ConfigError(f"there is no option {name!r}")
     options, how = ModelOptions(**parts[ModelOptions]), ReplicaOptions(**parts[ReplicaOptions])
-    return options, how, ServerSettings((default_name(options.model),), api_keys=keys)
+    names = (default_name(options.model),)
+    return options, how, ServerSettings(names, api_keys=keys, traces=how.traces)
 
 
 def _cpus(options: ModelOptions, how: ReplicaOptions) -> float:

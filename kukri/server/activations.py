@@ -49,7 +49,7 @@ async def activations(service: Service, body: ActivationsBody, http: Request) ->
     """
     requests, taps = await asyncio.to_thread(_requests, service, body, http.scope["kukri.client"])
     http.scope["kukri.log"].update(n_prompt_tokens=sum(request.n_prompt for request in requests))
-    if await while_connected(http, rows_of(service, requests)) is None:
+    if await while_connected(http, rows_of(service, requests, http.scope)) is None:
         return SILENCE
     content = await asyncio.to_thread(_content, service.check_model(body.model), body, requests, taps)
     return Response(content, media_type="application/vnd.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -58,6 +59,7 @@ from kukri.server.schema import (
 )
 from kukri.server.service import OpenModel, Service
 from kukri.server.settings import ServedModel, ServerSettings
+from kukri.traces import open_traces
 
 log = logging.getLogger("kukri.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -105,6 +107,7 @@ def create_app(
     """
     registry = ModelRegistry(settings, models, llm, make_loop)
     batches: Batches | None = None
+    traces = open_traces(settings.traces)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -122,6 +125,8 @@ def create_app(
             if batches is not None:
                 await batches.stop()
             await registry.stop()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
             log.info("stopped")
 
     app = FastAPI(
@@ -137,7 +142,7 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(RecursionError, on_deep_body)
-    app.add_middleware(Middleware, settings=settings, metrics=registry.metrics)
+    app.add_middleware(Middleware, settings=settings, metrics=registry.metrics, traces=traces)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from kukri.embedding import Encoded
 from kukri.engine import Request as EngineRequest
@@ -99,8 +100,10 @@ async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T | No
         watcher.cancel()
 
 
-async def rows_of(service: Service, requests: Sequence[EngineRequest]) -> list[FloatArray]:
+async def rows_of(service: Service, requests: Sequence[EngineRequest], scope: Scope) -> list[FloatArray]:
     """The rows of requests, a batch of them after another, so that others find room."""
+    for request in requests:
+        request.trace = scope["kukri.trace"]
     service.metrics.on_prompt(sum(request.n_prompt for request in requests))
     n = min(service.llm.engine_config.max_requests, service.bridge.loop.max_waiting)
     try:
@@ -144,7 +147,7 @@ async def _vectors(
         prefix_scope=client.prefix_scope,
         adapter=service.adapter_of(body.model, body.adapter),
     )
-    rows = await rows_of(service, requests)
+    rows = await rows_of(service, requests, http.scope)
     return llm.text_encoder.vectors(rows, body.normalize, body.dimensions)
 
 

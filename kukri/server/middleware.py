@@ -22,6 +22,7 @@ from kukri.server.errors import error_response
 from kukri.server.keys import Client, KeyRing
 from kukri.server.metrics import Metrics
 from kukri.server.settings import ServerSettings
+from kukri.traces import Span, Traces
 
 log = logging.getLogger("kukri.server")
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})  # need no key
@@ -64,8 +65,10 @@ class RateLimiter:
 class Middleware:
     """The outermost layer of the application, below CORS."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
-        self._app, self._settings, self._metrics = app, settings, metrics
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, traces: Traces | None = None
+    ) -> None:
+        self._app, self._settings, self._metrics, self._traces = app, settings, metrics, traces
         self._keys = KeyRing(settings.api_keys, shares_prefixes=settings.shares_prefixes)
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
         self._rates = RateLimiter(settings.rate_limit) if settings.rate_limit else None
@@ -79,6 +82,7 @@ class Middleware:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
         scope["kukri.id"], scope["kukri.log"] = request_id, {}
+        scope["kukri.trace"] = self._span(scope, headers)
         on_end: list[Callable[[], None]] = []  # called when the response is over
         scope["kukri.on_end"] = on_end
 
@@ -106,6 +110,29 @@ class Middleware:
             for end in on_end:
                 end()
             self._note(scope, request_id, status, perf_counter() - started_s)
+
+    def _span(self, scope: Scope, headers: Headers) -> Span | None:
+        """The span of a request that may compute something, if requests are traced."""
+        if self._traces is None or scope["method"] != "POST":
+            return None
+        span = self._traces.begin("POST", headers)
+        scope["kukri.log"]["trace_id"] = span.trace_id
+        return span
+
+    def _trace(self, scope: Scope, request_id: str, route: str, status: int) -> None:
+        """Ends the span of a request."""
+        span: Span | None = scope["kukri.trace"]
+        if span is None:
+            return
+        facts = {
+            "http.request.method": "POST",
+            "http.route": route,
+            "http.response.status_code": status,  # 0: the client left first
+            "kukri.request_id": request_id,
+            **{f"kukri.{name}": fact for name, fact in scope["kukri.log"].items() if fact is not None},
+        }
+        error = f"status {status}" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else None
+        span.end(facts, name=f"POST {route}", error=error)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The response to a refused request, else None; stores the client in the scope."""
@@ -188,8 +215,9 @@ class Middleware:
         return limited
 
     def _note(self, scope: Scope, request_id: str, status: int, duration_s: float) -> None:
-        route = scope.get("route")
-        self._metrics.on_response(getattr(route, "path", "other"), status)
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.on_response(route, status)
+        self._trace(scope, request_id, route, status)
         log.log(
             logging.DEBUG if scope["path"].startswith(_QUIET_PATHS) else logging.INFO,
             "request",

@@ -75,7 +75,7 @@ async def _scored(
             requests = encoder.pair_requests(
                 llm.engine, pairs.ids, priority=priority, client=client, adapter=adapter
             )
-            rows = await rows_of(service, requests)
+            rows = await rows_of(service, requests, http.scope)
             return encoder.scores(rows), sum(map(len, pairs.ids)), pairs.truncated
         for_query, for_document = encoder.rank_prompts()
         asked = await asyncio.to_thread(encoder.encode, [body.query], prompt_name=for_query, truncate=cuts)
@@ -89,7 +89,7 @@ async def _scored(
             prefix_scope=sender.prefix_scope,
             adapter=adapter,
         )
-        rows = await rows_of(service, requests)
+        rows = await rows_of(service, requests, http.scope)
     except ContextLengthError as error:
         error.param = "documents"
         raise

@@ -229,6 +229,8 @@ class Service:
         except ContextLengthError as error:
             error.param = "prompt"
             raise
+        for request in requests:
+            request.trace = scope["kukri.trace"]
         ids = self.tokenizer.vocabulary.id_of
         shown = frozenset(ids[mark] for mark in marks if mark in ids)
         answers = [Answer(r, i, self.tokenizer, continues=True, shown=shown) for i, r in enumerate(requests)]

@@ -11,6 +11,7 @@ from kukri.errors import ConfigError
 from kukri.formats.hub import DEFAULT_MODEL
 from kukri.loading import ModelOptions
 from kukri.server.keys import KeyRing
+from kukri.traces import collector_url
 
 _DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ms|h|m|s))+|\d+(?:\.\d*)?")
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -79,6 +80,7 @@ class ServerSettings:
     drain_s: float = 60.0  # for running answers after the signal to stop
     batch_dir: Path | None = None  # for files and batches of clients; None: they may leave none
     has_page: bool = True  # at /, to chat in a browser
+    traces: str | None = None  # URL of an OTLP collector; None: of the environment, if it names one
     # for models that are loaded when they are needed
     idle_unload_s: float | None = None  # without requests, until a model is unloaded; None: never
     max_loaded: int = 3  # models in memory at a time
@@ -107,6 +109,8 @@ class ServerSettings:
         if not all(key.isascii() and key.isprintable() and key.strip() for key in self.api_keys):
             raise ConfigError("an API key must be printable ASCII and not empty")
         KeyRing(self.api_keys)
+        if self.traces is not None:
+            collector_url(self.traces)
         for proxy in self.trusted_proxies:
             try:
                 ip_network(proxy)

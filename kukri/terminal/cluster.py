@@ -47,7 +47,9 @@ def serve_cluster(
     configure_logs(as_json=serving.log_json, level=serving.log_level)
     with (
         bound_socket(serving.host, serving.port) as bound,
-        replicas_on_ray(ModelOptions(model=model, **loading), options, serving.drain_s) as cluster,
+        replicas_on_ray(
+            ModelOptions(model=model, **loading), options, serving.drain_s, serving.traces
+        ) as cluster,
     ):
         from kukri.scale.serve import server
 
@@ -70,7 +72,9 @@ class Cluster:
 
 
 @contextmanager
-def replicas_on_ray(options: ModelOptions, wanted: ClusterOptions, drain_s: float) -> Iterator[Cluster]:
+def replicas_on_ray(
+    options: ModelOptions, wanted: ClusterOptions, drain_s: float, traces: str | None = None
+) -> Iterator[Cluster]:
     """Replicas of a model on Ray, within the `with` block; a Ray of our own ends with it."""
     from dataclasses import replace
 
@@ -94,6 +98,7 @@ def replicas_on_ray(options: ModelOptions, wanted: ClusterOptions, drain_s: floa
         cpus=wanted.cpus,
         gpus=wanted.gpus,
         drain_s=drain_s,
+        traces=traces,
     )
     own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, "num_cpus": usable_cores()}
     with redirect_stdout(sys.stderr):  # Ray tells there what becomes of its processes

@@ -403,6 +403,10 @@ class ServeOptions:
         "Time for running answers after SIGTERM.", "--drain", default=60.0, metavar="SECONDS"
     )
     no_page: bool = option("Serve no chat page at /.", "--no-page", default=False)
+    traces: str | None = option(
+        "Send a trace of each request to the OTLP collector at URL. [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",
+        metavar="URL",
+    )
     log_json: bool = option("Log JSON, one object per line.", "--log-json", default=False)
     log_level: str = option("debug, info, warning or error.", default="info", metavar="LEVEL")
 

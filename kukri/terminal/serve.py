@@ -117,6 +117,7 @@ def server_settings(
         stream_interval=options.stream_interval,
         drain_s=options.drain_s,
         has_page=not options.no_page,
+        traces=options.traces,
         idle_unload_s=None if idle is None else duration_s(idle, "--idle-unload"),
         max_loaded=options.max_loaded,
         memory_bytes=None if options.memory is None else size_bytes(options.memory, "--memory"),

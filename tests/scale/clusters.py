@@ -19,6 +19,7 @@ from kukri.scale.replica import EngineReplica
 from kukri.server.app import create_app
 from kukri.server.asgi_client import running
 from kukri.server.settings import ServerSettings
+from kukri.traces import open_traces
 
 
 class LocalCluster:
@@ -26,6 +27,7 @@ class LocalCluster:
 
     def __init__(self, options: ModelOptions, **settings: Any) -> None:
         self._options, self._n_made, self.n_died = options, 0, 0
+        self._traces: str | None = settings.get("traces")
         self._poison: list[int] | None = None
         self.replicas: dict[str, EngineReplica] = {}
         with LLM(**vars(options)) as llm:
@@ -44,7 +46,7 @@ class LocalCluster:
         self._n_made += 1
         name = f"replica-{self._n_made}"
         llm = await asyncio.to_thread(lambda: LLM(**vars(replace(self._options, **changes))))
-        replica = self.replicas[name] = EngineReplica(llm, name)
+        replica = self.replicas[name] = EngineReplica(llm, name, open_traces(self._traces))
         if self._poison is not None:
             self._watch(name)
         replica.start()
