@@ -1,8 +1,8 @@
 """The gpu backend: Triton kernels, the op set on them, and CUDA graphs of decode steps.
 
-`backend.py` is the torch backend on the ops of `ops.py`, which launch kernels by `launch.py`; `graphs.py`
-captures decode steps. Importing this package is cheap; its modules but `pack` and `tiles` import torch, and
-most of them Triton.
+`backend.py` is the torch backend on the ops of `ops.py`; `products.py`, `rows.py`, `attention.py`,
+`experts.py` and `recurrent.py` launch kernels; `graphs.py` captures decode steps. Importing this package is
+cheap; its modules but `pack` and `tiles` import torch, and most of them Triton.
 """
 
 import os

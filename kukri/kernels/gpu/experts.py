@@ -10,7 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kukri.kernels.gpu import expert_kernels, launch, linear_kernels, tiles
+from kukri.kernels.gpu import expert_kernels, linear_kernels, tiles
+from kukri.kernels.gpu.assembler import register_options
+from kukri.kernels.gpu.products import Matrix, Output, gemm_tensors, gemv_tensors, product_constants
+from kukri.kernels.gpu.rows import Q8Rows
 from kukri.kernels.pytorch.ops import Routes
 from kukri.kernels.specs import Routing
 
@@ -34,7 +37,7 @@ def route(logits: Tensor, routing: Routing) -> Routes:
     return Routes(weights, experts)
 
 
-def linear(x: launch.Q8Rows, routes: Routes, matrix: launch.Matrix, bias: Tensor | None) -> Tensor:
+def linear(x: Q8Rows, routes: Routes, matrix: Matrix, bias: Tensor | None) -> Tensor:
     """x times the transposed matrix of each row's expert -> float32 [T * n_used, rows of an expert].
 
     x has T rows, or T * n_used. `matrix` has the experts' one above the other, `bias` [E * rows of one] too.
@@ -43,33 +46,57 @@ def linear(x: launch.Q8Rows, routes: Routes, matrix: launch.Matrix, bias: Tensor
     (n_tokens, n_used), n_experts = routes.experts.shape, routes.weights.shape[1]
     n_rows = matrix.n_rows // n_experts
     y = torch.empty((n_tokens * n_used, n_rows), dtype=torch.float32, device=x.quants.device)
-    rows_each = len(y) // len(x.quants)  # that read one row of x
+    out = Output(y, bias)
     if n_tokens <= tiles.MAX_GEMV_TOKENS:
-        launch.gemv_of_experts(x, routes.experts, matrix, y, bias, rows_each, n_experts)
-        return y
-    tile = tiles.expert_tile(len(y) // n_experts)
-    order, work = _work(routes.experts, n_experts, tile.tokens)
+        _gemv(x, routes.experts, matrix, out, n_experts)
+    else:
+        _gemm(x, routes.experts, matrix, out, n_experts)
+    return y
+
+
+def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: int) -> None:
+    """The product for few tokens: a GEMV for each row."""
+    n_all, n_rows = out.y.shape
+    tile = tiles.gemv_tile(matrix.type_name, 1)
+    linear_kernels.gemv_of_experts[triton.cdiv(n_rows, tile.rows), n_all](
+        *gemv_tensors(matrix, x),
+        *out.tensors[:2],
+        experts,
+        len(x.quants),
+        n_rows,
+        matrix.n_pairs,
+        out.y.stride(0),
+        n_all // len(x.quants),
+        n_experts,
+        BN=tile.rows,
+        num_warps=tile.n_warps,
+        **product_constants(matrix, out),
+    )
+
+
+def _gemm(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: int) -> None:
+    """The product for more: a program has rows of one expert."""
+    n_all, n_rows = out.y.shape
+    tile = tiles.expert_tile(n_all // n_experts)
+    order, work = _work(experts, n_experts, tile.tokens)
     linear_kernels.gemm[triton.cdiv(n_rows, tile.rows), len(work)](
-        *launch.gemm_tensors(matrix, x),
-        y,
-        y if bias is None else bias,
-        y,
+        *gemm_tensors(matrix, x),
+        *out.tensors,
         order,
         work,
         len(x.quants),
         n_rows,
         matrix.n_pairs,
-        y.stride(0),
-        rows_each,
+        out.y.stride(0),
+        n_all // len(x.quants),
         BN=tile.rows,
         BM=tile.tokens,
         EXPERTS=True,
         num_warps=tile.n_warps,
         num_stages=tile.n_stages,
-        **launch.register_options(y, linear_kernels.EXPERT_REGISTERS),
-        **launch.product_constants(matrix, y, bias, None),
+        **register_options(out.y, linear_kernels.EXPERT_REGISTERS),
+        **product_constants(matrix, out),
     )
-    return y
 
 
 def _work(experts: Tensor, n_experts: int, n_rows: int) -> tuple[Tensor, Tensor]:

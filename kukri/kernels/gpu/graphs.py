@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kukri.errors import ShapeError
-from kukri.kernels.gpu import launch
+from kukri.kernels.gpu.attention import CHUNK
 from kukri.kernels.gpu.ops import TritonOps
 from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import PAGE_TOKENS
@@ -71,7 +71,7 @@ class DecodeGraphs:
         """Logits [N, V] of a checked batch that lies in the inputs."""
         n, longest = batch.n_sequences, int(batch.context_len.max())
         size = next(size for size in self._sizes if size >= n)
-        n_chunks = 1 << (-(-longest // launch.CHUNK) - 1).bit_length()
+        n_chunks = 1 << (-(-longest // CHUNK) - 1).bit_length()
         self._pad(n, size)
         self._inputs.upload()
         found = self._captured.get((size, n_chunks))
@@ -88,7 +88,7 @@ class DecodeGraphs:
         batch = DeviceBatch(
             self._inputs.host.batch(size, size, size), self._inputs, self._ops.constants.device
         )
-        batch.max_context = n_chunks * launch.CHUNK
+        batch.max_context = n_chunks * CHUNK
 
         def run() -> Tensor:
             return self._ops.floats(self._program(self._ops, batch))

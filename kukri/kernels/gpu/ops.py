@@ -1,4 +1,4 @@
-"""The op set on Triton kernels: those of `launch.py`, and plain PyTorch ops for what they do not cover.
+"""The op set on Triton kernels, and plain PyTorch ops for what they do not cover.
 
 A norm, a SwiGLU and a rotation are put off until their reader is known: a matrix reads them quantized,
 attention rotates as it stores. A tap reads floats. So a step has no launch whose result is not read.
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
+from kukri.kernels.gpu import attention, products, recurrent, rows, tiles
 from kukri.kernels.gpu import experts as route_experts
-from kukri.kernels.gpu import launch, recurrent, tiles
+from kukri.kernels.gpu.attention import PagedTensors
 from kukri.kernels.gpu.pack import PACKED_TYPES, pack
+from kukri.kernels.gpu.products import Matrix, Output
+from kukri.kernels.gpu.rows import Q8Rows, Recipe
 from kukri.kernels.op_set import GateBy
 from kukri.kernels.pytorch.cache import LayerKV, TensorCache
 from kukri.kernels.pytorch.ops import DeviceConstants, Routes, TorchOps
@@ -33,25 +36,25 @@ _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 class Deferred:
     """Rows computed when they are read, and kept: as float32, or as int8 for a matrix."""
 
-    def __init__(self, recipe: launch.Recipe) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
     @cached_property
     def floats(self) -> Tensor:
         """float32 [rows, width]."""
-        return launch.floats(self.recipe)
+        return rows.floats(self.recipe)
 
     @cached_property
-    def q8(self) -> launch.Q8Rows:
+    def q8(self) -> Q8Rows:
         """The rows as int8."""
-        return launch.quantized(self.recipe)
+        return rows.quantized(self.recipe)
 
-    def product(self, matrix: launch.Matrix, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-        """Writes the rows times a matrix to y. Quantizes them in the same launch where that is faster."""
-        if "q8" not in vars(self) and tiles.quantizes_input(matrix.n_rows, matrix.n_columns, len(y)):
-            self.q8 = launch.linear_of(self.recipe, matrix, y, bias, residual)
+    def product(self, matrix: Matrix, out: Output) -> None:
+        """Writes the rows times a matrix. Quantizes them in the same launch where that is faster."""
+        if "q8" not in vars(self) and tiles.quantizes_input(matrix.n_rows, matrix.n_columns, len(out.y)):
+            self.q8 = products.linear_of(self.recipe, matrix, out)
         else:
-            launch.linear(self.q8, matrix, y, bias, residual)
+            products.linear(self.q8, matrix, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,24 +70,24 @@ class PackedConstants(DeviceConstants):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype, unpacked_bytes=0)
-        self._packed: dict[tuple[Weight, ...], launch.Matrix] = {}
-        self._packed_experts: dict[tuple[Experts, ...], launch.Matrix] = {}
+        self._packed: dict[tuple[Weight, ...], Matrix] = {}
+        self._packed_experts: dict[tuple[Experts, ...], Matrix] = {}
         self._f32: dict[Weight, Tensor] = {}
         self.is_batch_invariant = True  # until a plain op takes part whose sums may depend on shapes
 
-    def packed(self, weights: tuple[Weight, ...]) -> launch.Matrix:
+    def packed(self, weights: tuple[Weight, ...]) -> Matrix:
         """Matrices of one type, one above the other, packed on first use."""
         if weights not in self._packed:
             n_rows = sum(weight.shape[0] for weight in weights)
-            self._packed[weights] = launch.to_device(map(pack, weights), n_rows, self.device)
+            self._packed[weights] = products.to_device(map(pack, weights), n_rows, self.device)
         return self._packed[weights]
 
-    def packed_experts(self, experts: tuple[Experts, ...]) -> launch.Matrix:
+    def packed_experts(self, experts: tuple[Experts, ...]) -> Matrix:
         """Matrices of experts that are read side by side: those of expert 0, then those of 1 …"""
         if experts not in self._packed_experts:
             weights = [weight for of_one in zip(*(each.weights for each in experts)) for weight in of_one]
             n_rows = sum(weight.shape[0] for weight in weights)
-            self._packed_experts[experts] = launch.to_device(map(pack, weights), n_rows, self.device)
+            self._packed_experts[experts] = products.to_device(map(pack, weights), n_rows, self.device)
         return self._packed_experts[experts]
 
     def f32_matrix(self, weight: Weight) -> Tensor:
@@ -115,22 +118,22 @@ class TritonOps(TorchOps):
         x, w = self.floats(x), self.constants.vector(weight)
         if not len(x):  # no logits are wanted, and no launch is without programs
             return x
-        return Deferred(launch.Recipe("rms_norm", x, w, eps))
+        return Deferred(Recipe("rms_norm", x, w, eps))
 
     def head_norm(self, x: Any, weight: Vector, eps: float) -> Tensor:
         """See Ops.head_norm."""
         x = self.floats(x)
         heads = x.reshape(-1, len(weight))
-        return launch.rms_norm(heads, self.constants.vector(weight), eps).view(x.shape)
+        return rows.rms_norm(heads, self.constants.vector(weight), eps).view(x.shape)
 
     def layer_norm(self, x: Any, weight: Vector, bias: Vector, eps: float) -> Tensor:
         """See Ops.layer_norm: the mean is PyTorch's."""
         self.constants.is_batch_invariant = False
-        rows = self.floats(x)
-        if not len(rows):
-            return rows
-        centred = (rows - rows.mean(-1, keepdim=True)).contiguous()
-        return launch.rms_norm(centred, self.constants.vector(weight), eps) + self.constants.vector(bias)
+        values = self.floats(x)
+        if not len(values):
+            return values
+        centred = (values - values.mean(-1, keepdim=True)).contiguous()
+        return rows.rms_norm(centred, self.constants.vector(weight), eps) + self.constants.vector(bias)
 
     def linear(
         self,
@@ -145,20 +148,18 @@ class TritonOps(TorchOps):
         Adapters' updates are plain ops after it.
         """
         is_tapped = tap is not None and tap_name(*tap) in self.taps
-        source = x if isinstance(x, Deferred) else Deferred(launch.Recipe("plain", x, x))
+        source = x if isinstance(x, Deferred) else Deferred(Recipe("plain", x, x))
         n_rows = len(source.recipe.x)
         n_out = sum(weight.shape[0] for weight in weights)
         y = torch.empty((n_rows, n_out), dtype=torch.float32, device=self.constants.device)
         if not n_rows:
             return y
         residual = None if residual is None else residual.contiguous()
-        start = 0
+        added = None if bias is None else self.constants.vector(bias)
+        out, start = Output(y, added, None if is_tapped else residual), 0
         for run in _runs(weights):
             stop = start + sum(weight.shape[0] for weight in run)
-            columns = slice(start, stop)
-            added = None if bias is None else self.constants.vector(bias)[columns]
-            beside = None if residual is None or is_tapped else residual[:, columns]
-            self._product(source, run, y[:, columns], added, beside)
+            self._product(source, run, out.columns(start, stop))
             start = stop
         if self._adapter_rows:
             self.constants.is_batch_invariant = False
@@ -199,11 +200,11 @@ class TritonOps(TorchOps):
         sequences = (batch.query_start, batch.context_len, batch.page_table)
         sinks = None if spec.sinks is None else self.constants.vector(spec.sinks)
         if batch.is_decode:
-            out = launch.decode(*new, *sequences, spec, sinks, -(-batch.max_context // launch.CHUNK))
+            out = attention.decode(*new, *sequences, spec, sinks, -(-batch.max_context // attention.CHUNK))
         else:
-            queries = launch.rope_and_store(*new, spec)
+            queries = attention.rope_and_store(*new, spec)
             work = self._work(spec, batch)
-            out = launch.attention(queries, new[-1], *sequences, work, spec, sinks, is_prefill=True)
+            out = attention.attention(queries, new[-1], *sequences, work, spec, sinks, is_prefill=True)
         return out.view(len(out), -1)
 
     def conv(self, x: Any, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
@@ -231,7 +232,7 @@ class TritonOps(TorchOps):
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Any:
         """See Ops.silu_mul."""
-        return Deferred(launch.Recipe("silu_mul", gate, up))
+        return Deferred(Recipe("silu_mul", gate, up))
 
     def route(self, logits: Any, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         """See Ops.route. A tap has PyTorch do it, which reads the device."""
@@ -251,7 +252,7 @@ class TritonOps(TorchOps):
         if len(types) > 1 or not types <= set(PACKED_TYPES) or self._adapter_rows:
             self.is_capturable = self.constants.is_batch_invariant = False
             return super().expert_linear(self.floats(x), routes, experts, bias)
-        source = x if isinstance(x, Deferred) else Deferred(launch.Recipe("plain", x, x))
+        source = x if isinstance(x, Deferred) else Deferred(Recipe("plain", x, x))
         matrix = self.constants.packed_experts(tuple(experts))
         added = None if bias is None else self.constants.vector(bias)
         return route_experts.linear(source.q8, routes, matrix, added)
@@ -299,64 +300,37 @@ class TritonOps(TorchOps):
         floats: Tensor = x.floats if isinstance(x, Deferred) else x
         return floats
 
-    def _product(
-        self,
-        x: Deferred,
-        weights: tuple[Weight, ...],
-        y: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-    ) -> None:
-        """Writes x times matrices of one type, with bias and residual, to y."""
+    def _product(self, x: Deferred, weights: tuple[Weight, ...], out: Output) -> None:
+        """Writes x times matrices of one type."""
         name = weights[0].type.name
         if name in PACKED_TYPES:
-            x.product(self.constants.packed(weights), y, bias, residual)
-        elif name == "F32":
-            self._f32_product(x.floats, weights, y, bias, residual)
-        elif name in _HALVES:
-            self._half_product(x.floats, weights, y, bias, residual)
+            x.product(self.constants.packed(weights), out)
+        elif name == "F32" or name in _HALVES:
+            self._float_product(x.floats, weights, out)
         else:
             self.constants.is_batch_invariant = False
             plain = self.product(x.floats, weights)
-            plain = plain if bias is None else plain + bias
-            y.copy_(plain if residual is None else plain + residual)
+            plain = plain if out.bias is None else plain + out.bias
+            out.y.copy_(plain if out.residual is None else plain + out.residual)
 
-    def _f32_product(
-        self, x: Tensor, weights: tuple[Weight, ...], y: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> None:
-        start = 0
+    def _float_product(self, x: Tensor, weights: tuple[Weight, ...], out: Output) -> None:
+        is_f32 = weights[0].type.name == "F32"
+        x, start = x if is_f32 else x.to(self.constants.dtype), 0
         for weight in weights:
-            columns = slice(start, start + weight.shape[0])
-            launch.linear_f32(
-                x,
-                self.constants.f32_matrix(weight),
-                y[:, columns],
-                None if bias is None else bias[columns],
-                None if residual is None else residual[:, columns],
-            )
-            start += weight.shape[0]
-
-    def _half_product(
-        self, x: Tensor, weights: tuple[Weight, ...], y: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> None:
-        narrow, start = x.to(self.constants.dtype), 0
-        for weight in weights:
-            columns = slice(start, start + weight.shape[0])
-            launch.linear_float(
-                narrow,
-                self.constants.matrix(weight).data,
-                y[:, columns],
-                None if bias is None else bias[columns],
-                None if residual is None else residual[:, columns],
-            )
-            start += weight.shape[0]
+            stop = start + weight.shape[0]
+            part = out.columns(start, stop)
+            if is_f32:
+                products.linear_f32(x, self.constants.f32_matrix(weight), part)
+            else:
+                products.linear_float(x, self.constants.matrix(weight).data, part)
+            start = stop
 
     def _work(self, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """(sequence, first token) of each tile of queries, int32 [tiles, 2]; kept for other layers."""
         rows = tiles.attention_tile(spec.group, spec.d_head, is_prefill=True).rows
         key = (rows, spec.group)
         if key not in batch.kept:
-            work = launch.prefill_tiles(batch.host.query_start.tolist(), spec, rows)
+            work = attention.prefill_tiles(batch.host.query_start.tolist(), spec, rows)
             batch.kept[key] = torch.tensor(work, dtype=torch.int32, device=self.constants.device)
         return batch.kept[key]
 
@@ -366,7 +340,7 @@ def _runs(weights: Sequence[Weight]) -> Iterator[tuple[Weight, ...]]:
     return (tuple(run) for _, run in groupby(weights, key=lambda weight: weight.type.name))
 
 
-def _paged(kv: LayerKV) -> launch.PagedTensors:
+def _paged(kv: LayerKV) -> PagedTensors:
     """A layer's cache as the kernels take it: without scales, the numbers stand in for them."""
     keys, values = kv.keys, kv.values
     if keys.dtype == torch.float8_e4m3fn:  # not every card that runs the kernels has this type
@@ -376,4 +350,4 @@ def _paged(kv: LayerKV) -> launch.PagedTensors:
         if kv.key_scales is None or kv.value_scales is None
         else (kv.key_scales, kv.value_scales)
     )
-    return launch.PagedTensors(keys, values, *scales)
+    return PagedTensors(keys, values, *scales)

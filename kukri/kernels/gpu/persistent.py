@@ -8,8 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kukri.kernels.gpu import launch, layer_kernel, tiles
+from kukri.kernels.gpu import attention, layer_kernel, tiles
+from kukri.kernels.gpu.assembler import has_ptx, register_options
 from kukri.kernels.gpu.pack import PAIR
+from kukri.kernels.gpu.products import Matrix
 from kukri.kernels.specs import AttentionSpec
 
 
@@ -18,11 +20,11 @@ class LayerMatrices:
     """A layer's matrices, all of one type, and the weights of its norms, float32 [D]."""
 
     norm: Tensor
-    qkv: launch.Matrix
-    out: launch.Matrix
+    qkv: Matrix
+    out: Matrix
     mlp_norm: Tensor
-    gate_up: launch.Matrix
-    down: launch.Matrix
+    gate_up: Matrix
+    down: Matrix
 
 
 def layer(
@@ -32,7 +34,7 @@ def layer(
     table: tuple[Tensor, Tensor],
     positions: Tensor,
     slots: Tensor,
-    cache: launch.PagedTensors,
+    cache: attention.PagedTensors,
     query_start: Tensor,
     context_len: Tensor,
     page_table: Tensor,
@@ -54,7 +56,7 @@ def layer(
 
     y = room(n_tokens, d_model)
     options: dict[str, int] = {"launch_cooperative_grid": True} if x.device.type == "cuda" else {}
-    options |= launch.register_options(x, layer_kernel.MAX_REGISTERS)
+    options |= register_options(x, layer_kernel.MAX_REGISTERS)
     layer_kernel.layer[(n_programs,)](
         x,
         matrices.norm,
@@ -80,8 +82,8 @@ def layer(
         page_table,
         torch.zeros(1, dtype=torch.int32, device=x.device),
         eps,
-        spec.scale * launch.LOG2E,
-        spec.window or launch.NO_WINDOW,
+        spec.scale * attention.LOG2E,
+        spec.window or attention.NO_WINDOW,
         *cache.strides,
         page_table.stride(0),
         n_tokens,
@@ -91,7 +93,7 @@ def layer(
         TYPE=matrices.qkv.type_name,
         GROUP=spec.group,
         K=spec.d_head,
-        KW=launch.head_width(spec),
+        KW=attention.head_width(spec),
         BM=keys.rows,
         TILE=keys.tokens,
         ROTARY=2 * table[0].shape[1],
@@ -100,7 +102,7 @@ def layer(
         BN=tile.rows,
         W=tiles.fused_columns(d_model, m, is_norm=True),
         W_PART=tiles.fused_columns(d_ffn, m, is_norm=False),
-        ASM=launch.has_ptx(x),
+        ASM=has_ptx(x),
         num_warps=tile.n_warps,
         **options,
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_gpu_rows import floats
 
-from kukri.kernels.gpu import launch, tiles
+from kukri.kernels.gpu import attention, tiles
 from kukri.kernels.specs import AttentionSpec
 
 LAYERS, LAYER = 2, 1
@@ -56,8 +56,8 @@ class Step:
 
     def one_pass(self, is_prefill):
         rows = tiles.attention_tile(self.spec.group, self.spec.d_head, is_prefill).rows
-        work = torch.tensor(launch.prefill_tiles(self.start.tolist(), self.spec, rows), dtype=torch.int32)
-        return launch.attention(
+        work = torch.tensor(attention.prefill_tiles(self.start.tolist(), self.spec, rows), dtype=torch.int32)
+        return attention.attention(
             self.q, self.cache, *self.tensors(), work, self.spec, self.sinks, is_prefill=is_prefill
         )
 
@@ -65,13 +65,13 @@ class Step:
         """(result, the cache after it) for the new tokens."""
         cache = copied(self.cache)
         new = (*self.new, self.rope, self.positions, self.slots, cache)
-        return launch.decode(*new, *self.tensors(), self.spec, self.sinks, n_chunks), cache
+        return attention.decode(*new, *self.tensors(), self.spec, self.sinks, n_chunks), cache
 
     def store(self):
         """Rotates and stores the new tokens by a launch of its own, so that `one_pass` may follow."""
         self.cache = copied(self.cache)
         new = (*self.new, self.rope, self.positions, self.slots, self.cache)
-        self.q = launch.rope_and_store(*new, self.spec)
+        self.q = attention.rope_and_store(*new, self.spec)
 
     def expected(self):
         """float64, each token over exactly the keys that it sees."""
@@ -110,15 +110,15 @@ def make_cache(rng, kind, shape, used):
         return torch.from_numpy(quants)[:, LAYER], torch.from_numpy(scales)[:, LAYER]
 
     (keys, key_scales), (values, value_scales) = numbers(), numbers()
-    return launch.PagedTensors(keys, values, key_scales, value_scales)
+    return attention.PagedTensors(keys, values, key_scales, value_scales)
 
 
 def copied(cache):
     """The same numbers elsewhere, without the unused layer between pages."""
     keys, values = cache.keys.clone(), cache.values.clone()
     if cache.kind != "q8_0":
-        return launch.PagedTensors(keys, values, keys, values)
-    return launch.PagedTensors(keys, values, cache.key_scales.clone(), cache.value_scales.clone())
+        return attention.PagedTensors(keys, values, keys, values)
+    return attention.PagedTensors(keys, values, cache.key_scales.clone(), cache.value_scales.clone())
 
 
 def same_caches(a, b):

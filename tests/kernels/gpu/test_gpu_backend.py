@@ -17,7 +17,7 @@ from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import UnsupportedError
 from kukri.kernels.constants import Weight
 from kukri.kernels.cpu.quantize import quantize
-from kukri.kernels.gpu import launch, tiles
+from kukri.kernels.gpu import attention, tiles
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
@@ -196,11 +196,11 @@ class Counter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("n_sequences", "context", "attention"), [(1, 2, ["decode"]), (3, 33, ["decode", "merge"])]
+    ("n_sequences", "context", "launches"), [(1, 2, ["decode"]), (3, 33, ["decode", "merge"])]
 )
-def test_launches_of_a_decode_step(monkeypatch, n_sequences, context, attention):
+def test_launches_of_a_decode_step(monkeypatch, n_sequences, context, launches):
     """A launch more than needed: a value that nobody reads, matrices of one type one by one, a copy."""
-    monkeypatch.setattr(launch, "CHUNK", 32)  # what the ops take for a long context
+    monkeypatch.setattr(attention, "CHUNK", 32)  # what the ops take for a long context
     model, backend = model_of("llama", 2), GpuBackend()
     limits = StepLimits(8, 3, 8, 20)
     program = backend.compile(model, backend.new_cache(model.cache_layout, 60), limits)
@@ -212,7 +212,7 @@ def test_launches_of_a_decode_step(monkeypatch, n_sequences, context, attention)
     program(batch)  # copies constants
     with Counter(monkeypatch) as counter:
         program(batch)
-    layers = {"gemv": 2 * 4, **dict.fromkeys(attention, 2)}
+    layers = {"gemv": 2 * 4, **dict.fromkeys(launches, 2)}
     embedding, logits = {"index": 1, "clone": 2, "_to_copy": 2, "mul": 1}, {"index": 1, "gemv": 1}
     assert counter.counts == sum(map(collections.Counter, (embedding, logits)), collections.Counter(layers))
 

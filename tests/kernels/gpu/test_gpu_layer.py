@@ -7,13 +7,15 @@ from test_gpu_attention import Step, copied, same, same_caches
 from test_gpu_linear import QUANT_TYPES, np, pack, random_rows
 
 from kukri.kernels.constants import Weight
-from kukri.kernels.gpu import launch, persistent
+from kukri.kernels.gpu import attention, persistent
+from kukri.kernels.gpu.products import Output, linear_of, to_device
+from kukri.kernels.gpu.rows import Recipe
 
 
 def matrix(seed, n_rows, n_columns, type_name="Q4_0"):
     type = QUANT_TYPES[type_name]
     data = random_rows(np.random.default_rng(seed), type_name, (n_rows, n_columns))
-    return launch.to_device([pack(Weight(data, type, (n_rows, n_columns)))], n_rows, "cpu")
+    return to_device([pack(Weight(data, type, (n_rows, n_columns)))], n_rows, "cpu")
 
 
 def test_a_layer_is_its_five_launches():
@@ -38,18 +40,16 @@ def test_a_layer_is_its_five_launches():
 
     def product(recipe, one, residual=None):
         y = torch.full((2, one.n_rows), float("nan"))
-        launch.linear_of(recipe, one, y, None, residual)
+        linear_of(recipe, one, Output(y, None, residual))
         return y
 
-    qkv = product(launch.Recipe("rms_norm", x, weights.norm, 1e-5), weights.qkv).split([96, 32, 32], 1)
+    qkv = product(Recipe("rms_norm", x, weights.norm, 1e-5), weights.qkv).split([96, 32, 32], 1)
     want_cache = copied(step.cache)
     new = (*qkv, step.rope, step.positions, step.slots, want_cache, *tensors, spec)
-    attended = launch.decode(*new).view(2, -1)
-    between = product(launch.Recipe("plain", attended, attended), weights.out, x)
-    gate, up = product(launch.Recipe("rms_norm", between, weights.mlp_norm, 1e-5), weights.gate_up).split(
-        d_ffn, 1
-    )
-    want = product(launch.Recipe("silu_mul", gate, up), weights.down, between)
+    attended = attention.decode(*new).view(2, -1)
+    between = product(Recipe("plain", attended, attended), weights.out, x)
+    gate, up = product(Recipe("rms_norm", between, weights.mlp_norm, 1e-5), weights.gate_up).split(d_ffn, 1)
+    want = product(Recipe("silu_mul", gate, up), weights.down, between)
     assert want.isfinite().all()
     same(got, want)
     same_caches(cache, want_cache)

@@ -12,8 +12,9 @@ from random_blocks import random_rows
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.constants import Weight
-from kukri.kernels.gpu import launch
 from kukri.kernels.gpu.pack import PACKED_TYPES, pack
+from kukri.kernels.gpu.products import Output, linear, linear_float, linear_of, to_device
+from kukri.kernels.gpu.rows import Q8Rows, Recipe, quantize, quantized
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -26,7 +27,7 @@ def case(type_name, n_tokens, n_columns=None, seed=0):
     type = QUANT_TYPES[type_name]
     n_columns = n_columns or (288 if type.block_size == 32 else 768)
     data = random_rows(rng, type_name, (N_ROWS, n_columns))
-    matrix = launch.to_device([pack(Weight(data, type, (N_ROWS, n_columns)))], N_ROWS, "cpu")
+    matrix = to_device([pack(Weight(data, type, (N_ROWS, n_columns)))], N_ROWS, "cpu")
     x = rng.standard_normal((n_tokens, n_columns), dtype=np.float32)
     return matrix, dequantize(data, type), torch.from_numpy(x)
 
@@ -45,13 +46,13 @@ def poisoned(*shape):
 
 def product(matrix, rows, **added):
     y = poisoned(len(rows.quants), matrix.n_rows)
-    launch.linear(rows, matrix, y, **added)
+    linear(rows, matrix, Output(y, **added))
     return y
 
 
 def some(rows, part):
     planes = (rows.scales, rows.scaled_sums, rows.sums)
-    return launch.Q8Rows(rows.quants[part], *(plane[:, part].contiguous() for plane in planes))
+    return Q8Rows(rows.quants[part], *(plane[:, part].contiguous() for plane in planes))
 
 
 def bits(x):
@@ -63,7 +64,7 @@ def bits(x):
 def test_product(type_name, n_tokens):
     """Catches a misplaced quant, high bit, scale or minimum, and rows or tokens beyond the last tile."""
     matrix, w, x = case(type_name, n_tokens)
-    rows = launch.quantize(x)
+    rows = quantize(x)
     got, want = product(matrix, rows).numpy(), rounded(rows, x.shape[1]) @ w.T.astype(np.float64)
     assert np.isfinite(got).all()
     assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max()
@@ -73,7 +74,7 @@ def test_product(type_name, n_tokens):
 def test_batch_does_not_matter(type_name):
     """Catches an order of sums that depends on the batch: one token, eight, and a matrix product agree."""
     matrix, _, x = case(type_name, 9)
-    rows = launch.quantize(x)
+    rows = quantize(x)
     many = product(matrix, rows)  # int8 matrix product
     eight = product(matrix, some(rows, slice(0, 8)))
     one = product(matrix, some(rows, slice(7, 8)))
@@ -85,11 +86,11 @@ def test_batch_does_not_matter(type_name):
 def test_bias_and_residual(n_tokens):
     """Catches a bias by row of the batch, and a residual that is read after it was overwritten."""
     matrix, _, x = case("Q4_0", n_tokens)
-    rows = launch.quantize(x)
+    rows = quantize(x)
     bias, wide = torch.randn(N_ROWS), torch.randn(n_tokens, 2 * N_ROWS)
     residual = wide[:, N_ROWS:].clone()
     y = wide[:, N_ROWS:]  # columns of a wider tensor, which are their own residual
-    launch.linear(rows, matrix, y, bias, y)
+    linear(rows, matrix, Output(y, bias, y))
     torch.testing.assert_close(y, product(matrix, rows) + bias + residual, rtol=0, atol=0)
 
 
@@ -98,7 +99,7 @@ def recipe_of(kind, n_tokens, n_columns):
     wide = torch.full((n_tokens, 2 * n_columns + 7), float("nan"))
     wide[:, : 2 * n_columns] = torch.randn(n_tokens, 2 * n_columns)
     x, up = wide[:, :n_columns], wide[:, n_columns : 2 * n_columns]
-    return launch.Recipe(kind, x, {"rms_norm": torch.randn(n_columns), "silu_mul": up}.get(kind, x), 1e-5)
+    return Recipe(kind, x, {"rms_norm": torch.randn(n_columns), "silu_mul": up}.get(kind, x), 1e-5)
 
 
 KINDS = ("plain", "rms_norm", "silu_mul")
@@ -117,9 +118,9 @@ def test_quantizing_in_the_same_launch_changes_no_bit(type_name, n_columns, kind
     n_tokens = {"plain": 1, "rms_norm": 3, "silu_mul": 8}[kind]
     matrix, _, x = case(type_name, n_tokens, n_columns)
     recipe = recipe_of(kind, n_tokens, x.shape[1])
-    rows, y = launch.quantized(recipe), poisoned(n_tokens, N_ROWS)
+    rows, y = quantized(recipe), poisoned(n_tokens, N_ROWS)
     added = {"bias": torch.randn(N_ROWS), "residual": torch.randn(n_tokens, N_ROWS)}
-    made = launch.linear_of(recipe, matrix, y, **added)
+    made = linear_of(recipe, matrix, Output(y, **added))
     for name in ("quants", "scales", "scaled_sums", "sums"):
         assert getattr(made, name).numpy().tobytes() == getattr(rows, name).numpy().tobytes()
     assert y.isfinite().all()
@@ -127,7 +128,7 @@ def test_quantizing_in_the_same_launch_changes_no_bit(type_name, n_columns, kind
     # a row of the batch, alone
     last = replace(recipe, x=recipe.x[-1:], other=recipe.other[-1:] if kind == "silu_mul" else recipe.other)
     one = poisoned(1, N_ROWS)
-    launch.linear_of(last, matrix, one, added["bias"], added["residual"][-1:])
+    linear_of(last, matrix, Output(one, added["bias"], added["residual"][-1:]))
     assert (bits(one) == bits(y)[-1:]).all()
 
 
@@ -136,7 +137,7 @@ def test_quantizing_in_the_same_launch_changes_no_bit(type_name, n_columns, kind
 def test_odd_numbers_of_blocks(n_tokens, n_columns):
     """Catches padding that is not zero: a pair has a second block, eight sums have pairs beyond the row."""
     matrix, w, x = case("Q5_1", n_tokens, n_columns)
-    rows = launch.quantize(x)
+    rows = quantize(x)
     want = rounded(rows, n_columns) @ w.T.astype(np.float64)
     assert np.abs(product(matrix, rows).numpy() - want).max() <= 1e-6 * np.abs(want).max()
 
@@ -157,8 +158,8 @@ def test_extreme_quants(type_name):
     for at in HALVES[type_name]:
         blocks[:, :, at : at + 2] = np.float16([1.0]).view(np.uint8)
     w = dequantize(data, type).astype(np.float64)
-    matrix = launch.to_device([pack(Weight(data, type, (4, 256)))], 4, "cpu")
-    rows = launch.quantize(torch.from_numpy(np.repeat(np.float32([[127.0], [-127.0]]), 256, axis=1)))
+    matrix = to_device([pack(Weight(data, type, (4, 256)))], 4, "cpu")
+    rows = quantize(torch.from_numpy(np.repeat(np.float32([[127.0], [-127.0]]), 256, axis=1)))
     got, want = product(matrix, rows).numpy(), rounded(rows, 256) @ w.T
     # sums of 8 blocks are beyond 2^24, where float32 has no room for every whole number
     np.testing.assert_allclose(got, want, rtol=3e-7)
@@ -180,7 +181,7 @@ def test_the_host_holds_one_matrix_at_a_time():
     n_bytes = pack(weights[0]).n_bytes
     tracemalloc.start()
     try:
-        matrix = launch.to_device(map(pack, weights), 8 * 512, "meta")  # a device without memory
+        matrix = to_device(map(pack, weights), 8 * 512, "meta")  # a device without memory
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -202,7 +203,7 @@ def test_float_weights(dtype, n_columns):
     """Catches lost columns beyond the last step of 64, and rows that depend on the number of tokens."""
     w, x = torch.randn(N_ROWS, n_columns).to(dtype), torch.randn(70, n_columns).to(dtype)
     y, one = poisoned(70, N_ROWS), poisoned(1, N_ROWS)
-    launch.linear_float(x, w, y)
-    launch.linear_float(x[3:4], w, one)
+    linear_float(x, w, Output(y))
+    linear_float(x[3:4], w, Output(one))
     torch.testing.assert_close(y, x.float() @ w.float().T, rtol=1e-5, atol=2e-5)
     assert one.isfinite().all()

@@ -8,7 +8,8 @@ import torch
 
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Vector
-from kukri.kernels.gpu import launch
+from kukri.kernels.gpu import attention
+from kukri.kernels.gpu.rows import quantize, rms_norm, rms_norm_q8, silu_mul, silu_mul_q8
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceOps
 from kukri.kernels.specs import AttentionSpec
@@ -49,7 +50,7 @@ def test_quantize(width):
     x[0, :8] = [127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 3.5]
     wide = torch.full((3, width + 5), float("nan"))
     wide[:, :width] = torch.from_numpy(x)
-    rows = launch.quantize(wide[:, :width])
+    rows = quantize(wide[:, :width])
     quants, scales, sums = quantized(x)
     assert (rows.quants.numpy() == quants).all()
     assert (scales == rows.scales.numpy().T).all()
@@ -60,7 +61,7 @@ def test_nan_travels():
     """Catches a maximum that forgets NaN: its block would become finite, and the error would vanish."""
     x = torch.ones(1, 128)
     x[0, 40] = float("nan")
-    assert launch.quantize(x).scales.T.isnan().tolist() == [[False, True, False, False]]
+    assert quantize(x).scales.T.isnan().tolist() == [[False, True, False, False]]
 
 
 @pytest.mark.parametrize("width", [48, 96, 576])
@@ -71,15 +72,15 @@ def test_rms_norm(width):
     weight = rng.standard_normal(width, dtype=np.float32)
     want = OPS.rms_norm(wide[:, :width], Vector(weight), 1e-4)
     x = torch.from_numpy(wide)[:, :width]
-    np.testing.assert_allclose(launch.rms_norm(x, torch.from_numpy(weight), 1e-4).numpy(), want, rtol=2e-6)
-    check_q8(launch.rms_norm_q8(x, torch.from_numpy(weight), 1e-4), want)
+    np.testing.assert_allclose(rms_norm(x, torch.from_numpy(weight), 1e-4).numpy(), want, rtol=2e-6)
+    check_q8(rms_norm_q8(x, torch.from_numpy(weight), 1e-4), want)
 
 
 def test_rms_norm_of_heads():
     """Catches a norm over all heads at once."""
     rng = np.random.default_rng(3)
     x, weight = rng.standard_normal((2, 5 * 48), dtype=np.float32), rng.standard_normal(48, dtype=np.float32)
-    got = launch.rms_norm(torch.from_numpy(x).reshape(-1, 48), torch.from_numpy(weight), 1e-5)
+    got = rms_norm(torch.from_numpy(x).reshape(-1, 48), torch.from_numpy(weight), 1e-5)
     np.testing.assert_allclose(got.numpy().reshape(2, -1), OPS.head_norm(x, Vector(weight), 1e-5), rtol=2e-6)
 
 
@@ -91,8 +92,8 @@ def test_silu_mul(width):
     gate, up = gate_up[:, :width], gate_up[:, width:]
     want = OPS.silu_mul(gate, up)
     parts = torch.from_numpy(gate_up).split(width, 1)
-    np.testing.assert_allclose(launch.silu_mul(*parts).numpy(), want, rtol=1e-5, atol=1e-12)
-    check_q8(launch.silu_mul_q8(*parts), want)
+    np.testing.assert_allclose(silu_mul(*parts).numpy(), want, rtol=1e-5, atol=1e-12)
+    check_q8(silu_mul_q8(*parts), want)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_rope_and_store(kind, d_head, rotary):
     cache = empty_cache(kind, 6, 2, d_head)
     table = (torch.from_numpy(cos), torch.from_numpy(sin)) if rotary else None
     arrays = (torch.from_numpy(a) for a in (q, k, v))
-    got = launch.rope_and_store(
+    got = attention.rope_and_store(
         *arrays, table, torch.from_numpy(positions), torch.from_numpy(slots), cache, spec
     )
     want_q, want_k = (
@@ -143,7 +144,7 @@ def test_stored_fp8_is_that_of_pytorch_to_the_bit():
     x[1] = -x[0]
     cache, spec = empty_cache("fp8", 1, 1, 512), AttentionSpec(0, 1, 1, 512, 1.0)
     slots = torch.tensor([3, 11], dtype=torch.int32)
-    launch.rope_and_store(x, -x, x, None, slots, slots, cache, spec)
+    attention.rope_and_store(x, -x, x, None, slots, slots, cache, spec)
     want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     number = ~x.isnan()
     for stored, sign in ((cache.values, 0), (cache.keys, 0x80)):
@@ -166,12 +167,12 @@ def empty_cache(kind, n_pages, n_kv_heads, d_head):
     shape = (n_pages, n_kv_heads, 16, d_head)
     if kind == "f16":
         keys, values = torch.full(shape, float("nan")).half(), torch.full(shape, float("nan")).half()
-        return launch.PagedTensors(keys, values, keys, values)
+        return attention.PagedTensors(keys, values, keys, values)
     if kind == "fp8":
         keys, values = (torch.full(shape, 0x7F, dtype=torch.uint8) for _ in range(2))
-        return launch.PagedTensors(keys, values, keys, values)
+        return attention.PagedTensors(keys, values, keys, values)
     scales = torch.full((*shape[:3], d_head // 32), float("nan")).half()
-    return launch.PagedTensors(
+    return attention.PagedTensors(
         torch.zeros(shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.int8), scales, scales.clone()
     )
 

@@ -1,0 +1,247 @@
+"""Launches RoPE with the cache, and attention, on PyTorch tensors: a function for each kernel.
+
+Shapes: T tokens, S sequences, H query heads, G key/value heads, K head size. Tensors are contiguous unless
+said otherwise, on one device, and their arguments are trusted: `ForwardBatch` has been checked by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from kukri.kernels.gpu import attention_kernels, rope_kernels, tiles
+from kukri.kernels.gpu.assembler import register_options
+from kukri.kernels.specs import AttentionSpec
+
+CHUNK = attention_kernels.CHUNK.value  # tokens of a part of a split decode
+NO_WINDOW = 1 << 30
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, eq=False)
+class PagedTensors:
+    """One layer's keys and values [pages, G, 16, K]: float16, e4m3 as uint8, or int8 with float16 scales
+    [pages, G, 16, K / 32].
+
+    Views with a stride between pages are taken. Without scales the keys and values stand in for them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor
+    value_scales: torch.Tensor
+
+    @property
+    def kind(self) -> str:
+        """The numbers, by the name that kernels know."""
+        return {torch.float16: "f16", torch.uint8: "fp8", torch.int8: "q8_0"}[self.keys.dtype]
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Page and head strides, of numbers and of scales."""
+        keys, scales = self.keys, self.key_scales
+        return keys.stride(0), keys.stride(1), scales.stride(0), scales.stride(1)
+
+
+def rope_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: tuple[torch.Tensor, torch.Tensor] | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: PagedTensors,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Rotates q [T, H*K] and k [T, G*K], stores k and v -> the queries, float16 [T, H, K].
+
+    `table` has cos and sin float32 [positions, rotary_dim / 2]; None for layers without RoPE.
+    """
+    q_out = torch.empty((len(q), spec.n_heads, spec.d_head), dtype=torch.float16, device=q.device)
+    cos, sin = table or (q, q)
+    grid = (len(q), spec.n_heads + 2 * spec.n_kv_heads)
+    rope_kernels.rope_and_store[grid](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        positions,
+        slots,
+        q_out,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        *cache.strides,
+        spec.n_heads,
+        spec.n_kv_heads,
+        K=spec.d_head,
+        KW=head_width(spec),
+        ROTARY=2 * cos.shape[1] if table else 0,
+        KV=cache.kind,
+        num_warps=1,
+    )
+    return q_out
+
+
+def prefill_tiles(query_start: Sequence[int], spec: AttentionSpec, rows: int) -> list[tuple[int, int]]:
+    """(sequence, first token) of each tile of `rows` query rows."""
+    step = rows // (spec.n_heads // spec.n_kv_heads)
+    return [
+        (s, token)
+        for s in range(len(query_start) - 1)
+        for token in range(query_start[s], query_start[s + 1], step)
+    ]
+
+
+def attention(
+    q: torch.Tensor,
+    cache: PagedTensors,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    page_table: torch.Tensor,
+    work: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+    is_prefill: bool,
+) -> torch.Tensor:
+    """Causal attention of q float16 [T, H, K] over the cache, in one pass -> float32 [T, H, K].
+
+    `work` int32 [tiles, 2] comes from `prefill_tiles`, with the rows of `tiles.attention_tile`. `sinks` [H]
+    are those of the spec, on the device. `decode` is compared with this on its tiles (`is_prefill` False).
+    """
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    tile = tiles.attention_tile(spec.group, spec.d_head, is_prefill)
+    attention_kernels.attention[(len(work), spec.n_kv_heads)](
+        q,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        out if sinks is None else sinks,
+        out,
+        query_start,
+        context_len,
+        page_table,
+        work,
+        spec.scale * LOG2E,
+        spec.softcap or 0.0,
+        spec.window or NO_WINDOW,
+        *cache.strides,
+        page_table.stride(0),
+        spec.n_heads,
+        HAS_SINKS=sinks is not None,
+        **_attention_constants(spec, cache, tile),
+    )
+    return out
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: tuple[torch.Tensor, torch.Tensor] | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: PagedTensors,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    page_table: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
+    n_chunks: int = 1,
+) -> torch.Tensor:
+    """`rope_and_store` and `attention` of one new token a sequence, in one launch -> float32 [T, H, K].
+
+    With n_chunks > 1, which must hold the longest context, each chunk of keys has its own program, and a
+    second launch merges them. All are equal to the bit.
+    """
+    n_sequences, is_split, width = len(context_len), n_chunks > 1, spec.d_head
+    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
+    out = empty((n_sequences, spec.n_heads, width))
+    parts = empty((n_sequences, spec.n_heads, n_chunks, width)) if is_split else out
+    tops = empty((n_sequences, spec.n_heads, n_chunks, 2)) if is_split else out
+    sinks_or_none = out if sinks is None else sinks
+    window = spec.window or NO_WINDOW
+    cos, sin = table or (q, q)
+    grid = (n_sequences, spec.n_kv_heads, n_chunks)
+    attention_kernels.decode[grid](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        positions,
+        slots,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        sinks_or_none,
+        parts,
+        tops,
+        query_start,
+        context_len,
+        page_table,
+        spec.scale * LOG2E,
+        spec.softcap or 0.0,
+        window,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        *cache.strides,
+        page_table.stride(0),
+        spec.n_heads,
+        n_chunks,
+        ROTARY=2 * cos.shape[1] if table else 0,
+        HAS_SINKS=sinks is not None,
+        SPLIT=is_split,
+        **_attention_constants(spec, cache, tiles.attention_tile(spec.group, width, is_prefill=False)),
+    )
+    if is_split:
+        attention_kernels.merge[n_sequences, triton.cdiv(spec.n_heads, tiles.MERGE_HEADS)](
+            parts,
+            tops,
+            sinks_or_none,
+            out,
+            query_start,
+            context_len,
+            window,
+            spec.n_heads,
+            n_chunks,
+            K=width,
+            KW=head_width(spec),
+            HB=tiles.MERGE_HEADS,
+            HAS_SINKS=sinks is not None,
+            num_warps=4,
+        )
+    return out
+
+
+def _attention_constants(spec: AttentionSpec, cache: PagedTensors, tile: tiles.Tile) -> dict[str, Any]:
+    return {
+        "GROUP": spec.group,
+        "K": spec.d_head,
+        "KW": head_width(spec),
+        "BM": tile.rows,
+        "TILE": tile.tokens,
+        "KV": cache.kind,
+        "SOFTCAP": bool(spec.softcap),
+        "num_warps": tile.n_warps,
+        "num_stages": tile.n_stages,
+        **register_options(cache.keys, attention_kernels.MAX_REGISTERS),
+    }
+
+
+def head_width(spec: AttentionSpec) -> int:
+    """The power of two that holds a head, and is wide enough for a matrix product."""
+    return max(16, 1 << (spec.d_head - 1).bit_length())
