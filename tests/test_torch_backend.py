@@ -278,16 +278,34 @@ def test_too_little_memory_is_said_before_weights_are_copied(
         LLM(tiny_path, backend="torch", kv_bytes=kv_bytes)
 
 
-def test_the_cpu_backend_imports_no_pytorch(tiny_path: Path) -> None:
-    """A second of every start, and memory, for a backend that is not used."""
-    script = (
-        "import sys, kukri; kukri.LLM(sys.argv[1], max_context=64).generate('a', max_tokens=2); "
-        "print('torch' in sys.modules)"
-    )
+_LIBRARY = "import kukri; kukri.LLM(sys.argv[1], max_context=64).generate('a', max_tokens=2)"
+_COMMAND = """
+from kukri.cli import main
+sys.argv[1:] = ["run", "-m", sys.argv[1], "--raw", "a", "--max-tokens", "2"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+"""
+
+
+@pytest.mark.parametrize("start", [_LIBRARY, _COMMAND], ids=["library", "command"])
+def test_the_cpu_backend_does_not_look_for_pytorch(start: str, tiny_path: Path) -> None:
+    """A search of all of sys.path at each start, with PyTorch or without; or a second to import it."""
+    script = f"""
+import sys
+looked_for = []
+class Seen:
+    def find_spec(self, name, path=None, target=None):
+        looked_for.append(name.split(".")[0])
+sys.meta_path.insert(0, Seen())
+{start}
+print(sorted({{"numpy", "torch", "triton"}} & set(looked_for)), file=sys.stderr)
+"""
     done = subprocess.run(
         [sys.executable, "-c", script, str(tiny_path)], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["False"]
+    assert done.stderr.split("\n")[-2] == "['numpy']"
 
 
 def test_the_command_line_takes_a_device(tiny_path: Path) -> None:
