@@ -197,6 +197,21 @@ def test_logit_rows_are_more_exact(backend, type_name):
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 1e-4
 
 
+@pytest.mark.parametrize("type_name", ["Q6_K", "Q8_0"])
+def test_logit_rows_do_not_depend_on_their_number(backend, type_name):
+    """Would catch terms that are summed in another order for one row than for the nine of two panels."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((9, 512)).astype(np.float32)
+    w = weight(rng, type_name, 48, 512)
+
+    def program(ops, batch):
+        return ops.linear(ops.logit_rows(ops.embed(f32_weight(x), batch), batch), (w,))
+
+    together = run(backend, program, plain_batch(9))
+    for n_rows in (1, 2, 3, 5):
+        np.testing.assert_array_equal(run(backend, program, plain_batch(9, n_rows)), together[:n_rows])
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_rows_stored_in_another_order(backend, per_token):
     """Catches tiles, or row sums, of the rows as they lie in the file."""

@@ -20,8 +20,9 @@ all were 8 wide. For int8 ("q8") a panel holds per block of 32 inputs
     W x 4 bytes       both together (int32)
 
 Rows that become logits are taken more exactly: their error would reach the logits undamped. Where the CPU has
-an int8 dot product, they are taken in two terms ("q8x2"): the panel has all blocks a second time, with what
-the first left over, quantized again. Elsewhere they are int16 ("q16"), which takes half as many instructions:
+an int8 dot product, they are taken in two terms ("q8x2"): the panel is twice as wide, and after each token
+comes what quantizing it left over, quantized again as if it were a token. So a weight is read and unpacked
+once for both. Elsewhere they are int16 ("q16"), which takes half as many instructions:
 
     8 x W x 4 bytes   inputs 4g and 4g + 2 of token 0, of token 1, … for g = 0 to 7 (int16)
     W x 16 bytes      scales and sums, as above, but for -(sum of the first 16) and of the last 16, both int32

@@ -31,6 +31,7 @@ from kukri.kernels.cpu.simd import load_f32x16
 from kukri.kernels.cpu.tiles import (
     tile_add,
     tile_fma,
+    tile_pair_sums,
     tile_store,
     tile_zeros_f32,
     tile_zeros_q16,
@@ -51,7 +52,7 @@ class Steps(NamedTuple):
     weights_tail: int
     inputs: int
     inputs_tail: int
-    n_terms: int  # a panel has its blocks so many times
+    n_terms: int  # a panel has so many lanes for a token
 
 
 def steps(weight_type: str, kind: PanelKind) -> Steps:
@@ -69,23 +70,25 @@ def steps(weight_type: str, kind: PanelKind) -> Steps:
 def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
     """A function that multiplies one weight tile, 16 rows, with the first `count` tokens of one panel."""
     block = BLOCK_FUNCTIONS[weight_type]
-    two_terms, per_token = kind == "q8x2", kind == "q8t"
-    w_step, _, x_token_step, _, _ = steps(weight_type, kind)
+    per_token = kind == "q8t"
+    w_step, _, x_token_step, _, n_terms = steps(weight_type, kind)
     tile_zeros = tile_zeros_q16 if kind == "q16" else tile_zeros_f32
+    most = (8 if cpu_target().has_wide_registers else 4) // n_terms  # tokens that registers hold
 
     def make_row_tile(n: int, width: int) -> Callable[..., Any]:
+        n_vectors, n_lanes = n * n_terms, width * n_terms
+
         @device
         def row_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
             """16 rows times `count` <= n tokens of a panel that is `width` tokens wide."""
-            out = tile_zeros(n, width)
-            x_step = x_token_step * width
-            term_step = n_blocks * x_step  # from a block's first term to its second
+            out = tile_zeros(n_vectors, n_lanes)
+            x_step = x_token_step * n_lanes
             for _ in range(n_blocks):
                 out = block(out, w, x)
-                if two_terms:
-                    out = block(out, w, x + term_step)
                 w += w_step
                 x += x_step
+            if n_terms == 2:
+                out = tile_pair_sums(out)
             if per_token:
                 out = tile_fma(out, load_f32x16(w), x, 4)
             if bias != 0:
@@ -96,23 +99,23 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
 
         return row_tile
 
-    row_tile_1, row_tile_2, row_tile_4 = (make_row_tile(n, n) for n in (1, 2, 4))
-
-    def make_two_row_tiles(n: int) -> Callable[..., Any]:
-        row_tile = make_row_tile(n, 2 * n)
+    def make_row_tiles(n: int, width: int) -> Callable[..., Any]:
+        row_tile = make_row_tile(n, width)
 
         @device
-        def two_row_tiles(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
-            """16 rows times `count` <= 2n tokens of one panel, n at a time: their weights are read twice."""
+        def row_tiles(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
+            """16 rows times `count` tokens of one panel, n at a time: their weights are read as often."""
             for first in range(0, count, n):
                 yp = y + first * y_stride
                 rp = residual + first * residual_stride if residual != 0 else 0
-                left = count - first
-                row_tile(w, x + 4 * first, n_blocks, yp, y_stride, bias, rp, residual_stride, left)
+                xp = x + 4 * n_terms * first
+                row_tile(w, xp, n_blocks, yp, y_stride, bias, rp, residual_stride, count - first)
 
-        return two_row_tiles
+        return row_tiles
 
-    row_tile_8 = make_row_tile(8, 8) if cpu_target().has_wide_registers else make_two_row_tiles(4)
+    row_tile_1, row_tile_2, row_tile_4, row_tile_8 = (
+        make_row_tile(n, n) if n <= most else make_row_tiles(most, n) for n in (1, 2, 4, 8)
+    )
 
     @device
     def panel_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):

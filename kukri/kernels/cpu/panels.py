@@ -170,17 +170,17 @@ def panel_q8(row, width, x, x_stride, n, panels):
 
 
 def panel_q8x2(row, width, x, x_stride, n, panels):
-    """Quantizes rows of n float32 to q8x2 panels: all blocks, then blocks of their rounding errors."""
-    term_bytes = n // Q8_BLOCK * Q8_BLOCK_BYTES
-    target = panel_of(panels, 2 * term_bytes, row)
+    """Quantizes rows of n float32 to q8x2 panels: after each row its rounding errors, quantized."""
+    target = panel_of(panels, 2 * (n // Q8_BLOCK * Q8_BLOCK_BYTES), row)
+    lane = 2 * (row & 7)
     for i in range(0, 4 * n, 4 * Q8_BLOCK):
         low = load_f32x16(x + row * x_stride + i)
         high = load_f32x16(x + row * x_stride + i + 64)
-        scale, inverse = quantize_block(low, high, target, row & 7, width)
+        scale, inverse = quantize_block(low, high, target, lane, 2 * width)
         low = fma(round_even(low * splat(inverse)), splat(-scale), low)
         high = fma(round_even(high * splat(inverse)), splat(-scale), high)
-        quantize_block(low, high, target + term_bytes * width, row & 7, width)
-        target += Q8_BLOCK_BYTES * width
+        quantize_block(low, high, target, lane + 1, 2 * width)
+        target += 2 * Q8_BLOCK_BYTES * width
 
 
 def panel_q16(row, width, x, x_stride, n, panels):

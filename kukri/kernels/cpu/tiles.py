@@ -531,6 +531,16 @@ def tile_fold_mins(
     return _each(builder, kind.n, F32x16.llvm, step)
 
 
+@_tile_operation(lambda tile: Tile(tile.vec, tile.n // 2, tile.width // 2, tile.is_q16))
+def tile_pair_sums(builder: Any, kind: Tile, tile: Any) -> Any:
+    """A tile of tile[2i] + tile[2i + 1]."""
+
+    def step(i: int) -> Any:
+        return builder.fadd(*(builder.extract_value(tile, 2 * i + k) for k in (0, 1)))
+
+    return _each(builder, kind.n // 2, F32x16.llvm, step)
+
+
 @_tile_operation(lambda tile: types.void, types.int64, types.int64, types.int64)
 def tile_store(builder: Any, kind: Tile, tile: Any, address: Any, stride: Any, count: Any) -> None:
     """Stores the first `count` entries, 16 float32 each, at address + i * stride."""
