@@ -29,7 +29,7 @@ from kukri.kernels.constants import RopeFrequencies, Vector
 from kukri.kernels.cpu import CpuBackend, abi
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
-from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.specs import AttentionSpec, ConvSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 
 
@@ -42,7 +42,7 @@ def test_embedding(backend, type_name):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 7, 8, 9, 65])
-@pytest.mark.parametrize("width", [16, 48, 96])
+@pytest.mark.parametrize("width", [16, 48, 96, 5, 100])
 def test_rms_norm(backend, n_tokens, width):
     """Would catch a wrong mean at widths that are not powers of two, and eps in the wrong place."""
     rng = np.random.default_rng(width)
@@ -57,7 +57,7 @@ def test_rms_norm(backend, n_tokens, width):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 9, 65])
-@pytest.mark.parametrize("width", [16, 48, 96])
+@pytest.mark.parametrize("width", [16, 48, 96, 5, 100])
 @pytest.mark.parametrize("after", ["rms_norm", "scale", ""])
 def test_add(backend, n_tokens, width, after):
     """Would catch a factor on the residual, a residual of another row, and a fused op that forgets to add."""
@@ -108,7 +108,7 @@ def test_softcap(backend, n_tokens, width):
 
 @pytest.mark.parametrize("kind", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("n_tokens", [1, 3, 65])
-@pytest.mark.parametrize("width", [16, 96, 1040])
+@pytest.mark.parametrize("width", [16, 96, 1040, 50, 1043])
 def test_gated_activations(backend, kind, n_tokens, width):
     """Would catch lost columns (work is cut every 512) and an inexact exponential in either tail."""
     rng = np.random.default_rng(width)
@@ -122,7 +122,7 @@ def test_gated_activations(backend, kind, n_tokens, width):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 3, 9, 65])
-@pytest.mark.parametrize("d_head", [16, 48, 128])
+@pytest.mark.parametrize("d_head", [16, 48, 128, 8, 24])
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 def test_head_norm(backend, n_tokens, d_head, part):
     """Would catch a mean over all heads, a head left out, and columns beside them overwritten."""
@@ -143,7 +143,7 @@ def test_head_norm(backend, n_tokens, d_head, part):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 7, 8, 9, 65])
-@pytest.mark.parametrize("width", [16, 48, 96])
+@pytest.mark.parametrize("width", [16, 48, 96, 5, 100])
 def test_layer_norm(backend, n_tokens, width):
     """Would catch a variance about zero, a mean over padding, and eps or the bias in the wrong place."""
     rng = np.random.default_rng(width)
@@ -160,7 +160,7 @@ def test_layer_norm(backend, n_tokens, width):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 3, 65])
-@pytest.mark.parametrize("width", [16, 96, 1040])
+@pytest.mark.parametrize("width", [16, 96, 1040, 50, 1043])
 def test_gelu(backend, n_tokens, width):
     """Would catch lost columns (work is cut every 512), the exact form, and NaN from exp in either tail."""
     x = f32_weight(np.random.default_rng(width).standard_normal((n_tokens, width)) * 8)
@@ -174,7 +174,7 @@ def test_gelu(backend, n_tokens, width):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 65])
-@pytest.mark.parametrize("width", [16, 1040])
+@pytest.mark.parametrize("width", [16, 1040, 5, 1043])
 def test_exact_gelu_and_tanh(backend, n_tokens, width):
     """Would catch the form by tanh, an error function that is wrong in a tail, and lost columns."""
     values = np.random.default_rng(width).standard_normal((n_tokens, width)) * 8
@@ -253,7 +253,7 @@ def test_fused_and_separate_quantization_agree(backend, kind):
     np.testing.assert_array_equal(program(True), program(False))
 
 
-@pytest.mark.parametrize(("rotary", "d_head"), [(64, 64), (32, 64), (16, 16), (24, 48)])
+@pytest.mark.parametrize(("rotary", "d_head"), [(64, 64), (32, 64), (16, 16), (24, 48), (24, 24), (8, 8)])
 def test_rope(backend, rotary, d_head):
     """Would catch interleaved pairs, a rotation past rotary_dim, and widths that are not vectors."""
     rng = np.random.default_rng(rotary)
@@ -546,14 +546,29 @@ def test_limits_are_checked(backend):
         compiled(plain_batch(8))
 
 
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize(
+    ("group", "n_kv_heads", "d_head", "kv_type"),
+    [(3, 2, 24, "f16"), (1, 3, 8, "f16"), (2, 2, 20, "f32"), (1, 1, 24, "q4")],
+)
+def test_attention_of_odd_heads(backend, group, n_kv_heads, d_head, kv_type, window):
+    """Would catch a neighbour's columns in a head, a cache of another size, and columns that nobody wrote."""
+    rng = np.random.default_rng(d_head)
+    contexts, n_new = (1, 70, 130, 3), (1, 70, 130, 3)
+    program, batch, past = attention_case(rng, group, n_kv_heads, d_head, window, contexts, n_new, kv_type)
+    own = backend.new_cache([KVLayer(n_kv_heads, d_head)], past.n_pages, kv_type=kv_type)
+    got = run(backend, program, batch, own)
+    want = run(ReferenceBackend(), program, batch, past)
+    assert_close(got, want, relative=0.3 if kv_type == "q4" else 1e-5)
+
+
 def test_shapes_without_a_kernel_are_refused(backend):
     """Would catch widths that the vector loops would run past."""
     rows = f32_weight(np.zeros((4, 24)))
+    spec = ConvSpec(0, 2, Vector(np.ones(48, np.float32)))
 
     def program(ops, batch):
-        return ops.logit_rows(
-            ops.rms_norm(ops.embed(rows, batch), Vector(np.ones(24, np.float32)), 1e-5), batch
-        )
+        return ops.logit_rows(ops.conv(ops.embed(rows, batch), spec, batch), batch)
 
     with pytest.raises(MissingKernelError, match="multiples of 16"):
         run(backend, program, plain_batch(4))

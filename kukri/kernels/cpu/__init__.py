@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.cache import Cache, CacheLayout, KVType
+from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
 from kukri.kernels.cpu import abi
 from kukri.kernels.cpu.adapter_ops import PackedLowRank
@@ -30,7 +31,7 @@ from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, pack, pack_exper
 from kukri.kernels.cpu.passes import run_passes
 from kukri.kernels.cpu.place import Plan, Segment
 from kukri.kernels.cpu.pool import shared_pool
-from kukri.kernels.cpu.record import Recorder, max_partials
+from kukri.kernels.cpu.record import Recorder, max_partials, whole_head
 from kukri.kernels.cpu.sampling_backend import CpuSampling
 from kukri.kernels.cpu.shipped_kernels import shipped_for_cpu
 from kukri.kernels.host_step import HostLogits, batch_activations, check_adapters, check_routes, check_sizes
@@ -64,11 +65,11 @@ class CpuBackend:
         self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
     ) -> PagedKV:
         """See Backend.new_cache."""
-        return PagedKV(layout, n_pages, n_states, kv_type)
+        return PagedKV(_with_whole_heads(layout), n_pages, n_states, kv_type)
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
         """See Backend.page_bytes."""
-        return page_bytes(layout, kv_type)
+        return page_bytes(_with_whole_heads(layout), kv_type)
 
     def free_bytes(self) -> int:
         """See Backend.free_bytes."""
@@ -238,6 +239,14 @@ class CpuProgram:
     def _run(self, start: int, stop: int) -> None:
         if stop > start:
             self._backend.pool.run(self._ops_address + start * abi.OP_BYTES, stop - start)
+
+
+def _with_whole_heads(layout: CacheLayout) -> CacheLayout:
+    """A layout whose heads have the sizes that attention runs."""
+    return [
+        replace(layer, d_head=whole_head(layer.d_head)) if isinstance(layer, KVLayer) else layer
+        for layer in layout
+    ]
 
 
 class BatchMemory:

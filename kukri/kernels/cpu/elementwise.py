@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kukri.kernels.cpu.intrinsics import (
     device,
     f32_of_bits,
@@ -29,6 +31,7 @@ from kukri.kernels.cpu.panels import (
 from kukri.kernels.cpu.simd import (
     absolute,
     exponential,
+    first_lane,
     fma,
     hyperbolic_tangent,
     load_f32x16,
@@ -41,8 +44,8 @@ from kukri.kernels.cpu.simd import (
 
 # --- norms and activations ----------------------------------------------------------------------------
 #
-# The result is written to y, to its q8 panels, or to both; either may be 0: not wanted. n % 16 == 0, and
-# n % 32 == 0 with panels.
+# The result is written to y, to its q8 panels, or to both; either may be 0: not wanted. Rows have room for
+# whole vectors: what lies behind their n columns is computed too, and no sum reads it. With panels n is 32 m.
 
 
 def _make_write(value: Callable[..., Any]) -> Any:
@@ -67,10 +70,14 @@ def _make_write(value: Callable[..., Any]) -> Any:
 def _inverse_deviation(x, n, mean, eps):
     """A vector of 1 / sqrt(the mean of (x - mean)^2 + eps)."""
     total = splat(0.0)
-    for i in range(0, 4 * n, 64):
+    for i in range(0, 4 * (n & -16), 64):
         v = load_f32x16(x + i) - mean
         total = fma(v, v, total)
-    return splat(1.0 / (sum_lanes(total) / n + f32_of_bits(eps)) ** 0.5)
+    rest = np.float32(0.0)
+    for i in range(4 * (n & -16), 4 * n, 4):
+        w = load_f32(x + i) - first_lane(mean)
+        rest += w * w
+    return splat(1.0 / ((sum_lanes(total) + rest) / n + f32_of_bits(eps)) ** 0.5)
 
 
 @device
@@ -215,21 +222,26 @@ def softcap(row, part, x, x_stride, n, cap, y, y_stride):
 
 
 def head_norm(row, x, x_stride, n_heads, d_head, weight, eps):
-    """Each head of x as rms_norm, by one weight [d_head]; in place. d_head % 16 == 0."""
+    """Each head of x as rms_norm, by one weight [d_head]; in place."""
     for head in range(n_heads):
         target = x + row * x_stride + 4 * head * d_head
         factor = _inverse_deviation(target, d_head, splat(0.0), eps)
-        for i in range(0, 4 * d_head, 64):
+        for i in range(0, 4 * (d_head & -16), 64):
             store_f32x16(target + i, _scaled(i, target, factor, weight))
+        for i in range(4 * (d_head & -16), 4 * d_head, 4):  # the next head begins within the vector
+            store_f32(target + i, load_f32(target + i) * first_lane(factor) * load_f32(weight + i))
 
 
 def layer_norm(row, width, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
     """y = (x - mean) / sqrt(var + eps) * weight + bias."""
     source = x + row * x_stride
     total = splat(0.0)
-    for i in range(0, 4 * n, 64):
+    for i in range(0, 4 * (n & -16), 64):
         total = total + load_f32x16(source + i)
-    mean = splat(sum_lanes(total) / n)
+    rest = np.float32(0.0)
+    for i in range(4 * (n & -16), 4 * n, 4):
+        rest += load_f32(source + i)
+    mean = splat((sum_lanes(total) + rest) / n)
     factor = _inverse_deviation(source, n, mean, eps)
     _write_centred(row, width, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
 
@@ -305,6 +317,15 @@ def tanh(row, width, part, x, x_stride, n, y, y_stride, panels):
     _write_tanh(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
 
+def fit_heads(row, x, x_stride, n_heads, d_head, y, y_stride, d_target):
+    """y [n_heads, d_target] = x [n_heads, d_head]: each head's first columns, zeros behind them."""
+    for head in range(n_heads):
+        source = x + row * x_stride + 4 * head * d_head
+        target = y + row * y_stride + 4 * head * d_target
+        for i in range(0, 4 * d_target, 4):
+            store_f32(target + i, load_f32(source + i) if i < 4 * d_head else np.float32(0.0))
+
+
 def gather_rows(row, indices, x, x_stride, n, y, y_stride):
     """y[i] = x[indices[i]], rows of n float32. `indices` is the address of the int32 array's address."""
     source = x + load_i32(load_i64(indices) + 4 * row) * x_stride
@@ -312,7 +333,7 @@ def gather_rows(row, indices, x, x_stride, n, y, y_stride):
         store_f32(y + row * y_stride + i, load_f32(source + i))
 
 
-_WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, gather_rows)
+_WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, fit_heads, gather_rows)
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
 _ROW_KERNELS += [
     row_kernel(each, activation_parts)

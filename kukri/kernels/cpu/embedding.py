@@ -210,7 +210,8 @@ def _make_embed(block: Any, weight_type: str) -> KernelSource:
     def embed(tile, batch, indices, w, n_blocks, residual, residual_stride, y, y_stride):
         """y[t] = the row of `w` (as in the file) for token t's number, plus residual[t] unless that is 0.
 
-        `indices` is the address of the int32 array's address. With a residual, rows are of 16 n numbers.
+        `indices` is the address of the int32 array's address. With a residual, rows have room for
+        whole vectors.
         """
         n_rows = load_i64(batch + N_TOKENS)
         if tile < 0:

@@ -29,7 +29,7 @@ from kukri.kernels.cpu.abi import (
     query_tokens,
 )
 from kukri.kernels.cpu.kernel_cache import float_bits
-from kukri.kernels.cpu.layouts import TOKENS, PanelKind, linear_kernel
+from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, linear_kernel
 from kukri.kernels.cpu.memory import address_of
 from kukri.kernels.cpu.pack import PackedWeight
 from kukri.kernels.op_set import EmbedBy
@@ -194,7 +194,7 @@ class RMSNorm(Producer):
         return "rms_norm" if self.residual is None else "rms_norm_add"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        norm = {"weight": at.of_array(self.weight.data), "eps": float_bits(self.eps)}
+        norm = {"weight": at.of_array(_whole_vectors(self.weight)), "eps": float_bits(self.eps)}
         if self.residual is not None:
             norm |= {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
         return rows_of(self.x, at) | self.outputs(at) | norm
@@ -253,7 +253,7 @@ class LayerNorm(Producer):
     kernel = "layer_norm"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        arrays = {"weight": at.of_array(self.weight.data), "bias": at.of_array(self.bias.data)}
+        arrays = {name: at.of_array(_whole_vectors(getattr(self, name))) for name in ("weight", "bias")}
         return rows_of(self.x, at) | self.outputs(at) | arrays | {"eps": float_bits(self.eps)}
 
 
@@ -313,6 +313,25 @@ class HeadNorm(Op):
             "d_head": len(self.weight),
             "weight": at.of_array(self.weight.data),
             "eps": float_bits(self.eps),
+        }
+
+
+@dataclass(eq=False)
+class FitHeads(Op):
+    """The heads of x cut to another size, or filled up to it with zeros."""
+
+    x: Value
+    y: Value
+    n_heads: int
+    kernel = "fit_heads"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return rows_of(self.x, at) | {
+            "n_heads": self.n_heads,
+            "d_head": self.x.width // self.n_heads,
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+            "d_target": self.y.width // self.n_heads,
         }
 
 
@@ -544,6 +563,11 @@ def row_count(rows: Rows, at: Addresses) -> int:
 def rows_of(x: Value, at: Addresses) -> dict[str, int]:
     """A kernel's parameters for the rows of x: their number, address, stride and width."""
     return {"rows": row_count(x.rows, at), "x": at.of(x), "x_stride": x.stride, "n": x.width}
+
+
+def _whole_vectors(constant: Vector) -> FloatArray:
+    """A constant as kernels load it: zeros behind it up to 16 n numbers."""
+    return np.pad(constant.data, (0, -len(constant) % ROWS)) if len(constant) % ROWS else constant.data
 
 
 def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[str, int]:

@@ -8,7 +8,7 @@ from the batch, so one plan serves prefill and decoding alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,8 +89,6 @@ class Recorder:
             self.n_positions = min(self.n_positions, weight.shape[0])
         else:
             self.n_types = weight.shape[0]
-        if residual is not None:
-            _require_multiple("the model width", weight.shape[1], 16)
         y = self._value("T", weight.shape[1])
         self._add(ops.Embed(weight, y, by, residual))
         return y
@@ -103,37 +101,37 @@ class Recorder:
 
     def rms_norm(self, x: Value, weight: Vector, eps: float) -> Value:
         """See Ops.rms_norm."""
-        y = self._like(x, "the model width")
+        y = self._like(x)
         self._add(ops.RMSNorm(y, x, weight, eps))
         return y
 
     def head_norm(self, x: Value, weight: Vector, eps: float) -> Value:
         """See Ops.head_norm."""
-        _require_multiple("the head size", len(weight), 16)
         self._add(ops.HeadNorm(x, weight, eps))
         return x
 
     def layer_norm(self, x: Value, weight: Vector, bias: Vector, eps: float) -> Value:
         """See Ops.layer_norm."""
-        y = self._like(x, "the model width")
+        y = self._like(x)
         self._add(ops.LayerNorm(y, x, weight, bias, eps))
         return y
 
     def gelu(self, x: Value, is_exact: bool = False) -> Value:
         """See Ops.gelu."""
-        y = self._like(x, "the FFN width")
+        y = self._like(x)
         self._add(ops.Activation(y, x, "gelu_exact" if is_exact else "gelu"))
         return y
 
     def tanh(self, x: Value) -> Value:
         """See Ops.tanh."""
-        y = self._like(x, "the model width")
+        y = self._like(x)
         self._add(ops.Activation(y, x, "tanh"))
         return y
 
     def conv(self, x: Value, spec: ConvSpec, batch: Any) -> Value:
         """See Ops.conv."""
-        y = self._like(x, "the channels of a convolution")
+        _require_multiple("the channels of a convolution", x.width, 16)
+        y = self._like(x)
         self._add(state_ops.Conv(x, y, spec))
         return y
 
@@ -157,7 +155,7 @@ class Recorder:
 
     def gated(self, x: Value, gate: Value, by: GateBy) -> Value:
         """See Ops.gated."""
-        y = self._like(x, "the width of a gate")
+        y = self._like(x)
         self._add(state_ops.GatedBy(y, x, gate, by))
         return y
 
@@ -243,7 +241,7 @@ class Recorder:
 
     def add(self, x: Value, residual: Value) -> Value:
         """See Ops.add."""
-        y = self._like(x, "the model width")
+        y = self._like(x)
         self._add(ops.Add(y, x, residual))
         return y
 
@@ -277,12 +275,18 @@ class Recorder:
         return q, k
 
     def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec, batch: Any) -> Value:
-        """See Ops.attention."""
-        _require_multiple("the head size", spec.d_head, 16)
+        """See Ops.attention. Heads of an odd size are computed in larger ones, as the cache keeps them."""
         if spec.group > MAX_TILE_ROWS:
             raise MissingKernelError(
                 f"{spec.group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}"
             )
+        if whole_head(spec.d_head) != spec.d_head:
+            wide = replace(spec, d_head=whole_head(spec.d_head))
+            q, k, v = self._widened_heads((q, k, v), wide)
+            z = self.attention(q, k, v, wide, batch)
+            y = self._value("T", spec.n_heads * spec.d_head)
+            self._add(ops.FitHeads(z, y, spec.n_heads))
+            return y
         self._add_rope_store(ops.RopeStore(q, k, v, spec, self._kv_type, None))
         y = self._value("T", spec.n_heads * spec.d_head)
         if self._limits.mask_heads:
@@ -335,7 +339,6 @@ class Recorder:
         tap: tuple[str, int | None] | None = None,
     ) -> Value:
         """See Ops.combine."""
-        _require_multiple("the model width", x.width, 16)
         is_tapped = tap is not None and tap_name(*tap) in self._taps
         y = self._value("T", x.width)
         self._add(expert_ops.Combine(x, routes.weights, routes.table, y, None if is_tapped else residual))
@@ -386,6 +389,15 @@ class Recorder:
             routes.panels[x, kind] = panels
         return panels
 
+    def _widened_heads(self, qkv: Sequence[Value], spec: AttentionSpec) -> tuple[Value, ...]:
+        """q, k and v as heads of the size in `spec`, side by side."""
+        counts = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
+        widths = [spec.d_head * n for n in counts]
+        parts = self.split(self._value("T", sum(widths)), widths)
+        for x, y, n in zip(qkv, parts, counts, strict=True):
+            self._add(ops.FitHeads(x, y, n))
+        return parts
+
     def _partials_bytes(self, spec: AttentionSpec) -> int:
         rows = spec.group * ops.group_tokens(spec)
         return max_partials(self._limits) * partial_bytes(rows, spec.d_head) * spec.n_kv_heads
@@ -395,19 +407,23 @@ class Recorder:
             return rows.max_rows
         return self._limits.max_tokens if rows == "T" else self._limits.max_logit_rows
 
-    def _like(self, x: Value, what: str) -> Value:
-        _require_multiple(what, x.width, 16)
+    def _like(self, x: Value) -> Value:
         return self._value(x.rows, x.width)
 
     def _gated(self, gate: Value, up: Value) -> Value:
         if gate.stride != up.stride:
             raise ShapeError("a gated activation needs gate and up side by side")
-        return self._like(gate, "the FFN width")
+        return self._like(gate)
 
     def _value(self, rows: Rows, width: int, stored_width: int = 0) -> Value:
         """A new value; kernels store `stored_width` columns of it, if that is more."""
         stride = 4 * (-(-max(width, stored_width) // ROWS) * ROWS)
         return Value(Buffer(self._max_rows(rows) * stride), rows, width, stride)
+
+
+def whole_head(d_head: int) -> int:
+    """The head size of kernels that run heads of a size: a multiple of 16."""
+    return -(-d_head // ROWS) * ROWS
 
 
 def max_partials(limits: StepLimits) -> int:
