@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kukri.interp.listening import PointHook
     from kukri.interp.session import FwdHooks, NamesFilter, ReturnType, Session
     from kukri.interp.weights import Weights
+    from kukri.stages.sources import StagePlacer
 
     Interventions = Sequence[Intervention | Mapping[str, Any]]
 
@@ -62,9 +63,9 @@ class LLM:
     in `prefix_dir`, up to `prefix_bytes` (4 GiB), and read back by later processes whose prompts begin alike.
     `control_vectors`, `probes` and `saes` are files by names of their own, which interventions speak of:
     GGUF, .safetensors, and directories of SAELens. `stages` cuts the model by layers: into so many processes
-    on this machine, or into those of `kukri stage` that listen at addresses "host:port" and this one;
-    `devices` into a process for each device. `progress(done, total)`, in bytes of weights, is called while
-    these are loaded.
+    on this machine, into those of `kukri stage` that listen at addresses "host:port" and this one, or into
+    those of `kukri.scale.pipeline.RayStages`; `devices` into a process for each device. `progress(done,
+    total)`, in bytes of weights, is called while these are loaded.
 
     Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
     see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
@@ -100,7 +101,7 @@ class LLM:
         control_vectors: Mapping[str, Any] | None = None,
         probes: Mapping[str, Any] | None = None,
         saes: Mapping[str, Any] | None = None,
-        stages: int | Sequence[str] = 1,
+        stages: int | Sequence[str] | StagePlacer = 1,
         devices: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> None:
@@ -126,7 +127,7 @@ class LLM:
             control_vectors=control_vectors,
             probes=probes,
             saes=saes,
-            stages=stages if isinstance(stages, int) else tuple(stages),
+            stages=tuple(stages) if isinstance(stages, Sequence) else stages,
             devices=tuple(devices),
         )
         loaded = open_model(self.options, progress)

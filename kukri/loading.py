@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from kukri.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from kukri.stages.backend import StagedBackend
+    from kukri.stages.sources import StagePlacer
 
 logger = logging.getLogger("kukri.loading")
 
@@ -69,7 +71,7 @@ class ModelOptions:
     control_vectors: Mapping[str, Any] | None = None
     probes: Mapping[str, Any] | None = None
     saes: Mapping[str, Any] | None = None
-    stages: int | tuple[str, ...] = 1
+    stages: int | tuple[str, ...] | StagePlacer = 1
     devices: tuple[str, ...] = ()
 
 
@@ -143,8 +145,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         raise ConfigError("prefix_bytes (--prefix-size) limits prefix_dir (--prefix-dir): give both")
     if options.devices or not isinstance(options.stages, int):
         # each stage has a processor of its own; on one machine they take turns at its cores
-        n_stages = len(options.devices) if isinstance(options.stages, int) else len(options.stages) + 1
-        engine_config = replace(engine_config, max_in_flight=n_stages)
+        engine_config = replace(engine_config, max_in_flight=_n_stages(options))
     read = read_model(options)
     if not read.config.is_causal:
         if options.draft_model is not None:
@@ -232,12 +233,20 @@ def _check_stages(options: ModelOptions) -> None:
         raise ConfigError("device and devices are both given: devices (--devices) has one for each stage")
 
 
+def _n_stages(options: ModelOptions) -> int:
+    """The stages of a model on devices or elsewhere."""
+    if isinstance(options.stages, int):
+        return len(options.devices)
+    return len(options.stages) + 1 if isinstance(options.stages, tuple) else options.stages.n_stages
+
+
 def _staged(options: ModelOptions, read: ReadModel, config: EngineConfig, local: Backend) -> StagedBackend:
     """The backend of a model that is cut into stages, the last of them on `local`. Raises KukriError."""
     from kukri.kernels.cpu.read_speed import measure_read_speed
     from kukri.stages.backend import StagedBackend
     from kukri.stages.cut import StageRoom
     from kukri.stages.pipeline import SPEED_TEST, open_pipeline
+    from kukri.stages.sources import stage_source
 
     kv_type, layout = cache_type(config, local), read.model.cache_layout
     page_bytes = [local.page_bytes([layer], kv_type) for layer in layout]
@@ -245,13 +254,18 @@ def _staged(options: ModelOptions, read: ReadModel, config: EngineConfig, local:
     n_pages = -(-n_context // local.page_tokens)
     if options.kv_bytes is not None:
         n_pages = options.kv_bytes // max(sum(page_bytes), 1)
-    pipeline = open_pipeline(options.stages, len(options.devices), read.config.n_layers)
+    n_bytes = sum(parameter.n_bytes for parameter in read.model.parameters) + n_pages * sum(page_bytes)
+    n_devices, n_layers = len(options.devices), read.config.n_layers
+    source = stage_source(options.stages, n_devices, n_layers, n_bytes, options.n_threads)
+    pipeline = open_pipeline(source)
     try:
         n_own = len(pipeline) + 1  # stages of this machine
-        if pipeline.is_remote:
+        if source.is_remote:
             rooms = [
                 *pipeline.rooms,
-                StageRoom(local.free_bytes(), measure_read_speed(config.n_threads, *SPEED_TEST), "here"),
+                StageRoom(
+                    local.free_bytes(), measure_read_speed(config.n_threads, *SPEED_TEST), platform.node()
+                ),
             ]
             devices: list[str | None] = [options.device] * len(pipeline)
         else:
@@ -259,8 +273,8 @@ def _staged(options: ModelOptions, read: ReadModel, config: EngineConfig, local:
             backends = [make_backend(config.backend, device=name or None) for name in names]
             rooms = [StageRoom(b.free_bytes(), memory=name) for b, name in zip(backends, names)]
             devices = [name or None for name in names[:-1]]
-        model = options.model if pipeline.is_remote else str(read.path)
-        opened = {"model": model, "n_threads": None if pipeline.is_remote else config.n_threads}
+        model = options.model if source.is_remote else str(read.path)
+        opened = {"model": model, "n_threads": None if source.is_remote else config.n_threads}
         opened |= {name: getattr(options, name) for name in _STAGE_OPTIONS}
         identity = weights_identity(read.path, read.config, None)
         openings = [{"options": {**opened, "device": device}, "identity": identity} for device in devices]
@@ -268,6 +282,7 @@ def _staged(options: ModelOptions, read: ReadModel, config: EngineConfig, local:
         return StagedBackend(local, read.model, pipeline, openings, cache_bytes, rooms)
     except BaseException:
         pipeline.close()
+        source.close()
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import socket
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,7 @@ def serve_stage(listener: socket.socket, token: bytes, own: StageOptions, *, onc
 def _serve(engine: Connection, listener: socket.socket, token: bytes, own: StageOptions) -> None:
     """Serves an engine until the connection ends, which raises StageError."""
     facts = {"code": code_digest().hex(), "free_bytes": available_bytes(), "speed": own.speed}
+    facts["machine"] = platform.node()
     engine.send(Kind.FACTS, to_text(facts))
     opened = from_text(engine.expect(Kind.OPEN))
     neighbours = _Neighbours(engine, opened, listener, token)

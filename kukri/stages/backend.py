@@ -134,6 +134,7 @@ class StagedBackend:
     def close(self) -> None:
         """Ends the stages, and the threads of this one."""
         self.pipeline.close()
+        self.pipeline.source.close()
         close = getattr(self.local, "close", None)
         if close is not None:
             close()

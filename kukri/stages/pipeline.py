@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic, sleep
@@ -17,7 +16,8 @@ from kukri.model_identity import code_digest
 from kukri.stages.connection import Connection, Inbox, connect
 from kukri.stages.cut import StageRoom
 from kukri.stages.messages import Kind, from_text, rows_from_bytes, step_bounds, to_text
-from kukri.stages.processes import MIN_TOKEN, TOKEN_VARIABLE, Address, StageProcess
+from kukri.stages.processes import Address
+from kukri.stages.sources import StageSource
 
 logger = logging.getLogger("kukri.stages")
 
@@ -36,47 +36,26 @@ class Opening:
     n_pages: int
 
 
-def open_pipeline(stages: int | Sequence[str], n_devices: int, n_layers: int) -> Pipeline:
-    """The stages before the last: of so many in all, or of devices, or those that listen at addresses.
-
-    Raises ConfigError on anything that makes no pipeline, or if a stage cannot be had.
-    """
-    addresses: list[Address] = []
-    if not isinstance(stages, int):
-        try:
-            addresses = [Address.parse(text) for text in stages]
-        except ValueError as error:
-            raise ConfigError(f"a stage is given as HOST:PORT, not {str(error)!r}") from None
-    elif n_devices and stages not in (1, n_devices):
-        raise ConfigError(f"{stages} stages on {n_devices} devices: leave stages (--stages) out")
-    n_stages = (
-        len(addresses) + 1 if addresses else max(int(stages) if isinstance(stages, int) else 1, n_devices)
-    )
-    if not 2 <= n_stages <= n_layers:
-        raise ConfigError(f"this model can be cut into 2 to {n_layers} stages, not {n_stages}")
-    if addresses and n_devices:
-        raise ConfigError("stages at addresses have devices of their own: leave devices (--devices) out")
-    token = os.environ.get(TOKEN_VARIABLE, "").encode()
-    if addresses and len(token) < MIN_TOKEN:
-        raise ConfigError(
-            f"set {TOKEN_VARIABLE} here and for each stage: {MIN_TOKEN} random characters or more"
-        )
+def open_pipeline(source: StageSource) -> Pipeline:
+    """Stages, connected. Raises ConfigError if one cannot be had."""
     try:
-        return Pipeline(addresses, token, n_stages - 1)
+        return Pipeline(source)
     except StageError as error:
         raise ConfigError(str(error)) from None
 
 
 class Pipeline:
-    """The stages before the last, in order: at `addresses`, or `n_processes` on this machine.
+    """The stages before the last, in order.
 
     After a StageError it has no connections; the next call of `broadcast` begins anew, with empty caches.
+
+    Attributes: source; rooms, of each stage.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: bytes, n_processes: int) -> None:
+    def __init__(self, source: StageSource) -> None:
         """Connects. Raises StageError, ConfigError on a stage of another version."""
-        self._remote, self._token, self._n_processes = tuple(addresses), token, n_processes
-        self._processes: list[StageProcess] = []
+        self.source = source
+        self._found: list[tuple[Address, bytes]] = []
         self._stages: list[Connection] = []
         self._inbox: Inbox | None = None
         self._opening: Opening | None = None
@@ -85,17 +64,7 @@ class Pipeline:
 
     def __len__(self) -> int:
         """The number of stages."""
-        return len(self._remote) or self._n_processes
-
-    @property
-    def is_remote(self) -> bool:
-        """True if its stages may be on other machines."""
-        return bool(self._remote)
-
-    @property
-    def pids(self) -> list[int]:
-        """The numbers of the processes on this machine."""
-        return [process.pid for process in self._processes]
+        return len(self.source)
 
     def open(self, opening: Opening) -> None:
         """Has the stages load their layers; `wait` waits for that."""
@@ -152,46 +121,40 @@ class Pipeline:
             raise loss
 
     def close(self) -> None:
-        """Ends the connections, and with them the processes."""
+        """Ends the connections."""
         self._inbox = None
         for stage in self._stages:
             stage.close()
-        for process in self._processes:
-            process.end()
-        self._stages, self._processes = [], []
+        self._stages = []
+        self.source.end()
 
     def _connect(self) -> list[StageRoom]:
         """Connects to all stages; the room that each has."""
         try:
-            if not self._remote:
-                self._processes = [StageProcess() for _ in range(self._n_processes)]
-            tokens = [process.token for process in self._processes] or [self._token] * len(self._remote)
+            self._found = self.source.start()
             rooms = []
-            for i, (address, token) in enumerate(zip(self._addresses(), tokens)):
+            for i, (address, token) in enumerate(self._found):
                 name = f"stage {i + 1} of {len(self) + 1}"
                 stage = connect(address.host, address.port, token, "engine", name, _CONNECT_S)
                 self._stages.append(stage)
                 facts = from_text(stage.expect(Kind.FACTS))
                 if facts.get("code") != code_digest().hex():
                     raise ConfigError(f"{name} runs another version of kukri: install the same")
-                rooms.append(StageRoom(int(facts["free_bytes"]), float(facts["speed"]), memory=name))
+                rooms.append(
+                    StageRoom(int(facts["free_bytes"]), float(facts["speed"]), str(facts["machine"]))
+                )
         except BaseException:
             self.close()
             raise
         return rooms
 
-    def _addresses(self) -> list[Address]:
-        return [process.address for process in self._processes] or list(self._remote)
-
     def _send_opening(self, opening: Opening) -> None:
-        addresses = self._addresses()
-        tokens = [process.token.decode() for process in self._processes]
         for i, (stage, part) in enumerate(zip(self._stages, opening.parts, strict=True)):
             following: dict[str, Any] | None = None
-            if i + 1 < len(addresses):
-                address = addresses[i + 1]
+            if i + 1 < len(self._found):
+                address, token = self._found[i + 1]
                 following = {"host": address.host, "port": address.port}
-                following["token"] = tokens[i + 1] if tokens else None  # else it has its own
+                following["token"] = None if self.source.is_remote else token.decode()  # None: it has its own
             stage.send(Kind.OPEN, to_text({**part, "next": following, "has_previous": i > 0}))
 
     def _wait(self) -> list[dict[str, Any]]:
@@ -208,7 +171,7 @@ class Pipeline:
         if self._opening is None:
             raise StageError("the stages are closed")
         logger.warning("a stage was lost: the stages are started again")
-        give_up_s = monotonic() + (_RETURN_S if self._remote else 0.0)
+        give_up_s = monotonic() + (_RETURN_S if self.source.is_remote else 0.0)
         while True:
             try:
                 self._connect()

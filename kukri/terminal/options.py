@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kukri.errors import ConfigError
+from kukri.errors import ConfigError, UnsupportedError
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -187,9 +187,9 @@ class ModelOptions:
         "How to compute there; torch is PyTorch without Triton. [default: by the device]"
     )
     stages: str | None = option(
-        "Cut the model into so many processes, or HOST:PORT,… of kukri stage and this process.",
+        "Cut the model into so many processes, HOST:PORT,… of kukri stage and this one, or ray:N.",
         metavar="N",
-        convert=lambda text: int(text) if text.isdecimal() else tuple(text.split(",")),
+        convert=lambda text: _stages(text),
     )
     devices: str | None = option(
         "Cut the model over devices, a process each: cuda:0,cuda:1.",
@@ -235,6 +235,20 @@ class LoadOptions(ModelOptions):
         metavar="SIZE",
         parser=lambda text: size_bytes(text, "--prefix-size"),
     )
+
+
+def _stages(text: str) -> Any:
+    """The stages of `LLM` that a text names. Raises UnsupportedError without Ray for ray:N."""
+    kind, _, number = text.partition(":")
+    if kind == "ray" and number.isdecimal():
+        try:
+            from kukri.scale.pipeline import RayStages
+        except ImportError as error:
+            raise UnsupportedError(
+                f"--stages {text} needs the package {error.name}: install it with pip install 'kukri[ray]'"
+            ) from None
+        return RayStages(int(number))
+    return int(text) if text.isdecimal() else tuple(text.split(","))
 
 
 def _named_file(text: str) -> tuple[str, str]:

@@ -122,13 +122,13 @@ def test_devices_of_pytorch(tiny_path: Path) -> None:
 def test_a_stage_that_dies_is_started_again(tiny_path: Path, expected: list[str]) -> None:
     """Catches requests that lose or repeat tokens, prefixes that only the living stages still have."""
     with LLM(tiny_path, stages=2, **OPTIONS) as llm:
-        (before,) = pipeline_of(llm).pids
+        (before,) = pipeline_of(llm).source.pids
         assert answers(llm) == expected
         stream = llm.stream("tell me", max_tokens=40, temperature=0.9, seed=2, ignore_eos=True)
         texts = [next(stream).text for _ in range(5)]
         os.kill(before, signal.SIGKILL)
         texts += [chunk.text for chunk in stream]
-        assert pipeline_of(llm).pids != [before]
+        assert pipeline_of(llm).source.pids != [before]
         assert answers(llm) == expected
         again = llm.generate("tell me", max_tokens=40, temperature=0.9, seed=2, ignore_eos=True)
         assert "".join(texts) == again.text
@@ -140,7 +140,7 @@ def test_a_stage_that_dies_for_good_ends_its_requests(
     """Catches an engine that tries for ever, or that is of no use once the stage is back."""
     with LLM(tiny_path, stages=2, **OPTIONS) as llm:
         pipeline = pipeline_of(llm)
-        os.kill(pipeline.pids[0], signal.SIGKILL)
+        os.kill(pipeline.source.pids[0], signal.SIGKILL)
         with monkeypatch.context() as patched:
             patched.setattr(type(pipeline), "_connect", _refuse)
             with pytest.raises(StageError, match="cannot be started again: no more"):

@@ -1,5 +1,6 @@
 """Options of the command line: dataclasses as options of commands, and the model as an argument or -m."""
 
+import sys
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from kukri import LLM, SamplingParams
 from kukri.bench.load import LoadOptions as LoadSettings
 from kukri.cli import app
-from kukri.errors import ConfigError
+from kukri.errors import ConfigError, UnsupportedError
 from kukri.terminal.options import (
     LoadOptions,
     LoadTestOptions,
@@ -116,6 +117,16 @@ def test_adapters_are_given_by_name():
     ):
         with pytest.raises(ConfigError, match=words):
             given(LoadOptions(adapters=values))
+
+
+def test_stages_are_given_in_three_ways(monkeypatch):
+    """Catches addresses taken for a number, and Ray's stages that fail with an ImportError."""
+    assert given(LoadOptions(stages="2")) == {"stages": 2}
+    assert given(LoadOptions(stages="a:1,b:2")) == {"stages": ("a:1", "b:2")}
+    assert given(LoadOptions(stages="ray:7310,b:2")) == {"stages": ("ray:7310", "b:2")}
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UnsupportedError, match=r"kukri\[ray\]"):
+        given(LoadOptions(stages="ray:2"))
 
 
 def test_fields_have_the_names_of_what_they_are_passed_to():

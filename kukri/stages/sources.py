@@ -1,0 +1,148 @@
+"""Where the stages before the last come from: processes of this machine, addresses, or who places them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from kukri.errors import ConfigError, StageError
+from kukri.stages.processes import MIN_TOKEN, TOKEN_VARIABLE, Address, StageProcess
+
+
+class StageSource(Protocol):
+    """Stages before the last one, which listen for the engine."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True if they may be on other machines."""
+
+    def __len__(self) -> int:
+        """Their number."""
+
+    def start(self) -> list[tuple[Address, bytes]]:
+        """The address and the token of each, once it listens; those that were lost are started again.
+
+        Raises StageError if one cannot be had.
+        """
+
+    def end(self) -> None:
+        """Called when the engine has hung up: ends those that serve nobody else."""
+
+    def close(self) -> None:
+        """Ends them for good."""
+
+
+class StagePlacer(Protocol):
+    """Starts stages somewhere: of `ModelOptions.stages`. Attributes: n_stages, the last one counted."""
+
+    n_stages: int
+
+    def place(self, n_bytes: int, n_threads: int | None) -> StageSource:
+        """Stages before the last one, with room for so many bytes each. Raises ConfigError if there is none.
+
+        `n_threads` are those of each; None leaves them to who places.
+        """
+
+
+class OwnProcesses:
+    """Stages in processes of this machine, which live as long as their connection."""
+
+    is_remote = False
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._processes: list[StageProcess] = []
+
+    def __len__(self) -> int:
+        """See StageSource."""
+        return self._n
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the processes."""
+        return [process.pid for process in self._processes]
+
+    def start(self) -> list[tuple[Address, bytes]]:
+        """See StageSource.start."""
+        try:
+            self._processes = [StageProcess() for _ in range(self._n)]
+            return [(process.address, process.token) for process in self._processes]
+        except StageError:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """See StageSource.end."""
+        for process in self._processes:
+            process.end()
+        self._processes = []
+
+    close = end
+
+
+class StagesAt:
+    """Stages that somebody else starts, and starts again, at addresses that stay."""
+
+    is_remote = True
+
+    def __init__(self, addresses: list[Address], token: bytes) -> None:
+        self._found = [(address, token) for address in addresses]
+
+    def __len__(self) -> int:
+        """See StageSource."""
+        return len(self._found)
+
+    def start(self) -> list[tuple[Address, bytes]]:
+        """See StageSource.start."""
+        return self._found
+
+    def end(self) -> None:
+        """See StageSource.end: they wait for the next engine."""
+
+    close = end
+
+
+def stage_source(
+    stages: int | Sequence[str] | StagePlacer,
+    n_devices: int,
+    n_layers: int,
+    n_bytes: int,
+    n_threads: int | None,
+) -> StageSource:
+    """The stages before the last: of so many in all, or of devices, at addresses, or placed by somebody.
+
+    `n_bytes` are those of the weights, and of the keys and values of a context; `n_threads` those asked for,
+    of each stage. Raises ConfigError on anything that makes no pipeline.
+    """
+    addresses: list[Address] = []
+    if isinstance(stages, int):
+        if n_devices and stages not in (1, n_devices):
+            raise ConfigError(f"{stages} stages on {n_devices} devices: leave stages (--stages) out")
+        n_stages = max(stages, n_devices)
+    elif isinstance(stages, Sequence):
+        addresses = _addresses(stages)
+        n_stages = len(addresses) + 1
+    else:
+        n_stages = stages.n_stages
+    if not 2 <= n_stages <= n_layers:
+        raise ConfigError(f"this model can be cut into 2 to {n_layers} stages, not {n_stages}")
+    if isinstance(stages, int):
+        return OwnProcesses(n_stages - 1)
+    if n_devices:
+        raise ConfigError("stages elsewhere have devices of their own: leave devices (--devices) out")
+    if not isinstance(stages, Sequence):
+        return stages.place(n_bytes // n_stages, n_threads)
+    token = os.environ.get(TOKEN_VARIABLE, "").encode()
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"set {TOKEN_VARIABLE} here and for each stage: {MIN_TOKEN} random characters or more"
+        )
+    return StagesAt(addresses, token)
+
+
+def _addresses(texts: Sequence[str]) -> list[Address]:
+    try:
+        return [Address.parse(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError(f"a stage is given as HOST:PORT, not {str(error)!r}") from None
