@@ -305,13 +305,19 @@ class LLM:
         return vectors[0] if isinstance(texts, str) else vectors
 
     def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, truncate: bool = False
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        truncate: bool = False,
+        adapter: str | None = None,
     ) -> list[Ranked]:
         """The documents by how well they answer the query, the best first, `top_n` of them.
 
         A cross-encoder (`...ForSequenceClassification` with one label) reads query and document together, and
         its score is what sentence-transformers gives; of other models it is the cosine of their embeddings.
-        `truncate` is that of `embed`.
+        `truncate` and `adapter` are those of `embed`.
         """
         if isinstance(documents, str) or not isinstance(query, str):
             raise RequestError("query must be a text and documents a list of texts", param="documents")
@@ -321,11 +327,14 @@ class LLM:
         encoder.check_ranks()
         if encoder.is_cross_encoder:
             pairs = encoder.encode_pairs(query, documents, truncate=truncate)
-            scores = encoder.scores(self.calls.compute(encoder.pair_requests(self.calls.engine, pairs.ids)))
+            requests = encoder.pair_requests(self.calls.engine, pairs.ids, adapter=adapter)
+            scores = encoder.scores(self.calls.compute(requests))
         else:
             for_query, for_document = encoder.rank_prompts()
-            asked = self.embed(query, normalize=True, prompt_name=for_query, truncate=truncate)
-            found = self.embed(documents, normalize=True, prompt_name=for_document, truncate=truncate)
+            asked, found = (
+                self.embed(texts, normalize=True, prompt_name=name, truncate=truncate, adapter=adapter)
+                for texts, name in ((query, for_query), (documents, for_document))
+            )
             scores = [float(vector @ asked) for vector in found]
         return ranked(documents, scores, top_n)
 
@@ -362,6 +371,7 @@ class LLM:
         stop_at_layer: int | None = None,
         fwd_hooks: FwdHooks = (),
         return_type: ReturnType = "logits",
+        adapter: str | None = None,
     ) -> tuple[FloatArray | None, ActivationCache]:
         """(logits [batch, pos, V], the activations of each name), with TransformerLens' names and shapes.
 
@@ -370,9 +380,11 @@ class LLM:
         None is all. With `stop_at_layer` nothing from that layer on is computed, and the stream before it
         [batch, pos, D] takes the logits' place. `return_type` "loss" gives the mean loss in nats, None
         nothing, and then what comes after the last name is not computed. `fwd_hooks` are those of
-        `run_with_hooks`.
+        `run_with_hooks`. `adapter` is the name of a loaded adapter: the activations, and what is computed of
+        them, are those of the model with it.
         """
-        return self.interp.run_with_cache(prompt, names, stop_at_layer, fwd_hooks, return_type)
+        session = self._session(adapter)
+        return session.run_with_cache(prompt, names, stop_at_layer, fwd_hooks, return_type)
 
     def run_with_hooks(
         self,
@@ -381,6 +393,7 @@ class LLM:
         fwd_hooks: FwdHooks = (),
         return_type: ReturnType = "logits",
         stop_at_layer: int | None = None,
+        adapter: str | None = None,
     ) -> FloatArray | None:
         """The logits [batch, pos, V] of a run that hooks read and edit: see `run_with_cache`.
 
@@ -388,7 +401,7 @@ class LLM:
         batch [batch, pos, ...] in TransformerLens' shape; it edits the array in place or returns another.
         Raises HookError on a name that does not exist, or that can only be read.
         """
-        return self.interp.run_with_hooks(prompt, fwd_hooks, return_type, stop_at_layer)
+        return self._session(adapter).run_with_hooks(prompt, fwd_hooks, return_type, stop_at_layer)
 
     @overload
     def generate_with_hooks(
@@ -466,6 +479,10 @@ class LLM:
         catalog = Catalog(self.config, options.control_vectors, options.probes, options.saes)
         kv_type: KVType | None = "f32" if options.kv_type == "f32" else None
         return Session(self.model, self._backend, encode, alone, catalog, kv_type)
+
+    def _session(self, adapter: str | None) -> Session:
+        """The session about the model, with an adapter of this name or without."""
+        return self.interp if adapter is None else self.interp.adapted(self.engine.adapters.get(adapter))
 
     def intervene(self, interventions: Interventions) -> Intervene | None:
         """What makes the new requests for a prompt do what interventions say; None if there are none."""

@@ -306,6 +306,69 @@ def test_drafts_and_hooks_with_an_adapter(llm: LLM, llama: tuple[Path, Any]) -> 
     np.testing.assert_array_equal(cache[name][0, : len(IDS)], seen["one"])
 
 
+def test_activations_with_an_adapter(llm: LLM, llama: tuple[Path, Any]) -> None:
+    """Activations of the model alone, or results of heads by the matrix that the adapter changes."""
+    updates = random_updates(llama[1], rank=4, seed=1)
+    merged_model = merged(llama[1], updates, 4.0)
+    logits, cache = llm.run_with_cache(IDS, adapter="one")
+    assert logits is not None
+    close(logits[0], theirs(merged_model, IDS), 2e-2)
+    seen: list[np.ndarray] = []
+    hooks = [("blocks.2.attn.hook_z", lambda x, hook: seen.append(x.copy()))]
+    again = llm.run_with_hooks(IDS, fwd_hooks=hooks, adapter="one")
+    np.testing.assert_array_equal(again, logits)
+    np.testing.assert_array_equal(seen[0], cache["blocks.2.attn.hook_z"])
+    plain, plain_cache = llm.run_with_cache(IDS)
+    close(plain[0], theirs(llama[1], IDS), 2e-2)
+    _, by_heads = llm.run_with_cache(
+        IDS, names=["blocks.2.attn.hook_result", "blocks.2.hook_attn_out"], adapter="one"
+    )
+    results = by_heads["blocks.2.attn.hook_result"].sum(axis=2)
+    close(results, by_heads["blocks.2.hook_attn_out"], 1e-2)
+    assert np.abs(results - plain_cache["blocks.2.hook_attn_out"]).max() > 0.01, "the premise"
+    _, generated = llm.generate_with_hooks(
+        IDS, GREEDY, names=["blocks.2.attn.hook_result", "blocks.2.hook_attn_out"], adapter="one"
+    )
+    close(generated["blocks.2.attn.hook_result"].sum(axis=2), generated["blocks.2.hook_attn_out"], 1e-2)
+    with pytest.raises(RequestError, match="no adapter 'nothing'"):
+        llm.run_with_cache(IDS, adapter="nothing")
+
+
+def test_vectors_and_ranks_with_an_adapter(llm: LLM) -> None:
+    """An adapter that is taken and not used, or whose vectors are compared with those of the model alone."""
+    documents = ["one text", "another, longer text", "a third"]
+    asked = llm.embed("a query", adapter="one")
+    found = llm.embed(documents, adapter="one")
+    assert np.abs(asked - llm.embed("a query")).max() > 1e-3
+    ranked = llm.rerank("a query", documents, adapter="one")
+    assert [one.score for one in ranked] == sorted((float(v @ asked) for v in found), reverse=True)
+    assert [one.score for one in ranked] != [one.score for one in llm.rerank("a query", documents)]
+
+
+def test_a_cross_encoder_with_an_adapter(tmp_path: Path) -> None:
+    """Names of an encoder's matrices behind PEFT's prefix, and scores of the model alone."""
+    from tiny_encoders import save
+
+    hf = save(tmp_path / "model", "bert", "ForSequenceClassification", num_labels=1)
+    updates = random_updates(hf, ("query", "value", "dense"), rank=4)
+    updates = {name: update for name, update in updates.items() if "pooler" not in name}
+    paths = {"a": write_peft(tmp_path / "a", updates, task_type="SEQ_CLS")}
+    changed = merged(hf, updates, 2.0)
+    documents = ["the mat", "cats", "a cat sat on a mat, sitting"]
+    with LLM(tmp_path / "model", adapters=paths, n_threads=1) as llm:
+        wanted = []
+        for document in documents:
+            ids = llm.text_encoder.encode_pairs("cat?", [document]).ids[0]
+            types = torch.tensor(llm.text_encoder.token_types(ids))[None].long()
+            with torch.no_grad():
+                outputs = changed(torch.tensor([ids]), token_type_ids=types)
+            wanted.append(float(torch.sigmoid(outputs.logits[0, 0])))
+        scores = {one.index: one.score for one in llm.rerank("cat?", documents, adapter="a")}
+        plain = {one.index: one.score for one in llm.rerank("cat?", documents)}
+    np.testing.assert_allclose([scores[i] for i in range(3)], wanted, atol=5e-3)
+    assert max(abs(scores[i] - plain[i]) for i in range(3)) > 0.02, "the premise"
+
+
 def test_on_the_command_line(llm: LLM, llama: tuple[Path, Any], adapters: dict[str, Path]) -> None:
     """An option that is taken and not used; the second adapter in place of the first."""
     command = ["run", str(llama[0]), "Hello", "--raw", "-n", "8", "-t", "0", "--ignore-eos", "--json"]
@@ -480,7 +543,7 @@ def broken(path: Path, case: str, updates: Updates) -> Path:
         "embedding": "no updates of embeddings",
         "embedding-as-linear": "no updates of embeddings",
         "magnitude": "no DoRA",
-        "experts": "no updates of experts",
+        "experts": r"no linear layer .model\.layers\.0\.mlp\.experts\.0\.up_proj",
         "unknown": "neither lora_A nor lora_B",
     }.items(),
 )

@@ -2,14 +2,16 @@
 
 PEFT: adapter_config.json and adapter_model.safetensors, with `….q_proj.lora_A.weight` (rank, in) and
 `….lora_B.weight` (out, rank). GGUF: `blk.0.attn_q.weight.lora_a` and `….lora_b`, q and k in the order of rows
-of the model's own GGUF files. Whatever would change the result in another way is refused by its name.
+of the model's own GGUF files. Experts have updates of their own, `….experts.3.gate_proj.lora_A.weight`, in
+GGUF those of a layer in one tensor, (experts, rank, in) and (experts, out, rank). Whatever would change the
+result in another way is refused by its name.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import LowRank, Weight
 from kukri.models import ARCHITECTURES, Adapter, Model, linear_matrices
 from kukri.models.rope import rope_row_order
+from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType
 
@@ -78,7 +81,7 @@ def read_adapter(path: Path, model: Model) -> Adapter:
     """The adapter at a path, checked against the model that it is for.
 
     Raises FormatError for files that are broken or of another model, UnsupportedError for what kukri does not
-    apply: DoRA, saved modules, biases, embeddings, experts.
+    apply: DoRA, saved modules, biases, embeddings.
     """
     if not path.exists():
         raise FormatError("there is no such adapter", path=path)
@@ -199,7 +202,7 @@ def _read_gguf(path: Path, model: Model) -> Adapter:
             if match is None:
                 raise FormatError("is neither lora_a nor lora_b of a matrix", path=path, tensor=name)
             matrix = _matrix_name(match["tensor"], model, path, name)
-            if matrix not in matrices:
+            if expert_name(matrix, 0) not in matrices:
                 raise _no_matrix(matrix.removesuffix(".weight"), matrices, path, name)
             if tensor.type.name not in BLOCKS:
                 known = ", ".join(BLOCKS)
@@ -209,7 +212,9 @@ def _read_gguf(path: Path, model: Model) -> Adapter:
             data, kind = file.data(name).copy(), tensor.type
             if kind.name not in _FLOATS:
                 data, kind = dequantize(data, kind).view(np.uint8), QUANT_TYPES["F32"]
-            parts.setdefault(matrix, {})[match["part"]] = _Part(data, kind, tensor.shape, name)
+            part = _Part(data, kind, tensor.shape, name)
+            for one, of_one in _apart(matrix, part, model, path):
+                parts.setdefault(one, {})[match["part"]] = of_one
         order_of = _row_orders(model, is_gguf=True)
         updates = {}
         for matrix, both in parts.items():
@@ -244,6 +249,19 @@ def _matrix_name(stored: str, model: Model, path: Path, tensor: str) -> str:
         return hf_name(stored, model.config.architecture)
     except UnsupportedError:
         raise FormatError("names no tensor of the model", path=path, tensor=tensor) from None
+
+
+def _apart(matrix: str, part: _Part, model: Model, path: Path) -> Iterator[tuple[str, _Part]]:
+    """The matrices that A or B is for: of experts, which it is stacked for, each with its own."""
+    if expert_name(matrix, 0) == matrix:
+        yield matrix, part
+        return
+    assert model.config.mixture is not None, "it has matrices of experts"
+    n = model.config.mixture.n_experts
+    if len(part.shape) != 3 or part.shape[0] != n:
+        raise _wrong_shape(part, f"that of {n} experts, each two-dimensional", path)
+    for i, rows in enumerate(part.data.reshape(n, -1)):
+        yield expert_name(matrix, i), part._replace(data=rows, shape=part.shape[1:])
 
 
 # --- both
@@ -300,8 +318,6 @@ def _refuse_kind(name: str, path: Path) -> None:
 
 def _no_matrix(module: str, matrices: Iterable[str], path: Path, tensor: str) -> Exception:
     """The error of an update of a module that is no linear layer of the model."""
-    if ".experts" in module:
-        return UnsupportedError(f"{path}: tensor {tensor!r}: kukri applies no updates of experts")
     if module.rpartition(".")[2] in ("embed_tokens", "word_embeddings", "wte"):
         return UnsupportedError(f"{path}: tensor {tensor!r}: kukri applies no updates of embeddings")
     parts = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in matrices)

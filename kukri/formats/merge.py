@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
-from kukri.errors import FormatError
+from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.convert import Conversion, Step
 from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.huggingface.safetensors import (
@@ -27,6 +27,7 @@ from kukri.kernels.constants import LowRank
 from kukri.kernels.cpu.quantize import requantize
 from kukri.models import ARCHITECTURES, Adapter
 from kukri.models.rope import rope_row_order
+from kukri.models.weights import of_experts
 from kukri.quant.blocks import ByteArray, FloatArray, dequantize
 from kukri.quant.types import QUANT_TYPES
 
@@ -36,17 +37,23 @@ _F32 = QUANT_TYPES["F32"]
 def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
     """The conversion of the merged model; tensors that the adapter changes keep their types."""
     config = conversion.config
-    updates = {gguf_name(name, config.architecture): (name, u) for name, u in adapter.updates.items()}
+    updates: dict[str, list[tuple[str, int, LowRank]]] = {}  # by GGUF's name: with the number of the expert
+    for name, update in adapter.updates.items():
+        whole, expert = of_experts(name)
+        updates.setdefault(gguf_name(whole, config.architecture), []).append((name, expert, update))
     in_pairs = ARCHITECTURES[config.architecture].interleaved_rope
 
     def merged(step: Step) -> Step:
         if step.name not in updates:
             return step
-        name, update = updates[step.name]
-        order = rope_row_order(name, step.shape[0], config) if in_pairs else None
 
         def read() -> ByteArray:
-            return _sum(dequantize(step.read(), step.source), update, order).view(np.uint8)
+            n_out = step.shape[-2]
+            rows = np.array(dequantize(step.read(), step.source))
+            for name, expert, update in updates[step.name]:
+                order = rope_row_order(name, n_out, config) if in_pairs else None
+                _add(rows[expert * n_out : (expert + 1) * n_out], update, order)
+            return rows.view(np.uint8)
 
         return replace(step, source=_F32, read=read)
 
@@ -60,7 +67,8 @@ def write_merged_directory(
 ) -> None:
     """Writes a safetensors directory with the adapter merged, its other files copied; complete or not at all.
 
-    Tensors keep their names and types. `on_tensor` is called before each that changes.
+    Tensors keep their names and types. `on_tensor` is called before each that changes. Raises
+    UnsupportedError if the adapter changes a part of a tensor.
     """
     files = open_files(source)
     architecture = ARCHITECTURES[config.architecture]
@@ -77,11 +85,16 @@ def write_merged_directory(
         def make() -> ByteArray:
             on_tensor(name)
             kind = QUANT_TYPES[tensor.dtype]
-            rows = dequantize(file.data(tensor).reshape(tensor.shape[0], -1), kind)
-            return requantize(_sum(rows, update, order).view(np.uint8), _F32, kind, tensor=name)
+            rows = np.array(dequantize(file.data(tensor).reshape(tensor.shape[0], -1), kind))
+            _add(rows, update, order)
+            return requantize(rows.view(np.uint8), _F32, kind, tensor=name)
 
         return make
 
+    stored_names = {canonical_name(name, prefix) for name in files}
+    lost = next((name for name in adapter.updates if name not in stored_names), None)
+    if lost is not None:
+        raise UnsupportedError(f"{source} has {lost} within another tensor: merge into a .gguf file")
     tensors = {}
     for name, file in files.items():
         stored = file.tensors[name]
@@ -96,10 +109,8 @@ def write_merged_directory(
         raise FormatError(f"cannot be written: {error.strerror}", path=target) from None
 
 
-def _sum(matrix: FloatArray, update: LowRank, order: npt.NDArray[np.int64] | None) -> FloatArray:
-    """W + scale * B A; row i of B is row `order[i]` of W."""
+def _add(matrix: FloatArray, update: LowRank, order: npt.NDArray[np.int64] | None) -> None:
+    """Adds scale * B A to W, in place; row i of B is row `order[i]` of W."""
     down, up = (dequantize(w.data, w.type).astype(np.float64) for w in (update.down, update.up))
     rows: slice | npt.NDArray[np.int64] = slice(None) if order is None else order
-    made = matrix.astype(np.float32).copy()
-    made[rows] += (update.scale * (up @ down)).astype(np.float32)
-    return made
+    matrix[rows] += (update.scale * (up @ down)).astype(np.float32)

@@ -27,11 +27,12 @@ from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVType
 from kukri.kernels.constants import RopeFrequencies, Weight
 from kukri.kernels.rope_rows import RopeRows
-from kukri.models import Model
+from kukri.models import Adapter, Model
 
 NamesFilter = None | str | Sequence[str] | Callable[[str], bool]
 FwdHooks = Iterable[tuple[Any, PointHook]]
 ReturnType = Literal["logits", "loss"] | None
+_N_ADAPTED = 4  # sessions of adapters that are kept
 _STEP_ROWS = 2048  # texts that are only read share steps of about this many tokens
 
 
@@ -50,18 +51,51 @@ class Session:
         alone: Callable[[], AbstractContextManager[None]],
         catalog: Catalog | None = None,
         kv_type: KVType | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
-        """`kv_type` is that of the keys and values of runs, None for the backend's `exact_kv_type`."""
+        """`kv_type` is that of the keys and values of runs, None for the backend's `exact_kv_type`.
+
+        With an `adapter` the session is about the model as it changes it.
+        """
         kv_type = kv_type or backend.exact_kv_type
-        self.alone, self.trace, self.model = alone, Trace(model), model
+        self.alone, self.model = alone, model
+        self.trace = Trace(model, None if adapter is None else adapter.updates)
         self._matrices: dict[Weight, FloatArray] = {}  # in float32, of tapes
         self._ropes: dict[RopeFrequencies, RopeRows] = {}
         self.values = Values(model.config, self.trace, kv_type, encode, self._adjusted)
         self.config, self.points, self.weights = model.config, self.values.points, self.values.weights
-        self.texts = Texts(model, backend, kv_type)
+        self.texts = Texts(model, backend, kv_type, adapter)
         self.catalog = Catalog(model.config) if catalog is None else catalog
         self.catalog.check(self.values)
         self.added: list[Listening] = []  # by add_hook
+        self._adapted: dict[Adapter, Session] = {}  # those used last
+
+    def adapted(self, adapter: Adapter | None) -> Session:
+        """The session about the model with an adapter; hooks that are added to one are added to both."""
+        if adapter is None:
+            return self
+        made = self._adapted.pop(adapter, None)
+        if made is None:
+            texts = self.texts
+            made = Session(
+                self.model,
+                texts.backend,
+                self.values.encode,
+                self.alone,
+                self.catalog,
+                texts.kv_type,
+                adapter,
+            )
+            made.added = self.added
+        self._adapted[adapter] = made
+        for oldest in [*self._adapted][:-_N_ADAPTED]:
+            self._adapted.pop(oldest, None)
+        return made
+
+    def _values_of(self, request: Request) -> Values:
+        """What the values of a request are computed from: its adapter's weights too."""
+        loaded = request.adapter
+        return self.adapted(None if loaded is None else loaded.adapter).values
 
     def _adjusted(self, logits: FloatArray) -> FloatArray:
         """Logits of the head as the model's code caps or divides them."""
@@ -181,7 +215,7 @@ class Session:
         if len(requests) > 1:
             raise RequestError("hooks are for one answer: leave n and best_of at 1", param="n")
         wanted = [point for point in self.select(names) if names is not None or point.form != "logits"]
-        taps = RequestTaps(self.values, wanted, [*self.added, *self.listen(fwd_hooks)])
+        taps = RequestTaps(self._values_of(requests[0]), wanted, [*self.added, *self.listen(fwd_hooks)])
         requests[0].listen(taps)
         return taps
 
@@ -195,7 +229,8 @@ class Session:
         found = resolve(interventions, self.values, self.catalog, requests[0].n_prompt)
         if len(requests) > 1 and (found.captures or found.readings):
             raise RequestError("captures and readouts are of one answer: leave n and best_of at 1", param="n")
-        made = [InterventionTaps(self.values, found, max_bytes) for _ in requests]
+        values = self._values_of(requests[0])
+        made = [InterventionTaps(values, found, max_bytes) for _ in requests]
         for request, taps in zip(requests, made):
             request.listen(taps)
         return made

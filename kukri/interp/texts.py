@@ -16,9 +16,10 @@ from kukri.errors import ContextLengthError, KukriError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.cache import Cache, KVType, has_states
+from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
-from kukri.models import Model
+from kukri.models import Adapter, Model
 
 _N_KEPT = 6  # compiled programs, each with buffers of its own
 _FIRST_PAGES = 256
@@ -36,8 +37,11 @@ class Piece:
 class Texts:
     """A model on a backend, with a cache for texts that come and go. Not for several threads at a time."""
 
-    def __init__(self, model: Model, backend: Backend, kv_type: KVType) -> None:
+    def __init__(
+        self, model: Model, backend: Backend, kv_type: KVType, adapter: Adapter | None = None
+    ) -> None:
         self.model, self.backend, self.kv_type = model, backend, kv_type
+        self._adapters: AdapterSlots = () if adapter is None else (adapter.updates,)
         self.page_tokens = backend.page_tokens
         self._cache: Cache | None = None
         self._programs: OrderedDict[tuple[frozenset[str], StepLimits], CompiledProgram] = OrderedDict()
@@ -116,6 +120,7 @@ class Texts:
             context_len=np.array(lengths, np.int32),
             page_table=table,
             logit_rows=logit_rows,
+            adapters=np.zeros(len(pieces), np.int32) if self._adapters else None,
         )
         limits = StepLimits(_room(n_rows), _room(len(pieces)), _room(len(logit_rows)), _room(n_pages))
         program = self._program(taps, limits)
@@ -126,7 +131,7 @@ class Texts:
         key = taps, limits
         program = self._programs.pop(key, None)
         if program is None:
-            program = self.backend.compile(self.model, self.cache, limits, taps)
+            program = self.backend.compile(self.model, self.cache, limits, taps, self._adapters)
         self._programs[key] = program
         if len(self._programs) > _N_KEPT:
             self._programs.popitem(last=False)

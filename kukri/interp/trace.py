@@ -6,11 +6,11 @@ weights of `kukri.interp` need no table of architectures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
+from kukri.kernels.constants import Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.op_set import Program
 from kukri.kernels.specs import AttentionSpec, Routing
 from kukri.kernels.taps import tap_name
@@ -31,9 +31,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows `start` to `stop` - 1 of weights side by side: what makes a value. `source` as in `Norm`."""
+    """Rows `start` to `stop` - 1 of weights side by side: what makes a value. `source` as in `Norm`.
+
+    `updates` are an adapter's of each weight; None leaves it as it is.
+    """
 
     weights: tuple[Weight, ...]
+    updates: tuple[LowRank | None, ...]
     bias: Vector | None
     start: int
     stop: int
@@ -69,7 +73,9 @@ class Trace:
     columns of each tap.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, updates: Mapping[str, LowRank] | None = None) -> None:
+        """`updates` are those of an adapter, by the names of weights."""
+        self._updates = updates or {}
         self.taps: list[str] = []
         self.norms: dict[str, Norm] = {}
         self.matrices: dict[str, Matrix] = {}
@@ -126,7 +132,8 @@ class Trace:
     ) -> _Value:
         """A value that knows its weights."""
         width = sum(w.shape[0] for w in weights)
-        matrix = Matrix(tuple(weights), bias, 0, width, x.tap)
+        updates = tuple(self._updates.get(weight.name) for weight in weights)
+        matrix = Matrix(tuple(weights), updates, bias, 0, width, x.tap)
         self.unembedding = matrix  # until another comes
         if tap is not None:
             self.tap(*tap, _Value(width, made_by=matrix))
@@ -155,7 +162,7 @@ class Trace:
         for width in widths:
             made_by = x.made_by
             if isinstance(made_by, Matrix):
-                made_by = Matrix(made_by.weights, made_by.bias, start, start + width, made_by.source)
+                made_by = replace(made_by, start=start, stop=start + width)
             parts.append(_Value(width, made_by=made_by))
             start += width
         return tuple(parts)

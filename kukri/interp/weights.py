@@ -11,7 +11,7 @@ from kukri.config import ModelConfig
 from kukri.errors import KukriError
 from kukri.interp.trace import Matrix, Trace
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Weight
+from kukri.kernels.constants import LowRank, Weight
 from kukri.quant.blocks import dequantize
 
 
@@ -117,12 +117,11 @@ def rows(matrix: Matrix, wanted: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     start = 0
     if wanted is not None:
         assert len(matrix.weights) == 1, "single rows are taken of one weight"
-        weight = matrix.weights[0]
-        return dequantize(weight.data[np.asarray(wanted) + matrix.start], weight.type)
-    for weight in matrix.weights:
+        return _rows(matrix.weights[0], matrix.updates[0], np.asarray(wanted) + matrix.start)
+    for weight, update in zip(matrix.weights, matrix.updates):
         first, stop = max(matrix.start - start, 0), min(matrix.stop - start, weight.shape[0])
         if first < stop:
-            parts.append(dequantize(weight.data[first:stop], weight.type))
+            parts.append(_rows(weight, update, slice(first, stop)))
         start += weight.shape[0]
     return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
 
@@ -132,6 +131,17 @@ def bias(matrix: Matrix) -> FloatArray:
     if matrix.bias is None:
         return np.zeros(matrix.stop - matrix.start, np.float32)
     return matrix.bias.data[matrix.start : matrix.stop].copy()
+
+
+def _rows(weight: Weight, update: LowRank | None, wanted: slice | npt.NDArray[Any]) -> FloatArray:
+    """Some rows of a weight with its update, float32 [n, in]."""
+    found = dequantize(weight.data[wanted], weight.type)
+    if update is None:
+        return found
+    up = dequantize(update.up.data[wanted], update.up.type)
+    made = found.copy()
+    made += update.scale * up @ dequantize(update.down.data, update.down.type)
+    return made
 
 
 def _dequantized(weight: Weight) -> FloatArray:

@@ -186,13 +186,7 @@ class ReferenceOps:
         tap: tuple[str, int | None] | None = None,
     ) -> FloatArray:
         """x [R, in] times each weight [out_i, in] transposed, side by side; bias, updates, tap, residual."""
-        y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
-        start = 0
-        for weight in weights:
-            stop = start + weight.shape[0]
-            # one dot product an output: a matrix product sums in an order that depends on the number of rows
-            np.vecdot(x[:, None], self._matrix(weight), out=y[:, start:stop])
-            start = stop
+        y = self._product(x, weights)
         if bias is not None:
             y += bias.data
         if self.row_adapters is not None:
@@ -200,6 +194,17 @@ class ReferenceOps:
         if tap is not None:
             y = self.tap(*tap, y)
         return y if residual is None else y + residual
+
+    def _product(self, x: FloatArray, weights: Sequence[Weight]) -> FloatArray:
+        """x [R, in] times each weight [out_i, in] transposed, side by side."""
+        y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
+        start = 0
+        for weight in weights:
+            stop = start + weight.shape[0]
+            # one dot product an output: a matrix product sums in an order that depends on the number of rows
+            np.vecdot(x[:, None], self._matrix(weight), out=y[:, start:stop])
+            start = stop
+        return y
 
     def _update(self, y: FloatArray, x: FloatArray, weights: Sequence[Weight], slots: IntArray) -> None:
         """Adds to each row of y what its adapter makes of the row of x."""
@@ -435,16 +440,20 @@ class ReferenceOps:
     def expert_linear(
         self, x: FloatArray, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> FloatArray:
-        """Each row's expert applied to it; zeros where a token has no expert."""
-        numbers = routes.experts.reshape(-1)
-        rows = x if len(x) == len(numbers) else np.repeat(x, routes.experts.shape[1], axis=0)
+        """Each row's expert, and its update, applied to it; zeros where a token has no expert."""
+        numbers, n_used = routes.experts.reshape(-1), routes.experts.shape[1]
+        rows = x if len(x) == len(numbers) else np.repeat(x, n_used, axis=0)
         width = sum(each.shape[1] for each in experts)
         y = np.zeros((len(rows), width), np.float32)
         for expert in np.unique(numbers[numbers >= 0]):
             mine = numbers == expert
-            y[mine] = self.linear(rows[mine], [each.weights[expert] for each in experts])
+            weights = [each.weights[expert] for each in experts]
+            made = self._product(rows[mine], weights)
             if bias is not None:
-                y[mine] += bias.data.reshape(-1, width)[expert]
+                made += bias.data.reshape(-1, width)[expert]
+            if self.row_adapters is not None:
+                self._update(made, rows[mine], weights, np.repeat(self.row_adapters, n_used)[mine])
+            y[mine] = made
         return y
 
     def combine(

@@ -29,7 +29,7 @@ def linear_inputs(program: Program) -> dict[str, str]:
 
 
 def linear_matrices(program: Program) -> dict[str, tuple[int, int]]:
-    """The name and shape (out, in) of each matrix that is multiplied and is no embedding or expert."""
+    """The name and shape (out, in) of each matrix that is multiplied: no embeddings, and of experts each."""
     ops = _TapOps()
     program(ops, None)
     return {name: shape for name, shape in ops.matrices.items() if name not in ops.embeddings}
@@ -133,6 +133,7 @@ class _TapOps:
     ) -> Tensor:
         if x is not None:
             self.inputs |= {each.name: x for each in experts}
+        self.matrices |= {weight.name: weight.shape for each in experts for weight in each.weights}
         return None
 
     def combine(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Experts, Weight
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
 
 def expert_name(name: str, expert: int) -> str:
     """The name of one expert's matrix: `….experts.gate_proj.weight` -> `….experts.3.gate_proj.weight`."""
     return name.replace(".experts.", f".experts.{expert}.")
+
+
+def of_experts(name: str) -> tuple[str, int]:
+    """The inverse of `expert_name`: the name of all experts' matrices, and which one it is; 0 for others."""
+    match = _EXPERT.search(name)
+    return (name, 0) if match is None else (_EXPERT.sub(".experts.", name), int(match[1]))
 
 
 class WeightSource(Protocol):

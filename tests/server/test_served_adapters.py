@@ -121,10 +121,14 @@ def test_every_api_takes_the_name(served: Served) -> None:
             found.append(http.post("/api/generate", json=body).json()["response"])
             vector = http.post("/v1/embeddings", json={"model": model, "input": "Hello"}).json()
             found.append(str(vector["data"][0]["embedding"]))
+            ranking = {"model": model, "query": "Hello", "documents": ["a text", "another"]}
+            ranked = http.post("/v1/rerank", json=ranking).json()
+            assert ranked["model"] == model
+            found.append(str([one["relevance_score"] for one in ranked["results"]]))
         explicit = http.post(
             "/v1/embeddings", json={"model": "base", "input": "Hello", "adapter": "sql"}
         ).json()
-        assert str(explicit["data"][0]["embedding"]) == texts["sql"][-1]
+        assert str(explicit["data"][0]["embedding"]) == texts["sql"][-2]
         assert {"base:latest", "sql:latest"} <= {
             one["name"] for one in http.get("/api/tags").json()["models"]
         }

@@ -128,7 +128,7 @@ RUN_BYTES = 24
 MAX_RUN_ROWS = 8
 
 # An adapter's update of a matrix (int64 each): addresses of A's and B's tiles, and types by UPDATE_TYPES.
-# That of a slot and a matrix is number slot * matrices + matrix.
+# That of a slot and a matrix is number slot * matrices + matrix; a mixture has slots for each expert.
 UPDATE_DOWN = 0  # 0: the adapter leaves the matrix as it is
 UPDATE_UP = 8
 UPDATE_RANK = 16

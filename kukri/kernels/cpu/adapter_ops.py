@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kukri.kernels.cpu.abi import LOGIT_ROWS, RUN_BYTES, RUNS_HEADER_BYTES, UPDATE_TYPES
 from kukri.kernels.cpu.layouts import ROWS
 from kukri.kernels.cpu.memory import address_of
-from kukri.kernels.cpu.ops import Addresses, Buffer, Op, Value, row_count
+from kukri.kernels.cpu.ops import Addresses, Buffer, Op, RouteTable, Value, row_count
 from kukri.kernels.cpu.pack import PackedWeight
 
 
@@ -39,7 +39,8 @@ _NO_UPDATE = (0,) * 6
 class Updates:
     """The updates of one product, whose matrices lie side by side: by slot, one for each matrix or None.
 
-    Attributes: n_parts, of matrices; rank_tiles, of the largest rank; records and parts as in abi.py.
+    Those of a mixture are by slot and expert: number slot * experts + expert. Attributes: n_parts, of
+    matrices; rank_tiles, of the largest rank; records and parts as in abi.py.
     """
 
     def __init__(self, by_slot: Sequence[Sequence[PackedLowRank | None]], n_outs: Sequence[int]) -> None:
@@ -77,6 +78,24 @@ class AdapterRuns(Op):
 
 
 @dataclass(eq=False)
+class ExpertRuns(Op):
+    """The same of a mixture: runs of rows with one adapter and one expert."""
+
+    table: RouteTable
+    y: Buffer
+    kernel = "expert_runs"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return {
+            "batch": at.batch,
+            "n_experts": self.table.routing.n_experts,
+            "n_used": self.table.routing.n_used,
+            "experts": at.of(self.table) + self.table.experts,
+            "runs": at.of(self.y),
+        }
+
+
+@dataclass(eq=False)
 class AdapterDown(Op):
     """scale * (x Aᵀ), the parts side by side."""
 
@@ -87,11 +106,13 @@ class AdapterDown(Op):
     kernel = "adapter_down"
 
     def record(self, at: Addresses) -> dict[str, int]:
+        rows = self.y.rows
         return {
             "runs": at.of(self.runs),
             "updates": at.of_array(self.updates.records),
             "n_parts": self.updates.n_parts,
             "rank_tiles": self.updates.rank_tiles,
+            "repeats": rows.routing.n_used if isinstance(rows, RouteTable) and self.x.rows == "T" else 1,
             "x": at.of(self.x),
             "x_stride": self.x.stride,
             "n_inputs": self.x.width,

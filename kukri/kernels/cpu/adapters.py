@@ -2,7 +2,8 @@
 
 `adapter_runs` finds, once a step, runs of rows with one adapter; rows without one cost nothing. Two kernels
 follow each product: `adapter_down` makes scale * (x Aᵀ), `adapter_up` adds its product with B. Each output is
-summed along the inputs, one after another, whatever the run: no row's bits depend on others.
+summed along the inputs, one after another, whatever the run: no row's bits depend on others. Of a mixture
+`expert_runs` makes each row a run, whose slot is the adapter's and the expert's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kukri.kernels.cpu.abi import (
     ADAPTERS,
     MAX_RUN_ROWS,
     N_RUNS,
+    N_TOKENS,
     PART_BYTES,
     PART_COLUMN,
     PART_N_COLUMNS,
@@ -99,6 +101,26 @@ def adapter_runs(tile, batch, rows, indices, runs):
     return 0
 
 
+def expert_runs(tile, batch, n_experts, n_used, experts, runs):
+    """A run for each of a mixture's rows whose token has an adapter: slot * n_experts + expert."""
+    if tile < 0:
+        return 1
+    starts = load_i64(batch + QUERY_START)
+    slots = load_i64(batch + ADAPTERS)
+    store_i64(runs + N_RUNS, 0)
+    sequence = 0
+    for token in range(load_i64(batch + N_TOKENS)):
+        while token >= load_i32(starts + 4 * sequence + 4):
+            sequence += 1
+        slot = load_i32(slots + 4 * sequence)
+        if slot >= 0:
+            for row in range(token * n_used, (token + 1) * n_used):
+                expert = load_i32(experts + 4 * row)
+                if expert >= 0:
+                    _add_runs(runs, slot * n_experts + expert, row, row + 1)
+    return 0
+
+
 def _make_rows(n: int, load: Any, step: int) -> Callable[..., Any]:
     @device
     def product(w, x, x_stride, n_inputs, out):
@@ -147,8 +169,11 @@ def _product(type, w, tile, n_rows, x, x_stride, n_inputs, out):
         _bf16_product(n_rows, w + tile * n_inputs * (2 * ROWS), x, x_stride, n_inputs, out)
 
 
-def adapter_down(tile, runs, updates, n_parts, rank_tiles, x, x_stride, n_inputs, y, y_stride):
-    """y = scale * (x Aᵀ) of each run; a part of y has `rank_tiles` tiles. A tile is one of A's, for a run."""
+def adapter_down(tile, runs, updates, n_parts, rank_tiles, repeats, x, x_stride, n_inputs, y, y_stride):
+    """y = scale * (x Aᵀ) of each run; a part of y has `rank_tiles` tiles. A tile is one of A's, for a run.
+
+    A row of x is that of `repeats` rows of y, which are then runs of one row each.
+    """
     per_run = n_parts * rank_tiles
     if tile < 0:
         return load_i64(runs + N_RUNS) * per_run
@@ -163,7 +188,7 @@ def adapter_down(tile, runs, updates, n_parts, rank_tiles, x, x_stride, n_inputs
     out = stack_bytes(_OUT_BYTES)
     type = load_i64(update + UPDATE_DOWN_TYPE)
     weights = load_i64(update + UPDATE_DOWN)
-    _product(type, weights, rank_tile, n_rows, x + row * x_stride, x_stride, n_inputs, out)
+    _product(type, weights, rank_tile, n_rows, x + row // repeats * x_stride, x_stride, n_inputs, out)
     scale = splat(f32_of_bits(load_i64(update + UPDATE_SCALE)))
     target = y + row * y_stride + place * _LANES_BYTES
     for i in range(n_rows):
@@ -217,5 +242,6 @@ def adapter_up(tile, runs, updates, n_parts, rank_tiles, parts, x, x_stride, y, 
     return 0
 
 
-_SOURCES = [KernelSource(kernel.__name__, kernel) for kernel in (adapter_runs, adapter_down, adapter_up)]
+_KERNELS = (adapter_runs, expert_runs, adapter_down, adapter_up)
+_SOURCES = [KernelSource(kernel.__name__, kernel) for kernel in _KERNELS]
 KERNELS = {source.name: source for source in _SOURCES}

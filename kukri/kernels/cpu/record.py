@@ -23,6 +23,7 @@ from kukri.kernels.cpu.adapter_ops import (
     AdapterDown,
     AdapterRuns,
     AdapterUp,
+    ExpertRuns,
     PackedLowRank,
     Updates,
     runs_bytes,
@@ -72,7 +73,7 @@ class Recorder:
         self._kv_type, self._limits, self._taps = kv_type, limits, taps
         self._pack, self._pack_experts, self._rope_rows = pack, pack_experts, rope_rows
         self._pack_update, self._adapters = pack_update, adapters
-        self._runs: dict[Rows, Buffer] = {}  # of rows with one adapter
+        self._runs: dict[Rows, Buffer] = {}  # of rows with one adapter, and one expert
         self._panels: dict[tuple[Value, PanelKind], Buffer] = {}
         self.ops: list[Op] = []
         self.n_types = 0
@@ -193,7 +194,7 @@ class Recorder:
             y = self.linear(x, weights, bias)
             self._add(ops.Tap(tap_name(*tap), y, residual))
             return y
-        updates = self._updates(weights)
+        updates = self._updates([weights])
         if updates is not None:
             y = self._product(x, weights, bias, None)
             self._update(x, y, updates)
@@ -221,23 +222,27 @@ class Recorder:
             column += packed.n_rows
         return y
 
-    def _updates(self, weights: Sequence[Weight]) -> Updates | None:
-        """The adapters' updates of a product; None if none of them changes it."""
-        by_slot = [[(updates or {}).get(weight.name) for weight in weights] for updates in self._adapters]
+    def _updates(self, experts: Sequence[Sequence[Weight]]) -> Updates | None:
+        """The adapters' updates of a product, or of that of each expert; None if none of them changes it."""
+        by_slot = [
+            [(updates or {}).get(weight.name) for weight in weights]
+            for updates in self._adapters
+            for weights in experts
+        ]
         if not any(update is not None for updates in by_slot for update in updates):
             return None
         packed = [[None if u is None else self._pack_update(u) for u in updates] for updates in by_slot]
-        return Updates(packed, [weight.shape[0] for weight in weights])
+        return Updates(packed, [weight.shape[0] for weight in experts[0]])
 
     def _update(self, x: Value, y: Value, updates: Updates) -> None:
         """Adds the updates of x to y, in place."""
-        assert x.rows == "T" or x.rows == "N", "experts have no adapters"
-        if x.rows not in self._runs:
-            runs = self._runs[x.rows] = Buffer(runs_bytes(self._max_rows(x.rows)))
-            self._add(AdapterRuns(x.rows, runs))
-        inner = self._value(x.rows, updates.n_parts * updates.rank_tiles * ROWS)
-        self._add(AdapterDown(x, self._runs[x.rows], updates, inner))
-        self._add(AdapterUp(inner, self._runs[x.rows], updates, y))
+        rows = y.rows
+        if rows not in self._runs:
+            runs = self._runs[rows] = Buffer(runs_bytes(self._max_rows(rows)))
+            self._add(ExpertRuns(rows, runs) if isinstance(rows, RouteTable) else AdapterRuns(rows, runs))
+        inner = self._value(rows, updates.n_parts * updates.rank_tiles * ROWS)
+        self._add(AdapterDown(x, self._runs[rows], updates, inner))
+        self._add(AdapterUp(inner, self._runs[rows], updates, y))
 
     def add(self, x: Value, residual: Value) -> Value:
         """See Ops.add."""
@@ -314,7 +319,9 @@ class Recorder:
     def expert_linear(
         self, x: Value, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Value:
-        """See Ops.expert_linear. Neighbouring experts of one type become one kernel call."""
+        """See Ops.expert_linear. Neighbouring experts of one type become one kernel call; updates are as in
+        `linear`.
+        """
         groups = _experts_by_type(experts)
         width, stored_width = _widths([each.shape[1] for each in group] for group in groups)
         y = self._value(routes.table, width, stored_width)
@@ -329,6 +336,9 @@ class Recorder:
             panels = self._quantized_for_experts(x, routes, packed.panel)
             self._add(expert_ops.ExpertLinear(panels, routes.table, packed.panel, packed, y, column, padded))
             column += packed.n_rows
+        updates = self._updates([*zip(*(each.weights for each in experts))])
+        if updates is not None:
+            self._update(x, y, updates)
         return y
 
     def combine(

@@ -366,17 +366,21 @@ class TorchOps:
     def expert_linear(
         self, x: Tensor, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Tensor:
-        """Each row's expert applied to it; zeros where a token has no expert."""
-        numbers = routes.experts.flatten()
-        rows = x if len(x) == len(numbers) else x.repeat_interleave(routes.experts.shape[1], 0)
+        """Each row's expert, and its update, applied to it; zeros where a token has no expert."""
+        numbers, n_used = routes.experts.flatten(), routes.experts.shape[1]
+        rows = x if len(x) == len(numbers) else x.repeat_interleave(n_used, 0)
+        of_tokens = self._row_adapters
         width, n_experts = sum(each.shape[1] for each in experts), experts[0].shape[0]
         y = torch.zeros((len(rows), width), device=x.device)
         for expert in sorted({*numbers.tolist()} - {n_experts}):
             mine = numbers == expert
+            if of_tokens is not None:
+                self.set_row_adapters(np.repeat(of_tokens, n_used)[mine.cpu().numpy()])
             part = self.linear(rows[mine], [each.weights[expert] for each in experts])
             if bias is not None:
                 part = part + self.constants.vector(bias).view(n_experts, width)[expert]
             y[mine] = part
+        self.set_row_adapters(of_tokens)
         return y
 
     def combine(
