@@ -307,19 +307,18 @@ def _q6_k_group(out, w, x, d, scales):
 
 @device
 def _q6_k(out, w, x):
-    # words 0 to 47: the groups, 48 to 51: int8 scales, byte k and 2 + k for a group, then d
+    # four times int8 scales, byte k and 2 + k for a group, and 12 words of two groups, then d. Scales apart
+    # from their groups would take a third of the speed from memory: the CPU prefetches what is read in order
     d = load_f16x16(w + 3328)
-    s = w + 3072
     for pair in range(4):
-        scales = load_i32x16(s)
-        _ahead_7(out, w + 128 * pair)
-        out = _q6_k_group(out, w, x, d, signed_byte_pairs(scales, 0))
+        scales = load_i32x16(w)
+        _ahead_7(out, w + 64 * pair)
+        out = _q6_k_group(out, w + 64, x, d, signed_byte_pairs(scales, 0))
         x += panel_block_bytes(out)
-        _ahead_7(out, w + 128 * pair + 448)
-        out = _q6_k_group(out, w + 384, x, d, signed_byte_pairs(scales, 1))
+        _ahead_7(out, w + 64 * pair + 448)
+        out = _q6_k_group(out, w + 448, x, d, signed_byte_pairs(scales, 1))
         x += panel_block_bytes(out)
-        w += 768
-        s += 64
+        w += 832
     return out
 
 

@@ -143,11 +143,12 @@ def _q6_k_groups(source, words):
         low = source + 64 * (k >> 3) + 32 * ((k >> 1) & 1) + 16 * (k & 1)
         high = source + 128 + 32 * (k >> 3) + 16 * (k & 1)
         a, b, c, last = _q6_k_words(low, high, 4 * ((k >> 2) & 1), 2 * ((k >> 1) & 3))
-        _put(words, 3 * k, a | ((last & 0x30303030) << 2))
-        _put(words, 3 * k + 1, b | ((last & 0x0C0C0C0C) << 4))
-        _put(words, 3 * k + 2, c | ((last & _PAIRS) << 6))
-    for j in range(48, 52):
-        _put(words, j, _swap_middle_bytes(_get(source, j)))
+        first = 1 + 3 * k + (k >> 2)
+        _put(words, first, a | ((last & 0x30303030) << 2))
+        _put(words, first + 1, b | ((last & 0x0C0C0C0C) << 4))
+        _put(words, first + 2, c | ((last & _PAIRS) << 6))
+    for j in range(4):
+        _put(words, 13 * j, _swap_middle_bytes(_get(source, 48 + j)))
 
 
 @device
