@@ -57,19 +57,26 @@ BITS = {  # of a weight with its scales, as `pack.py` lays them out
     "Q5_1": 6,
     "Q8_0": 8.5,
     "IQ4_NL": 4.5,
+    "Q2_K": 2.625,
+    "Q3_K": 3.625,
     "Q4_K": 4.5,
     "Q5_K": 5.5,
     "Q6_K": 6.625,
     "IQ4_XS": 4.25,
     "MXFP4": 4.25,
 }
-KV_NUMBERS = {"f16": "*fp16", "q8_0": "*i8", "fp8": "*u8"}
+KV_NUMBERS = {"f16": "*fp16", "q8_0": "*i8", "fp8": "*u8", "fp8_native": "*u8"}
 MAX_SLOTS = {
     "IQ4_XS": 2.7,
     "MXFP4": 2.6,
     "Q5_K": 2.55,
 }  # per weight of a GEMV for one token: what these reach
 MAX_SLOTS_OTHERS = 2.5  # the aim
+# issue slots of a card for each byte that it reads at full bandwidth: SMs * lanes * clock / bandwidth
+SLOTS_PER_BYTE = {
+    "sm_80": 108 * 128 * 1.41e9 / 2.04e12,  # A100 80 GB
+    "sm_90": 132 * 128 * 1.755e9 / 3.35e12,  # H100 SXM
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Case:
     weights: int = 0  # that one program handles in an iteration of the innermost loop; 0: not counted
     type_name: str = ""
     max_registers: int | None = None
+    targets: tuple[str, ...] = tuple(TARGETS)
 
 
 @dataclass
@@ -243,6 +251,7 @@ def attention_cases() -> list[Case]:
                         tile.n_warps,
                         tile.n_stages,
                         max_registers=attention_kernels.MAX_REGISTERS,
+                        targets=("sm_90",) if kv == "fp8_native" else tuple(TARGETS),
                     )
                     cases.append(case)
         parts = dict.fromkeys(("part_acc", "part_top", "out", "sinks"), "*fp32")
@@ -498,6 +507,17 @@ def failures(row: Row) -> list[str]:
     return [f"{row.case} {row.target}: {what}" for what in broken]
 
 
+def share_of_slots(row: Row) -> str | None:
+    """For a GEMV for one token: the share of a card's issue slots that it takes at full bandwidth."""
+    kernel, *rest = row.case.split()
+    if kernel != "gemv" or rest[1:] != ["M=1"] or row.target not in SLOTS_PER_BYTE or row.slots is None:
+        return None
+    n_bytes = BITS[rest[0]] / 8
+    there = SLOTS_PER_BYTE[row.target] * n_bytes
+    share = f"{row.slots:.2f} of {there:.1f} slots per weight, {row.slots / there:.2f}"
+    return f"{rest[0]} {row.target}: {n_bytes:.3f} bytes per weight, {share}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line a kernel and target; 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -511,7 +531,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for i, case in enumerate(all_cases())
         if not options.kernels or any(part in case.name for part in options.kernels)
     ]
-    pairs = [(i, target) for i in chosen for target in options.targets.split(",")]
+    cases, targets = all_cases(), options.targets.split(",")
+    pairs = [(i, target) for i in chosen for target in targets if target in cases[i].targets]
     rows, broken = [], []
     with ProcessPoolExecutor(options.jobs) as pool:
         for result in pool.map(measure, *zip(*pairs, strict=True)):
@@ -530,6 +551,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    for line in filter(None, map(share_of_slots, rows)):
+        print("SHARE", line)
     for line in broken:
         print("BROKEN", line)
     return 1 if broken else 0

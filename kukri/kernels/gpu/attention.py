@@ -15,7 +15,7 @@ import torch
 import triton
 
 from kukri.kernels.gpu import attention_kernels, rope_kernels, tiles
-from kukri.kernels.gpu.assembler import register_options
+from kukri.kernels.gpu.assembler import converts_e4m3, register_options
 from kukri.kernels.specs import AttentionSpec
 
 CHUNK = attention_kernels.CHUNK.value  # tokens of a part of a split decode
@@ -39,7 +39,9 @@ class PagedTensors:
     @property
     def kind(self) -> str:
         """The numbers, by the name that kernels know."""
-        return {torch.float16: "f16", torch.uint8: "fp8", torch.int8: "q8_0"}[self.keys.dtype]
+        if self.keys.dtype == torch.uint8:
+            return "fp8_native" if converts_e4m3(self.keys) else "fp8"
+        return "f16" if self.keys.dtype == torch.float16 else "q8_0"
 
     @property
     def strides(self) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ rope_kernels.py does, by itself.
 
 A tile of queries has BM rows: BM // GROUP tokens of one sequence, each with the GROUP heads that share keys.
 Scores are in units of log 2: `scale` is the layer's scale times log2(e). KV says what the cache holds: "f16",
-"q8_0", "fp8".
+"q8_0", "fp8", or "fp8_native", the same read by instructions that cards from sm_89 on have.
 """
 
 import triton
@@ -33,7 +33,9 @@ def _load_tile(head, table, token, inside, dim, K: tl.constexpr, KV: tl.constexp
     page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
     mask = inside[:, None] & (dim < K)[None, :]
     x = tl.load(data + (page * page_stride + (token % PAGE) * K)[:, None] + dim[None, :], mask=mask, other=0)
-    if KV == "fp8":
+    if KV == "fp8_native":
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif KV == "fp8":
         x = e4m3_values(x)
     elif KV == "q8_0":
         TILE: tl.constexpr = x.shape[0]

@@ -54,7 +54,7 @@ def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
         t = tl.where(first, c & 0x3F3F3F3F, ((d >> 4) & _NIBBLES) | ((c >> 2) & 0x30303030))
         shift = (pair & 1) * 16
         return a, s >> shift, t >> shift
-    elif TYPE == "Q6_K":
+    elif TYPE == "Q2_K" or TYPE == "Q3_K" or TYPE == "Q6_K":
         a = tl.load(scales + of_256 * 5 + (pair & 3), mask=mask, other=0)
         b = tl.load(scales + of_256 * 5 + 4, mask=mask, other=0)
         return a, b, a
@@ -72,7 +72,8 @@ def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
 
 @triton.jit
 def _block_scales(a, b, c, TYPE: tl.constexpr, C: tl.constexpr):
-    """For block C of a pair: its scale, its minimum (for types that have one), and Q6_K's two multipliers.
+    """For block C of a pair: its scale, its minimum (for types that have one), and the two multipliers of
+    types with a scale for 16 weights (of Q2_K above them in 4 bits those of the minimum).
 
     Products of a float16 and a whole number of 6 bits are exact in float32.
     """
@@ -82,7 +83,9 @@ def _block_scales(a, b, c, TYPE: tl.constexpr, C: tl.constexpr):
     elif TYPE == "Q4_K" or TYPE == "Q5_K":
         s, t = ((b >> (8 * C)) & 63).to(tl.float32), ((c >> (8 * C)) & 63).to(tl.float32)
         return low_half(a) * s, -high_half(a) * t, a, a
-    elif TYPE == "Q6_K":
+    elif TYPE == "Q2_K":
+        return low_half(b), -high_half(b), (a >> (16 * C)) & 255, (a >> (16 * C + 8)) & 255
+    elif TYPE == "Q3_K" or TYPE == "Q6_K":
         d = b.to(tl.float32, bitcast=True)
         return d, d, (a << (24 - 16 * C)) >> 24, (a << (16 - 16 * C)) >> 24
     elif TYPE == "IQ4_XS":
@@ -101,15 +104,28 @@ def _block_scales(a, b, c, TYPE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _fold(acc, e0, e1, x_scale, x_min, x_sums, d, m, s0, s1, TYPE: tl.constexpr):
-    """acc plus a block; e0 and e1 are the exact sums of its halves, e0 of the whole for types other than
-    Q6_K.
+    """acc plus a block; e0 and e1 are the exact sums of its halves, e0 of the whole for types with a scale
+    for 32 weights.
 
     Each integer that becomes a float is below 2^24, so it is not rounded.
     """
-    if TYPE == "Q6_K":
-        e0 = s0 * (e0 - 32 * ((x_sums << 16) >> 16)) + s1 * (e1 - 32 * (x_sums >> 16))
+    if TYPE == "Q3_K" or TYPE == "Q6_K":
+        OFFSET: tl.constexpr = 4 if TYPE == "Q3_K" else 32
+        e0 = s0 * (e0 - OFFSET * ((x_sums << 16) >> 16)) + s1 * (e1 - OFFSET * (x_sums >> 16))
+    elif TYPE == "Q2_K":
+        least = (s0 >> 4) * ((x_sums << 16) >> 16) + (s1 >> 4) * (x_sums >> 16)
+        acc = tl.fma(least.to(tl.float32) * m, x_scale, acc)
+        e0 = (s0 & 15) * e0 + (s1 & 15) * e1
     acc = tl.fma(e0.to(tl.float32) * d, x_scale, acc)
-    if TYPE != "Q6_K" and TYPE != "Q8_0" and TYPE != "IQ4_NL" and TYPE != "IQ4_XS" and TYPE != "MXFP4":
+    if (
+        TYPE != "Q2_K"
+        and TYPE != "Q3_K"
+        and TYPE != "Q6_K"
+        and TYPE != "Q8_0"
+        and TYPE != "IQ4_NL"
+        and TYPE != "IQ4_XS"
+        and TYPE != "MXFP4"
+    ):
         acc = tl.fma(m, x_min, acc)
     return acc
 
@@ -190,7 +206,7 @@ def gemv_rows(
     lane, word = tl.arange(0, LANES), tl.arange(0, 4)
     column = row + expert * n_rows
     row64 = column.to(tl.int64)[:, None]
-    WORDS: tl.constexpr = 16 if TYPE == "Q8_0" else 8
+    WORDS: tl.constexpr = 16 if TYPE == "Q8_0" else 4 if TYPE == "Q2_K" or TYPE == "Q3_K" else 8
     if TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
         t0, t1, t2, t3 = tl.load(high), tl.load(high + 1), tl.load(high + 2), tl.load(high + 3)
     q_row = quants + row64 * n_pairs * WORDS  # [BN, 1]
@@ -204,7 +220,8 @@ def gemv_rows(
         at = row64 * n_pairs + pair[None, :]
         pq = (q_row + (pair * WORDS)[None, :])[:, :, None] + word
         q0 = tl.load(pq, mask=mask[:, :, None], other=0)  # [BN, LANES, 4]
-        q1 = tl.load(pq + 4, mask=mask[:, :, None], other=0)
+        if WORDS > 4:
+            q1 = tl.load(pq + 4, mask=mask[:, :, None], other=0)
         if TYPE == "Q8_0":
             q2 = tl.load(pq + 8, mask=mask[:, :, None], other=0)
             q3 = tl.load(pq + 12, mask=mask[:, :, None], other=0)
@@ -212,7 +229,7 @@ def gemv_rows(
             q0, half0 = iq4_selectors(q0)
             q1, half1 = iq4_selectors(q1)
         a, b, c = _scale_words(scales, row64, pair[None, :], n_pairs, mask, TYPE)
-        if TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
+        if TYPE == "Q3_K" or TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
             top = _load_words(high, at * 2, mask, 2)
         elif TYPE == "Q6_K":
             top = _load_words(high, at * 4, mask, 4)
@@ -222,6 +239,12 @@ def gemv_rows(
             elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
                 w0 = iq4_values(q0, half0, t0, t1, t2, t3, C, ASM)
                 w1 = iq4_values(q1, half1, t0, t1, t2, t3, C, ASM)
+            elif TYPE == "Q2_K" or TYPE == "Q3_K":
+                w0, w1 = (q0 >> (4 * C)) & 0x03030303, (q0 >> (4 * C + 2)) & 0x03030303
+                if TYPE == "Q3_K":
+                    h = _pick(top, C, 2)[:, :, None]
+                    w0 |= (h >> (word + 2)) & 0x04040404
+                    w1 |= ((h << (4 - word)) >> 2) & 0x04040404
             else:
                 w0, w1 = (q0 >> (4 * C)) & _NIBBLES, (q1 >> (4 * C)) & _NIBBLES
                 if TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
@@ -245,7 +268,7 @@ def gemv_rows(
                 x_min = tl.load(xm + at_block, mask=x_mask, other=0)[None]
                 x_sums = tl.load(xs + at_block, mask=x_mask, other=0)[None]
                 zero = tl.zeros([BN, LANES, 4], tl.int32)
-                if TYPE == "Q6_K":
+                if TYPE == "Q2_K" or TYPE == "Q3_K" or TYPE == "Q6_K":
                     e0 = tl.sum(dp4a(w0, x0, zero, ASM), axis=2)
                     e1 = tl.sum(dp4a(w1, x1, zero, ASM), axis=2)
                 else:
@@ -274,6 +297,13 @@ def _block_bytes(quants8, high, row_pair, k, mask, TYPE: tl.constexpr, C: tl.con
         values = iq4_values(within, half, t0, t1, t2, t3, C, ASM)  # [BN, 8]
         shifts = tl.arange(0, 4) * 8
         return tl.reshape((values[:, :, None] >> shifts[None, None, :]).to(tl.int8), [values.shape[0], 32])
+    elif TYPE == "Q2_K" or TYPE == "Q3_K":
+        q = tl.load(quants8 + row_pair[:, None] * 16 + (k % 16)[None, :], mask=mask[:, None], other=0)
+        q = (q >> (4 * C + 2 * (k // 16))[None, :]) & 3
+        if TYPE == "Q3_K":
+            h = tl.load(high + row_pair * 2 + C, mask=mask, other=0)[:, None]
+            q |= (((h >> (8 * (k % 4) + (k // 4 + 4) % 8)[None, :]) & 1) << 2).to(tl.uint8)
+        return q.to(tl.int8)
     else:
         q = tl.load(quants8 + row_pair[:, None] * 32 + k[None, :], mask=mask[:, None], other=0)
         q = (q >> (4 * C)) & 15
@@ -330,7 +360,7 @@ def gemm(
                 x_scale = tl.load(xd + at_block, mask=ok_t, other=0)[None, :]
                 x_min = tl.load(xm + at_block, mask=ok_t, other=0)[None, :]
                 x_sums = tl.load(xs + at_block, mask=ok_t, other=0)[None, :]
-                if TYPE == "Q6_K":
+                if TYPE == "Q2_K" or TYPE == "Q3_K" or TYPE == "Q6_K":
                     e0 = tl.dot(w8, tl.where((k < 16)[:, None], x8, 0).to(tl.int8), out_dtype=tl.int32)
                     e1 = tl.dot(w8, tl.where((k < 16)[:, None], 0, x8).to(tl.int8), out_dtype=tl.int32)
                 else:

@@ -303,15 +303,10 @@ class TritonOps(TorchOps):
     def _product(self, x: Deferred, weights: tuple[Weight, ...], out: Output) -> None:
         """Writes x times matrices of one type."""
         name = weights[0].type.name
-        if name in PACKED_TYPES:
-            x.product(self.constants.packed(weights), out)
-        elif name == "F32" or name in _HALVES:
+        if name == "F32" or name in _HALVES:
             self._float_product(x.floats, weights, out)
         else:
-            self.constants.is_batch_invariant = False
-            plain = self.product(x.floats, weights)
-            plain = plain if out.bias is None else plain + out.bias
-            out.y.copy_(plain if out.residual is None else plain + out.residual)
+            x.product(self.constants.packed(weights), out)
 
     def _float_product(self, x: Tensor, weights: tuple[Weight, ...], out: Output) -> None:
         is_f32 = weights[0].type.name == "F32"

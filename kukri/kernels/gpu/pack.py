@@ -5,21 +5,23 @@ Blocks of 18, 22, 34 or 210 bytes cannot be read by aligned 128-bit loads, so qu
 The unit is a pair: two consecutive blocks of 32 weights, c = 0 and 1. An odd last block gets a partner of
 zeros.
 
-`quants`, int32 words [rows, n_pairs, 8 or 16]:
+`quants`, int32 words [rows, n_pairs, 4, 8 or 16]:
   low 4 bits of Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K: byte k of a pair has weight k of both blocks, block
   0 in the low nibble. (That is the file's own order for Q4_K and Q5_K.)
   IQ4_NL, IQ4_XS, MXFP4: word w has weights 4w … 4w + 3 of block 0 in its low 4 nibbles, of block 1 in its
   high ones.
   Q8_0: 16 words, block 0 then block 1.
-`high`, the bits above the low 4: Q5 [rows, n_pairs, 2], a word a block, weight k in bit (k div 4 + 4) mod 8
-  of byte k mod 4; Q6_K [rows, n_pairs, 4], a word for 16 weights, weight k in the 2 bits from
+  Q2_K, Q3_K: 4 words, byte k has weights k and k + 16 of block 0 and those of block 1, from the lowest bits.
+`high`, the bits above those: Q3_K, Q5 [rows, n_pairs, 2], a word a block, weight k in bit (k div 4 + 4) mod
+  8 of byte k mod 4; Q6_K [rows, n_pairs, 4], a word for 16 weights, weight k in the 2 bits from
   (2 (k div 4) + 4) mod 8 of byte k mod 4. So one shift brings bits to where a mask finds them beside the
   low 4. IQ4 and MXFP4: the 16 values, 4 words.
 `scales`: Q4_0, Q5_0, Q8_0, IQ4_NL one word a pair, d of both blocks; Q4_1, Q5_1 two, d and m of each;
-  Q4_K, Q5_K the file's first 16 bytes of each 256 weights, IQ4_XS its first 8; Q6_K five, 16 int8 and d as
-  float32; MXFP4 one for two pairs, the four exponents.
+  Q4_K, Q5_K the file's first 16 bytes of each 256 weights, IQ4_XS its first 8; Q6_K and Q3_K five, 16 int8
+  and d as float32; Q2_K five, the file's 16 bytes and d, dmin; MXFP4 one for two pairs, the four exponents.
 
-Planes have as many bytes as the file, but for Q6_K (212 bytes instead of 210) and padding.
+Planes have as many bytes as the file, but for Q6_K (212 bytes instead of 210), Q3_K (116 instead of 110) and
+padding.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Bytes = npt.NDArray[np.uint8]
 PAIR = 64  # weights of two blocks
 _ROWS_WEIGHTS = 1 << 20  # weights repacked at a time, which bounds temporary memory
 _OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
-_OF_256 = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 PACKED_TYPES = (*_OF_32, *_OF_256)
 _TABLES = {"IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES, "MXFP4": MXFP4_VALUES}
 
@@ -116,6 +118,12 @@ def _pack_mxfp4(blocks: Bytes) -> tuple[Words, Words, Words]:
 def _pack_256(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
     """Planes of blocks uint8 [rows, n_blocks, bytes] of 256 weights."""
     no_high = np.zeros((len(blocks), blocks.shape[1] * 4, 0), np.int32)
+    if name == "Q2_K":
+        quants = _fields(blocks[..., 16:80], 2, 32).reshape(len(blocks), -1, 32)
+        scales = np.concatenate([blocks[..., :16], blocks[..., 80:]], axis=-1)
+        return _words(_join_quarters(quants)), no_high, _words(scales)
+    if name == "Q3_K":
+        return _pack_q3_k(blocks)
     if name == "Q4_K":
         return _words(blocks[..., 16:], 4), no_high, _words(blocks[..., :16])
     if name == "Q5_K":
@@ -132,6 +140,16 @@ def _pack_256(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
     return _words(_join(low)), _words(_spread(top, 2)), scales
 
 
+def _pack_q3_k(blocks: Bytes) -> tuple[Words, Words, Words]:
+    """Planes of blocks of 32 bytes of high bits, 64 of low ones, 16 scales of 6 bits in 12, and d."""
+    quants = _fields(blocks[..., 32:96], 2, 32).reshape(len(blocks), -1, 32)
+    bits = _fields(blocks[..., :32], 1, 32).reshape(len(blocks), -1, 32)
+    low, top = _fields(blocks[..., 96:104], 4, 8), _fields(blocks[..., 104:108], 2, 4)
+    scales = ((low | (top << np.uint8(4))).view(np.int8) - np.int8(32)).view(np.int32)
+    d = np.ascontiguousarray(blocks[..., 108:]).view(np.float16).astype(np.float32).view(np.int32)
+    return _words(_join_quarters(quants)), _words(_spread(bits, 1)), np.concatenate([scales, d], axis=-1)
+
+
 def _fields(packed: Bytes, n_bits: int, run: int) -> Bytes:
     """[…, bytes] -> […, bytes * 8 / n_bits]: fields that share bytes, the lowest of `run` bytes first."""
     shifts = np.arange(0, 8, n_bits, dtype=np.uint8)
@@ -143,6 +161,13 @@ def _join(quants: Bytes) -> Bytes:
     """Low nibbles [rows, n_blocks, 32] -> bytes [rows, n_pairs, 32]: weight k of both blocks in byte k."""
     pairs = quants.reshape(len(quants), -1, 2, 32)
     joined: Bytes = np.bitwise_or(pairs[:, :, 0], pairs[:, :, 1] << np.uint8(4), dtype=np.uint8)
+    return joined
+
+
+def _join_quarters(quants: Bytes) -> Bytes:
+    """2 bits [rows, n_blocks, 32] -> bytes [rows, n_pairs, 16]: weights k and k + 16 of both blocks."""
+    quarters = quants.reshape(len(quants), -1, 4, 16) << np.array([[0], [2], [4], [6]], np.uint8)
+    joined: Bytes = np.bitwise_or.reduce(quarters, axis=2)
     return joined
 
 

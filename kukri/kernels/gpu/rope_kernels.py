@@ -57,7 +57,7 @@ def store_head(x, target, scales, slot, head, page_stride, head_stride, scale_pa
         block = tl.arange(0, KW // 32)
         at = page * scale_page_stride + head * scale_head_stride + (slot % PAGE) * (K // 32) + block
         tl.store(scales + at, scale, mask=block < K // 32)
-    elif KV == "fp8":
+    elif KV == "fp8" or KV == "fp8_native":
         tl.store(target + row + dim, e4m3_bytes(x), mask=dim < K)
     else:
         tl.store(target + row + dim, x.to(tl.float16), mask=dim < K)

@@ -60,7 +60,11 @@ def quantizes_input(n_rows: int, n_columns: int, n_tokens: int) -> bool:
 
 def gemm_tile(type_name: str, n_tokens: int) -> Tile:
     """A product for more."""
-    return Tile(64, 16, 4) if n_tokens <= 32 else Tile(64, 32 if type_name in ("Q4_1", "Q6_K") else 64, 4)
+    return (
+        Tile(64, 16, 4)
+        if n_tokens <= 32
+        else Tile(64, 32 if type_name in ("Q2_K", "Q3_K", "Q4_1", "Q6_K") else 64, 4)
+    )
 
 
 def expert_tile(n_rows: int) -> Tile:
