@@ -19,7 +19,7 @@ from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vect
 from kukri.kernels.gpu import attention, products, recurrent, rows, tiles
 from kukri.kernels.gpu import experts as route_experts
 from kukri.kernels.gpu.attention import PagedTensors
-from kukri.kernels.gpu.pack import PACKED_TYPES, pack
+from kukri.kernels.gpu.pack import PACKED_TYPES
 from kukri.kernels.gpu.products import Matrix, Output
 from kukri.kernels.gpu.rows import Q8Rows, Recipe
 from kukri.kernels.op_set import GateBy
@@ -78,16 +78,14 @@ class PackedConstants(DeviceConstants):
     def packed(self, weights: tuple[Weight, ...]) -> Matrix:
         """Matrices of one type, one above the other, packed on first use."""
         if weights not in self._packed:
-            n_rows = sum(weight.shape[0] for weight in weights)
-            self._packed[weights] = products.to_device(map(pack, weights), n_rows, self.device)
+            self._packed[weights] = products.to_device(weights, self.device)
         return self._packed[weights]
 
     def packed_experts(self, experts: tuple[Experts, ...]) -> Matrix:
         """Matrices of experts that are read side by side: those of expert 0, then those of 1 …"""
         if experts not in self._packed_experts:
             weights = [weight for of_one in zip(*(each.weights for each in experts)) for weight in of_one]
-            n_rows = sum(weight.shape[0] for weight in weights)
-            self._packed_experts[experts] = products.to_device(map(pack, weights), n_rows, self.device)
+            self._packed_experts[experts] = products.to_device(weights, self.device)
         return self._packed_experts[experts]
 
     def f32_matrix(self, weight: Weight) -> Tensor:

@@ -26,6 +26,7 @@ padding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,7 @@ Words = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
 PAIR = 64  # weights of two blocks
-_ROWS_WEIGHTS = 1 << 20  # weights repacked at a time, which bounds temporary memory
+_PIECE_WEIGHTS = 1 << 20  # repacked at a time
 _OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 _OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 PACKED_TYPES = (*_OF_32, *_OF_256)
@@ -48,7 +49,7 @@ _TABLES = {"IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES, "MXFP4": MXFP4_VALUES}
 
 @dataclass(frozen=True, eq=False)
 class Planes:
-    """A packed matrix: see the module. `high` is empty for types that need none."""
+    """Rows of a packed matrix: see the module. `high` is empty for types that need none."""
 
     type_name: str
     n_rows: int
@@ -68,21 +69,23 @@ class Planes:
         return self.quants.nbytes + self.high.nbytes + self.scales.nbytes
 
 
-def pack(weight: Weight) -> Planes:
-    """The planes of a quantized matrix. Raises UnsupportedError for types that the kernels do not read."""
+def pack(weight: Weight) -> Iterator[Planes]:
+    """The planes of a quantized matrix, some rows at a time, so that the host never holds all of them.
+
+    Raises UnsupportedError for types that the kernels do not read.
+    """
     name, (n_rows, n_columns) = weight.type.name, weight.shape
     if name not in PACKED_TYPES:
         raise UnsupportedError(f"no Triton kernel reads {name}: they read {', '.join(PACKED_TYPES)}")
     pack_blocks = _pack_32 if name in _OF_32 else _pack_256
-    step = max(1, _ROWS_WEIGHTS // n_columns)
-    parts = []
+    step = max(1, _PIECE_WEIGHTS // n_columns)
+    data = weight.data
     for start in range(0, n_rows, step):
-        rows = np.ascontiguousarray(weight.data[start : start + step])
-        parts.append(pack_blocks(name, rows.reshape(len(rows), -1, weight.type.block_bytes)))
-    quants, high, scales = (np.concatenate(planes) for planes in zip(*parts, strict=True))
-    if name in _TABLES:
-        high = _TABLES[name].astype(np.int8).view(np.int32)
-    return Planes(name, n_rows, n_columns, quants, high, scales)
+        rows = np.ascontiguousarray(data[start : start + step])
+        quants, high, scales = pack_blocks(name, rows.reshape(len(rows), -1, weight.type.block_bytes))
+        if name in _TABLES:
+            high = _TABLES[name].astype(np.int8).view(np.int32)
+        yield Planes(name, len(rows), n_columns, quants, high, scales)
 
 
 def _pack_32(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:

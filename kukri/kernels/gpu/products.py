@@ -5,17 +5,19 @@ Shapes: T tokens. Tensors are contiguous unless said otherwise, on one device, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
+from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import linear_kernels, tiles
 from kukri.kernels.gpu.assembler import has_ptx
-from kukri.kernels.gpu.pack import PAIR, Planes, Words
+from kukri.kernels.gpu.pack import PAIR, Words, pack
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, empty_q8
+from kukri.mapped_files import release_pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +61,23 @@ class Output:
         return {"HAS_BIAS": self.bias is not None, "HAS_RESIDUAL": self.residual is not None}
 
 
-def to_device(parts: Iterable[Planes], n_rows: int, device: torch.device | str) -> Matrix:
-    """Copies packed matrices of one type, n_rows in all, to the device, one above the other.
+def to_device(weights: Sequence[Weight], device: torch.device | str) -> Matrix:
+    """Packs matrices of one type and columns, and copies them to the device, one above the other.
 
-    `parts` may be made one by one: the host then holds one of them.
+    The host holds some rows of one at a time: pages of a mapped file are given back after them.
     """
-    start = 0
-    for part in parts:
-        if not start:
-            planes = [_room(plane, n_rows, device) for plane in (part.quants, part.high, part.scales)]
-            first = part
-        stop = start + part.n_rows
-        for target, plane in zip(planes, (part.quants, part.high, part.scales), strict=True):
-            (target if plane.ndim == 1 else target[start:stop]).copy_(torch.from_numpy(plane))
-        start = stop
+    n_rows, start = sum(weight.shape[0] for weight in weights), 0
+    planes: list[torch.Tensor] = []
+    for weight in weights:
+        for part in pack(weight):
+            if not planes:
+                planes = [_room(plane, n_rows, device) for plane in (part.quants, part.high, part.scales)]
+                first = part
+            stop = start + part.n_rows
+            for target, plane in zip(planes, (part.quants, part.high, part.scales), strict=True):
+                (target if plane.ndim == 1 else target[start:stop]).copy_(torch.from_numpy(plane))
+            start = stop
+        release_pages(weight.stored)
     return Matrix(first.type_name, n_rows, first.n_columns, first.n_pairs, *planes)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kukri.errors import MissingKernelError
 from kukri.kernels.constants import Weight
+from kukri.mapped_files import release_pages
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
 _CHUNK_WEIGHTS = 1 << 23  # dequantized at a time: 32 MB of float32
@@ -61,11 +62,15 @@ def to_device(weight: Weight, device: torch.device, dtype: torch.dtype) -> Devic
     """
     name = weight.type.name
     if name in _BLOCKS:
-        return DeviceMatrix(weight.shape, dtype, tensor_of(weight.data).to(device), name)
-    if name not in _FLOATS:
+        data, packed_type = tensor_of(weight.data).to(device), name
+    elif name in _FLOATS:
+        data = _aligned(tensor_of(weight.data)).to(device).view(_FLOATS[name]).to(dtype)
+        packed_type = None
+    else:
         raise MissingKernelError(f"the torch backend does not read {name}: it reads {', '.join(TYPES)}")
-    data = _aligned(tensor_of(weight.data)).to(device).view(_FLOATS[name]).to(dtype)
-    return DeviceMatrix(weight.shape, dtype, data, None)
+    if device.type != "cpu":
+        release_pages(weight.stored)
+    return DeviceMatrix(weight.shape, dtype, data, packed_type)
 
 
 def tensor_of(array: npt.NDArray[Any]) -> Tensor:

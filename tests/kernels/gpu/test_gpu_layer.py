@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from test_gpu_attention import Step, copied, same, same_caches
-from test_gpu_linear import QUANT_TYPES, np, pack, random_rows
+from test_gpu_linear import QUANT_TYPES, np, random_rows
 
 from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import attention, persistent
@@ -15,7 +15,7 @@ from kukri.kernels.gpu.rows import Recipe
 def matrix(seed, n_rows, n_columns, type_name="Q4_0"):
     type = QUANT_TYPES[type_name]
     data = random_rows(np.random.default_rng(seed), type_name, (n_rows, n_columns))
-    return to_device([pack(Weight(data, type, (n_rows, n_columns)))], n_rows, "cpu")
+    return to_device([Weight(data, type, (n_rows, n_columns))], "cpu")
 
 
 def test_a_layer_is_its_five_launches():
