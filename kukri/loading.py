@@ -108,8 +108,8 @@ _MAX_TEXTS = 64  # of an encoder side by side: short ones share a step
 _PREFIX_BYTES = 4 << 30
 # of models cut into stages
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
-_STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend")
-_ALONE = ("quantize", "adapters", "prefix_dir", "control_vectors", "probes", "saes")
+_STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend", "quantize")
+_ALONE = ("adapters", "prefix_dir", "control_vectors", "probes", "saes")
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
 
 
@@ -276,7 +276,7 @@ def _staged(options: ModelOptions, read: ReadModel, config: EngineConfig, local:
         model = options.model if source.is_remote else str(read.path)
         opened = {"model": model, "n_threads": None if source.is_remote else config.n_threads}
         opened |= {name: getattr(options, name) for name in _STAGE_OPTIONS}
-        identity = weights_identity(read.path, read.config, None)
+        identity = weights_identity(read.path, read.config, options.quantize)
         openings = [{"options": {**opened, "device": device}, "identity": identity} for device in devices]
         cache_bytes = [n_pages * n for n in page_bytes]
         return StagedBackend(local, read.model, pipeline, openings, cache_bytes, rooms)

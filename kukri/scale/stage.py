@@ -133,7 +133,10 @@ class OpenStage:
         self._is_first, self.width = start == 0, config.d_model
         self._program: CompiledProgram = stage.compile(model, self.limits)
         self.change = stage.change
-        self.facts = {"identity": weights_identity(path, config, None), "arithmetic": backend.arithmetic}
+        self.facts = {
+            "identity": weights_identity(path, config, options.quantize),
+            "arithmetic": backend.arithmetic,
+        }
 
     def run(self, step: memoryview, activations: FloatArray | None) -> FloatArray:
         """A step's activations [T, D] behind these layers."""

@@ -1,0 +1,50 @@
+"""Models of several kinds in two processes: the tokens of one, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_llm_safetensors import make
+from tiny_gguf import random_arrays, tiny_config, write_tiny
+
+from kukri import LLM
+
+OPTIONS: dict[str, Any] = {"n_threads": 1, "max_requests": 4, "max_step_tokens": 48}
+PROMPTS = ["a prompt", "another one, which is longer than a page of the cache", "a third", "a prompt", "5th"]
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Tokens and log-probabilities of greedy and sampled requests, some of which share a prefix."""
+    common = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2}
+    results = llm.generate(PROMPTS, temperature=0, **common)
+    results += llm.generate([text + " and more" for text in PROMPTS], temperature=0.8, seed=4, **common)
+    llm.engine.check_integrity()
+    return [(result.token_ids, result.logprobs) for result in results]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "granitemoehybrid", "qwen3_moe", "gpt_oss"])
+def test_hybrids_and_mixtures_are_cut(name: str, tmp_path: Path) -> None:
+    """Catches states that are kept in the wrong process, snapshots of some layers, experts of others."""
+    directory, _ = make(tmp_path, name)
+    found = []
+    for stages in (1, 2):
+        with LLM(directory, quantize="Q8_0", stages=stages, **OPTIONS) as llm:
+            found.append(answers(llm))
+            assert llm.engine.scheduler.n_prefix_hit > 0
+    assert found[0] == found[1]
+
+
+def test_a_draft_model_drafts_for_stages(tmp_path: Path) -> None:
+    """Catches drafts of a model whose pages are those of another, or that go unused."""
+    target = write_tiny(tmp_path / "target.gguf", tiny_config())
+    other = write_tiny(tmp_path / "other.gguf", arrays=random_arrays(tiny_config(), seed=1))
+    with LLM(target, speculation="off", **OPTIONS) as llm:
+        expected = answers(llm)
+    for draft in (target, other):
+        with LLM(target, draft_model=draft, stages=2, **OPTIONS) as llm:
+            llm.engine._draft_model._price = 0.05  # else models of one size draft nothing
+            assert answers(llm) == expected
+            assert llm.engine.scheduler.n_drafted > 0
+            assert draft is other or llm.engine.scheduler.n_accepted > 0
