@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import threading
 import time
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -23,6 +26,12 @@ from kukri.server.service import Service
 from kukri.server.settings import ServedModel, ServerSettings
 
 MODEL = "smol"
+CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ASK = {  # a request of each form
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    TEXT: {"model": MODEL, "prompt": "Hi", "max_tokens": 2},
+    RESPONSE: {"model": MODEL, "input": "Hi", "max_output_tokens": 2},
+}
 TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
 You may call these functions: {% for tool in tools %}{{ tool.function | tojson }} {% endfor %}
 Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
@@ -119,3 +128,46 @@ def tooled(smollm2_path: Path) -> Iterator[Served]:
         llm.tokenizer.chat_template = TOOL_TEMPLATE
         with serving(llm) as server:
             yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium: its absence is a failure where CI is set, a reason to skip elsewhere."""
+    from playwright import sync_api as playwright
+
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        reason = "no chromium here: on Debian, apt-get install chromium"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def site(smollm2_path: Path) -> Iterator[Served]:
+    with LLM(smollm2_path, max_context=4096, max_requests=4, n_threads=1) as llm, serving(llm) as server:
+        yield server
+
+
+@pytest.fixture
+def visit(browser, site) -> Iterator[Any]:
+    """The page, open and ready; its console must have stayed silent."""
+    from browsing import visiting
+
+    with visiting(browser, site.url) as visit:
+        yield visit.ready()
+        assert visit.said == []
+
+
+@pytest.fixture
+def forced(site, monkeypatch) -> Callable[..., None]:
+    """Makes the model say a text, whatever it is asked, one token every `pause_s`."""
+
+    from forcing import force
+
+    def force_text(text: str, pause_s: float = 0.0) -> None:
+        force(site.service, monkeypatch, text, pause_s=pause_s)
+
+    return force_text

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
-import math
 import re
 
-import numpy as np
 import openai
 import pytest
-from bodies import check_chat, check_completion, check_error, check_response, events
-from conftest import MODEL, serving
+from bodies import check_error
+from conftest import ASK, CHAT, MODEL, RESPONSE, TEXT
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from kukri import LLM
 from kukri.server.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody
-
-CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-ASK = {
-    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
-    TEXT: {"model": MODEL, "prompt": "Hi", "max_tokens": 2},
-    RESPONSE: {"model": MODEL, "input": "Hi", "max_output_tokens": 2},
-}
-
-
-# --- fields
 
 
 @pytest.mark.parametrize(
@@ -142,28 +127,6 @@ def test_the_assistants_last_message_is_continued(served, offline, path):
         assert shown.json()["prompt"] == start
         tokens = http.post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()
         assert tokens["tokens"] == ids
-
-
-def test_prompt_logprobs_and_token_ids_as_vllm_has_them(served, offline):
-    """Catches scores of the wrong token, ids that miss the last one, and ids that are sent twice."""
-    prompt = offline.tokenizer.encode("The capital of France is")
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
-    expected = offline.generate(prompt, max_tokens=4, temperature=0).token_ids
-    with served.http() as http:
-        (choice,) = http.post(TEXT, json=body | {"prompt_logprobs": 2}).json()["choices"]
-        chunks = [chunk["choices"][0] for chunk in events(http.post(TEXT, json=body | {"stream": True}))]
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, expected)
-    assert [i for chunk in chunks for i in chunk["token_ids"]] == expected
-    assert [chunk["prompt_token_ids"] for chunk in chunks] == [prompt] + [None] * (len(chunks) - 1)
-    scores = choice["prompt_logprobs"]
-    assert scores[0] is None
-    logits = offline.logits(prompt)
-    for i in range(1, len(prompt)):
-        row = log_softmax(logits[i - 1])
-        assert scores[i][str(prompt[i])]["logprob"] == pytest.approx(row[prompt[i]], abs=1e-4)
-        ranks = {entry["rank"]: int(token) for token, entry in scores[i].items()}
-        assert [ranks[1], ranks[2]] == np.argsort(-row)[:2].tolist()
-        assert ranks.get(None, prompt[i]) == prompt[i]
 
 
 def test_tokenize_speaks_llama_cpps_form_too(served, offline):
@@ -386,263 +349,6 @@ def test_paths_and_methods_that_are_not_there(served):
         check_error(refused, 405)
         assert refused.headers["allow"] == "POST"
         check_error(http.post(TEXT, content=b"a=b", headers={"content-type": "text/plain"}), 400)
-
-
-# --- several answers
-
-
-def test_n_answers_are_n_choices(served):
-    """Catches answers that share a seed, an index or their text."""
-    create = served.client.chat.completions.create
-    options = {"model": MODEL, "messages": ASK[CHAT]["messages"], "n": 3, "temperature": 1.2, "seed": 7}
-    whole = create(max_tokens=12, **options)
-    texts = [choice.message.content for choice in whole.choices]
-    assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    assert len(set(texts)) == 3
-    streamed = ["", "", ""]
-    for chunk in create(max_tokens=12, stream=True, **options):
-        for choice in chunk.choices:
-            streamed[choice.index] += choice.delta.content or ""
-    assert streamed == texts
-    assert whole.usage.completion_tokens <= 36
-
-
-def test_best_of_gives_the_likeliest(served):
-    """Catches answers in the order they were made instead of the best of them."""
-    options = {
-        "model": MODEL,
-        "prompt": "The sea",
-        "max_tokens": 8,
-        "temperature": 1.5,
-        "seed": 3,
-        "logprobs": 0,
-    }
-    create = served.client.completions.create
-    everything = create(n=5, **options)
-    best = create(n=2, best_of=5, **options)
-
-    def likelihood(choice):
-        return sum(choice.logprobs.token_logprobs)
-
-    ranked = sorted(everything.choices, key=likelihood, reverse=True)
-    assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]
-    assert [choice.index for choice in best.choices] == [0, 1]
-    assert best.usage.completion_tokens == everything.usage.completion_tokens
-    with served.http() as http:
-        plain = http.post(TEXT, json=ASK[TEXT] | {"best_of": 2}).json()
-    assert check_completion(plain).choices[0].logprobs is None
-
-
-# --- echo, as evaluation programs use it
-
-
-def log_softmax(row):
-    row = row.astype(np.float64)
-    return row - row.max() - math.log(np.exp(row - row.max()).sum())
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1])
-def test_echo_scores_every_token_of_the_prompt(served, offline, max_tokens):
-    """Catches log-probabilities one place off, cut by the prefix cache, or of another prompt of the batch."""
-    texts = ["The capital of France is Paris.", "Grüße an alle 😀", "The capital of France is Rome. " * 8]
-    prompts = [offline.tokenizer.encode(text) for text in texts]
-    body = {
-        "model": MODEL,
-        "prompt": prompts,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "logprobs": 1,
-        "echo": True,
-    }
-    with served.http() as http:
-        for _ in range(2):  # the second time with what the first left in the cache
-            answer = http.post(TEXT, json=body).json()
-            check_completion(answer)
-            for choice, prompt, text in zip(answer["choices"], prompts, texts, strict=True):
-                check_scores(offline, choice, prompt, text, max_tokens)
-    assert answer["usage"]["completion_tokens"] == max_tokens * len(prompts)
-
-
-def check_scores(offline, choice, prompt, text, n_generated):
-    expected = offline.logits(prompt)
-    scores = choice["logprobs"]
-    assert choice["text"].startswith(text)
-    assert (choice["text"] == text) == (n_generated == 0)
-    assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(prompt) + n_generated
-    assert scores["token_logprobs"][0] is None
-    assert scores["top_logprobs"][0] is None
-    for i in range(1, len(prompt)):
-        row = log_softmax(expected[i - 1])
-        assert scores["token_logprobs"][i] == pytest.approx(row[prompt[i]], abs=1e-4)
-        assert max(scores["top_logprobs"][i].values()) == pytest.approx(row.max(), abs=1e-4)
-        assert scores["tokens"][i] in scores["top_logprobs"][i]
-    for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
-        if not token.startswith("bytes:"):
-            assert choice["text"][offset:].startswith(token)
-
-
-def test_echo_without_scores(served):
-    """Catches a prompt that is echoed only where log-probabilities are asked for, or twice in a stream."""
-    options = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 4, "temperature": 0}
-    create = served.client.completions.create
-    plain = create(**options).choices[0].text
-    assert create(echo=True, **options).choices[0].text == options["prompt"] + plain
-    chunks = list(create(echo=True, stream=True, **options))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == options["prompt"] + plain
-
-
-def test_parameters_beyond_openais_count(served):
-    """Catches parameters that are taken and never reach the sampler, texts among them."""
-    prompt = "one two three " * 6
-    options = {"model": MODEL, "prompt": prompt.strip(), "max_tokens": 6, "temperature": 0}
-    options["frequency_penalty"] = 0  # not the model's own
-    with served.http() as http:
-        plain = http.post(TEXT, json=options).json()["choices"][0]["text"]
-        for more in (
-            {"bad_words": ["two"]},
-            {"repetition_penalty": 2.0},
-            {"dry_multiplier": 50.0, "dry_base": 4.0},
-        ):
-            assert http.post(TEXT, json=options | more).json()["choices"][0]["text"] != plain
-        one_left = {"temperature": 1.9, "top_k": 1, "samplers": ["top_k", "temperature"]}
-        assert http.post(TEXT, json=options | one_left).json()["choices"][0]["text"] == plain
-        half = {"content-type": "application/json"}
-        for field in (b'"bad_words"', b'"dry_multiplier":1,"dry_sequence_breakers"'):
-            body = b'{"model":"smol","prompt":"a","max_tokens":1,%s:["\\ud800"]}' % field
-            assert http.post(TEXT, content=body, headers=half).status_code in (200, 400)
-
-
-# --- usage
-
-
-def test_cached_tokens_are_counted(served):
-    """Catches a prefix cache that nobody can see, or that is counted for strangers' prompts."""
-    options = {"model": MODEL, "prompt": "It was a dark and stormy night. " * 12, "max_tokens": 1}
-    first, second = (served.client.completions.create(**options).usage for _ in range(2))
-    assert first.prompt_tokens_details.cached_tokens == 0
-    assert second.prompt_tokens - 17 <= second.prompt_tokens_details.cached_tokens < second.prompt_tokens
-
-
-# --- thoughts
-
-
-@pytest.fixture(scope="module")
-def thinking(smollm2_path):
-    """A server whose template begins the model's thoughts, so that all it says are thoughts."""
-    with LLM(smollm2_path, max_context=512) as llm:
-        assert llm.tokenizer.chat_template is not None
-        llm.tokenizer.chat_template += "{% if enable_thinking %}<think>\n{% endif %}"
-        with serving(llm) as server:
-            yield server
-
-
-def test_another_template_can_be_given(smollm2_path):
-    """Catches a template that is loaded and not used."""
-    with LLM(smollm2_path, max_context=64, chat_template="{{ messages[0].content }}!") as llm:
-        assert llm.chat_template.render([{"role": "user", "content": "Hi"}]) == "Hi!"
-
-
-def test_thoughts_are_no_content(thinking):
-    """Catches thoughts in the answer, and template variables that do not arrive."""
-    body = ASK[CHAT] | {"max_tokens": 6, "chat_template_kwargs": {"enable_thinking": True}, "temperature": 0}
-    with thinking.http() as http:
-        answer = http.post(CHAT, json=body).json()
-        check_chat(answer)
-        message = answer["choices"][0]["message"]
-        assert message["reasoning_content"]
-        assert message["content"] is None
-        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
-        deltas = [
-            chunk["choices"][0]["delta"] for chunk in events(http.post(CHAT, json=body | {"stream": True}))
-        ]
-        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
-        plain = http.post(CHAT, json=body | {"chat_template_kwargs": {"enable_thinking": False}}).json()
-        assert plain["choices"][0]["message"]["content"]
-        assert "reasoning_content" not in plain["choices"][0]["message"]
-
-
-def test_thoughts_are_an_item_of_a_response(thinking):
-    """Catches a reasoning effort that does not reach the template, and events the client cannot read."""
-    body = ASK[RESPONSE] | {"max_output_tokens": 6, "reasoning": {"effort": "low"}, "temperature": 0}
-    with thinking.http() as http:
-        answer = check_response(http.post(RESPONSE, json=body).json())
-    assert answer.output[0].type == "reasoning"
-    assert answer.output[0].content[0].text
-    with thinking.client.responses.stream(
-        model=MODEL, input="Hi", max_output_tokens=6, reasoning={"effort": "low"}, temperature=0
-    ) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
-    assert text == answer.output[0].content[0].text
-
-
-# --- one request fails, the others do not
-
-
-def test_a_failing_request_fails_alone(smollm2_path, caplog):
-    """Catches one request's NaN that ends the engine or its neighbours, or leaves no trace in the log."""
-    caplog.set_level(logging.ERROR, "kukri.server")
-    with (
-        LLM(smollm2_path, max_context=512, max_requests=4) as llm,
-        serving(llm) as server,
-        server.http() as http,
-    ):
-        engine = llm.engine
-        make, victims = engine.make_requests, []
-
-        def make_with_a_fault(prompt, params, **options):
-            if params.seed != 666:
-                return make(prompt, params, **options)
-            fault = nan_after(len(prompt) + 3)
-            victims.extend(make(prompt, dataclasses.replace(params, logits_processors=[fault]), **options))
-            return victims[-1:]
-
-        engine.make_requests = make_with_a_fault
-        body = ASK[TEXT] | {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        expected = http.post(TEXT, json=body).json()["choices"][0]["text"]
-        with http.stream("POST", TEXT, json=body | {"stream": True}) as beside:
-            failed = http.post(TEXT, json=body | {"seed": 666}, headers={"x-request-id": "the-bad-one"})
-            check_error(failed, 500)
-            chunks = list(events(beside))
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
-        *chunks, last = events(http.post(TEXT, json=body | {"seed": 666, "stream": True}))
-        assert len(chunks) == 3
-        assert last["error"]["type"] == "server_error"
-        assert len(victims) == 2
-        assert any(getattr(record, "request_id", "") == "the-bad-one" for record in caplog.records)
-        assert http.post(TEXT, json=body).json()["choices"][0]["text"] == expected
-        server.wait_until(lambda: server.pages_used() == 0)
-
-
-def nan_after(n_tokens):
-    """A logits processor that leaves NaN once there are so many tokens."""
-
-    def process(token_ids, row):
-        if len(token_ids) >= n_tokens:
-            row[:] = np.nan
-
-    return process
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_engine_is_told(smollm2_path, monkeypatch):
-    """Catches clients that wait for ever, and a server that calls itself well."""
-    with LLM(smollm2_path, max_context=512) as llm, serving(llm) as server, server.http() as http:
-        assert http.get("/health").json() == {"status": "ok"}
-        assert http.get("/ready").json() == {"status": "ready"}
-
-        def die() -> None:
-            raise SystemExit("the engine's thread ends here")
-
-        monkeypatch.setattr(llm.engine, "step", die)
-        logging.getLogger("kukri.engine").disabled = True
-        try:
-            check_error(http.post(TEXT, json=ASK[TEXT]), 500)
-        finally:
-            logging.getLogger("kukri.engine").disabled = False
-        server.wait_until(lambda: http.get("/health").status_code == 503)
-        assert http.get("/health").json() == {"status": "degraded"}
-        assert http.get("/ready").status_code == 503
-        check_error(http.post(TEXT, json=ASK[TEXT]), 503)
 
 
 def test_the_document_describes_what_is_served(served):

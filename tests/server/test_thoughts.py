@@ -1,0 +1,58 @@
+"""Thoughts that a template begins: apart from the answer in each form of it, and templates given."""
+
+from __future__ import annotations
+
+import pytest
+from bodies import check_chat, check_response, events
+from conftest import ASK, CHAT, MODEL, RESPONSE, serving
+
+from kukri import LLM
+
+
+@pytest.fixture(scope="module")
+def thinking(smollm2_path):
+    """A server whose template begins the model's thoughts, so that all it says are thoughts."""
+    with LLM(smollm2_path, max_context=512) as llm:
+        assert llm.tokenizer.chat_template is not None
+        llm.tokenizer.chat_template += "{% if enable_thinking %}<think>\n{% endif %}"
+        with serving(llm) as server:
+            yield server
+
+
+def test_another_template_can_be_given(smollm2_path):
+    """Catches a template that is loaded and not used."""
+    with LLM(smollm2_path, max_context=64, chat_template="{{ messages[0].content }}!") as llm:
+        assert llm.chat_template.render([{"role": "user", "content": "Hi"}]) == "Hi!"
+
+
+def test_thoughts_are_no_content(thinking):
+    """Catches thoughts in the answer, and template variables that do not arrive."""
+    body = ASK[CHAT] | {"max_tokens": 6, "chat_template_kwargs": {"enable_thinking": True}, "temperature": 0}
+    with thinking.http() as http:
+        answer = http.post(CHAT, json=body).json()
+        check_chat(answer)
+        message = answer["choices"][0]["message"]
+        assert message["reasoning_content"]
+        assert message["content"] is None
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
+        deltas = [
+            chunk["choices"][0]["delta"] for chunk in events(http.post(CHAT, json=body | {"stream": True}))
+        ]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+        plain = http.post(CHAT, json=body | {"chat_template_kwargs": {"enable_thinking": False}}).json()
+        assert plain["choices"][0]["message"]["content"]
+        assert "reasoning_content" not in plain["choices"][0]["message"]
+
+
+def test_thoughts_are_an_item_of_a_response(thinking):
+    """Catches a reasoning effort that does not reach the template, and events the client cannot read."""
+    body = ASK[RESPONSE] | {"max_output_tokens": 6, "reasoning": {"effort": "low"}, "temperature": 0}
+    with thinking.http() as http:
+        answer = check_response(http.post(RESPONSE, json=body).json())
+    assert answer.output[0].type == "reasoning"
+    assert answer.output[0].content[0].text
+    with thinking.client.responses.stream(
+        model=MODEL, input="Hi", max_output_tokens=6, reasoning={"effort": "low"}, temperature=0
+    ) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
+    assert text == answer.output[0].content[0].text
