@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kukri.kernels.cpu.abi import (
     CHUNK_PAGES,
@@ -312,80 +312,108 @@ def _make_chunk(reader: Reader, rows: int, d_head: int, is_one_token: bool, capp
     return chunk_part
 
 
+class _Work(NamedTuple):
+    """The arguments of a work entry and one key head: addresses, byte strides, vectors and counts."""
+
+    batch: Any
+    entry: Any
+    head: Any
+    q: Any
+    q_stride: Any
+    scale: Any  # of 16 lanes, as the cap
+    cap: Any
+    keys: Any  # of this head, as the values
+    values: Any
+    page_stride: Any
+    window: Any
+    n_ahead: Any
+    sinks: Any
+    partials: Any
+    y: Any
+    y_stride: Any
+
+
+def _make_load_rows(group: int, rows: int, d_head: int) -> Any:
+    """A function for the query rows of a work entry, scaled, and the ranges of keys that they see."""
+    row_bytes = 4 * d_head
+
+    @device
+    def load_rows(work, rows_q, ranges):
+        """Gives the first position that any row sees."""
+        token = load_i64(work.entry + WORK_TOKEN)
+        n_tokens = load_i64(work.entry + WORK_N_TOKENS)
+        positions = load_i64(work.batch + POSITIONS)
+        last = load_i32(load_i64(work.batch + CONTEXT_LEN) + 4 * load_i64(work.entry + WORK_SEQUENCE)) - 1
+        first_visible = load_i32(positions + 4 * token)
+        for row in range(rows):
+            t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
+            source = work.q + t * work.q_stride + (work.head * group + row % group) * row_bytes
+            for i in range(0, row_bytes, 64):
+                store_f32x16(rows_q + row * row_bytes + i, load_f32x16(source + i) * work.scale)
+            position = load_i32(positions + 4 * t)
+            first = max(position - work.window + 1, 0)
+            first_visible = min(first_visible, first)
+            store_i64(ranges + 16 * row, first)
+            store_i64(ranges + 16 * row + 8, min(position + work.n_ahead, last))
+        return first_visible
+
+    return load_rows
+
+
+@device
+def _load_pages(work, base, n_context, pages):
+    """Stores the byte offsets of a chunk's 4 pages and of the next; of the first for those past the end."""
+    sequence = load_i64(work.entry + WORK_SEQUENCE)
+    table = load_i64(work.batch + PAGE_TABLE) + 4 * sequence * load_i64(work.batch + MAX_PAGES)
+    for page in range(CHUNK_PAGES + 1):
+        index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
+        store_i64(pages + 8 * page, load_i32(table + 4 * index) * work.page_stride)
+
+
 def _make_entry(reader: Reader, group: int, n_query_tokens: int, d_head: int, capped: Any) -> Any:
     """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
     rows = group * n_query_tokens
+    load_rows = _make_load_rows(group, rows, d_head)
     chunk_part = _make_chunk(reader, rows, d_head, n_query_tokens == 1, capped)
     scratch_bytes = partial_bytes(rows, d_head)
     finish = _finish_rotated if reader.is_rotated else _finish
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
 
     @device
-    def entry_part(
-        batch,
-        entry,
-        head,
-        q,
-        q_stride,
-        scale,
-        cap,
-        keys,
-        values,
-        page_stride,
-        window,
-        n_ahead,
-        sinks,
-        partials,
-        y,
-        y_stride,
-    ):
-        sequence = load_i64(entry + WORK_SEQUENCE)
-        token = load_i64(entry + WORK_TOKEN)
-        n_tokens = load_i64(entry + WORK_N_TOKENS)
-        positions = load_i64(batch + POSITIONS)
-        table = load_i64(batch + PAGE_TABLE) + 4 * sequence * load_i64(batch + MAX_PAGES)
-        last = load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence) - 1
+    def finish_rows(work, state):
+        for row in range(load_i64(work.entry + WORK_N_TOKENS) * group):
+            t = load_i64(work.entry + WORK_TOKEN) + row // group
+            of_head = work.head * group + row % group
+            y = work.y + t * work.y_stride + of_head * (4 * d_head)
+            finish(state, row, y, d_head, work.sinks + 4 * of_head)
+
+    @device
+    def attend_entry(work):
         rows_q = stack_bytes(q_bytes)
         ranges = stack_bytes(range_bytes)
         scores = stack_bytes(score_bytes)
         pages = stack_bytes(_PAGE_BYTES)
         part = stack_bytes(scratch_bytes)
         merged = stack_bytes(scratch_bytes)
-        first_visible = load_i32(positions + 4 * token)
-        for row in range(rows):
-            t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
-            source = q + t * q_stride + (head * group + row % group) * (4 * d_head)
-            for i in range(0, 4 * d_head, 64):
-                store_f32x16(rows_q + row * (4 * d_head) + i, load_f32x16(source + i) * scale)
-            position = load_i32(positions + 4 * t)
-            first = max(position - window + 1, 0)
-            first_visible = min(first_visible, first)
-            store_i64(ranges + 16 * row, first)
-            store_i64(ranges + 16 * row + 8, min(position + n_ahead, last))
+        first_visible = load_rows(work, rows_q, ranges)
         n_context = load_i64(ranges + 16 * (rows - 1) + 8) + 1
-        is_partial = load_i64(entry + WORK_PARTIAL) >= 0  # of one chunk: nothing to merge it with
-        state = partials if is_partial else merged
+        is_partial = load_i64(work.entry + WORK_PARTIAL) >= 0  # of one chunk: nothing to merge it with
+        state = work.partials if is_partial else merged
         _start(state, rows, d_head)
-        for chunk in range(load_i64(entry + WORK_CHUNK), load_i64(entry + WORK_CHUNK_STOP)):
+        for chunk in range(load_i64(work.entry + WORK_CHUNK), load_i64(work.entry + WORK_CHUNK_STOP)):
             base = chunk * CHUNK_TOKENS
             if base + CHUNK_TOKENS <= first_visible:
                 continue
             n_keys = min(n_context - base, CHUNK_TOKENS)
-            for page in range(CHUNK_PAGES + 1):
-                index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
-                store_i64(pages + 8 * page, load_i32(table + 4 * index) * page_stride)
+            _load_pages(work, base, n_context, pages)
             target = state if is_partial else part
-            chunk_part(rows_q, cap, ranges, keys, values, pages, base, n_keys, target, scores)
+            chunk_part(rows_q, work.cap, ranges, work.keys, work.values, pages, base, n_keys, target, scores)
             if not is_partial:
                 _merge(state, part, 0, rows, d_head)
         if not is_partial:
-            for row in range(n_tokens * group):
-                t = token + row // group
-                of_head = head * group + row % group
-                yp = y + t * y_stride + of_head * (4 * d_head)
-                finish(state, row, yp, d_head, sinks + 4 * of_head)
+            finish_rows(work, state)
 
-    return entry_part
+    return attend_entry
 
 
 def _make_attend(reader: Reader, is_capped: bool, group: int, d_head: int) -> KernelSource:
@@ -396,138 +424,28 @@ def _make_attend(reader: Reader, is_capped: bool, group: int, d_head: int) -> Ke
     head_bytes = reader.head_bytes(d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
-    @device
-    def run(
-        tile,
-        batch,
-        q,
-        q_stride,
-        scale,
-        cap,
-        n_kv_heads,
-        keys,
-        values,
-        page_stride,
-        window,
-        n_ahead,
-        sinks,
-        partials,
-        y,
-        y_stride,
-    ):
+    def attend(
+        tile, batch, q, q_stride, scale, softcap, n_kv_heads, keys, values, page_stride, window, n_ahead,
+        sinks, partials, y, y_stride,
+    ):  # fmt: skip
         if tile < 0:
             return load_i64(batch + N_WORK) * n_kv_heads
         entry = load_i64(batch + WORK) + tile // n_kv_heads * WORK_BYTES
         head = tile % n_kv_heads
         partial = partials + (load_i64(entry + WORK_PARTIAL) * n_kv_heads + head) * slot_bytes
-        k = keys + head * head_bytes
-        v = values + head * head_bytes
-        s = splat(f32_of_bits(scale))
-        c = splat(f32_of_bits(cap))
+        work = _Work(
+            batch, entry, head, q, q_stride, splat(f32_of_bits(scale)), splat(f32_of_bits(softcap)),
+            keys + head * head_bytes, values + head * head_bytes, page_stride, window, n_ahead,
+            sinks, partial, y, y_stride,
+        )  # fmt: skip
         if load_i64(entry + WORK_N_TOKENS) == 1:
-            one_token(
-                batch,
-                entry,
-                head,
-                q,
-                q_stride,
-                s,
-                c,
-                k,
-                v,
-                page_stride,
-                window,
-                n_ahead,
-                sinks,
-                partial,
-                y,
-                y_stride,
-            )
+            one_token(work)
         else:
-            many_tokens(
-                batch,
-                entry,
-                head,
-                q,
-                q_stride,
-                s,
-                c,
-                k,
-                v,
-                page_stride,
-                window,
-                n_ahead,
-                sinks,
-                partial,
-                y,
-                y_stride,
-            )
+            many_tokens(work)
         return 0
 
-    def attend(
-        tile, batch, q, q_stride, scale, n_kv_heads, keys, values, page_stride, window, n_ahead, sinks,
-        partials, y,
-        y_stride,
-    ):  # fmt: skip
-        return run(
-            tile,
-            batch,
-            q,
-            q_stride,
-            scale,
-            0,
-            n_kv_heads,
-            keys,
-            values,
-            page_stride,
-            window,
-            n_ahead,
-            sinks,
-            partials,
-            y,
-            y_stride,
-        )
-
-    def attend_softcap(
-        tile,
-        batch,
-        q,
-        q_stride,
-        scale,
-        softcap,
-        n_kv_heads,
-        keys,
-        values,
-        page_stride,
-        window,
-        n_ahead,
-        sinks,
-        partials,
-        y,
-        y_stride,
-    ):
-        return run(
-            tile,
-            batch,
-            q,
-            q_stride,
-            scale,
-            softcap,
-            n_kv_heads,
-            keys,
-            values,
-            page_stride,
-            window,
-            n_ahead,
-            sinks,
-            partials,
-            y,
-            y_stride,
-        )
-
-    if is_capped:
-        return KernelSource(f"attend_{reader.kv_type}_softcap[{group},{d_head}]", attend_softcap)
-    return KernelSource(f"attend_{reader.kv_type}[{group},{d_head}]", attend)
+    suffix = "_softcap" if is_capped else ""
+    return KernelSource(f"attend_{reader.kv_type}{suffix}[{group},{d_head}]", attend)
 
 
 def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSource:

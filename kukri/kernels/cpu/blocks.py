@@ -8,6 +8,8 @@ layouts of the blocks are drawn in `kukri.quant.blocks`; in a tile, word j of a 
 
 from __future__ import annotations
 
+from typing import Any
+
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import device
 from kukri.kernels.cpu.simd import (
@@ -233,52 +235,37 @@ def _fold_with_min(out, acc, d, scales, dmin, mins, x):
     return tile_add_min(out, dmin * byte_to_f32(mins, 0, 0), x)
 
 
-@device
-def _q4_k_groups(out, w, x, d, scales, dmin, mins):
-    """Four groups, of 4 words of nibbles, as in Q4_0."""
-    for g in range(4):
-        _ahead_5(out, w + 64 * g)
-        acc = _dot_nibbles(tile_zeros_like(out), w, x)
-        out = _fold_with_min(out, acc, d, scales, dmin, mins, x)
-        scales = next_byte(scales)
-        mins = next_byte(mins)
-        w += 256
-        x += panel_block_bytes(out)
-    return out
+def _make_k_block(dot: Any, ahead: Any, n_words: int) -> Any:
+    """A function for Q4_K's or Q5_K's blocks: 8 groups of `n_words` words, read by `dot`."""
+    group_bytes = 64 * n_words
+    second_half = 192 + 4 * group_bytes
+    ends = 192 + 8 * group_bytes
+
+    @device
+    def four_groups(out, w, x, d, scales, dmin, mins):
+        for g in range(4):
+            ahead(out, w + 64 * g)
+            out = _fold_with_min(out, dot(tile_zeros_like(out), w, x), d, scales, dmin, mins, x)
+            scales = next_byte(scales)
+            mins = next_byte(mins)
+            w += group_bytes
+            x += panel_block_bytes(out)
+        return out
+
+    @device
+    def block(out, w, x):
+        # words 0 to 2: scales and mins, then the groups, then d and dmin
+        d = load_f16x16(w + ends)
+        dmin = splat(0.0) - load_f16x16(w + ends + 32)
+        out = four_groups(out, w + 192, x, d, _low_scales(w, 0), dmin, _low_scales(w, 1))
+        x += 4 * panel_block_bytes(out)
+        return four_groups(out, w + second_half, x, d, _high_scales(w, 0), dmin, _high_scales(w, 1))
+
+    return block
 
 
-@device
-def _q4_k(out, w, x):
-    # words 0 to 2: scales and mins, 3 to 34: the groups' nibbles, then d and dmin
-    d = load_f16x16(w + 2240)
-    dmin = splat(0.0) - load_f16x16(w + 2272)
-    out = _q4_k_groups(out, w + 192, x, d, _low_scales(w, 0), dmin, _low_scales(w, 1))
-    x += 4 * panel_block_bytes(out)
-    return _q4_k_groups(out, w + 1216, x, d, _high_scales(w, 0), dmin, _high_scales(w, 1))
-
-
-@device
-def _q5_k_groups(out, w, x, d, scales, dmin, mins):
-    """Four groups, of 5 words, as in Q5_0."""
-    for g in range(4):
-        _ahead_6(out, w + 64 * g)
-        acc = _dot_five_bits(tile_zeros_like(out), w, x)
-        out = _fold_with_min(out, acc, d, scales, dmin, mins, x)
-        scales = next_byte(scales)
-        mins = next_byte(mins)
-        w += 320
-        x += panel_block_bytes(out)
-    return out
-
-
-@device
-def _q5_k(out, w, x):
-    # words 0 to 2: scales and mins, 3 to 42: the groups, then d and dmin
-    d = load_f16x16(w + 2752)
-    dmin = splat(0.0) - load_f16x16(w + 2784)
-    out = _q5_k_groups(out, w + 192, x, d, _low_scales(w, 0), dmin, _low_scales(w, 1))
-    x += 4 * panel_block_bytes(out)
-    return _q5_k_groups(out, w + 1472, x, d, _high_scales(w, 0), dmin, _high_scales(w, 1))
+_q4_k = _make_k_block(_dot_nibbles, _ahead_5, 4)
+_q5_k = _make_k_block(_dot_five_bits, _ahead_6, 5)
 
 
 # Q6_K, Q3_K and Q2_K have a scale for each 16 inputs: two integer sums a group, each multiplied by its scale

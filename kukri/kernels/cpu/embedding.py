@@ -141,28 +141,33 @@ def _six_bits(scales, which, g):
 
 
 @device
-def _q4_k(source, target):
-    d = load_f16(source)
-    m = load_f16(source + 2)
-    for g in range(8):
-        scale = d * np.float32(_six_bits(source + 4, 0, g))
-        low = m * np.float32(_six_bits(source + 4, 1, g))
-        for i in range(32):
-            q = (load_u8(source + 16 + 32 * (g >> 1) + i) >> (4 * (g & 1))) & 15
-            store_f32(target + 4 * (32 * g + i), scale * np.float32(q) - low)
+def _q4_k_quant(source, g, i):
+    return (load_u8(source + 16 + 32 * (g >> 1) + i) >> (4 * (g & 1))) & 15
 
 
 @device
-def _q5_k(source, target):
-    d = load_f16(source)
-    m = load_f16(source + 2)
-    for g in range(8):
-        scale = d * np.float32(_six_bits(source + 4, 0, g))
-        low = m * np.float32(_six_bits(source + 4, 1, g))
-        for i in range(32):
-            q = (load_u8(source + 48 + 32 * (g >> 1) + i) >> (4 * (g & 1))) & 15
-            q |= ((load_u8(source + 16 + i) >> g) & 1) << 4
-            store_f32(target + 4 * (32 * g + i), scale * np.float32(q) - low)
+def _q5_k_quant(source, g, i):
+    return _q4_k_quant(source + 32, g, i) | ((load_u8(source + 16 + i) >> g) & 1) << 4
+
+
+def _make_k_block(quant: Any) -> Any:
+    """A function for Q4_K's or Q5_K's blocks: 8 groups with a scale and a min of 6 bits."""
+
+    @device
+    def block(source, target):
+        d = load_f16(source)
+        m = load_f16(source + 2)
+        for g in range(8):
+            scale = d * np.float32(_six_bits(source + 4, 0, g))
+            low = m * np.float32(_six_bits(source + 4, 1, g))
+            for i in range(32):
+                store_f32(target + 4 * (32 * g + i), scale * np.float32(quant(source, g, i)) - low)
+
+    return block
+
+
+_q4_k = _make_k_block(_q4_k_quant)
+_q5_k = _make_k_block(_q5_k_quant)
 
 
 @device

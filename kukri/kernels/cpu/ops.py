@@ -456,16 +456,11 @@ class Attend(Op):
         return f"{family}[{self.spec.group},{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        capped = {} if self.spec.softcap is None else {"softcap": float_bits(self.spec.softcap)}
-        return (
-            _attention(self.q, self.y, self.spec, at)
-            | capped
-            | {
-                "window": self.spec.window or _ALL,
-                "n_ahead": n_ahead(self.spec),
-                "partials": at.of(self.partials),
-            }
-        )
+        return _attention(self.q, self.y, self.spec, at) | {
+            "window": self.spec.window or _ALL,
+            "n_ahead": n_ahead(self.spec),
+            "partials": at.of(self.partials),
+        }
 
 
 @dataclass(eq=False)
@@ -504,9 +499,7 @@ class AttendMasked(Op):
         return f"attend_masked[{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        softcap = 0 if self.spec.softcap is None else float_bits(self.spec.softcap)
-        more = {"n_heads": self.spec.n_heads, "softcap": softcap}
-        return _attention(self.q, self.y, self.spec, at) | more
+        return _attention(self.q, self.y, self.spec, at) | {"n_heads": self.spec.n_heads}
 
 
 @dataclass(eq=False)
@@ -576,6 +569,7 @@ def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[s
         "q": at.of(q),
         "q_stride": q.stride,
         "scale": float_bits(spec.scale),
+        "softcap": 0 if spec.softcap is None else float_bits(spec.softcap),
         "n_kv_heads": spec.n_kv_heads,
         "keys": address_of(at.cache.keys[spec.layer]),
         "values": address_of(at.cache.values[spec.layer]),

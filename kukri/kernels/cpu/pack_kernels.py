@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kukri.kernels.cpu.intrinsics import (
     device,
     load_i32,
@@ -66,14 +68,24 @@ def _nibbles(quarters, g, j):
     return (_get(quarters + 32 * (g >> 1), j) >> (4 * (g & 1))) & _NIBBLES
 
 
-@device
-def _put_five_bits(words, a, b, c, d, e, f, g, h):
-    """8 words of 5 bits a byte as 5 words: the first five, and the last three in their top bits."""
-    _put(words, 0, a | ((f & 0x07070707) << 5))
-    _put(words, 1, b | (((f >> 3) & _PAIRS) << 5) | (((h >> 3) & _BITS) << 7))
-    _put(words, 2, c | ((g & 0x07070707) << 5))
-    _put(words, 3, d | (((g >> 3) & _PAIRS) << 5) | (((h >> 4) & _BITS) << 7))
-    _put(words, 4, e | ((h & 0x07070707) << 5))
+def _make_put_five_bits(word: Any) -> Any:
+    """A function that writes 8 words of 5 bits a byte, `word(source, which, j)`, as 5 words.
+
+    They are the first five, and the last three in their top bits.
+    """
+
+    @device
+    def put(words, source, which):
+        f = word(source, which, 5)
+        g = word(source, which, 6)
+        h = word(source, which, 7)
+        _put(words, 0, word(source, which, 0) | ((f & 0x07070707) << 5))
+        _put(words, 1, word(source, which, 1) | (((f >> 3) & _PAIRS) << 5) | (((h >> 3) & _BITS) << 7))
+        _put(words, 2, word(source, which, 2) | ((g & 0x07070707) << 5))
+        _put(words, 3, word(source, which, 3) | (((g >> 3) & _PAIRS) << 5) | (((h >> 4) & _BITS) << 7))
+        _put(words, 4, word(source, which, 4) | ((h & 0x07070707) << 5))
+
+    return put
 
 
 @device
@@ -83,20 +95,12 @@ def _five_bits(source, bits, j):
     return nibbles | (((bits >> j) & _BITS) << 4)
 
 
+_put_q5_0 = _make_put_five_bits(_five_bits)
+
+
 @device
 def _q5_0_words(source, words):
-    bits = turn_bits(_get(source, 0))
-    _put_five_bits(
-        words,
-        _five_bits(source, bits, 0),
-        _five_bits(source, bits, 1),
-        _five_bits(source, bits, 2),
-        _five_bits(source, bits, 3),
-        _five_bits(source, bits, 4),
-        _five_bits(source, bits, 5),
-        _five_bits(source, bits, 6),
-        _five_bits(source, bits, 7),
-    )
+    _put_q5_0(words, source, turn_bits(_get(source, 0)))
 
 
 @device
@@ -114,22 +118,15 @@ def _q5_k_word(source, g, j):
     return _nibbles(source + 44, g, j) | (((_get(source, 3 + j) >> g) & _BITS) << 4)
 
 
+_put_q5_k = _make_put_five_bits(_q5_k_word)
+
+
 @device
 def _q5_k_groups(source, words):
     for j in range(3):
         _put(words, j, _get(source, j))
     for g in range(8):
-        _put_five_bits(
-            words + 12 + 20 * g,
-            _q5_k_word(source, g, 0),
-            _q5_k_word(source, g, 1),
-            _q5_k_word(source, g, 2),
-            _q5_k_word(source, g, 3),
-            _q5_k_word(source, g, 4),
-            _q5_k_word(source, g, 5),
-            _q5_k_word(source, g, 6),
-            _q5_k_word(source, g, 7),
-        )
+        _put_q5_k(words + 12 + 20 * g, source, g)
 
 
 @device

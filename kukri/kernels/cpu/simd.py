@@ -90,15 +90,6 @@ def load_i8x16(builder: Any, address: Any) -> Any:
 
 
 @operation(F32x16, types.int64)
-def splat_f16(builder: Any, address: Any) -> Any:
-    """A vector of 16 times the float16 at an address."""
-    bits = builder.load(pointer(builder, address, _I16), align=2)
-    lanes = builder.insert_element(ir.Constant(ir.VectorType(_I16, 16), ir.Undefined), bits, _I32(0))
-    places = ir.Constant(ir.VectorType(_I32, 16), [0] * 16)
-    return _half_to_float(builder, builder.shuffle_vector(lanes, lanes, places))
-
-
-@operation(F32x16, types.int64)
 def load_bf16x16(builder: Any, address: Any) -> Any:
     """16 bfloat16, widened to float32."""
     bits = builder.load(pointer(builder, address, ir.VectorType(_I16, 16)), align=1)
@@ -331,13 +322,6 @@ def lanes_from(builder: Any, a: Any, bound: Any) -> Any:
 def sum_lanes_i32(builder: Any, a: Any) -> Any:
     """The sum of 16 int32 lanes."""
     return builder.sext(_halve(builder, a, builder.add), _I64)
-
-
-@operation(types.int64, F32x16, types.float32)
-def lanes_above(builder: Any, a: Any, bound: Any) -> Any:
-    """A bit per lane, lowest first: lane > bound."""
-    above = builder.fcmp_ordered(">", a, broadcast(builder, bound))
-    return builder.zext(builder.bitcast(above, _I16), _I64)
 
 
 @operation(types.int64, F32x16)
