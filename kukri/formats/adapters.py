@@ -67,16 +67,6 @@ class _Part(NamedTuple):
     name: str
 
 
-def is_adapter(path: Path) -> bool:
-    """True if a path looks like an adapter: a directory with adapter_config.json, or a GGUF file of one."""
-    if path.is_dir():
-        return (path / CONFIG_NAME).is_file()
-    if path.suffix != ".gguf" or not path.is_file():
-        return False
-    with GGUFFile(path) as file:
-        return file.metadata.get("general.type") == "adapter"
-
-
 def read_adapter(path: Path, model: Model) -> Adapter:
     """The adapter at a path, checked against the model that it is for.
 

@@ -30,11 +30,6 @@ class ChatTemplate:
     def __init__(self, source: str | None, bos_token: str = "", eos_token: str = "") -> None:
         self.source, self.bos_token, self.eos_token = source, bos_token, eos_token
 
-    @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template in the tokenizer's file."""
-        return cls(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-
     def render(
         self,
         messages: Sequence[Message],

@@ -71,7 +71,7 @@ def test_special_ids(tokenizer):
 
 def test_chat_prompt_equals_transformers(tokenizer, reference):
     """Catches a prompt that differs by a newline from what the model was trained on."""
-    chat = ChatTemplate.from_tokenizer(tokenizer)
+    chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
     for messages in (CONVERSATION, [{"role": "system", "content": "Be brief."}, *CONVERSATION[:1]]):
         for add_generation_prompt in (False, True):
             ours = chat.render(messages, add_generation_prompt)
