@@ -2,16 +2,18 @@
 
 `python -m benchmarks.replicas [MODEL]`, with the extra `ray`. Both run at once with as many threads, and the
 one that is not asked sleeps. Prints the delay of the first token and the ratio of throughputs, medians of the
-rounds.
+rounds, and the processor time of the server in front of the replica for each token.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -36,8 +38,8 @@ def main() -> None:
         for command in (["serve"], ["cluster", "serve"])
     ]
     try:
-        urls = [_url(process) for process in started]
-        asyncio.run(_compare(urls))
+        urls = [server_url(process) for process in started]
+        asyncio.run(_compare(urls, started[1].pid))
     finally:
         for process in started:
             process.terminate()
@@ -45,7 +47,8 @@ def main() -> None:
             process.wait(60)
 
 
-def _url(process: subprocess.Popen[str]) -> str:
+def server_url(process: subprocess.Popen[str]) -> str:
+    """The address that a server shows when it is there."""
     assert process.stderr is not None, "it is a pipe"
     lines = []
     for line in process.stderr:
@@ -56,22 +59,31 @@ def _url(process: subprocess.Popen[str]) -> str:
     raise SystemExit("".join(lines))
 
 
-async def _compare(urls: list[str]) -> None:
+async def _compare(urls: list[str], front: int) -> None:
     for url in urls:
         await _ready(url)
         await _streams(url, 2, 0)
     for n in (1, 8):
-        delays, ratios = [], []
+        delays, ratios, front_s = [], [], 0.0
         for i in range(1, _ROUNDS + 1):
             order = urls if i % 2 else urls[::-1]
+            before_s = processor_time(front)
             found = {url: await _streams(url, n, 100 * i) for url in order}
+            front_s += processor_time(front) - before_s
             (alone_s, alone_rate), (behind_s, behind_rate) = (found[url] for url in urls)
             delays.append(behind_s - alone_s)
             ratios.append(behind_rate / alone_rate)
         print(
-            f"{n} streams: first token {1e3 * median(delays):+.1f} ms, throughput {median(ratios):.2f}",
+            f"{n} streams: first token {1e3 * median(delays):+.1f} ms, throughput {median(ratios):.2f}, "
+            f"{1e6 * front_s / (_ROUNDS * n * _N_TOKENS):.0f} us of processor time in front for a token",
             flush=True,
         )
+
+
+def processor_time(pid: int) -> float:
+    """The seconds of processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _ready(url: str) -> None:

@@ -96,8 +96,8 @@ def predictor(
     """The arguments of `map_batches` for a `Predictor`, which has `column`, `output`, `task` and `sampling`.
 
     `concurrency` actors, or from one number to another, have a model each, opened with `options` (those of
-    `LLM`); each takes as many processors as `n_threads` says, 1 unless it is given. An actor that dies is
-    replaced, and its batches run again. Raises ConfigError on a task that there is not.
+    `LLM`); each takes as many processors as `n_threads` says, 1 unless it is given. Ray Data replaces an
+    actor that dies, and runs its batches again. Raises ConfigError on a task that there is not.
     """
     if task not in _TASKS:
         raise ConfigError(f"task must be one of {', '.join(_TASKS)}, not {task!r}")
@@ -116,8 +116,6 @@ def predictor(
         "concurrency": concurrency,
         "batch_size": batch_size,
         "num_cpus": options["n_threads"],
-        "max_restarts": -1,
-        "max_task_retries": -1,
     }
 
 

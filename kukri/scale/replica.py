@@ -99,7 +99,7 @@ class EngineReplica:
 
     async def connect(self, host: str, port: int, secret: str) -> None:
         """Serves the front that listens there until it goes, unless it is served already."""
-        if secret in self._fronts or self.is_draining:
+        if secret in self._fronts or self.is_draining or not self.is_well:
             return
         self._fronts[secret] = None
         try:
@@ -119,13 +119,12 @@ class EngineReplica:
         self._tell({"kind": "draining"})
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self._is_idle:
+                while self.is_well and not self._is_idle:
                     await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         """Ends all connections and the engine's thread."""
-        for front in self._connected():
-            front.channel.close()
+        self._leave()
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._loop.stop)
@@ -156,10 +155,18 @@ class EngineReplica:
             front.channel.send(message)
 
     async def _beat(self) -> None:
-        """Tells the fronts how the engine is, every second."""
+        """Tells the fronts how the engine is, every second; leaves them if it is stuck."""
         while True:
-            self._tell(self._status())
+            if self.is_well:
+                self._tell(self._status())
+            else:
+                self._leave()
             await asyncio.sleep(BEAT_S)
+
+    def _leave(self) -> None:
+        """Ends all connections, so that the fronts let other replicas run their requests."""
+        for front in self._connected():
+            front.channel.close()
 
     async def _serve(self, front: _Front, secret: str) -> None:
         """Runs a front's requests until it goes; those that still run then are of use to nobody."""
@@ -247,9 +254,8 @@ class EngineReplica:
             self._event_loop.call_soon_threadsafe(self._receive, outputs, states)
 
     def _receive(self, outputs: list[StepOutput], mirostat_states: list[float | None]) -> None:
-        if self._loop.has_failed:  # the fronts let others run their requests
-            for front in self._connected():
-                front.channel.close()
+        if self._loop.has_failed:
+            self._leave()
             return
         fronts: dict[int, _Front] = {}
         for (request, token, finish_reason), mirostat_mu in zip(outputs, mirostat_states, strict=True):

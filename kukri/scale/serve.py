@@ -51,6 +51,7 @@ class ReplicaOptions:
 
     With `max_replicas` their number follows the load, from `n_replicas` (0: none without requests) on:
     as many as keep each at `target_requests` requests that run or wait, and its KV pages from filling up.
+    There are fewer once fewer have been enough for `spare_s`.
     """
 
     n_replicas: int = 1
@@ -59,6 +60,7 @@ class ReplicaOptions:
     cpus: float | None = None  # that Ray sets aside for each; None: its threads, or those of a machine
     gpus: float = 0
     drain_s: float = 60.0  # for running requests of a replica that is removed
+    spare_s: float = 120.0  # seconds
     one_per_machine: bool = False
     traces: str | None = None  # URL of an OTLP collector; None: of a replica's environment, if it names one
 
@@ -140,6 +142,8 @@ class LoadPolicy:
             n_requests = max(n_requests, context.total_num_requests)
         wanted = ceil(n_requests / self._target)
         shares = latest("kv_share")
+        if len(shares) < len(context.running_replicas):  # some are new: how busy they are is not known yet
+            wanted = max(wanted, context.current_num_replicas)
         if shares and sum(shares) / len(shares) > _FULL:
             wanted = max(wanted, context.current_num_replicas + 1)
         low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
@@ -172,7 +176,7 @@ def replicas(options: ModelOptions, how: ReplicaOptions) -> Any:
             "min_replicas": how.n_replicas,
             "max_replicas": how.max_replicas,
             "upscale_delay_s": 5.0,
-            "downscale_delay_s": 120.0,
+            "downscale_delay_s": how.spare_s,
             "policy": policy,
         }
     return serve.deployment(ReplicaActor).options(**settings).bind(options, how.drain_s, how.traces)
@@ -245,6 +249,7 @@ def build(
     how = how or ReplicaOptions()
     front = serve.deployment(serve.ingress()(FrontActor)).options(
         name="KukriFront",
+        num_replicas=1,  # its queue and its counts are those of all clients
         max_ongoing_requests=1 << 12,
         ray_actor_options={"num_cpus": 0.5},
         graceful_shutdown_timeout_s=how.drain_s + _SLACK_S,

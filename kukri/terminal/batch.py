@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from kukri.terminal.tables import print_facts
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from kukri.server.settings import ServerSettings
     from kukri.terminal.options import ClusterOptions
 
 _QUEUE = 1 << 20  # requests: those of all lines at a time, with many answers each
@@ -71,7 +73,8 @@ def run_batch(
     n_before = len(results)
     try:
         names = tuple(dict.fromkeys([*aliases, name]))
-        _answer_all(lines, results, counts, partial(_opened, model, names, loading, cluster))
+        opened = partial(_on_replicas, cluster, target) if cluster is not None else _on_an_engine
+        _answer_all(lines, results, counts, partial(opened, model, names, loading))
     except KeyboardInterrupt:
         print(
             f"\n{len(results)} of {len(lines)} are done: the same command goes on from there", file=sys.stderr
@@ -104,30 +107,40 @@ def _answer_all(
 
 
 @contextmanager
-def _opened(
-    model: str | None, names: tuple[str, ...], loading: dict[str, Any], cluster: ClusterOptions | None
+def _on_an_engine(
+    model: str | None, names: tuple[str, ...], loading: dict[str, Any]
 ) -> Iterator[tuple[FastAPI, int]]:
     """The application of a model, and the requests for it at a time: so many that some wait in its queue."""
+    from kukri.llm import LLM
     from kukri.server.app import create_app
-    from kukri.server.settings import ServerSettings
 
-    settings = ServerSettings(names, max_body_bytes=1 << 40, max_waiting=_QUEUE, has_page=False)
-    if cluster is None:
-        from kukri.llm import LLM
+    with LLM(model, **loading) as llm:
+        yield create_app(llm, _settings(names)), 2 * llm.engine_config.max_requests
 
-        with LLM(model, **loading) as llm:
-            yield create_app(llm, settings), 2 * llm.engine_config.max_requests
-        return
+
+@contextmanager
+def _on_replicas(
+    cluster: ClusterOptions, target: Path, model: str | None, names: tuple[str, ...], loading: dict[str, Any]
+) -> Iterator[tuple[FastAPI, int]]:
+    """As `_on_an_engine`, by replicas on Ray."""
     from kukri.loading import ModelOptions
     from kukri.terminal.cluster import replicas_on_ray, require_ray
 
     require_ray("kukri batch --ray")
-    with replicas_on_ray(ModelOptions(model=model, **loading), cluster, drain_s=1.0) as there:
+    options = ModelOptions(model=model, **loading)
+    name = f"kukri-batch-{sha256(bytes(target.resolve())).hexdigest()[:12]}"
+    with replicas_on_ray(options, cluster, drain_s=1.0, application=name) as there:
         from kukri.scale.serve import server
 
-        app = server(there.handle, there.facts, there.options, settings, there.host)
+        app = server(there.handle, there.facts, there.options, _settings(names), there.host)
         most = max(cluster.n_replicas, cluster.max_replicas or 1)
         yield app, 2 * there.facts.max_requests * most
+
+
+def _settings(names: tuple[str, ...]) -> ServerSettings:
+    from kukri.server.settings import ServerSettings
+
+    return ServerSettings(names, max_body_bytes=1 << 40, max_waiting=_QUEUE, has_page=False)
 
 
 class _Work:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kukri.scale.serve import ReplicaOptions
 
 _OBJECT_STORE_BYTES = 100 << 20  # of a Ray of our own, through which nothing large goes
-_APPLICATION = "kukri"  # of Ray Serve
 _ONE_MODEL = ("config", "model_dir", "pin", "memory", "idle_unload", "manage_models", "adapter_dir")
 
 
@@ -45,10 +44,15 @@ def serve_cluster(
     names = tuple(dict.fromkeys([*(serving.alias or []), default_name(model)]))
     settings = server_settings(serving, loading.get("kv_bytes"), names)
     configure_logs(as_json=serving.log_json, level=serving.log_level)
+    name = re.sub(r"[^\w.-]", "-", names[-1])
     with (
         bound_socket(serving.host, serving.port) as bound,
         replicas_on_ray(
-            ModelOptions(model=model, **loading), options, serving.drain_s, serving.traces
+            ModelOptions(model=model, **loading),
+            options,
+            serving.drain_s,
+            f"kukri-serve-{name}-{bound.getsockname()[1]}",
+            serving.traces,
         ) as cluster,
     ):
         from kukri.scale.serve import server
@@ -73,9 +77,16 @@ class Cluster:
 
 @contextmanager
 def replicas_on_ray(
-    options: ModelOptions, wanted: ClusterOptions, drain_s: float, traces: str | None = None
+    options: ModelOptions,
+    wanted: ClusterOptions,
+    drain_s: float,
+    application: str,
+    traces: str | None = None,
 ) -> Iterator[Cluster]:
-    """Replicas of a model on Ray, within the `with` block; a Ray of our own ends with it."""
+    """Replicas of a model on Ray, within the `with` block; a Ray of our own ends with it.
+
+    `application` is their name in Ray Serve. Replicas that a run of this name left behind are taken over.
+    """
     from dataclasses import replace
 
     from kukri.kernels.cpu.features import usable_cores
@@ -98,6 +109,7 @@ def replicas_on_ray(
         cpus=wanted.cpus,
         gpus=wanted.gpus,
         drain_s=drain_s,
+        spare_s=wanted.spare_s,
         traces=traces,
     )
     own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, "num_cpus": usable_cores()}
@@ -112,24 +124,24 @@ def replicas_on_ray(
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"Ray cannot be used at {wanted.address or 'this machine'}: {error}") from None
         try:
-            application = replicas(options, how)
-            _check_room(how, application)
+            deployment = replicas(options, how)
+            _check_room(how, deployment)
             serve.start(proxy_location="Disabled")
-            handle = serve.run(application, name=_APPLICATION, route_prefix=None)
+            handle = serve.run(deployment, name=application, route_prefix=None)
             facts = handle.facts.remote().result()
             host = "127.0.0.1" if is_own else ray.util.get_node_ip_address()
             yield Cluster(handle, facts, options, host, sum(node["Alive"] for node in ray.nodes()))
         finally:
             if not is_own:
-                serve.delete(_APPLICATION)
+                serve.delete(application)
             ray.shutdown()
 
 
-def _check_room(how: ReplicaOptions, application: Any) -> None:
+def _check_room(how: ReplicaOptions, deployment: Any) -> None:
     """Raises ConfigError if Ray's machines have too few processors for the replicas."""
     import ray
 
-    cpus = application._bound_deployment.ray_actor_options["num_cpus"]
+    cpus = deployment._bound_deployment.ray_actor_options["num_cpus"]
     machines = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     n_fit = sum(int(n // cpus) for n in machines) if cpus else how.n_replicas
     if n_fit < how.n_replicas:

@@ -431,6 +431,9 @@ class ClusterOptions:
 
     n_replicas: int = option("Replicas of the model.", "--replicas", "-r", default=1, min=0, metavar="N")
     max_replicas: int | None = option("Let their number follow the load, up to N.", metavar="N")
+    spare_s: float = option(
+        "Time without need of a replica until it goes.", "--spare", default=120.0, min=0, metavar="SECONDS"
+    )
     cpus: float | None = option(
         "Processors for each replica. [default: its threads, or a machine's]", metavar="N"
     )

@@ -55,6 +55,23 @@ def test_vectors(path: str) -> None:
         assert np.array_equal(found["vector"], llm.embed(["a cat", "a dog"]))
 
 
+def test_labels(tmp_path: Path) -> None:
+    """Catches labels of another row, and a text that is too long and takes the others with it."""
+    pytest.importorskip("torch")
+    from test_tasks import TEXTS, make
+
+    make(tmp_path, "llama", TEXTS)
+    texts = ["a good day", "x" * 1000, "a bad day"]
+    predict = predictor(str(tmp_path), column="text", task="classify", output="label")
+    found = predict["fn"](**predict["fn_constructor_kwargs"])({"text": np.array(texts, object)})
+    with LLM(tmp_path) as llm:
+        wanted = [llm.classify(text)[0] for text in (texts[0], texts[2])]
+    assert [found["label"][0], found["label"][2]] == [one.label for one in wanted]
+    assert [found["label_score"][0], found["label_score"][2]] == pytest.approx([one.score for one in wanted])
+    assert found["label"][1] == ""
+    assert "256" in found["label_error"][1]
+
+
 def test_an_unknown_task() -> None:
     with pytest.raises(ConfigError, match="task must be one of"):
         predictor(column="text", task="dance")  # type: ignore[arg-type]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from clusters import LocalCluster, cluster, until
@@ -126,6 +129,33 @@ def test_a_request_that_kills_replicas_is_given_up(options: ModelOptions) -> Non
     asyncio.run(check())
 
 
+def test_a_stuck_engine_is_left(
+    options: ModelOptions, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches requests that wait for a step that never ends, and a replica that gets more of them."""
+    monkeypatch.setattr("kukri.engine.loop._STALL_S", 3.0)
+    goes_on = threading.Event()
+
+    async def check() -> None:
+        async with cluster(options, 2) as made:
+            work = asyncio.create_task(ask(made, BODIES))
+            await until(lambda: made.loop.n_generated > 100)
+            stuck = made.replicas["replica-1"]
+            step = stuck._llm.engine.step
+            monkeypatch.setattr(stuck._llm.engine, "step", lambda: [goes_on.wait(), step()][1])
+            async with asyncio.timeout(60):
+                assert [plain(one.body) for one in await work] == expected
+            assert list(made.loop.replicas) == ["replica-2"]
+            assert not stuck.is_well
+            goes_on.set()
+            await made.joined(2)
+
+    try:
+        asyncio.run(check())
+    finally:
+        goes_on.set()
+
+
 def test_a_front_waits_for_replicas_and_then_for_none(options: ModelOptions) -> None:
     """Catches requests that are refused while the only replica is being replaced."""
 
@@ -186,6 +216,30 @@ def test_strangers_are_turned_away(options: ModelOptions) -> None:
                 assert await reader.read() == b""
                 writer.close()
             assert (await ask(made, BODIES[:1]))[0].status == 200
+
+    asyncio.run(check())
+
+
+def test_limits_and_fairness_hold_for_all_replicas(options: ModelOptions) -> None:
+    """Catches limits that each replica has, and a client who waits behind the many requests of another."""
+    ended: list[str] = []
+
+    async def ask_as(http: httpx.AsyncClient, key: str, i: int) -> int:
+        body = {"model": "tiny", "prompt": f"{key} {i}", "temperature": 0, "max_tokens": 100}
+        header = {"authorization": f"Bearer {key}"}
+        response = await http.post(PATH, json={**body, "ignore_eos": True}, headers=header)
+        ended.append(key)
+        return response.status_code
+
+    async def check() -> None:
+        async with cluster(options, 2, api_keys=("ann-key", "bob-key"), rate_limit=40) as made:
+            transport = httpx.ASGITransport(app=made.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as http:
+                many = [asyncio.create_task(ask_as(http, "ann-key", i)) for i in range(42)]
+                await until(lambda: made.loop.n_generated > 100)
+                assert await ask_as(http, "bob-key", 0) == 200
+                assert ended.count("ann-key") < 36
+                assert Counter(await asyncio.gather(*many)) == {200: 40, 429: 2}
 
     asyncio.run(check())
 

@@ -32,6 +32,9 @@ ASK = {  # a request of each form
     TEXT: {"model": MODEL, "prompt": "Hi", "max_tokens": 2},
     RESPONSE: {"model": MODEL, "input": "Hi", "max_output_tokens": 2},
 }
+# the second name that it has: the file's, as `kukri serve --alias smol` has it
+OTHER_NAME = Path(os.environ.get("KUKRI_TEST_MODEL") or "SmolLM2-135M-Instruct.Q4_1.gguf").stem
+SERVER = "KUKRI_TEST_SERVER"  # in the environment: the URL of a server to test in place of our own
 TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
 You may call these functions: {% for tool in tools %}{{ tool.function | tojson }} {% endfor %}
 Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
@@ -49,11 +52,12 @@ class Served:
     """A running server, seen from both sides."""
 
     url: str
-    registry: ModelRegistry
+    registry: ModelRegistry | None = None  # None: it is another process
 
     @property
     def service(self) -> Service:
         """The first model's."""
+        assert self.registry is not None, f"only a server of the test's own shows it, not ${SERVER}"
         assert self.registry.default.service is not None
         return self.registry.default.service
 
@@ -78,7 +82,7 @@ class Served:
 @contextmanager
 def serving(llm: LLM | None, models: Sequence[ServedModel] = (), **settings) -> Iterator[Served]:
     """Serves an open model, and others on demand, from a thread within the `with` block."""
-    names = {} if llm is None else {"model_names": (MODEL, "other-name")}
+    names = {} if llm is None else {"model_names": (MODEL, OTHER_NAME)}
     given = ServerSettings(**{**names, **settings})
     app = create_app(llm, given, models)
     bound = socket.socket()
@@ -116,7 +120,14 @@ def offline(smollm2_path: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def served(smollm2_path: Path) -> Iterator[Served]:
-    """A server without limits that a test would meet by accident. What a test queues it ends."""
+    """A server without limits that a test would meet by accident. What a test queues it ends.
+
+    One that runs already, behind replicas for example, can be tested by the same tests if it has the same
+    model, names and limits.
+    """
+    if SERVER in os.environ:
+        yield Served(os.environ[SERVER])
+        return
     with LLM(smollm2_path, max_context=1024, max_requests=8) as llm, serving(llm, max_waiting=64) as server:
         yield server
 

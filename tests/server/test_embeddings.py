@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tr
 from bodies import check_embeddings, check_error
-from conftest import MODEL, serving
+from conftest import MODEL, OTHER_NAME, serving
 from test_tasks import TEXT, TOLERANCES, make
 
 from kukri import LLM
@@ -50,11 +50,11 @@ def test_every_form_of_input_gives_the_models_vectors(served, offline):
         found = create(model=MODEL, input=given)  # in base64, which the client asks for by itself
         np.testing.assert_array_equal(np.array([one.embedding for one in found.data], np.float32), rows)
     more = {"pooling": "last", "normalize": False}
-    raw = create(model="other-name", input=TEXT, dimensions=wanted.shape[1], user="u", extra_body=more)
+    raw = create(model=OTHER_NAME, input=TEXT, dimensions=wanted.shape[1], user="u", extra_body=more)
     np.testing.assert_array_equal(
         np.array(raw.data[0].embedding, np.float32), offline.embed(TEXT, pooling="last", normalize=False)
     )
-    assert raw.model == "other-name"
+    assert raw.model == OTHER_NAME
     with served.http() as http:
         for encoding in ("float", "base64"):
             body = {"model": MODEL, "input": TEXTS, "encoding_format": encoding}

@@ -15,7 +15,7 @@ from bodies import (
     check_response,
     events,
 )
-from conftest import MODEL
+from conftest import MODEL, OTHER_NAME
 
 QUESTION = [
     {"role": "system", "content": "You are a helpful AI assistant."},
@@ -207,8 +207,8 @@ def test_every_response_body_fits_the_schema(served):
 
 def test_the_models_are_listed(served):
     """Catches an alias that is not served, and a body that the client cannot read."""
-    assert [model.id for model in served.client.models.list()] == [MODEL, "other-name"]
-    assert served.client.models.retrieve("other-name").owned_by == "kukri"
+    assert [model.id for model in served.client.models.list()] == [MODEL, OTHER_NAME]
+    assert served.client.models.retrieve(OTHER_NAME).owned_by == "kukri"
     with served.http() as http:
         check_model(http.get(f"/v1/models/{MODEL}").json())
     with pytest.raises(openai.NotFoundError) as caught:
@@ -218,8 +218,8 @@ def test_the_models_are_listed(served):
 
 def test_an_alias_answers_under_its_own_name(served):
     """Catches answers that name another model than was asked."""
-    answer = served.client.completions.create(model="other-name", prompt="a", max_tokens=1)
-    assert answer.model == "other-name"
+    answer = served.client.completions.create(model=OTHER_NAME, prompt="a", max_tokens=1)
+    assert answer.model == OTHER_NAME
     with pytest.raises(openai.NotFoundError) as caught:
         served.client.completions.create(model="gpt-9", prompt="a")
     assert caught.value.code == "model_not_found"
