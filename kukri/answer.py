@@ -23,8 +23,9 @@ class Answer:
     """
 
     __slots__ = (
-        "_ends", "_ends_at", "_n_decoded", "_n_shown", "_pending", "_pieces", "_stops", "_stream",
-        "cumulative_logprob", "finish_reason", "index", "n_tokens", "request", "stop_string",
+        "_ends", "_ends_at", "_has_stops", "_n_decoded", "_n_shown", "_pending", "_pieces", "_stops",
+        "_stream", "_undecoded", "cumulative_logprob", "finish_reason", "index", "n_tokens", "request",
+        "stop_string",
     )  # fmt: skip
 
     def __init__(
@@ -42,7 +43,9 @@ class Answer:
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
         self._stream = TextStream(tokenizer, continues=continues, shown=shown)
+        self._has_stops = bool(request.params.stop_strings)
         self._stops = StopStrings(request.params.stop_strings)
+        self._undecoded: list[SampledToken] = []  # without stop strings, text is made when it is taken
         self._pieces: list[str] = []  # text not taken yet
         self._n_decoded = 0  # characters of all tokens
         self._n_shown = 0  # of these, characters that no stop string holds back
@@ -57,7 +60,10 @@ class Answer:
             self.n_tokens += 1
             self.cumulative_logprob += token.logprob or 0.0
             if finish_reason != "stop":  # a stop token is no part of the text
-                stop = self._add(token)
+                if self._has_stops:
+                    stop = self._add(token)
+                else:
+                    self._undecoded.append(token)
         if stop is not None:
             self.finish_reason = "stop"
         elif finish_reason is not None:
@@ -67,6 +73,7 @@ class Answer:
 
     def take_text(self) -> str:
         """Removes and returns the text since the last call."""
+        self._decode()
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
@@ -76,6 +83,7 @@ class Answer:
 
         Only tokens with log-probabilities are kept for this.
         """
+        self._decode()
         is_done = self.finish_reason is not None
         limit = self._ends_at if self._ends_at is not None else self._n_shown
         everything = is_done and self._ends_at is None
@@ -86,7 +94,14 @@ class Answer:
 
     def n_tokens_within(self, n_characters: int) -> int:
         """Counts the tokens whose text ends within the first `n_characters`."""
+        self._decode()
         return bisect_right(self._ends, n_characters)
+
+    def _decode(self) -> None:
+        """Adds the tokens that nobody has looked at since they came."""
+        for token in self._undecoded:
+            self._add(token)
+        self._undecoded.clear()
 
     def _add(self, token: SampledToken) -> str | None:
         text, stop = self._stream.push(token.id), None
@@ -103,6 +118,7 @@ class Answer:
 
     def _end(self) -> None:
         """Shows the text held back, up to a stop string that the last bytes may complete."""
+        self._decode()
         text, stop = self._stops.push(self._stream.flush())
         self._show(text if stop is not None else text + self._stops.flush())
         if stop is not None:

@@ -284,7 +284,8 @@ class EngineCalls:
             if not self._fail_ended(error) or not isinstance(error, Exception):
                 raise
             return
-        self._batches = [batch for batch in self._batches if not batch.is_done]
+        if self._batches:
+            self._batches = [batch for batch in self._batches if not batch.is_done]
         if not outputs:
             self._fail_ended()
             return
@@ -298,7 +299,8 @@ class EngineCalls:
                 engine.finish(request, "stop", stop)
             if answer.finish_reason is not None:
                 del self._running[request.id]
-            touched[answer] = call
+            if call.streams or answer.finish_reason is not None:
+                touched[answer] = call
         for answer, call in touched.items():
             call.advance(answer)
 
@@ -321,7 +323,10 @@ class EngineCalls:
 
 
 class Call:
-    """The answers to one prompt, filled by the thread that holds the turn and read by the one that called."""
+    """The answers to one prompt, filled by the thread that holds the turn and read by the one that called.
+
+    If it `streams`, each step's text is a chunk.
+    """
 
     def __init__(
         self,
@@ -337,7 +342,7 @@ class Call:
         self.result: Result | None = None
         self.error: Exception | None = None
         self.on_change: Callable[[], None] = _ignore  # called after a change; quick, and must not raise
-        self._params, self._streams, self._taps = params, streams, taps
+        self._params, self.streams, self._taps = params, streams, taps
         self._readouts: list[Readout] = []
         self._texts = [""] * len(requests)
         self._n_tokens_taken = [0] * len(requests)
@@ -361,13 +366,11 @@ class Call:
         return self.result
 
     def advance(self, answer: Answer) -> None:
-        """Handles a step's addition to an answer: the next chunk of a stream, at the end its output."""
+        """Handles what was added to an answer that is streamed, or has ended: its next chunk, its output."""
         if answer.finish_reason in ("abort", "error"):
             self.fail(_ending_of(answer.request))
             return
         is_ended = answer.finish_reason is not None
-        if not self._streams and not is_ended:
-            return
         text = answer.take_text()
         self._texts[answer.index] += text
         result = None
@@ -380,7 +383,7 @@ class Call:
             except KukriError as error:  # activations that are larger than allowed
                 self.fail(error)
                 return
-        if self._streams and (text or is_ended or readouts):
+        if self.streams and (text or is_ended or readouts):
             self.chunks.append(self._chunk(answer, text, result, readouts))
         self.result = result  # last: a reader takes it for the end
         self.on_change()

@@ -4,7 +4,7 @@ from kukri.engine.engine import Engine, InFlight
 from kukri.engine.loop import EngineLoop, EngineStatus
 from kukri.engine.request import Request, RequestState, Timings
 from kukri.engine.request_maker import RequestMaker
-from kukri.engine.scheduler import ScheduledChunk, StepOutput
+from kukri.engine.scheduled_step import ScheduledChunk, StepOutput
 
 __all__ = [
     "Engine",

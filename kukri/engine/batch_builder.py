@@ -62,10 +62,20 @@ class BatchBuilder:
     ) -> None:
         self._inputs, self._page_tokens = inputs, page_tokens
         self._has_types, self._has_states, self._has_adapters = has_types, has_states, has_adapters
+        self._last: Sequence[Chunk] | None = None  # the chunks of the last batch, if of one token each
+        # memoryviews take less time for one number than NumPy
+        arrays = inputs.token_ids, inputs.positions, inputs.slots, inputs.context_len
+        self._token_ids, self._positions, self._slots, self._context_len = (a.data for a in arrays)
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
-        """The batch of one step: tokens and rows of logits in the order of chunks, the drafts' rows last."""
+        """The batch of one step: tokens and rows of logits in the order of chunks, the drafts' rows last.
+
+        Of the list of chunks that the last batch had, which moved on by a token each, only what differs is
+        written: nobody else may have written to the inputs.
+        """
+        if chunks is self._last:
+            return self._move_on(chunks)
         inputs, page_tokens = self._inputs, self._page_tokens
         t = n_rows = 0
         draft_rows: list[int] = []
@@ -105,4 +115,21 @@ class BatchBuilder:
         if draft_rows:
             inputs.logit_rows[n_rows : n_rows + len(draft_rows)] = draft_rows
             n_rows += len(draft_rows)
+        is_plain = t == n_rows == len(chunks) and not (self._has_types or self._has_states)
+        self._last = chunks if is_plain else None
         return inputs.batch(t, len(chunks), n_rows)
+
+    def _move_on(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+        """`build` of chunks of one token each, which were those of the last batch, a token ago."""
+        size = self._page_tokens
+        for s, chunk in enumerate(chunks):
+            sequence, start = chunk.sequence, chunk.start
+            page, place = divmod(start, size)
+            if place == 0:
+                self._inputs.page_table[s] = sequence.page_row
+            self._token_ids[s] = sequence.tokens.item(start)
+            self._positions[s] = start
+            self._slots[s] = sequence.page_row.item(page) * size + place
+            self._context_len[s] = start + 1
+        n = len(chunks)
+        return self._inputs.batch(n, n, n)

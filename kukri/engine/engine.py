@@ -19,7 +19,8 @@ from kukri.engine.request import Request, RequestState
 from kukri.engine.request_maker import RequestMaker
 from kukri.engine.runner import Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
-from kukri.engine.scheduler import ScheduledChunk, Scheduler, StepOutput
+from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
+from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_taps import StepTaps
 from kukri.errors import ConfigError, KukriError, RequestError, StageError
@@ -41,11 +42,13 @@ _ROWS_PER_STEP = 64  # of logits beyond one for each request: a row is large, an
 class InFlight:
     """A step between `Engine.launch` and `Engine.collect`: its chunks, and the rows they get.
 
-    `logits` are [N, V]; of a step that computes hidden states these, [N, D].
+    `logits` are [N, V]; of a step that computes hidden states these, [N, D]. It `goes_on` if each chunk is
+    the next token of a request, whose row is at the same place.
     """
 
     chunks: list[ScheduledChunk]
     logits: Logits
+    goes_on: bool = False
 
 
 class Engine(RequestMaker):
@@ -191,22 +194,13 @@ class Engine(RequestMaker):
         chunks = scheduled.chunks
         if not chunks:
             return None
-        if self.runner.adapters:
-            chunks.sort(key=lambda chunk: chunk.request.adapter_slot)  # rows of one adapter side by side
-        now_s = perf_counter()
-        for chunk in chunks:
-            chunk.request.started_s = chunk.request.started_s or now_s
         try:
-            self._add_drafts(chunks)
+            self._add_drafts(scheduled)
+            chunks = scheduled.chunks
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
-            for source, target in scheduled.copies:
-                self.runner.cache.copy_page(source, target)
-            for source, target in scheduled.state_copies:
-                self.runner.cache.copy_state(source, target)
-            run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
-            listens = any(chunk.request.taps is not None for chunk in chunks)
-            step = InFlight(chunks, run(chunks, StepTaps(chunks)) if listens else run(chunks))
+            logits = self.runner.run(chunks) if scheduled.goes_on else self._run(scheduled)
+            step = InFlight(chunks, logits, scheduled.goes_on)
         except StageError as error:
             self._begin_again(error)
             return None
@@ -214,9 +208,24 @@ class Engine(RequestMaker):
             self._fail(chunks, error)
             raise
         for chunk in chunks:
-            chunk.request.is_in_flight = True
+            chunk.sequence.is_in_flight = True
         self._in_flight.append(step)
         return step
+
+    def _run(self, scheduled: ScheduledStep) -> Logits:
+        """Runs a step that does not go on."""
+        chunks, now_s = scheduled.chunks, perf_counter()
+        if self.runner.adapters:
+            chunks.sort(key=lambda chunk: chunk.request.adapter_slot)  # rows of one adapter side by side
+        for chunk in chunks:
+            chunk.request.started_s = chunk.request.started_s or now_s
+        for source, target in scheduled.copies:
+            self.runner.cache.copy_page(source, target)
+        for source, target in scheduled.state_copies:
+            self.runner.cache.copy_state(source, target)
+        run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
+        listens = any(chunk.request.taps is not None for chunk in chunks)
+        return run(chunks, StepTaps(chunks)) if listens else run(chunks)
 
     def collect(self, step: InFlight) -> list[StepOutput]:
         """Waits for the oldest step in flight; returns its tokens, and the requests that failed.
@@ -226,22 +235,28 @@ class Engine(RequestMaker):
         """
         assert step is self._in_flight[0], "steps are collected in the order of their launch"
         self._in_flight.popleft()
-        for chunk in step.chunks:
-            request = chunk.request
+        chunks, goes_on = step.chunks, step.goes_on
+        for chunk in chunks:
+            request = chunk.sequence
             request.is_in_flight = False
             if request.state is RequestState.FINISHED:
+                goes_on = False
                 self._clear_pages(request)
                 self.scheduler.release_ended(request)
         try:
-            results = self._sample(step.chunks, step.logits)
+            if goes_on:
+                tokens = self._sample_each(chunks, step.logits)
+                outputs = self.scheduler.postprocess_each(chunks, tokens, perf_counter())
+            else:
+                results = self._sample(chunks, step.logits)
+                outputs = self.scheduler.postprocess(chunks, results, perf_counter())
         except StageError as error:
             self._begin_again(error)
             return []
         except BaseException as error:
-            self._fail(step.chunks, error)
+            self._fail(chunks, error)
             raise
-        outputs = self.scheduler.postprocess(step.chunks, results, perf_counter())
-        if self.adapters.has_leaving:
+        if self.runner.adapters and self.adapters.has_leaving:
             self._release_adapters()
         return outputs
 
@@ -285,11 +300,15 @@ class Engine(RequestMaker):
     def _use_adapter(self, name: str, request: Request) -> None:
         self.adapters.use(name, request)
 
-    def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
+    def _add_drafts(self, scheduled: ScheduledStep) -> None:
         """Extends the chunks of decoding requests by draft tokens."""
+        chunks = scheduled.chunks
         planned = self.scheduler.plan_drafts(chunks)
         if self._draft_model is not None:
             self._draft_model.compute([(drafts, n) for _, drafts, n in planned])
+        if planned:
+            scheduled.may_go_on = scheduled.goes_on = False
+            scheduled.chunks = chunks = chunks.copy()  # the same list would be taken for a step that goes on
         for i, drafts, n in planned:
             chunks[i] = self.scheduler.with_drafts(chunks[i], drafts.propose(n))
 
@@ -326,6 +345,15 @@ class Engine(RequestMaker):
             if len(results[i]) < len(own_rows) and logits.has_nan(own_rows[-1]):
                 self._clear_drafts(chunks[i], len(results[i]))
         return results
+
+    def _sample_each(self, chunks: list[ScheduledChunk], logits: Logits) -> list[SampledToken | KukriError]:
+        """`_sample` of a step that goes on, of requests that all run: one token each, or its error."""
+        samplers = [chunk.sequence.sampler for chunk in chunks if chunk.sequence.sampler is not None]
+        tokens = sample_rows(samplers, logits, self._sampling, self._records)
+        for chunk, token in zip(chunks, tokens, strict=True):
+            if isinstance(token, KukriError):
+                self._clear_pages(chunk.request)
+        return tokens
 
     def _sample_next(
         self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: Logits
@@ -440,6 +468,7 @@ class Engine(RequestMaker):
     def _forget_prefixes(self) -> None:
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""
         self.pool.forget()
+        self.scheduler.start_anew()
         if self.scheduler.states is not None:
             self.scheduler.states.forget()
         for request in self.scheduler.running:

@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 
 from kukri.engine.engine import Engine
 from kukri.engine.request import Request, RequestState
-from kukri.engine.scheduler import StepOutput
+from kukri.engine.scheduled_step import StepOutput
 from kukri.errors import CapacityError, KukriError
 from kukri.traces import Facts
 

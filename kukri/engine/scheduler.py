@@ -14,63 +14,18 @@ is preempted for a draft, and a rejected one is forgotten: its slot in the cache
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
 
-from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.pages import PagePool, check_fits, page_keys
 from kukri.engine.request import ProgramKind, Request, RequestState
 from kukri.engine.saved_prefixes import SavedPrefixes
+from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.states import StatePool, snapshot_places
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import KukriError
 from kukri.sampling import SampledToken
-
-
-@dataclass(eq=False, slots=True)
-class ScheduledChunk(Chunk):
-    """A chunk of a request."""
-
-    sequence: Request
-
-    @property
-    def request(self) -> Request:
-        """The request whose tokens they are."""
-        return self.sequence
-
-    @property
-    def gives_token(self) -> bool:
-        """True if the request's next token follows from a row of logits: the last before the drafts'."""
-        return (
-            self.request.output == "tokens"
-            and self.n_logits > 0
-            and self.start + self.n_tokens - self.n_drafts == self.request.n_tokens
-        )
-
-
-@dataclass(eq=False, slots=True)
-class ScheduledStep:
-    """The chunks of a step, and the pages and states (from, to) to copy before it runs, in this order."""
-
-    chunks: list[ScheduledChunk]
-    copies: list[tuple[int, int]]
-    state_copies: list[tuple[int, int]]
-    program: ProgramKind = "logits"
-
-
-class StepOutput(NamedTuple):
-    """A step's result for a request: a token, or None if it ended without one.
-
-    A step has one for each accepted draft and one more; the last of a request says how it goes on.
-    `finish_reason` is None while the request goes on: it may be "stop", "length", "abort" or "error"
-    (`request.stop_reason` and `request.error` then say more).
-    """
-
-    request: Request
-    token: SampledToken | None
-    finish_reason: str | None
 
 
 class Scheduler:
@@ -102,7 +57,7 @@ class Scheduler:
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
         self.caches_prefixes = caches_prefixes
-        self._last_program: ProgramKind = "hidden"
+        self._step = ScheduledStep([], [], [], "hidden")  # the last one
         self.takes_drafts = True  # False while somebody must see each token once, and no others
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -130,15 +85,47 @@ class Scheduler:
         A step runs one program: if requests of both can run, they take turns. Without any in flight it has no
         chunks only when nothing waits or runs, or when all that was done is to read saved pages.
         """
+        if self._step.may_go_on and self._move_on():
+            return self._step
         if self.waiting:
             self._preempt_for_urgent()
-        other: ProgramKind = "hidden" if self._last_program == "logits" else "logits"
+        other: ProgramKind = "hidden" if self._step.program == "logits" else "logits"
         if self.waiting or any(request.program == other for request in self.running):
             step = self._schedule_program(other)
             if step.chunks:
-                self._last_program = other
+                self._step = step
                 return step
-        return self._schedule_program(self._last_program)
+        self._step = step = self._schedule_program(self._step.program)
+        step.may_go_on = self._may_go_on(step)
+        return step
+
+    def start_anew(self) -> None:
+        """Makes the next step no continuation of the last."""
+        self._step.may_go_on = False
+
+    def _may_go_on(self, step: ScheduledStep) -> bool:
+        """True if a step gives each request that runs a token, and has nothing to do beside."""
+        if self.states is not None or self.n_parts > 1 or len(step.chunks) < len(self.running):
+            return False
+        known = [r for r in self.running if _generates(r) and r.taps is None and not r.may_restore]
+        return len(known) == len(step.chunks) and not step.copies
+
+    def _move_on(self) -> bool:
+        """Moves the last step on by a token of each request; False if others run now, or pages run out."""
+        chunks, size = self._step.chunks, self.pool.page_tokens
+        if self.waiting or len(chunks) != len(self.running):
+            return False
+        for chunk in chunks:
+            request = chunk.sequence
+            if request.is_in_flight:
+                return False
+            chunk.start = start = request.n_cached
+            if start % size == 0:
+                if not self.pool.n_free:
+                    return False
+                self._grow(request, 1)
+        self._step.goes_on = True
+        return True
 
     def _schedule_program(self, program: ProgramKind) -> ScheduledStep:
         """A step of the requests that a program computes."""
@@ -168,7 +155,7 @@ class Scheduler:
 
     def plan_drafts(self, chunks: list[ScheduledChunk]) -> list[tuple[int, Drafts, int]]:
         """(index of a chunk, its request's drafts, how many to compute) for each that is to have some."""
-        if not self.takes_drafts or all(chunk.request.drafts is None for chunk in chunks):
+        if not self.takes_drafts or not [chunk for chunk in chunks if chunk.sequence.drafts is not None]:
             return []
         n_tokens = sum(chunk.n_tokens for chunk in chunks)
         n_rows = sum(chunk.n_logits for chunk in chunks)
@@ -230,6 +217,26 @@ class Scheduler:
                 self._cache_pages(request)
             for token in tokens:
                 outputs.append(self._take(request, token, now_s))
+        return outputs
+
+    def postprocess_each(
+        self, chunks: list[ScheduledChunk], tokens: list[SampledToken | KukriError], now_s: float
+    ) -> list[StepOutput]:
+        """Records a finished step that went on, of requests that all run: a token of each, or its error."""
+        outputs: list[StepOutput] = []
+        size = self.pool.page_tokens
+        self.n_computed += len(chunks)
+        for chunk, token in zip(chunks, tokens, strict=True):
+            request = chunk.sequence
+            request.n_cached = request.next_row = n_cached = chunk.start + 1
+            self.waiting.count_served(request, 1)
+            if isinstance(token, KukriError):
+                outputs.append(self._take(request, token, now_s))
+            else:
+                if n_cached % size == 0:
+                    self._cache_pages(request)
+                self._append(request, token, now_s)
+                outputs.append(StepOutput(request, token, request.finish_reason))
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:

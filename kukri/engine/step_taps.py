@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kukri.engine.scheduler import ScheduledChunk
+from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.errors import HookError, KukriError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.taps import sees_logit_rows

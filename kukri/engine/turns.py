@@ -90,9 +90,10 @@ class EngineTurns:
         while not is_ready():
             self._step()
             is_wanted = bool(self._waiters) and self._wake_ready()
-            if is_wanted or interrupt.is_pending:
+            if is_wanted or interrupt.noted is not None:
                 return
-            self._run_commands()
+            if self._commands:
+                self._run_commands()
 
     def _check_not_inside(self) -> None:
         if self._holder == threading.get_ident():
@@ -184,12 +185,7 @@ class DeferredInterrupt:
 
     def __init__(self) -> None:
         self._before: Any = None  # the handler outside the block
-        self._noted: tuple[int, FrameType | None] | None = None
-
-    @property
-    def is_pending(self) -> bool:
-        """True after Ctrl-C."""
-        return self._noted is not None
+        self.noted: tuple[int, FrameType | None] | None = None  # the signal, after Ctrl-C
 
     def __enter__(self) -> DeferredInterrupt:
         if threading.get_ident() == threading.main_thread().ident:
@@ -204,10 +200,10 @@ class DeferredInterrupt:
     ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
-            if self._noted is not None:
-                self._before(*self._noted)
+            if self.noted is not None:
+                self._before(*self.noted)
 
     def _note(self, signal_number: int, frame: FrameType | None) -> None:
-        if self._noted is not None:
+        if self.noted is not None:
             self._before(signal_number, frame)
-        self._noted = signal_number, frame
+        self.noted = signal_number, frame

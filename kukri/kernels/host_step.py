@@ -33,6 +33,8 @@ class HostLogits:
         wanted = list(rows)
         first = wanted[0] if wanted else 0
         if wanted == list(range(first, first + len(wanted))):
+            if len(wanted) == len(self._array):
+                return self
             return HostLogits(self._array[first : first + len(wanted)])
         return HostLogits(self._array[wanted])
 

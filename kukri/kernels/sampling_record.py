@@ -18,6 +18,7 @@ The arithmetic is defined so that backends agree to the bit however they order t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,9 @@ TABLES: dict[str, tuple[type[np.generic], ...]] = {
     "allowed": (np.int32,),
     "top": (np.int32, np.float32),  # ids, logits
 }
+_RECORD_WORDS = RECORD.itemsize // 8
+_WORD_OF = {name: place[1] // 8 for name, place in (RECORD.fields or {}).items()}
+_U, _TOKEN, _STATUS = _WORD_OF["u"], _WORD_OF["token"], _WORD_OF["status"]
 _COUNTS = {name: f"n_{name}" for name in TABLES}
 
 
@@ -103,7 +107,10 @@ class SamplingRecords:
         self.memory: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.pool: npt.NDArray[np.int32] = np.zeros(2, np.int32)
         self._all: npt.NDArray[Any] = self.memory.view(RECORD)
+        # all words as memoryviews, which take less time for one number than NumPy
+        self._words, self._floats = self.memory.data.cast("q"), self.memory.data.cast("d")
         self._n_words = 0  # of the pool, in use
+        self._kept: Sequence[npt.NDArray[np.uint8]] = ()
         self.start(settings, rows)
 
     def start(self, settings: Sequence[npt.NDArray[np.uint8]], rows: Sequence[int]) -> None:
@@ -115,6 +122,7 @@ class SamplingRecords:
         if n > len(self._all):
             self.memory = np.zeros(max(n, 2 * len(self._all)) * RECORD.itemsize, np.uint8)
             self._all = self.memory.view(RECORD)
+            self._words, self._floats = self.memory.data.cast("q"), self.memory.data.cast("d")
         self.fields = self._all[:n]
         if n == 1:  # the usual step: half the time of the lines below
             self.memory[: RECORD.itemsize] = settings[0]
@@ -122,7 +130,26 @@ class SamplingRecords:
         elif n:
             np.concatenate(settings, out=self.memory[: n * RECORD.itemsize])
             self.fields["row"] = rows
-        self._n_words = 0
+        self._n_words, self._kept = 0, ()
+
+    def keep(self, settings: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Begins a step as `start` does, of rows 0, 1 and so on, whose records differ from their settings
+        by `u` alone: those of the same settings before are kept.
+        """
+        if len(settings) != len(self._kept) or not all(map(is_, settings, self._kept)):
+            self.start(settings, range(len(settings)))
+            self._kept = settings
+
+    def set_random(self, i: int, number: float) -> None:
+        """Sets `u` of record i."""
+        self._floats[i * _RECORD_WORDS + _U] = number
+
+    def chosen(self) -> list[int]:
+        """The token of each record; -1 if its status is another than CHOSEN."""
+        words, stop = self._words, len(self.fields) * _RECORD_WORDS
+        return [
+            words[i + _TOKEN] if words[i + _STATUS] == CHOSEN else -1 for i in range(0, stop, _RECORD_WORDS)
+        ]
 
     def set_table(self, i: int, name: str, *arrays: npt.NDArray[Any]) -> None:
         """Adds a table of record i: arrays of one length, of the dtypes in TABLES."""

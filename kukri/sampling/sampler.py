@@ -111,6 +111,11 @@ class RequestSampler:
         # Python's own: importing NumPy's takes 10 ms of a start
         seed = None if params.seed is None else params.seed % 2**64
         self._random = None if params.is_greedy else Random(seed)
+        # True if a record changes from token to token by its random number alone
+        histories = (self._dry, self._seen, self._matcher, self._reasoning, params.logprobs)
+        edits = (params.logit_bias, bad_words, self._processors, params.min_tokens)
+        draws_more = params.mirostat or params.xtc_probability
+        self.is_plain = not (any(edits) or draws_more or any(part is not None for part in histories))
 
     @property
     def mirostat_mu(self) -> float | None:
@@ -168,6 +173,12 @@ class RequestSampler:
             close_id = self._reasoning.limit.close_id
             if self._matcher is None or self._matcher.accepts(close_id):
                 fields["is_given"][i], fields["token"][i], fields["probability"][i] = 1, close_id, 1.0
+
+    def draw(self, records: SamplingRecords, i: int) -> None:
+        """Fills in record i for the next row of a plain sampler, and counts its token."""
+        self.n_generated += 1
+        if self._random is not None:
+            records.set_random(i, self._random.random())
 
     def _forbidden_now(self, allow_end: bool) -> IntArray:
         """The tokens that may not come next: bad words, and end-of-text before `min_tokens`."""
@@ -242,6 +253,8 @@ def sample_rows(
         return []
     records = records or SamplingRecords()
     _check_shape(samplers, logits)
+    if allow_end and not [sampler for sampler in samplers if not sampler.is_plain]:
+        return _sample_plain(samplers, logits, sampling, records)
     results: list[Any] = [None] * len(samplers)
     plain: list[int] = []
     edited: list[int] = []  # requests whose processors made a row of their own
@@ -275,6 +288,20 @@ def sample_rows(
     if edited:
         choose(edited, HostLogits(np.stack(edited_rows)), range(len(edited)))
     return results
+
+
+def _sample_plain(
+    samplers: Sequence[RequestSampler], logits: Logits, sampling: SamplingBackend, records: SamplingRecords
+) -> list[SampledToken | KukriError]:
+    """`sample_rows` of samplers that are plain."""
+    records.keep([sampler.settings for sampler in samplers])
+    for i, sampler in enumerate(samplers):
+        sampler.draw(records, i)
+    sampling.choose(records, logits)
+    return [
+        SampledToken(token) if token >= 0 else _failure(records, i)
+        for i, token in enumerate(records.chosen())
+    ]
 
 
 def token_logprobs(token_id: int, logits: Logits, n_top: int, sampling: SamplingBackend) -> SampledToken:

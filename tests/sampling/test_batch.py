@@ -16,6 +16,7 @@ from kukri.kernels.host_step import HostLogits
 from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.reference_sampling import ReferenceSampling
+from kukri.kernels.sampling_record import SamplingRecords
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SAMPLERS
 
@@ -97,6 +98,35 @@ def test_batch_mates_do_not_matter(sampling: Any, asked: list[dict[str, Any]], s
             assert result.id == want.id, asked[i]
             assert result.logprob == pytest.approx(want.logprob, abs=1e-6)
             assert [j for j, _ in result.top_logprobs or ()] == [j for j, _ in want.top_logprobs or ()]
+
+
+def test_plain_records_are_kept_only_for_the_same_requests(sampling: Any) -> None:
+    """Would catch the settings, or the random number, of a request that had the record before."""
+    records = SamplingRecords()
+    asked = [SamplingParams(seed=1), SamplingParams(temperature=0), SamplingParams(seed=2, top_k=3)]
+    steps = [(0, 1), (0, 1), (1, 0), (0, 2), (1,), (1,), (2,), (0, 1, 2), (0, 1)]
+    together = [RequestSampler(p, [1], N_VOCAB, sampling) for p in asked]
+    alone = [RequestSampler(p, [1], N_VOCAB, REFERENCE) for p in asked]
+    biased = RequestSampler(SamplingParams(seed=3, logit_bias={4: 9.0}), [1], N_VOCAB, sampling)
+    for n, chosen in enumerate(steps):
+        if n % 3 == 2:  # another kind of record in between
+            sample_rows([biased], HostLogits(steps_of(n + 50, 1, 1)[0]), sampling, records)
+        rows = steps_of(n, len(chosen), 1)[0]
+        got = sample_rows([together[i] for i in chosen], HostLogits(rows), sampling, records)
+        assert got == [alone[i](row) for i, row in zip(chosen, rows, strict=True)], n
+
+
+@pytest.mark.parametrize("n_vocab", [16, 100, 256, 1003, 4096])
+def test_of_equal_logits_the_first_is_greedy(n_vocab: int) -> None:
+    """Would catch a token of the wrong lane, vector or group of maxima."""
+    backend = CpuBackend(1)
+    sampler = RequestSampler(SamplingParams(temperature=0), [1], n_vocab, backend.sampling)
+    rng = np.random.default_rng(n_vocab)
+    for first in {0, 1, 15, n_vocab - 1, *rng.integers(0, n_vocab, 50).tolist()}:
+        row = rng.normal(0, 1, n_vocab).astype(np.float32)
+        row[[first, *rng.integers(first, n_vocab, 3)]] = 9.0
+        assert sampler(row).id == first
+    backend.close()
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf", "nothing", "processor"])

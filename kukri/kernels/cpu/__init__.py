@@ -188,6 +188,7 @@ class CpuProgram:
         self._has_rows = result.rows == "N"  # else a part of a model ends here, with a row for each token
         n_rows = limits.max_logit_rows if self._has_rows else limits.max_tokens
         self._result = self.plan.view(result, n_rows)
+        self._rows: dict[int, HostLogits] = {}  # the first rows of the result, by their number
 
     def __call__(
         self,
@@ -220,7 +221,9 @@ class CpuProgram:
                 return HostLogits(self._result[:0])
         self._run(first, len(self.plan.ops))
         n_rows = batch.n_logit_rows if self._has_rows else batch.n_tokens
-        return HostLogits(self._result[:n_rows])
+        if n_rows not in self._rows:
+            self._rows[n_rows] = HostLogits(self._result[:n_rows])
+        return self._rows[n_rows]
 
     def _after(self, tap: str) -> tuple[list[Segment], int]:
         """The segments from a tap on, and its op; all, and the first, if more is alive there than its value.
@@ -254,8 +257,10 @@ class BatchMemory:
 
     def __init__(self, limits: StepLimits) -> None:
         n_tokens = limits.max_tokens
-        self._header = aligned_zeros(abi.BATCH_BYTES).view(np.int64)
-        self.address = address_of(self._header)
+        header = aligned_zeros(abi.BATCH_BYTES).view(np.int64)
+        self._header = header.data  # a memoryview: NumPy takes longer for one number
+        self.address = address_of(header)
+        self._last: ForwardBatch | None = None  # whose sizes the header has, and that brought no more
         self.inputs = inputs = StepInputs.zeros(limits)
         self._arrays: dict[int, np.ndarray[Any, Any]] = {
             abi.TOKEN_IDS: inputs.token_ids,
@@ -284,14 +289,20 @@ class BatchMemory:
     @property
     def n_positions(self) -> int:
         """Positions that the batch, once checked, rotates by: 0 to one less."""
-        return int(self._header[abi.N_POSITIONS // 8])
+        return self._header[abi.N_POSITIONS // 8]
 
     def fill(self, batch: ForwardBatch, limits: StepLimits) -> None:
         """Sets the batch of the next step. Raises as `check_sizes` does."""
+        if batch is self._last:
+            return
         check_sizes(batch, limits)
-        if batch.inputs is not self.inputs:
+        self._last = None
+        if batch.inputs is self.inputs:
+            self._last = batch if batch.rope_positions is None and batch.mask is None else None
+        else:
             self.inputs.copy(batch)
-        self._header[:3] = batch.n_tokens, batch.n_sequences, batch.n_logit_rows
+        for i, n in enumerate((batch.n_tokens, batch.n_sequences, batch.n_logit_rows)):
+            self._header[i] = n
         rotates_by = abi.POSITIONS
         if batch.rope_positions is not None:
             rotates_by = abi.ROPE_POSITIONS

@@ -305,6 +305,19 @@ def first_of(logits, padded, value):
 
 
 @routine
+def first_of_peak(c):
+    """The first token of the row with its largest logit, while the maxima are true: one group is searched."""
+    row = load_i64(c + CONTEXT.row)
+    padded = (load_i64(c + CONTEXT.n) + 15) & -16
+    maxima = load_i64(c + CONTEXT.maxima)
+    peak = np.float32(peak_of(c))
+    start = 0
+    while start + 16 * GROUP < padded and lanes_from(load_f32x16(maxima + 4 * start // GROUP), peak) == 0:
+        start += 16 * GROUP
+    return start + first_of(row + 4 * start, min(16 * GROUP, padded - start), peak)
+
+
+@routine
 def count_from(logits, padded, bound):
     """The number of elements that are at least `bound`."""
     one = splat(1.0)

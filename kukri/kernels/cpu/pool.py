@@ -103,7 +103,7 @@ class ThreadPool:
         self.kernels = kernels
         self.n_threads = min(n_threads or usable_cores(), MAX_THREADS)
         self._workers = _Workers(kernels)
-        self._state = self._workers.state
+        self._state = self._workers.state.data  # a memoryview: NumPy takes longer for one number
         self._state[WORDS // 8] = (IDLE << 32) | BIAS
         self._set_active(self.n_threads)
         self._n_stalls = 0
@@ -149,7 +149,7 @@ class ThreadPool:
         without it they lose only its share of the work.
         """
         now = time.monotonic()
-        self._n_stalls = int(self._state[N_STALLS // 8])
+        self._n_stalls = self._state[N_STALLS // 8]
         is_soon = now < self._retry_at + _CALM_S
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if is_soon else _FIRST_PAUSE_S
         self._retry_at = now + self._pause_s

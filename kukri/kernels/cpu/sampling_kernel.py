@@ -23,6 +23,7 @@ from kukri.kernels.cpu.candidates import (
     f32,
     find_peak,
     first_of,
+    first_of_peak,
     gather,
     in_play,
     is_whole,
@@ -507,8 +508,7 @@ def _choose(c, record, pool, row, n):
     if not _store_status(c):
         return
     if load_i64(record + _AT.is_greedy) != 0:
-        logits, padded = in_play(c)
-        store_i64(record + _AT.token, token_at(c, first_of(logits, padded, np.float32(peak_of(c)))))
+        store_i64(record + _AT.token, first_of_peak(c))
     else:
         _draw(c)
 

@@ -1,0 +1,61 @@
+"""A step as the scheduler plans it, and what it gave each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kukri.engine.batch_builder import Chunk
+from kukri.engine.request import ProgramKind, Request
+from kukri.sampling import SampledToken
+
+
+@dataclass(eq=False, slots=True)
+class ScheduledChunk(Chunk):
+    """A chunk of a request."""
+
+    sequence: Request
+
+    @property
+    def request(self) -> Request:
+        """The request whose tokens they are."""
+        return self.sequence
+
+    @property
+    def gives_token(self) -> bool:
+        """True if the request's next token follows from a row of logits: the last before the drafts'."""
+        return (
+            self.request.output == "tokens"
+            and self.n_logits > 0
+            and self.start + self.n_tokens - self.n_drafts == self.request.n_tokens
+        )
+
+
+@dataclass(eq=False, slots=True)
+class ScheduledStep:
+    """The chunks of a step, and the pages and states (from, to) to copy before it runs, in this order.
+
+    It `may_go_on` if every request that runs gets one token by it: the next step is then the same object,
+    whose chunks have moved on by a token, and `goes_on`. Most steps are of this kind, and making their
+    objects anew would take longer than all else that Python does in a step.
+    """
+
+    chunks: list[ScheduledChunk]
+    copies: list[tuple[int, int]]
+    state_copies: list[tuple[int, int]]
+    program: ProgramKind = "logits"
+    may_go_on: bool = False
+    goes_on: bool = False
+
+
+class StepOutput(NamedTuple):
+    """A step's result for a request: a token, or None if it ended without one.
+
+    A step has one for each accepted draft and one more; the last of a request says how it goes on.
+    `finish_reason` is None while the request goes on: it may be "stop", "length", "abort" or "error"
+    (`request.stop_reason` and `request.error` then say more).
+    """
+
+    request: Request
+    token: SampledToken | None
+    finish_reason: str | None

@@ -1,0 +1,138 @@
+"""Steps that go on: the last step's objects, moved on by a token, give what a step made anew gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from driving import add, greedy, prompt_of
+from fake_model import POISON, expected_output, make_engine
+
+from kukri.engine import Engine
+from kukri.engine.batch_builder import BatchBuilder, Chunk
+from kukri.engine.request import Request
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.sampling import SamplingParams
+
+PAGE = 16
+
+
+def arrays_of(batch: ForwardBatch) -> dict[str, np.ndarray]:
+    """A batch's arrays by name."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+
+def test_a_batch_moved_on_is_the_batch_made_anew() -> None:
+    """A position, slot, length or page that stays where it was, within a page and from page to page."""
+    limits = StepLimits(max_tokens=8, max_sequences=4, max_logit_rows=4, max_pages=6)
+    requests = [
+        Request(i, np.arange(90, dtype=np.int32), SamplingParams(), None, frozenset(), 96, 6)
+        for i in range(3)
+    ]
+    for i, request in enumerate(requests):
+        request.page_row[:] = np.arange(6) * 3 + i + 1
+    chunks = [Chunk(request, start, 1, 1) for request, start in zip(requests, (3, 14, 31), strict=True)]
+    moved = BatchBuilder(StepInputs.zeros(limits), PAGE)
+    for _ in range(40):
+        anew = BatchBuilder(StepInputs.zeros(limits), PAGE).build(chunks)
+        got = moved.build(chunks)
+        for name, array in arrays_of(anew).items():
+            np.testing.assert_array_equal(arrays_of(got)[name], array, name)
+        for chunk in chunks:
+            chunk.start += 1
+            if chunk.start % PAGE == 0:  # a page just given
+                chunk.sequence.page_row[chunk.start // PAGE] += 50
+
+
+def going_on(engine: Engine) -> bool:
+    """Runs a step; whether it went on from the one before."""
+    step = engine.launch()
+    assert step is not None
+    engine.collect(step)
+    engine.check_integrity()
+    return step.goes_on
+
+
+def test_steps_go_on_until_other_requests_run() -> None:
+    """A step of those that ran before, while a request waits, has ended, or was aborted."""
+    engine, _ = make_engine(max_requests=3, max_step_tokens=64)
+    first, second = (add(engine, prompt_of(20, i), greedy(n)) for i, n in enumerate((60, 8)))
+    assert [going_on(engine) for _ in range(8)] == [False, False, *[True] * 6]  # `second` ends with these
+    assert [going_on(engine) for _ in range(2)] == [False, True]
+    third = add(engine, prompt_of(20, 2), greedy(40))
+    assert [going_on(engine) for _ in range(3)] == [False, False, True]
+    engine.abort(third)
+    assert [going_on(engine) for _ in range(2)] == [False, True]
+    while engine.has_work:
+        going_on(engine)
+    assert first.output_ids == expected_output(prompt_of(20, 0), 60)
+    assert second.output_ids == expected_output(prompt_of(20, 1), 8)
+
+
+def test_a_step_that_goes_on_is_not_launched_twice() -> None:
+    """A token computed by two steps in flight."""
+    engine, _ = make_engine(max_requests=2, max_step_tokens=64)
+    request = add(engine, prompt_of(20), greedy(30))
+    while not going_on(engine):
+        pass
+    step = engine.launch()
+    assert step is not None
+    assert step.goes_on
+    assert engine.launch() is None
+    engine.collect(step)
+    while engine.has_work:
+        engine.step()
+    assert request.output_ids == expected_output(prompt_of(20), 30)
+
+
+def test_an_abort_in_flight_of_a_step_that_goes_on() -> None:
+    """A token for a request that has ended, or a page that it keeps."""
+    engine, _ = make_engine(max_requests=2, max_step_tokens=64)
+    stays, leaves = (add(engine, prompt_of(20, i), greedy(30)) for i in range(2))
+    while not going_on(engine):
+        pass
+    step = engine.launch()
+    assert step is not None
+    engine.abort(leaves)
+    assert [output.request for output in engine.collect(step)] == [stays]
+    engine.check_integrity()
+    while engine.has_work:
+        engine.step()
+    assert stays.output_ids == expected_output(prompt_of(20, 0), 30)
+    assert engine.pool.n_free == engine.pool.n_pages
+
+
+def test_pages_that_run_out_end_going_on() -> None:
+    """Pages taken that nobody has, or a request preempted whose chunk goes on."""
+    engine, _ = make_engine(max_context=64, max_requests=3, max_step_tokens=64, n_pages=6)
+    requests = [add(engine, prompt_of(14 + i, i), greedy(40)) for i in range(3)]
+    while engine.has_work:
+        going_on(engine)
+    assert engine.scheduler.n_preemptions
+    for i, request in enumerate(requests):
+        assert request.output_ids == expected_output(prompt_of(14 + i, i), 40)
+
+
+@pytest.mark.parametrize("spoil", [lambda row: row * np.nan, lambda row: row + np.inf])
+def test_logits_that_are_no_numbers_end_their_request_alone(
+    spoil: Callable[[np.ndarray], np.ndarray],
+) -> None:
+    """An error that takes the other requests of a step that goes on with it, or leaves NaN in its pages."""
+    engine, _ = make_engine(max_requests=2, max_step_tokens=64)
+    well, ill = (add(engine, prompt_of(20, i), greedy(30)) for i in range(2))
+    while not going_on(engine):
+        pass
+    step = engine.launch()
+    assert step is not None
+    row = step.logits.numpy()[1]
+    row[...] = spoil(row)
+    outputs = engine.collect(step)
+    assert [output.finish_reason for output in outputs] == [None, "error"]
+    assert ill.error is not None
+    while engine.has_work:
+        engine.step()
+    assert well.output_ids == expected_output(prompt_of(20, 0), 30)
+    assert POISON not in well.output_ids
