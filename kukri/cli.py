@@ -6,6 +6,7 @@ evaluate their text at each start.
 """
 
 import gc
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -66,7 +67,17 @@ app.add_typer(cluster_app, name="cluster")
 
 def main() -> None:
     """Runs the command line of this process and exits: 0, 2 after an error, 130 after Ctrl-C."""
+    _keep_only(sys.argv[1:2])
     app()
+
+
+def _keep_only(names: list[str]) -> None:
+    """Leaves only the command of this name, if there is one: to build them all takes 25 ms of a start."""
+    commands = [
+        one for one in app.registered_commands if (one.name or getattr(one.callback, "__name__", "")) in names
+    ]
+    if commands:
+        app.registered_commands, app.registered_groups = commands, []
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from kukri import tasks
 from kukri.calls import EngineCalls, Message, Prompt, close_matches, is_many
 from kukri.config import Pooling, Speculation
 from kukri.embedding import Ranked, check_pooling, ranked
@@ -27,7 +26,6 @@ from kukri.loading import BackendName, ModelOptions, Progress, open_model
 from kukri.models import Forward, tap_names
 from kukri.results import Chunk, Result
 from kukri.sampling import SamplingOptions, SamplingParams
-from kukri.tasks import Label, Span, TokenLabel
 from kukri.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from kukri.interp.session import FwdHooks, NamesFilter, ReturnType, Session
     from kukri.interp.weights import Weights
     from kukri.stages.sources import StagePlacer
+    from kukri.tasks import Label, Span, TokenLabel
 
     Interventions = Sequence[Intervention | Mapping[str, Any]]
 
@@ -250,6 +249,8 @@ class LLM:
 
         For checkpoints of `...ForQuestionAnswering`; others raise UnsupportedError.
         """
+        from kukri import tasks
+
         return tasks.answer(
             self.model,
             self._outputs,
@@ -262,10 +263,14 @@ class LLM:
 
     def classify(self, text: str) -> list[Label]:
         """Every label of a text with its score, the best first; for `...ForSequenceClassification`."""
+        from kukri import tasks
+
         return tasks.classify(self.model, self._outputs, self.tokenizer, text)
 
     def classify_tokens(self, text: str) -> list[TokenLabel]:
         """A label for each token of a text, with its place; for `...ForTokenClassification`."""
+        from kukri import tasks
+
         return tasks.classify_tokens(self.model, self._outputs, self.tokenizer, text)
 
     def embed(

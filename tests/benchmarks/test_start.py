@@ -32,3 +32,11 @@ def test_the_whole_command_is_measured(smollm2_path: Path) -> None:
     assert report.median_s == report.seconds[0] > 0
     assert report.peak_rss_bytes > 50e6
     assert report.first_s is None
+
+
+def test_a_start_is_set_against_its_floor(smollm2_path: Path) -> None:
+    """Would catch a ratio of other sums, or a program of the floor that no longer runs."""
+    report = start.measure_floor(str(smollm2_path), 2, 1, 1)
+    assert report.ratio == pytest.approx(report.run_s[0] / (report.bare_s[0] + report.loaded_s[0]))
+    assert 0 < report.bare_s[0] < report.run_s[0]
+    assert report.processor_ratio > 0.5

@@ -125,10 +125,10 @@ class Op:
         used = self._values()
         return {part.buffer if isinstance(part, Value) else part for name, part in used if name != "y"}
 
-    def edits(self, buffer: Buffer) -> bool:
-        """True if it changes a buffer that it did not make."""
-        edited = (getattr(self, name) for name in self.in_place)
-        return any(value is not None and value.buffer is buffer for value in edited)
+    def edited(self) -> set[Buffer]:
+        """The buffers that it changes and did not make."""
+        values = [getattr(self, name) for name in self.in_place]
+        return {value.buffer for value in values if value is not None}
 
     def _values(self) -> Iterator[tuple[str, Value | Buffer]]:
         for name, part in vars(self).items():

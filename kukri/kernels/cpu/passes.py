@@ -79,7 +79,8 @@ def quantize_in_producer(ops: Sequence[Op]) -> list[Op]:
             i = producers[op.x]
             kept[i] = replace(cast("Producer", kept[i]), panels=op.y)
             continue
-        producers = {value: i for value, i in producers.items() if not op.edits(value.buffer)}
+        if edited := op.edited():
+            producers = {value: i for value, i in producers.items() if value.buffer not in edited}
         if isinstance(op, Producer) and op.y is not None:
             producers[op.y] = len(kept)
         kept.append(op)

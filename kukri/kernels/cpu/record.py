@@ -372,7 +372,8 @@ class Recorder:
     def _add(self, op: Op) -> None:
         self.ops.append(op)
         # what was derived from a buffer is no longer that once the buffer is edited
-        self._panels = {key: panels for key, panels in self._panels.items() if not op.edits(key[0].buffer)}
+        if edited := op.edited():
+            self._panels = {key: one for key, one in self._panels.items() if key[0].buffer not in edited}
 
     def _add_rope_store(self, op: ops.RopeStore) -> None:
         strides = {op.q.stride, op.k.stride} | ({op.v.stride} if op.v is not None else set())
