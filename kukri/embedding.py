@@ -98,7 +98,8 @@ class TextEncoder:
         return found
 
     def encode_pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> Encoded:
-        """The token ids of the query and each document: BOS, query, EOS, document, EOS.
+        """The token ids of the query and each document: BOS, query, EOS, document, EOS, with one EOS more
+        before the document for models that want it.
 
         With `truncate` the longer of the two is cut until both fit; else as `encode`.
         """
@@ -251,9 +252,10 @@ class TextEncoder:
         return "" if name is None else self.config.prompts[name]
 
     def _behind(self, text: str) -> list[int]:
-        """A text's ids as the second of a pair: without BOS."""
+        """A text's ids as the second of a pair: without BOS, or behind EOS for models that want it."""
         ids = self.tokenizer.encode(text, add_special=True)
-        return ids[1:] if self.tokenizer.add_bos else ids
+        ids = ids[1:] if self.tokenizer.add_bos else ids
+        return ids[-1:] + ids if self.tokenizer.add_separator else ids
 
     def _cut(self, ids: list[int], n_tokens: int | None = None) -> list[int]:
         """The first tokens of a text, and its EOS."""

@@ -37,7 +37,7 @@ _FLOATS = ("F32", "F16", "BF16")
 _MAX_LISTED = 6
 _PEFT = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 _GGUF = re.compile(r"(?P<tensor>.+)\.lora_(?P<part>[ab])")
-_PREFIXES = ("model.", "transformer.", "bert.")
+_PREFIXES = ("model.", "transformer.", "bert.", "roberta.")
 
 # Keys of adapter_config.json that change the result unless they hold one of these, with what they ask for.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

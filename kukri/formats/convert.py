@@ -30,6 +30,7 @@ from kukri.formats.huggingface.weights import (
     SafetensorsWeights,
     canonical_name,
     expert_tensors,
+    first_row,
     follows_from_config,
     is_convolution,
     is_decay,
@@ -174,10 +175,11 @@ def _of_safetensors(
         raise UnsupportedError(
             f"{file.path}: tensor {name!r} is of type {tensor.dtype}, not F32, F16 or BF16"
         )
-    shape, type = (tensor.shape[0] // n_parts, *tensor.shape[1:]), QUANT_TYPES[tensor.dtype]
+    architecture = ARCHITECTURES[config.architecture]
+    first = first_row(name, architecture)
+    shape, type = ((tensor.shape[0] - first) // n_parts, *tensor.shape[1:]), QUANT_TYPES[tensor.dtype]
     n_rows = shape[0]
     order: Any = slice(None)
-    architecture = ARCHITECTURES[config.architecture]
     if architecture.interleaved_rope and not architecture.hf_interleaved_rope:
         half_split = rope_row_order(name, shape[0], config)
         order = order if half_split is None else np.argsort(half_split)
@@ -188,8 +190,8 @@ def _of_safetensors(
         order, columns = tiled_heads(name, config.recurrent)  # no row of these has another order beside
 
     def read() -> ByteArray:
-        of_part = slice(part * n_rows, (part + 1) * n_rows)
-        rows: ByteArray = file.data(tensor).reshape(n_parts * n_rows, -1)[of_part][order]
+        of_part = slice(first + part * n_rows, first + (part + 1) * n_rows)
+        rows: ByteArray = file.data(tensor).reshape(first + n_parts * n_rows, -1)[of_part][order]
         if isinstance(columns, np.ndarray):
             rows = np.take(rows.view(f"u{type.block_bytes}"), columns, axis=1).view(np.uint8)
         return rows if len(tensor.shape) > 1 else rows.reshape(1, -1)

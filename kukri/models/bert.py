@@ -58,6 +58,8 @@ class BertBlock(Block):
 class Bert(Llama):
     """The whole model."""
 
+    pooler_name, classifier_name = "model.pooler.dense", "classifier"
+
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         name, d_model = "model.embeddings", config.d_model
         tokens = Embedding(source, f"{name}.word_embeddings", config.n_vocab, d_model)
@@ -68,7 +70,7 @@ class Bert(Llama):
         self.embedding = NormedEmbedding(tokens, {"token_types": types, "positions": positions}, norm)
         self.blocks = [BertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm: Any = NoNorm()
-        self.head = encoder_head(source, config, "model.pooler.dense")
+        self.head = encoder_head(source, config, self.pooler_name, self.classifier_name)
         self._forward = None
 
 

@@ -28,11 +28,11 @@ class Head(Protocol):
 class PooledHead:
     """A classification of the pooled first token: classifier(tanh(dense(x)))."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, pooler: str) -> None:
+    def __init__(self, source: WeightSource, config: ModelConfig, pooler: str, classifier: str) -> None:
         d_model = config.d_model
         source.vector(f"{pooler}.bias", d_model)  # not optional, as biases are elsewhere
         self.pooler = Linear(source, [pooler], (d_model,), d_model)
-        self.classifier = Linear(source, ["classifier"], (len(config.head.labels),), d_model)
+        self.classifier = Linear(source, [classifier], (len(config.head.labels),), d_model)
         self.parameters = self.pooler.parameters + self.classifier.parameters
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ class PredictionHead:
         return self.classifier(ops, self.norm(ops, ops.gelu(self.dense(ops, x), is_exact=True)))
 
 
-def encoder_head(source: WeightSource, config: ModelConfig, pooler: str) -> Head | None:
-    """The head of an encoder; a classification of texts reads the first token through `pooler`."""
+def encoder_head(source: WeightSource, config: ModelConfig, pooler: str, classifier: str) -> Head | None:
+    """The head of an encoder; the classification of a text is `classifier`, behind `pooler`."""
     kind = config.head.kind
     if kind == "sequence_classification":
-        return PooledHead(source, config, pooler)
+        return PooledHead(source, config, pooler, classifier)
     if kind == "token_classification":
         return Linear(source, ["classifier"], (len(config.head.labels),), config.d_model)
     return output_head(source, config)

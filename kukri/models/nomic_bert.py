@@ -52,7 +52,7 @@ class NomicBert(Bert):
         self.embedding = NormedEmbedding(tokens, {"token_types": types}, norm)
         self.blocks = [NomicBertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm = NoNorm()
-        self.head = encoder_head(source, config, "model.pooler.dense")
+        self.head = encoder_head(source, config, self.pooler_name, self.classifier_name)
         self._forward = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,13 @@ import tokenizers
 
 from kukri.errors import UnsupportedError
 from kukri.formats.huggingface.directory import TokenizerFiles
-from kukri.tokenizer.huggingface_reader import Parts
+from kukri.tokenizer.huggingface_reader import Parts, steps_of
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 from kukri.tokenizer.tokenizer import merges_from_scores
+from kukri.tokenizer.unigram import unigram
 from kukri.tokenizer.vocabulary import (
     SPACE_MARK,
+    UNKNOWN,
     USER_DEFINED,
     Vocabulary,
     ends_by_text,
@@ -44,6 +48,8 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
     merges = [" ".join(pair) for pair in parts.merges()]
     if vocabulary.kind == "bert":
         keys |= _word_piece_keys(text, vocabulary, files)
+    elif vocabulary.kind == "t5":
+        keys |= _unigram_keys(text, parts, files) | {"add_sep_token": adds_eos and parts.adds_separator(text)}
     elif vocabulary.kind == "llama":
         # readers match user-defined tokens in the text before anything merges
         learned = [pair for pair in parts.merges() if not {*pair, "".join(pair)} & {*vocabulary.user_defined}]
@@ -65,7 +71,7 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
         "add_bos_token": adds_bos,
         "add_eos_token": adds_eos,
     }
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
     if files.chat_template is not None:
         metadata["tokenizer.chat_template"] = files.chat_template
     return metadata
@@ -86,6 +92,36 @@ def _word_piece_keys(
     ]
     ends = {"cls_token_id": vocabulary.bos_id, "seperator_token_id": vocabulary.eos_id}  # GGUF's spelling
     return {"pre": "default", "tokens": tokens, **{key: i for key, i in ends.items() if i is not None}}
+
+
+def _unigram_keys(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFiles) -> dict[str, Any]:
+    """The keys of a unigram tokenizer: scores, normalization, and the ways with spaces that it has."""
+    steps = steps_of(files.tokenizer.get("normalizer"), "normalizers")
+    compiled = (step["precompiled_charsmap"] for step in steps if step.get("type") == "Precompiled")
+    charsmap = b64decode(next(compiled, None) or "")
+    scores = np.array(parts.scores, np.float32)
+    if text.pre_tokenizer is not None:
+        cut = [_cut(text.pre_tokenizer, probe, text.normalizer) for probe in _PROBES]
+        for adds, joins in product((True, False), repeat=2):
+            made = unigram(parts.vocabulary, scores, charsmap, adds_space=adds, joins_spaces=joins)
+            if cut == [_cut(made.pre_tokenizer, probe, made.normalizer) for probe in _PROBES]:
+                return {
+                    "pre": "default",
+                    "scores": scores,
+                    "token_type": np.array(_types(parts.vocabulary), np.int32),
+                    "precompiled_charsmap": np.frombuffer(charsmap, np.uint8) if charsmap else None,
+                    "add_space_prefix": adds,
+                    "remove_extra_whitespaces": joins,
+                }
+    raise UnsupportedError(
+        f"{files.path}: this tokenizer treats spaces in a way that GGUF has no keys for: its readers join or "
+        "keep them, and put one before a text or none"
+    )
+
+
+def _types(vocabulary: Vocabulary) -> list[int]:
+    """The types of tokens, that of unknown text its own."""
+    return [UNKNOWN if i == vocabulary.unk_id else kind for i, kind in enumerate(vocabulary.types)]
 
 
 def _pre_tokenizer(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFiles) -> str:
@@ -113,7 +149,7 @@ def _cut(pre_tokenizer: Any, probe: str, normalizer: Any) -> list[str]:
 def _stored_text(vocabulary: Vocabulary, i: int) -> str:
     """A token's text in GGUF, where a user-defined one of SentencePiece has the spaces that texts have."""
     text = vocabulary.tokens[i]
-    if vocabulary.kind == "llama" and vocabulary.types[i] == USER_DEFINED:
+    if vocabulary.kind in ("llama", "t5") and vocabulary.types[i] == USER_DEFINED:
         text = text.replace(SPACE_MARK, " ")
     return text or f"[PAD{i}]"
 

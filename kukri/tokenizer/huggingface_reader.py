@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from typing import Any
 
 import tokenizers
@@ -13,6 +14,7 @@ from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.tokenizer import Tokenizer
+from kukri.tokenizer.unigram import check_charsmap
 from kukri.tokenizer.vocabulary import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocabulary
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -39,6 +41,7 @@ def _from_files(files: TokenizerFiles) -> Tokenizer:
     )
     tokenizer.drops_leading_space = parts.drops_leading_space
     tokenizer.add_bos, tokenizer.add_eos = parts.adds(text)
+    tokenizer.add_separator = tokenizer.add_eos and parts.adds_separator(text)
     tokenizer.chat_template = files.chat_template
     return tokenizer
 
@@ -53,11 +56,13 @@ class Parts:
     def __init__(self, files: TokenizerFiles) -> None:
         self.files = files
         self.model = self._object("model")
-        if (model_type := self.model.get("type", "BPE")) not in ("BPE", "WordPiece"):
+        if (model_type := self.model.get("type", "BPE")) not in ("BPE", "WordPiece", "Unigram"):
             raise UnsupportedError(
-                f"{files.path}: the tokenizer's model is {brief(model_type)}; kukri reads BPE and WordPiece"
+                f"{files.path}: the tokenizer's model is {brief(model_type)}; kukri reads BPE, WordPiece and "
+                "Unigram"
             )
-        self._unknown = self.model.get("unk_token")
+        self._pieces = self._scored() if model_type == "Unigram" else []
+        self._unknown = self._unknown_piece() if self._pieces else self.model.get("unk_token")
         if self._unknown is not None and not isinstance(self._unknown, str):
             raise self._error(f"key 'unk_token' must be text, not {brief(self._unknown)}")
         self.id_of = self._ids()
@@ -66,10 +71,13 @@ class Parts:
         self.named = {name: self._named_token(name) for name in _NAMED_TOKENS}
         for name, encoders_name in (("bos_token", "cls_token"), ("eos_token", "sep_token")):
             self.named[name] = self.named[name] or self._named_token(encoders_name)
-        decoders = _flat(files.tokenizer.get("decoder"), "decoders")
+        decoders = steps_of(files.tokenizer.get("decoder"), "decoders")
+        self.named["unk_token"] = self.named["unk_token"] or (self._unknown if self._pieces else None)
         self.kind = "gpt2" if any(part.get("type") == "ByteLevel" for part in decoders) else "llama"
         if model_type == "WordPiece":
             self.kind = "bert"
+        if self._pieces:
+            self.kind = "t5"
         if self.kind == "llama" and not decoders:
             raise UnsupportedError(f"{files.path}: the tokenizer has no decoder that kukri knows")
         self.drops_leading_space = self.kind == "bert" or any(map(_drops_space, decoders))
@@ -94,9 +102,12 @@ class Parts:
     def build(self) -> tokenizers.Tokenizer:
         """The tokenizer of plain text."""
         plain = [entry for token, entry in self.added.items() if token not in self.special_texts]
-        model = {**self.model, "vocab": self.text_ids()}
-        if self.kind != "bert":
+        model = {**self.model, "vocab": self._hidden_pieces() if self._pieces else self.text_ids()}
+        if self.kind not in ("bert", "t5"):
             model["merges"] = self.merges()
+        for step in steps_of(self.files.tokenizer.get("normalizer"), "normalizers"):
+            if step.get("type") == "Precompiled":
+                self._check_normalization(step.get("precompiled_charsmap"))
         contents = {
             **self.files.tokenizer,
             "truncation": None,
@@ -112,7 +123,7 @@ class Parts:
     def build_later(self, text: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
         """The tokenizer of text after a special token, if that is another: no space is put before it."""
         words = self.files.tokenizer.get("pre_tokenizer")
-        first = [p for p in _flat(words, "pretokenizers") if p.get("prepend_scheme") == "first"]
+        first = [p for p in steps_of(words, "pretokenizers") if p.get("prepend_scheme") == "first"]
         if not first:
             return None
         model = {"type": "BPE", "vocab": {}, "merges": []}
@@ -124,18 +135,23 @@ class Parts:
         later.add_tokens([self.added_token(token) for token in self.added if token not in self.special_texts])
         return later
 
+    @property
+    def scores(self) -> list[float]:
+        """The score of each token of a unigram model; 0 for those that it does not have."""
+        return [score for _, score in self._pieces] + [0.0] * (len(self.tokens) - len(self._pieces))
+
+    def adds_separator(self, text: tokenizers.Tokenizer) -> bool:
+        """True if a pair has a second EOS before its second text."""
+        pair, eos = self._around(text, "a", "a"), self.vocabulary.eos_id
+        return sum(i == eos for i, sequence in zip(pair.ids, pair.sequence_ids) if sequence is None) == 3
+
     def adds(self, text: tokenizers.Tokenizer) -> tuple[bool, bool]:
         """True if the post-processor puts BOS and EOS around a text.
 
         As in transformers 5, it overrules `add_bos_token` in tokenizer_config.json.
         """
         bos, eos = self.vocabulary.bos_id, self.vocabulary.eos_id
-        try:
-            around = text.encode("a", add_special_tokens=True)
-        except BaseException as error:  # a panic of `tokenizers` is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise self._error(f"has a post-processor that cannot run: {brief(str(error))}") from None
+        around = self._around(text, "a")
         inside = [i for i, special in enumerate(around.special_tokens_mask) if not special]
         first, last = (inside[0], inside[-1] + 1) if inside else (len(around.ids), len(around.ids))
         before, after = around.ids[:first], around.ids[last:]
@@ -144,6 +160,17 @@ class Parts:
                 f"{self.files.path}: the post-processor adds {before}, {after}: kukri adds only BOS and EOS"
             )
         return bool(before), bool(after)
+
+    def _around(
+        self, text: tokenizers.Tokenizer, first: str, second: str | None = None
+    ) -> tokenizers.Encoding:
+        """A text or a pair, with what the post-processor adds."""
+        try:
+            return text.encode(first, second, add_special_tokens=True)
+        except BaseException as error:  # a panic of `tokenizers` is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise self._error(f"has a post-processor that cannot run: {brief(str(error))}") from None
 
     def added_token(self, token: str) -> AddedToken:
         """An added token with its flags; special ones are looked for in the text as it stands."""
@@ -167,8 +194,41 @@ class Parts:
             raise self._error(f"key {key!r} must be a list, not {brief(value)}")
         return value or []
 
+    def _scored(self) -> list[tuple[str, float]]:
+        """The pieces of a unigram model and their scores."""
+        pieces = self._list(self.model, "vocab")
+        for piece in pieces:
+            if not isinstance(piece, list) or [*map(type, piece)] not in ([str, float], [str, int]):
+                raise self._error(f"has the piece {brief(piece)}, which is no text with a score")
+        if not pieces:
+            raise self._error("the model has no vocabulary")
+        return [(text, float(score)) for text, score in pieces]
+
+    def _check_normalization(self, stated: Any) -> None:
+        try:
+            charsmap = b64decode(stated or "", validate=True)
+        except (TypeError, ValueError):
+            raise self._error("has a precompiled_charsmap that is not base64") from None
+        check_charsmap(charsmap, self.files.path)
+
+    def _unknown_piece(self) -> str:
+        i = self.model.get("unk_id")
+        if type(i) is not int or not 0 <= i < len(self._pieces):
+            raise self._error(f"key 'unk_id' must be the number of a piece, not {brief(i)}")
+        return self._pieces[i][0]
+
+    def _hidden_pieces(self) -> list[tuple[str, float]]:
+        """The pieces in order, "" in place of those that plain text cannot become."""
+        ids = {token: i for token, i in self.text_ids().items() if token != self._unknown}
+        texts = {i: token for token, i in ids.items()}
+        return [(texts.get(i, ""), score) for i, score in enumerate(self.scores)]
+
     def _ids(self) -> dict[str, int]:
         ids = self.model.get("vocab")
+        if self._pieces:
+            ids = {text: i for i, (text, _) in enumerate(self._pieces)}
+            if len(ids) < len(self._pieces):
+                raise self._error("a piece appears twice")
         if not isinstance(ids, dict) or not ids:
             raise self._error("the model has no vocabulary")
         for token, i in ids.items():
@@ -217,7 +277,7 @@ class Parts:
         types = [NORMAL if token else UNUSED for token in self.tokens]
         for entry in self.added.values():
             types[entry["id"]] = USER_DEFINED
-        if self.kind == "llama" and self.model.get("byte_fallback") is True:
+        if self.kind in ("llama", "t5") and self.model.get("byte_fallback") is True:
             for byte in range(256):
                 if (i := self.id_of.get(f"<0x{byte:02X}>")) is not None:
                     types[i] = BYTE
@@ -248,8 +308,8 @@ def _fits(pair: tuple[str, str], vocabulary: dict[str, int]) -> bool:
     return pair[0] in vocabulary and pair[1] in vocabulary and "".join(pair) in vocabulary
 
 
-def _flat(part: Any, inside: str) -> list[dict[str, Any]]:
-    """The steps of a decoder or pre-tokenizer, whether it is one or a sequence."""
+def steps_of(part: Any, inside: str) -> list[dict[str, Any]]:
+    """The steps of a decoder, normalizer or pre-tokenizer, whether it is one or a sequence."""
     if not isinstance(part, dict):
         return []
     if part.get("type") != "Sequence":

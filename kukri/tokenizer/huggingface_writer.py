@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, processors
+from tokenizers import decoders
 
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.tokenizer.tokenizer import Tokenizer
+from kukri.tokenizer.tokenizer import Tokenizer, ends
 from kukri.tokenizer.vocabulary import SPACE_MARK, UNUSED, USER_DEFINED
 
 
@@ -19,7 +19,12 @@ def tokenizer_files(gguf: GGUFFile) -> dict[str, Any]:
     text, vocabulary = tokenizer.text, tokenizer.vocabulary
     made = json.loads(text.to_str())
     unused = {i for i, kind in enumerate(vocabulary.types) if kind == UNUSED}
-    made["model"]["vocab"] = {token: i for token, i in vocabulary.id_of.items() if i not in unused}
+    if vocabulary.kind == "t5":
+        scores = [score for _, score in made["model"]["vocab"]]
+        tokens = ["" if i in unused else token for i, token in enumerate(vocabulary.tokens)]
+        made["model"]["vocab"] = list(zip(tokens, scores))
+    else:
+        made["model"]["vocab"] = {token: i for token, i in vocabulary.id_of.items() if i not in unused}
     defined = {i for i, kind in enumerate(vocabulary.types) if kind == USER_DEFINED}
     among_marks = vocabulary.kind == "llama" and not tokenizer.drops_leading_space
     made["added_tokens"] = [
@@ -33,7 +38,9 @@ def tokenizer_files(gguf: GGUFFile) -> dict[str, Any]:
     ]
     whole = tokenizers.Tokenizer.from_str(json.dumps(made))
     whole.decoder = decoders.ByteLevel() if vocabulary.kind == "gpt2" else _spaced(tokenizer)
-    _add_ends(whole, tokenizer)
+    around = ends(tokenizer)
+    if around is not None:
+        whole.post_processor = around
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     named = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id, "unk_token": vocabulary.unk_id}
     settings |= {name: vocabulary.tokens[i] for name, i in named.items() if i is not None}
@@ -52,13 +59,3 @@ def _spaced(tokenizer: Tokenizer) -> Any:
     return decoders.Sequence(
         [*steps, *([decoders.Strip(" ", 1, 0)] if tokenizer.drops_leading_space else [])]
     )
-
-
-def _add_ends(whole: tokenizers.Tokenizer, tokenizer: Tokenizer) -> None:
-    """Has BOS and EOS put around a text as the file wants them."""
-    before = [(tokenizer.bos_token, tokenizer.bos_id)] if tokenizer.add_bos else []
-    after = [(tokenizer.eos_token, tokenizer.vocabulary.eos_id)] if tokenizer.add_eos else []
-    if before or after:
-        single = " ".join([*(text for text, _ in before), "$A", *(text for text, _ in after)])
-        pair = f"{single} $B"
-        whole.post_processor = processors.TemplateProcessing(single, pair, [*before, *after])

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from kukri.errors import ContextLengthError, FormatError, RequestError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
+from kukri.tokenizer.unigram import stored_charsmap, stored_scores, unigram
 from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_vocabulary, strings
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -31,7 +32,8 @@ class Tokenizer:
 
     Attributes: n_vocab; bos_id (None when the model has none); eos_ids, ids after which generation ends;
     special_ids, control tokens; add_bos, add_eos, what `add_special` adds; chat_template, its source, or
-    None; bos_token, eos_token, their texts, or ""; drops_leading_space, whether `decode` removes the space
+    None; add_separator, whether a second EOS stands before the second text of a pair; bos_token, eos_token,
+    their texts, or ""; drops_leading_space, whether `decode` removes the space
     that `encode` puts before text (SentencePiece).
 
     Methods may be called from several threads.
@@ -58,7 +60,7 @@ class Tokenizer:
         self.special_ids = vocabulary.special_ids
         self.bos_token = "" if self.bos_id is None else vocabulary.tokens[self.bos_id]
         self.eos_token = "" if vocabulary.eos_id is None else vocabulary.tokens[vocabulary.eos_id]
-        self.add_bos = self.add_eos = self.drops_leading_space = False
+        self.add_bos = self.add_eos = self.add_separator = self.drops_leading_space = False
         self.chat_template: str | None = None
 
     @classmethod
@@ -87,15 +89,30 @@ class Tokenizer:
         elif vocabulary.kind == "bert":
             self = cls(vocabulary, _word_pieces(vocabulary, path))
             self.drops_leading_space = adds_bos = True
+        elif vocabulary.kind == "t5":
+            add_space = _flag(metadata, "add_space_prefix", True, path)
+            text = unigram(
+                vocabulary,
+                stored_scores(metadata, len(vocabulary.tokens), path),
+                stored_charsmap(metadata, path),
+                adds_space=add_space,
+                joins_spaces=_flag(metadata, "remove_extra_whitespaces", True, path),
+                path=path,
+            )
+            self = cls(vocabulary, text)
+            self.drops_leading_space, adds_bos = add_space, False
         else:
             rules = pre_tokenizer(_string(metadata, "tokenizer.ggml.pre", path) or "default")
             self = cls(vocabulary, _byte_level(vocabulary, metadata, rules, path))
             adds_bos = rules.add_bos
         self.add_bos = _flag(metadata, "add_bos_token", adds_bos and self.bos_id is not None, path)
-        self.add_eos = _flag(metadata, "add_eos_token", vocabulary.kind == "bert", path)
+        self.add_eos = _flag(metadata, "add_eos_token", vocabulary.kind in ("bert", "t5"), path)
         for wanted, name, i in ((self.add_bos, "bos", self.bos_id), (self.add_eos, "eos", vocabulary.eos_id)):
             if wanted and i is None:
                 raise FormatError(f"add_{name}_token is true and the file names no {name} token", path=path)
+        if vocabulary.kind == "t5":
+            self.add_separator = _flag(metadata, "add_sep_token", self.add_bos and self.add_eos, path)
+            self.text.post_processor = ends(self)
         self.chat_template = _string(metadata, "tokenizer.chat_template", path)
         return self
 
@@ -249,6 +266,18 @@ def _special_finder(vocabulary: Vocabulary, specials: Sequence[AddedToken] | Non
     return finder
 
 
+def ends(tokenizer: Tokenizer) -> processors.TemplateProcessing | None:
+    """What puts BOS and EOS around a text, or the two of a pair; None if neither is added."""
+    before = [(tokenizer.bos_token, tokenizer.bos_id)] if tokenizer.add_bos else []
+    after = [(tokenizer.eos_token, tokenizer.vocabulary.eos_id)] if tokenizer.add_eos else []
+    if not before and not after:
+        return None
+    first, last = ([text for text, _ in around] for around in (before, after))
+    between = last * (1 + tokenizer.add_separator)
+    single, pair = [*first, "$A", *last], [*first, "$A", *between, "$B", *last]
+    return processors.TemplateProcessing(single, pair, [*before, *after])
+
+
 def _byte_level(
     vocabulary: Vocabulary,
     metadata: Mapping[str, Any],
@@ -345,9 +374,7 @@ def merges_from_scores(
     Ties go by length and then by id, as in `generate_merges` (transformers 5.23, tokenization_utils_base.py).
     """
     tokens, types = vocabulary.tokens, vocabulary.types
-    scores = np.asarray(metadata.get("tokenizer.ggml.scores", ()))
-    if scores.shape != (len(tokens),) or scores.dtype.kind not in "fiu" or not np.isfinite(scores).all():
-        raise FormatError("tokenizer.ggml.scores must be one finite number for each token", path=path)
+    scores = stored_scores(metadata, len(tokens), path)
     pieces = {
         token: i
         for token, i in vocabulary.id_of.items()

@@ -29,7 +29,11 @@ _END_TEXTS = (
     "<|file_sep|>",
 )
 _END_KEYS = ("eos", "eot", "eom")
-_DEFAULT_IDS = {"llama": {"unknown": 0, "bos": 1, "eos": 2}, "bert": {"unknown": 100, "bos": 101, "eos": 102}}
+_DEFAULT_IDS = {
+    "llama": {"unknown": 0, "bos": 1, "eos": 2},
+    "bert": {"unknown": 100, "bos": 101, "eos": 102},
+    "t5": {"unknown": 2, "eos": 1},
+}
 
 
 def _byte_alphabet() -> dict[int, int]:
@@ -45,7 +49,10 @@ _BYTE_TEXTS = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens. `kind` is "gpt2" (byte-level BPE), "llama" (SentencePiece BPE) or "bert" (WordPiece).
+    """A model's tokens.
+
+    `kind` is "gpt2" (byte-level BPE), "llama" (SentencePiece BPE), "bert" (WordPiece) or "t5" (SentencePiece
+    unigram).
 
     special_ids are control and unknown tokens: text becomes one only when asked to, and decoding can skip
     them.
@@ -82,7 +89,7 @@ class Vocabulary:
         text, kind = self.tokens[i], self.types[i] if self.types else NORMAL
         if self.kind == "bert":  # words, and pieces that continue one
             return text[2:].encode() if text.startswith(CONTINUATION) else f" {text}".encode()
-        if self.kind == "llama":
+        if self.kind in ("llama", "t5"):
             if text in _BYTE_TEXTS and (kind == BYTE or not self.types):
                 return _BYTE_TEXTS[text]
             return text.replace(SPACE_MARK, " ").encode()
@@ -111,10 +118,10 @@ def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str] | 
     for tokenizers of another kind.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama", "bert"):
+    if kind not in ("gpt2", "llama", "bert", "t5"):
         raise UnsupportedError(
-            f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and "
-            "'bert' (WordPiece)"
+            f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE), 'llama' (SentencePiece), "
+            "'bert' (WordPiece) and 't5' (SentencePiece unigram)"
         )
     tokens = strings(metadata, "tokenizer.ggml.tokens", path)
     if not tokens:

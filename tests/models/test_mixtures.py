@@ -18,6 +18,8 @@ from kukri import LLM, SamplingParams
 from kukri.bench.card import model_card
 from kukri.errors import FormatError, KukriError
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.writer import write_gguf
+from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.terminal.inspect import show_model
 
@@ -233,3 +235,40 @@ def test_gpt_oss_as_a_directory(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     for name, array in before.items():
         np.testing.assert_array_equal(array, after[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "message"),
+    [
+        (
+            lambda t: t.pop("blk.1.ffn_up_exps.weight"),
+            {},
+            r"'blk.1.ffn_up_exps.weight'.*is missing",
+        ),
+        (
+            lambda t: t.update({"blk.1.ffn_up_exps.weight": t["blk.1.ffn_up_exps.weight"][:7]}),
+            {},
+            r"'blk.1.ffn_up_exps.weight'.*has shape \(7, 32, 64\).*\(8, 32, 64\)",
+        ),
+        (
+            lambda t: t.update({"blk.1.ffn_gate_inp.weight": t["blk.1.ffn_gate_inp.weight"][:, :32]}),
+            {},
+            r"'blk.1.ffn_gate_inp.weight'.*has shape \(8, 32\).*\(8, 64\)",
+        ),
+        (lambda t: None, {"expert_used_count": 9}, "expert_used_count' is 9, but there are 8 experts"),
+        (lambda t: None, {"expert_count": 1 << 13}, "expert_count' is 8192, not between 1 and 4096"),
+    ],
+    ids=["missing", "too few", "router", "used", "many"],
+)
+def test_wrong_gguf_files(saved: Path, tmp_path: Path, change: Any, keys: Any, message: str) -> None:
+    """The same of GGUF, which has the experts of a layer in one tensor."""
+    convert_model(saved, tmp_path / "m.gguf", "F32", dry_run=False, as_json=True)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        tensors = {name: file.array(name).copy() for name in file.tensors}
+        metadata = {**file.metadata, **{f"qwen3moe.{key}": value for key, value in keys.items()}}
+    change(tensors)
+    stored = {name: (QUANT_TYPES["F32"], np.ascontiguousarray(a), a.shape) for name, a in tensors.items()}
+    write_gguf(tmp_path / "wrong.gguf", metadata, stored)
+    with pytest.raises(FormatError, match=message) as caught:
+        LLM(tmp_path / "wrong.gguf", backend="reference")
+    assert "\n" not in str(caught.value)

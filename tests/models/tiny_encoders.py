@@ -37,6 +37,13 @@ ENCODERS: dict[str, TinyEncoder] = {
             **{"eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3},
         },
     ),
+    "xlm_roberta": TinyEncoder(
+        "XLMRoberta",
+        {
+            **{"layer_norm_eps": 1e-5, "type_vocab_size": 1, "max_position_embeddings": CONTEXT + 2},
+            **{"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2},
+        },
+    ),
     "nomic_bert": TinyEncoder("NomicBert", {"layer_norm_eps": 1e-5, "head_dim": D // HEADS}),
 }
 
@@ -59,6 +66,8 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
     hf.save_pretrained(directory)
     if name == "modernbert":
         byte_pairs(directory)
+    elif name == "xlm_roberta":
+        pieces(directory)
     else:
         word_pieces(directory)
     return hf
@@ -97,6 +106,50 @@ def word_pieces(directory: Path) -> None:
     (directory / "vocab.txt").write_text("\n".join(tokens))
     made = transformers.BertTokenizer(vocab={token: i for i, token in enumerate(tokens)})
     made.save_pretrained(directory)
+
+
+def pieces(directory: Path) -> None:
+    """A unigram tokenizer of V tokens with a normalization, as transformers saves XLM-RoBERTa's."""
+    texts = [
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz",
+        "▁the",
+        "▁cat",
+        "▁sat",
+        "ing",
+        "▁on",
+        "▁mat",
+        "s",
+        "at",
+        "tt",
+    ]
+    texts = [*dict.fromkeys([*texts, "▁c", "▁m", *",.!?", "ca", "▁s", "▁t", "he"])]
+    texts += [f"▁w{i}" for i in range(V - len(texts) - 5)]
+    vocabulary = [(token, 0.0) for token in ("<s>", "<pad>", "</s>", "<unk>")]
+    vocabulary += [(text, -0.7 * i**0.7 + len(text)) for i, text in enumerate(texts, 1)]
+    transformers.XLMRobertaTokenizer(
+        vocab=[*vocabulary, ("<mask>", 0.0)],
+        _spm_precompiled_charsmap=charsmap({**dict.fromkeys("\t\n\r", " "), "à": "a", "ﬁ": "fi", "A": "a"}),
+    ).save_pretrained(directory)
+
+
+def charsmap(replaced: Mapping[str, str]) -> bytes:
+    """SentencePiece's compiled normalization: a double array of the texts replaced, and what replaces them.
+
+    A node's children, by their bytes, are in a block of 256 units of their own (Yata 2011, darts-clone).
+    """
+    texts = b"".join(new.encode() + b"\0" for new in replaced.values())
+    starts = np.cumsum([0, *(len(new.encode()) + 1 for new in replaced.values())])
+    words = {old.encode(): int(start) for old, start in zip(replaced, starts)}
+    nodes = sorted({word[:n] for word in words for n in range(len(word) + 1)}, key=len)
+    block = {node: 256 * (1 + i) for i, node in enumerate(nodes)}
+    units = np.zeros(256 * (1 + len(nodes)), np.uint32)
+    for node in nodes:
+        place = block[node[:-1]] ^ node[-1] if node else 0
+        units[place] = (node[-1] if node else 0) | (node in words) << 8 | (place ^ block[node]) << 10
+        if node in words:
+            units[block[node]] = words[node] | 1 << 31
+    return np.uint32(units.nbytes).tobytes() + units.tobytes() + texts
 
 
 def load(directory: Path) -> Model:

@@ -34,7 +34,7 @@ _NAMES = {
     "mlp.experts.down_proj": "ffn_down_exps",
 }
 _BARE = (".ssm_a", ".ssm_d")  # parameters whose names have no ending
-_OUTSIDE = re.compile(r"model\..+|lm_head|score|classifier|qa_outputs|head\..+")
+_OUTSIDE = re.compile(r"model\..+|lm_head|score|classifier(?:\..+)?|qa_outputs|head\..+")
 
 
 def gguf_name(name: str, architecture: str = "llama") -> str:

@@ -46,6 +46,7 @@ from kukri.formats.gguf.config import (
 from kukri.formats.keys import Keys
 from kukri.models import ARCHITECTURES, Architecture
 
+_POSITIONS = "max_position_embeddings"
 # Keys of every architecture that are read and are no numbers.
 _READ = frozenset(
     [
@@ -113,6 +114,11 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
     _check_neutral(keys, architecture)
     keys.expect(architecture.hf_activation, architecture.activation)
     numbers = read_numbers(keys, "hf", architecture, {})
+    if architecture.first_position:
+        keys.expect("pad_token_id", architecture.first_position - 1)  # whose position is the one before
+        numbers["max_context"] -= architecture.first_position
+        if numbers["max_context"] < 1:
+            raise keys.error(_POSITIONS, f"must be more than {architecture.first_position}")
     if _QUERY_SCALAR in architecture.reads:
         scalar = keys.positive(_QUERY_SCALAR)
         numbers["attention_scale"] = None if scalar == numbers["d_head"] else scalar**-0.5

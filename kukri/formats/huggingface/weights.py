@@ -54,7 +54,15 @@ _ROUTER = re.compile(r".+\.mlp\.(?:gate|router)\.weight")
 
 # The model below a head, or on its own, has other names in front than a language model's.
 _PREFIXES = (
-    *("model.", "transformer.", "bert.", "nomic_bert.", "model.language_model.", "language_model.model."),
+    *(
+        "model.",
+        "transformer.",
+        "bert.",
+        "nomic_bert.",
+        "roberta.",
+        "model.language_model.",
+        "language_model.model.",
+    ),
     "",
 )
 
@@ -86,8 +94,9 @@ class SafetensorsWeights:
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
         (n_out, n_in), (stored, part, n_parts) = shape, joined_name(name, self._architecture)
-        data, kind = self._take(stored, (n_parts * n_out, n_in))
-        rows = data.reshape(n_parts * n_out, -1)[part * n_out : (part + 1) * n_out]
+        first = first_row(name, self._architecture)
+        data, kind = self._take(stored, (first + n_parts * n_out, n_in))
+        rows = data.reshape(first + n_parts * n_out, -1)[first + part * n_out :][:n_out]
         return self._packed(rows, kind, shape, name, self._row_order(name, n_out))
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
@@ -258,6 +267,11 @@ def parts_of(name: str, architecture: Architecture) -> list[str]:
     return (
         [f"{match['layer']}{module}.{match['kind']}" for module in modules] if match and modules else [name]
     )
+
+
+def first_row(name: str, architecture: Architecture) -> int:
+    """The first row of a tensor of safetensors that means something here."""
+    return architecture.first_position if name.endswith(".position_embeddings.weight") else 0
 
 
 def _fused(name: str) -> tuple[str, int, int]:
