@@ -45,9 +45,11 @@ def unigram(
         raise FormatError(f"is no tokenizer: {' '.join(str(error).split())[:200]}", path=path) from None
     if joins_spaces:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+    elif adds_space:  # Metaspace puts none before another
+        steps += [normalizers.Prepend(" ")]
     if steps:
         text.normalizer = normalizers.Sequence(steps)
-    scheme = "always" if adds_space else "never"
+    scheme = "always" if adds_space and joins_spaces else "never"
     splits = not any(SPACE_MARK in token[1:] for token in ids)  # no piece goes on behind a space
     text.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, scheme, splits)
     return text

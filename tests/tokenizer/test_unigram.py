@@ -88,6 +88,69 @@ def test_gguf_says_the_same(saved: Path, tmp_path: Path) -> None:
     assert back("the", "cat").input_ids == made.encode_spans("cat", before="the")[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"remove_extra_whitespaces": False}, {"add_dummy_prefix": False}])
+def test_pieces_are_those_of_sentencepiece(options: dict[str, Any], tmp_path: Path) -> None:
+    """Another normalization, way with spaces, score or unknown text than SentencePiece's own."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    lines = [line for page in Path("docs").glob("*.md") for line in page.read_text().split("\n") if line]
+    trained = sentencepiece.SentencePieceTrainer
+    (tmp_path / "lines.txt").write_text("\n".join(line[:900] for line in lines))
+    trained.train(
+        input=str(tmp_path / "lines.txt"),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=2000,
+        pad_id=3,
+        **options,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    n = theirs.vocab_size()
+    spec = fields((tmp_path / "m.model").read_bytes())[3][0]  # NormalizerSpec
+    types = [2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 1 for i in range(n)]
+    metadata = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": [theirs.id_to_piece(i) for i in range(n)],
+        "tokenizer.ggml.scores": np.array([theirs.get_score(i) for i in range(n)], np.float32),
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.precompiled_charsmap": np.frombuffer(fields(spec)[2][0], np.uint8),
+        "tokenizer.ggml.unknown_token_id": theirs.unk_id(),
+        "tokenizer.ggml.bos_token_id": theirs.bos_id(),
+        "tokenizer.ggml.eos_token_id": theirs.eos_id(),
+        "tokenizer.ggml.add_space_prefix": options.get("add_dummy_prefix", True),
+        "tokenizer.ggml.remove_extra_whitespaces": options.get("remove_extra_whitespaces", True),
+    }
+    made = Tokenizer.from_metadata(metadata)
+    for text in (*TEXTS, *lines, "ﬁ ½ Ⅷ　wide\u00a0space\u200b e\u0301"):
+        assert made.encode(text) == theirs.encode(text), text
+
+
+def fields(message: bytes) -> dict[int, list[bytes]]:
+    """The fields of a protobuf message that are bytes, by their numbers."""
+    found: dict[int, list[bytes]] = {}
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            varint()
+        elif kind == 2:
+            size = varint()
+            found.setdefault(number, []).append(message[at : at + size])
+            at += size
+        else:
+            at += {1: 8, 5: 4}[kind]
+    return found
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
