@@ -92,7 +92,7 @@ class Session:
             self._adapted.pop(oldest, None)
         return made
 
-    def _values_of(self, request: Request) -> Values:
+    def values_of(self, request: Request) -> Values:
         """What the values of a request are computed from: its adapter's weights too."""
         loaded = request.adapter
         return self.adapted(None if loaded is None else loaded.adapter).values
@@ -215,7 +215,7 @@ class Session:
         if len(requests) > 1:
             raise RequestError("hooks are for one answer: leave n and best_of at 1", param="n")
         wanted = [point for point in self.select(names) if names is not None or point.form != "logits"]
-        taps = RequestTaps(self._values_of(requests[0]), wanted, [*self.added, *self.listen(fwd_hooks)])
+        taps = RequestTaps(self.values_of(requests[0]), wanted, [*self.added, *self.listen(fwd_hooks)])
         requests[0].listen(taps)
         return taps
 
@@ -229,7 +229,7 @@ class Session:
         found = resolve(interventions, self.values, self.catalog, requests[0].n_prompt)
         if len(requests) > 1 and (found.captures or found.readings):
             raise RequestError("captures and readouts are of one answer: leave n and best_of at 1", param="n")
-        values = self._values_of(requests[0])
+        values = self.values_of(requests[0])
         made = [InterventionTaps(values, found, max_bytes) for _ in requests]
         for request, taps in zip(requests, made):
             request.listen(taps)

@@ -94,7 +94,7 @@ def _requests(
         raise
     except RequestError as error:
         raise RequestError(str(error), param="input") from None
-    taps = [RequestTaps(session.values, points, max_bytes=limit) for _ in requests]
+    taps = [RequestTaps(session.values_of(request), points, max_bytes=limit) for request in requests]
     for request, own in zip(requests, taps):
         request.listen(own)
     return requests, taps

@@ -143,7 +143,7 @@ def test_packed_weights_of_hybrids_run_on_the_cpu(name: str, tmp_path: Path, ref
     test_packed_weights_run_on_the_cpu(name, tmp_path, reference)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi3", "phi", *DECODERS, *MIXTURES, *HYBRIDS])
+@pytest.mark.parametrize("name", TINY)
 def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
     """An op that works on a row differently when others are beside it."""
     _, config, source = make(name)
@@ -154,7 +154,7 @@ def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
         np.testing.assert_array_equal(Driver(model, backend, kv_type="f16").run(ids, chunks), whole)
 
 
-@pytest.mark.parametrize("name", ["qwen2", *DECODERS, *HYBRIDS])
+@pytest.mark.parametrize("name", TINY)
 def test_a_neighbour_changes_no_bit(name: str, backend: Backend) -> None:
     """A sequence that sees another's keys, or sums in another order beside it."""
     _, config, source = make(name)
