@@ -217,7 +217,8 @@ def edited(directory: Path, change) -> Path:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda c: c["model"].update(type="Unigram"), UnsupportedError, "'Unigram'; kukri reads BPE"),
+        (lambda c: c["model"].update(type="WordLevel"), UnsupportedError, "'WordLevel'; kukri reads BPE"),
+        (lambda c: c["model"].update(type="Unigram"), FormatError, "'vocab' must be a list"),
         (lambda c: c.pop("model"), FormatError, "'model' must be an object"),
         (lambda c: c["model"].update(vocab={}), FormatError, "no vocabulary"),
         (lambda c: c["model"]["vocab"].update(x=10**9), FormatError, "has id 1000000000; the model has 1000"),
@@ -227,7 +228,7 @@ def edited(directory: Path, change) -> Path:
         (lambda c: c.update(pre_tokenizer={"type": "Nonsense"}), FormatError, "is no tokenizer"),
         (lambda c: c.update(decoder=None), UnsupportedError, "no decoder"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_broken_files_are_one_clear_line(tmp_path, change, error, message):
     """Catches a traceback from the library, or memory reserved for ids that a file claims."""

@@ -46,9 +46,9 @@ def test_contradictions_are_named(keys, message):
     assert str(error.value).startswith("model.gguf: ")
 
 
-@pytest.mark.parametrize("kind", [None, "t5", "rwkv", 7, ["gpt2"]])
+@pytest.mark.parametrize("kind", [None, "plamo2", "rwkv", 7, ["gpt2"]])
 def test_other_tokenizers_are_refused_by_name(kind):
-    """Catches a Unigram vocabulary read as BPE."""
+    """Catches a vocabulary of another kind read as BPE."""
     with pytest.raises(UnsupportedError, match=r"gpt2.*llama"):
         Tokenizer.from_metadata(changed(model=kind))
 
