@@ -123,12 +123,13 @@ class AdapterDown(Op):
 
 @dataclass(eq=False)
 class AdapterUp(Op):
-    """Adds the product of `inner`, that of `AdapterDown`, and B to the columns of `target`."""
+    """Adds to the columns of `target` `inner`, the result of `AdapterDown`, times B, then `residual`."""
 
     inner: Value
     runs: Buffer
     updates: Updates
     target: Value
+    residual: Value | None
     kernel = "adapter_up"
     in_place = ("target",)
 
@@ -141,6 +142,8 @@ class AdapterUp(Op):
             "parts": at.of_array(self.updates.parts),
             "x": at.of(self.inner),
             "x_stride": self.inner.stride,
+            "residual": 0 if self.residual is None else at.of(self.residual),
+            "residual_stride": 0 if self.residual is None else self.residual.stride,
             "y": at.of(self.target),
             "y_stride": self.target.stride,
         }

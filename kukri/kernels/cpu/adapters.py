@@ -1,9 +1,9 @@
 """Adapters' low-rank updates (Hu et al. 2021): y += scale * (x Aᵀ) Bᵀ, for each row with its own A and B.
 
-`adapter_runs` finds, once a step, runs of rows with one adapter; rows without one cost nothing. Two kernels
-follow each product: `adapter_down` makes scale * (x Aᵀ), `adapter_up` adds its product with B. Each output is
-summed along the inputs, one after another, whatever the run: no row's bits depend on others. Of a mixture
-`expert_runs` makes each row a run, whose slot is the adapter's and the expert's.
+`adapter_runs` finds, once a step, runs of rows with one adapter; rows without one cost no product. Two
+kernels follow each product: `adapter_down` makes scale * (x Aᵀ), `adapter_up` adds its product with B. Each
+output is summed along the inputs, one after another, whatever the run: no row's bits depend on others. Of a
+mixture `expert_runs` makes each row a run, whose slot is the adapter's and the expert's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def _add_runs(runs, slot, first, stop):
 
 
 def adapter_runs(tile, batch, rows, indices, runs):
-    """Finds runs of rows; `indices` is the address of the address of their tokens, 0 if rows are tokens."""
+    """Finds runs of rows with one adapter, or none, whose slot is -1.
+
+    `indices` is the address of the address of the rows' tokens, 0 if rows are tokens.
+    """
     if tile < 0:
         return 1
     starts = load_i64(batch + QUERY_START)
@@ -92,12 +95,10 @@ def adapter_runs(tile, batch, rows, indices, runs):
             sequence += 1
         slot = load_i32(slots + 4 * sequence)
         if slot != last_slot:
-            if last_slot >= 0:
-                _add_runs(runs, last_slot, first, row)
+            _add_runs(runs, last_slot, first, row)
             first = row
             last_slot = slot
-    if last_slot >= 0:
-        _add_runs(runs, last_slot, first, n_rows)
+    _add_runs(runs, last_slot, first, n_rows)
     return 0
 
 
@@ -180,8 +181,8 @@ def adapter_down(tile, runs, updates, n_parts, rank_tiles, repeats, x, x_stride,
     run = runs + RUNS_HEADER_BYTES + tile // per_run * RUN_BYTES
     place = tile % per_run
     rank_tile = place % rank_tiles
-    update = updates + (load_i64(run + RUN_SLOT) * n_parts + place // rank_tiles) * UPDATE_BYTES
-    if load_i64(update + UPDATE_DOWN) == 0 or rank_tile * ROWS >= load_i64(update + UPDATE_RANK):
+    update = _update_of(run, updates, n_parts, place // rank_tiles)
+    if update == 0 or rank_tile * ROWS >= load_i64(update + UPDATE_RANK):
         return 0
     row = load_i64(run + RUN_ROW)
     n_rows = load_i64(run + RUN_N_ROWS)
@@ -197,48 +198,77 @@ def adapter_down(tile, runs, updates, n_parts, rank_tiles, repeats, x, x_stride,
 
 
 @device
+def _update_of(run, updates, n_parts, part):
+    """The address of the update of a matrix by a run's adapter, 0 if there is none."""
+    slot = load_i64(run + RUN_SLOT)
+    update = updates + (slot * n_parts + part) * UPDATE_BYTES
+    if slot < 0 or load_i64(update + UPDATE_DOWN) == 0:
+        return 0
+    return update
+
+
+@device
 def _n_claims(part):
     """Claims of the columns of a part."""
     n_tiles = (load_i64(part + PART_N_COLUMNS) + ROWS - 1) // ROWS
     return (n_tiles + _TILES_PER_CLAIM - 1) // _TILES_PER_CLAIM
 
 
-def adapter_up(tile, runs, updates, n_parts, rank_tiles, parts, x, x_stride, y, y_stride):
-    """y += x Bᵀ of each run, x as `adapter_down` leaves it. A tile is some columns of a part, for a run."""
-    per_run = 0
-    for i in range(n_parts):
-        per_run += _n_claims(parts + i * PART_BYTES)
+@device
+def _add_rows(target, target_stride, added, added_stride, n_rows, n_columns):
+    """Adds up to 16 columns of some rows."""
+    for i in range(n_rows):
+        to = target + i * target_stride
+        of = added + i * added_stride
+        if n_columns >= ROWS:
+            store_f32x16(to, load_f32x16(to) + load_f32x16(of))
+        else:  # the columns behind are another part's
+            for j in range(0, 4 * n_columns, 4):
+                store_f32(to + j, load_f32(to + j) + load_f32(of + j))
+
+
+def adapter_up(
+    tile, runs, updates, n_parts, rank_tiles, parts, x, x_stride, residual, residual_stride, y, y_stride
+):  # fmt: skip
+    """y += x Bᵀ of each run, x as `adapter_down` leaves it, then `residual`, which is 0 for none.
+
+    A tile is some columns of a part, for a run. Runs of the same columns follow one another, so that a thread
+    has about the columns that it computed in the product before: they lie in its caches.
+    """
+    n_runs = load_i64(runs + N_RUNS)
     if tile < 0:
-        return load_i64(runs + N_RUNS) * per_run
-    run = runs + RUNS_HEADER_BYTES + tile // per_run * RUN_BYTES
-    claim = tile % per_run
+        per_run = 0
+        for i in range(n_parts):
+            per_run += _n_claims(parts + i * PART_BYTES)
+        return n_runs * per_run
+    run = runs + RUNS_HEADER_BYTES + tile % n_runs * RUN_BYTES
+    claim = tile // n_runs
     part = 0
     while claim >= _n_claims(parts + part * PART_BYTES):
         claim -= _n_claims(parts + part * PART_BYTES)
         part += 1
-    update = updates + (load_i64(run + RUN_SLOT) * n_parts + part) * UPDATE_BYTES
-    if load_i64(update + UPDATE_DOWN) == 0:
+    update = _update_of(run, updates, n_parts, part)
+    if update == 0 and residual == 0:
         return 0
     row = load_i64(run + RUN_ROW)
     n_rows = load_i64(run + RUN_N_ROWS)
     n_columns = load_i64(parts + part * PART_BYTES + PART_N_COLUMNS)
+    column = 4 * load_i64(parts + part * PART_BYTES + PART_COLUMN)
     source = x + row * x_stride + part * rank_tiles * _LANES_BYTES
-    target = y + row * y_stride + 4 * load_i64(parts + part * PART_BYTES + PART_COLUMN)
+    target = y + row * y_stride + column
+    before = residual + row * residual_stride + column
     out = stack_bytes(_OUT_BYTES)
-    type = load_i64(update + UPDATE_UP_TYPE)
-    weights = load_i64(update + UPDATE_UP)
     first = claim * _TILES_PER_CLAIM
     for row_tile in range(first, min(first + _TILES_PER_CLAIM, (n_columns + ROWS - 1) // ROWS)):
-        _product(type, weights, row_tile, n_rows, source, x_stride, load_i64(update + UPDATE_RANK), out)
-        n_left = n_columns - row_tile * ROWS
-        for i in range(n_rows):
-            added = out + i * _LANES_BYTES
-            to = target + i * y_stride + row_tile * _LANES_BYTES
-            if n_left >= ROWS:
-                store_f32x16(to, load_f32x16(to) + load_f32x16(added))
-            else:  # the columns behind are another part's
-                for j in range(0, 4 * n_left, 4):
-                    store_f32(to + j, load_f32(to + j) + load_f32(added + j))
+        n_left = min(n_columns - row_tile * ROWS, ROWS)
+        at = row_tile * _LANES_BYTES
+        if update != 0:
+            type = load_i64(update + UPDATE_UP_TYPE)
+            rank = load_i64(update + UPDATE_RANK)
+            _product(type, load_i64(update + UPDATE_UP), row_tile, n_rows, source, x_stride, rank, out)
+            _add_rows(target + at, y_stride, out, _LANES_BYTES, n_rows, n_left)
+        if residual != 0:
+            _add_rows(target + at, y_stride, before + at, residual_stride, n_rows, n_left)
     return 0
 
 

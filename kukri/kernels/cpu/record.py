@@ -188,7 +188,7 @@ class Recorder:
     ) -> Value:
         """See Ops.linear. Neighbouring weights of one type become one kernel call.
 
-        If an adapter may update the product, two more follow, and then the residual is added.
+        If an adapter may update the product, two more follow, the last of which adds the residual.
         """
         if tap is not None and tap_name(*tap) in self._taps:
             y = self.linear(x, weights, bias)
@@ -197,8 +197,8 @@ class Recorder:
         updates = self._updates([weights])
         if updates is not None:
             y = self._product(x, weights, bias, None)
-            self._update(x, y, updates)
-            return y if residual is None else self.add(y, residual)
+            self._update(x, y, updates, residual)
+            return y
         return self._product(x, weights, bias, residual)
 
     def _product(
@@ -234,15 +234,15 @@ class Recorder:
         packed = [[None if u is None else self._pack_update(u) for u in updates] for updates in by_slot]
         return Updates(packed, [weight.shape[0] for weight in experts[0]])
 
-    def _update(self, x: Value, y: Value, updates: Updates) -> None:
-        """Adds the updates of x to y, in place."""
+    def _update(self, x: Value, y: Value, updates: Updates, residual: Value | None = None) -> None:
+        """Adds the updates of x to y, in place, and then the residual."""
         rows = y.rows
         if rows not in self._runs:
             runs = self._runs[rows] = Buffer(runs_bytes(self._max_rows(rows)))
             self._add(ExpertRuns(rows, runs) if isinstance(rows, RouteTable) else AdapterRuns(rows, runs))
         inner = self._value(rows, updates.n_parts * updates.rank_tiles * ROWS)
         self._add(AdapterDown(x, self._runs[rows], updates, inner))
-        self._add(AdapterUp(inner, self._runs[rows], updates, y))
+        self._add(AdapterUp(inner, self._runs[rows], updates, y, residual))
 
     def add(self, x: Value, residual: Value) -> Value:
         """See Ops.add."""
