@@ -196,6 +196,28 @@ def test_broken_gguf_keys(saved: Path, key: str, value: Any, message: str) -> No
         Tokenizer.from_metadata({k: v for k, v in metadata.items() if v is not None})
 
 
+def test_the_spaces_of_converted_sentencepiece_models(saved: Path, tmp_path: Path) -> None:
+    """A file of transformers' SpmConverter, as BGE-M3's and T5's, that is refused or read as another."""
+    path = saved / "tokenizer.json"
+    stated = json.loads(path.read_text())
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
+    strip = {"type": "Strip", "strip_left": False, "strip_right": True}
+    steps = [stated["normalizer"], strip, spaces]
+    stated["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    stated["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": "always",
+        "split": True,
+    }
+    path.write_text(json.dumps(stated))
+    made = Tokenizer.from_metadata(metadata_of(saved))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    for text in TEXTS:
+        assert made.encode(text, add_special=True) == ours(saved).encode(text, add_special=True)
+        assert made.encode(text, add_special=True) == theirs(text).input_ids
+
+
 def test_spaces_that_gguf_cannot_say_are_refused(tmp_path: Path) -> None:
     """A conversion whose readers cut texts in other places: white space that no normalization replaces."""
     save(tmp_path, "xlm_roberta")
