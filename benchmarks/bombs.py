@@ -2,7 +2,7 @@
 
 Streams run for a while alone, and for a while beside a client that sends one bomb after another: schemas
 that take a minute to compile, and a prompt of a megabyte. Reported are the times between tokens of both
-phases, and the longest time until a bomb was refused.
+phases, and the longest time until a bomb was refused; then those of ten bombs sent at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import string
 import time
+from collections import Counter
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -30,6 +31,7 @@ SCHEMAS: dict[str, Any] = {
     },
 }
 _MODEL = "bombed"
+_AT_ONCE = 10
 _OPTIONS = ("--alias", _MODEL, "--max-context", "4096", "--log-level", "error")
 
 
@@ -45,6 +47,8 @@ class BombReport:
     n_bombs: int
     statuses: dict[str, int]
     longest_refusal_ms: float
+    at_once: dict[str, int]
+    longest_at_once_ms: float
 
     @property
     def p99_ratio(self) -> float:
@@ -123,9 +127,24 @@ async def measure(url: str, n_streams: int, seconds: float) -> BombReport:
             await asyncio.sleep(1)
             bombed = await streams.gaps(seconds)
             thrower.cancel()
+            together = await asyncio.gather(*(throw_one(http, i) for i in range(_AT_ONCE)))
         finally:
             streams.stop()
-    return BombReport(n_streams, *quiet, *bombed, len(refusals), statuses, max(refusals))
+    at_once = Counter(str(status) for status, _ in together)
+    longest_ms = max(ms for _, ms in together)
+    return BombReport(
+        n_streams, *quiet, *bombed, len(refusals), statuses, max(refusals), dict(at_once), longest_ms
+    )
+
+
+async def throw_one(http: httpx.AsyncClient, number: int) -> tuple[int, float]:
+    """(status, milliseconds) of a bomb that no other is like."""
+    schema = {**SCHEMAS["20 patterns"], "title": str(number)}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    chat = {"model": _MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+    started = time.perf_counter()
+    response = await http.post("/v1/chat/completions", json=chat | {"response_format": form})
+    return response.status_code, (time.perf_counter() - started) * 1000
 
 
 def main() -> None:
@@ -142,6 +161,7 @@ def main() -> None:
     ]
     title = f"{report.n_streams} streams, milliseconds between tokens"
     refused = f"{report.n_bombs} bombs, refused within {report.longest_refusal_ms:.0f} ms: {report.statuses}"
+    refused += f"; {_AT_ONCE} at once within {report.longest_at_once_ms:.0f} ms: {report.at_once}"
     experiment.show(report, Table(title, ["", "median", "p99"], rows), refused)
 
 

@@ -14,45 +14,74 @@ from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from contextlib import suppress
 from hashlib import sha256
+from itertools import count
 
-from kukri.errors import KukriError, RequestError
+from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.sampling import Grammar
+from kukri.server.grammar_worker import Outcome
 from kukri.tokenizer import Tokenizer
 
-_MOST_S = 60.0  # until an answer, or until the process is ready
+_MOST_S = 60.0  # until the process is ready
 _MAX_KNOWN = 1000  # grammars that passed
 _MAX_LINE = 1 << 20  # bytes of an answer
 
+_Answer = asyncio.Future[tuple[Outcome, str | None]]
+
 
 class GrammarCheck:
-    """Has new grammars compiled elsewhere, one at a time. Belongs to one event loop.
+    """Has new grammars compiled elsewhere, a few at a time. Belongs to one event loop.
 
-    The process for it starts with the first grammar and lives until `close`.
+    The process for it starts with `start`, or the first grammar, and lives until `close`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._process: Process | None = None
-        self._lock = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._numbers = count(1)
+        self._answers: dict[int, _Answer] = {}  # that are awaited
+        self._checks: dict[bytes, _Answer] = {}  # by grammar
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
+    async def start(self) -> None:
+        """Starts the process, so that the first grammar does not wait for it, and sees if it fails.
+
+        Encoders, whose texts have no end, have no grammars.
+        """
+        if importlib.util.find_spec("llguidance") is not None and self._tokenizer.eos_ids:
+            with suppress(KukriError, OSError):
+                await self._running()
+
     async def check(self, grammar: Grammar) -> None:
-        """Returns if the grammar compiles in time; raises RequestError if not."""
+        """Returns if the grammar compiles in time.
+
+        Raises RequestError if not, and CapacityError if the machine was too busy to tell.
+        """
         if importlib.util.find_spec("llguidance") is None:
             return  # the engine says so
-        line = json.dumps({"kind": grammar.kind, "source": grammar.source, "reasoning": grammar.reasoning,
-                           "param": grammar.param})  # fmt: skip
-        key = sha256(line.encode()).digest()
+        source = json.dumps({"kind": grammar.kind, "source": grammar.source, "reasoning": grammar.reasoning,
+                             "param": grammar.param})  # fmt: skip
+        key = sha256(source.encode()).digest()
         if key in self._known:
             self._known.move_to_end(key)
             return
-        async with self._lock:
-            failure = await self._failure(line)
-        if failure is not None:
-            raise RequestError(failure, param=grammar.param, code="invalid_value")
+        if key not in self._checks:  # the same grammar many times at once is compiled once
+            self._checks[key] = check = asyncio.ensure_future(self._outcome(source))
+            check.add_done_callback(lambda check: self._forget(key, check))
+        outcome, reason = await asyncio.shield(self._checks[key])
+        if outcome == "busy":
+            raise CapacityError("too many grammars are being compiled: try again later")
+        if reason is not None:
+            raise RequestError(reason, param=grammar.param, code="invalid_value")
         self._known[key] = None
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
+
+    def _forget(self, key: bytes, check: _Answer) -> None:
+        del self._checks[key]
+        if not check.cancelled():
+            check.exception()  # which nobody may have waited for
 
     async def close(self) -> None:
         """Ends the process."""
@@ -61,39 +90,67 @@ class GrammarCheck:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+        if self._reader is not None:
+            await self._reader
 
-    async def _failure(self, line: str) -> str | None:
+    async def _outcome(self, source: str) -> tuple[Outcome, str | None]:
+        process = await self._running()
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         try:
-            process = self._process or await self._start()
-            failure: str | None = json.loads(await self._ask(process, line))
-        except BaseException:  # a request that is cancelled leaves an answer that nobody reads
-            await self.close()
-            raise
-        return failure
+            assert process.stdin is not None, "it is a pipe"
+            with suppress(ConnectionError):
+                process.stdin.write(f"[{number}, {source}]\n".encode())
+                await process.stdin.drain()
+            outcome: tuple[Outcome, str | None] = await answer
+        finally:
+            del self._answers[number]
+        return outcome
 
-    async def _start(self) -> Process:
+    async def _running(self) -> Process:
+        """The process, ready. Raises KukriError if it does not start."""
+        async with self._starting:
+            if self._process is None:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "kukri.server.grammar_worker"),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    limit=_MAX_LINE,
+                )
+                try:
+                    await self._send_vocabulary(process)
+                except BaseException:
+                    await self.close()
+                    raise
+                self._reader = asyncio.create_task(self._read_answers(process))
+            return self._process
+
+    async def _send_vocabulary(self, process: Process) -> None:
+        """Returns when the process is ready for grammars."""
+        assert process.stdin is not None, "it is a pipe"
+        assert process.stdout is not None, "it is a pipe"
         tokenizer = self._tokenizer
         vocabulary = {
             "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.n_vocab)],
             "eos_ids": sorted(tokenizer.eos_ids),
             "special_ids": sorted(tokenizer.special_ids),
         }
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kukri.server.grammar_worker", stdin=PIPE, stdout=PIPE, limit=_MAX_LINE
-        )
-        await self._ask(process, json.dumps(vocabulary))
-        return process
-
-    @staticmethod
-    async def _ask(process: Process, line: str) -> bytes:
-        """The line that answers a line. Raises KukriError if the process has ended."""
-        assert process.stdin is not None, "it is a pipe"
-        assert process.stdout is not None, "it is a pipe"
         async with asyncio.timeout(_MOST_S):
             with suppress(ConnectionError):
-                process.stdin.write(line.encode() + b"\n")
+                process.stdin.write(json.dumps(vocabulary).encode() + b"\n")
                 await process.stdin.drain()
-            answer = await process.stdout.readline()
-        if not answer:
-            raise KukriError("the process that compiles grammars has ended: see the log")
-        return answer
+            if not await process.stdout.readline():
+                raise KukriError("the process that compiles grammars has ended: see the log")
+
+    async def _read_answers(self, process: Process) -> None:
+        """Hands out the lines of the process until it ends."""
+        assert process.stdout is not None, "it is a pipe"
+        while line := await process.stdout.readline():
+            number, outcome, reason = json.loads(line)
+            if number in self._answers and not self._answers[number].done():
+                self._answers[number].set_result((outcome, reason))
+        if self._process is process:
+            self._process = None  # the next grammar starts another
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(KukriError("the process that compiles grammars has ended: see the log"))

@@ -7,6 +7,7 @@ import socket
 import string
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,7 @@ from bodies import check_error, events
 from conftest import MODEL, serving
 
 from kukri import LLM
-from kukri.server.grammar_worker import BUDGET_S
+from kukri.server.grammar_worker import BUDGET_S, MAX_AT_ONCE
 from kukri.terminal.serve import host_names
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -96,8 +97,42 @@ def test_a_known_grammar_is_not_compiled_again(small):
         server.service.grammars._process.kill()
         assert http.post(TEXT, json=body).status_code == 200
         body["structured_outputs"] = {"regex": "[a-z]{2,}"}
-        assert http.post(TEXT, json=body).status_code == 500, "one finds it gone"
-        assert http.post(TEXT, json=body).status_code == 200
+        server.wait_until(lambda: server.service.grammars._process is None)
+        assert http.post(TEXT, json=body).status_code == 200, "in a new one"
+
+
+def test_bombs_at_once_are_all_answered_in_time(small):
+    """Catches bombs that wait for each other, and a grammar that waits for all of them."""
+    with serving(small) as server, server.http() as http:
+
+        def ask(schema: Any) -> tuple[int, float]:
+            form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+            body = {"model": MODEL, "messages": QUESTION, "max_tokens": 20, "response_format": form}
+            started = time.perf_counter()
+            return http.post(CHAT, json=body).status_code, time.perf_counter() - started
+
+        assert ask({"enum": ["first"]})[0] == 200  # the process that compiles is there
+        (bomb, *_) = BOMBS.values()
+        with ThreadPoolExecutor(2 * MAX_AT_ONCE) as pool:
+            asked = [pool.submit(ask, {**bomb, "title": str(i)}) for i in range(10)]
+            same = [pool.submit(ask, {**bomb, "title": "same"}) for _ in range(MAX_AT_ONCE)]
+            good = pool.submit(ask, {"enum": ["one", "two"]})
+        outcomes = [one.result() for one in (*asked, *same)]
+        assert {status for status, _ in outcomes} <= {400, 503}, "503: too little processor time to tell"
+        assert max(seconds for _, seconds in outcomes) < BUDGET_S + 2.5, "and what a busy machine adds"
+        assert good.result()[0] == 200
+
+
+def test_a_cancelled_check_leaves_the_others_alone(small):
+    """Catches a client that goes away with the process that others wait for."""
+    with serving(small) as server, server.http() as http:
+        (bomb, *_) = BOMBS.values()
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": bomb}}
+        body = {"model": MODEL, "messages": QUESTION, "max_tokens": 20, "response_format": form}
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(CHAT, json=body, timeout=0.1)
+        body["response_format"]["json_schema"]["schema"] = {"enum": ["one", "two"]}
+        assert http.post(CHAT, json=body).status_code == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
