@@ -57,6 +57,15 @@ def peak_rss_bytes() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def cpu_s(process_id: int) -> float | None:
+    """Seconds of processor time that another process has had; None if nobody says."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def user_id() -> int | None:
     """The user whom this process acts for; None if files have no owner and mode that say anything."""
     return os.geteuid() if hasattr(os, "geteuid") else None

@@ -21,6 +21,7 @@ from kukri.sampling import Grammar
 from kukri.server.grammar_worker import Outcome
 from kukri.tokenizer import Tokenizer
 
+_SETTLE_S = 2.0  # from when a model is ready
 _MOST_S = 60.0  # until the process is ready
 _MAX_KNOWN = 1000  # grammars that passed
 _MAX_LINE = 1 << 20  # bytes of an answer
@@ -31,12 +32,13 @@ _Answer = asyncio.Future[tuple[Outcome, str | None]]
 class GrammarCheck:
     """Has new grammars compiled elsewhere, a few at a time. Belongs to one event loop.
 
-    The process for it starts with `start`, or the first grammar, and lives until `close`.
+    The process for it starts after `start_soon`, or the first grammar, and lives until `close`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._process: Process | None = None
+        self._start: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._numbers = count(1)
@@ -44,14 +46,13 @@ class GrammarCheck:
         self._checks: dict[bytes, _Answer] = {}  # by grammar
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
-    async def start(self) -> None:
-        """Starts the process, so that the first grammar does not wait for it, and sees if it fails.
+    def start_soon(self) -> None:
+        """Starts the process once the first requests are under way, so that no grammar waits for it.
 
         Encoders, whose texts have no end, have no grammars.
         """
         if importlib.util.find_spec("llguidance") is not None and self._tokenizer.eos_ids:
-            with suppress(KukriError, OSError):
-                await self._running()
+            self._start = asyncio.create_task(self._start_later())
 
     async def check(self, grammar: Grammar) -> None:
         """Returns if the grammar compiles in time.
@@ -85,13 +86,24 @@ class GrammarCheck:
 
     async def close(self) -> None:
         """Ends the process."""
+        if self._start is not None:
+            self._start.cancel()
+            await asyncio.gather(self._start, return_exceptions=True)
+        await self._kill()
+        if self._reader is not None:
+            await self._reader
+
+    async def _start_later(self) -> None:
+        await asyncio.sleep(_SETTLE_S)
+        with suppress(KukriError, OSError):  # the first grammar tries again, and its request fails
+            await self._running()
+
+    async def _kill(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        if self._reader is not None:
-            await self._reader
 
     async def _outcome(self, source: str) -> tuple[Outcome, str | None]:
         process = await self._running()
@@ -120,7 +132,7 @@ class GrammarCheck:
                 try:
                     await self._send_vocabulary(process)
                 except BaseException:
-                    await self.close()
+                    await self._kill()
                     raise
                 self._reader = asyncio.create_task(self._read_answers(process))
             return self._process

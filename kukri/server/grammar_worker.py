@@ -21,10 +21,13 @@ from typing import Any, Literal
 from kukri.errors import KukriError
 from kukri.sampling import Grammar
 from kukri.sampling.grammar import compiled
+from kukri.system import cpu_s
 
 BUDGET_S = 0.6  # of one grammar
 MAX_AT_ONCE = 16
-_FAIR_SHARE_S = 0.05  # of processor time: with less, beside others, there is no verdict
+_FAIR_SHARE_S = 0.05  # of processor time: with less there is no verdict
+_PATIENCE_S = 5.0  # for a grammar alone on a machine that gives it less
+_PAUSE_S = 0.1  # between two looks at that
 _MAX_CPU_S = 2  # of a child whose parent is gone
 _MAX_BYTES = 4 << 30  # of address space
 _NICENESS, _MAX_NICENESS = 5, 19
@@ -61,7 +64,7 @@ def failure(grammar: Grammar, vocabulary: Any) -> str | None:
     return str(grammar.error(error)) if error else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Child:
     """A process that compiles one grammar; `reader` is the end of the pipe that its verdict comes from."""
 
@@ -71,6 +74,7 @@ class Child:
     reader: int
     stops_at: float
     n_beside: int  # when it started
+    left_s: float = _PATIENCE_S
 
     @classmethod
     def start(cls, number: int, grammar: Grammar, vocabulary: Any, n_beside: int) -> Child:
@@ -91,6 +95,15 @@ class Child:
         os.close(writer)
         return cls(number, grammar, pid, reader, time.monotonic() + BUDGET_S, n_beside)
 
+    def goes_on(self) -> bool:
+        """True if it is alone, got too little of the processor for a verdict, and has more time now."""
+        used_s = cpu_s(self.pid)
+        if self.n_beside or used_s is None or used_s >= _FAIR_SHARE_S or self.left_s <= 0:
+            return False
+        self.stops_at += _PAUSE_S
+        self.left_s -= _PAUSE_S
+        return True
+
     def end(self, is_in_time: bool) -> tuple[Outcome, str | None]:
         """Ends it: whether the grammar can be served, and why not."""
         verdict = os.read(self.reader, 1 << 16) if is_in_time else b""
@@ -100,7 +113,7 @@ class Child:
         if verdict:
             reason = json.loads(verdict)
             return "good" if reason is None else "bad", reason
-        if not is_in_time and self.n_beside and used.ru_utime + used.ru_stime < _FAIR_SHARE_S:
+        if not is_in_time and used.ru_utime + used.ru_stime < _FAIR_SHARE_S:
             return "busy", None
         found = "too much memory" if is_in_time else f"more than {BUDGET_S:g} s"
         return "bad", str(self.grammar.error(f"it takes {found} to compile: make it simpler"))
@@ -122,7 +135,9 @@ def answer_lines(vocabulary: Any) -> None:
             wait_s = None if until is None else max(until - time.monotonic(), 0.0)
             readable = [key.fd for key, _ in ready.select(wait_s)]
             now = time.monotonic()
-            for child in [c for c in children if c.reader in readable or c.stops_at <= now]:
+            for child in children.copy():
+                if child.reader not in readable and (child.stops_at > now or child.goes_on()):
+                    continue
                 children.remove(child)
                 ready.unregister(child.reader)
                 tell(child.number, *child.end(child.reader in readable))

@@ -44,7 +44,6 @@ ModelState = Literal["unloaded", "loading", "loaded", "unloading"]
 _STOP_S = 5.0  # for what still runs when every connection is closed
 _CHECK_S = 1.0  # between two looks at a model's file
 _SETTLE_S = 1.0  # a file that changed less than this ago may still be written
-_GRAMMARS_AFTER_S = 2.0  # from when a model is ready
 _MEMORY_SHARE = 0.9  # of the free memory, for models
 _KV_SHARE = 0.5  # of the memory for models, for keys and values
 
@@ -223,7 +222,7 @@ class ModelRegistry:
         for entry in list(self.entries):
             if entry.service is not None:
                 entry.service.bridge.start()
-                self._run(_start_grammars(entry.service))
+                entry.service.grammars.start_soon()
             elif entry.spec.is_pinned:
                 async with self._changing:
                     await self._load(entry)
@@ -485,7 +484,7 @@ class ModelRegistry:
                 waiter.set_result(service)
         if not entry.n_leases:
             self._watch(entry)
-        self._run(_start_grammars(service))
+        service.grammars.start_soon()
 
     def _opened(self, entry: ModelEntry, options: ModelOptions) -> Service:
         """On a thread of its own: the model, opened and warm."""
@@ -574,12 +573,6 @@ def _stamp(path: Path) -> tuple[float, int] | None:
     except OSError:
         return None
     return max(stat.st_mtime for stat in stats), sum(stat.st_size for stat in stats)
-
-
-async def _start_grammars(service: Service) -> None:
-    """Makes a model ready for grammars once its first requests are under way."""
-    await asyncio.sleep(_GRAMMARS_AFTER_S)
-    await service.grammars.start()
 
 
 def _load_error(entry: ModelEntry, error: Exception) -> KukriError:
