@@ -163,7 +163,7 @@ def _answer_tcp(port: int) -> None:
     connection.bounds = _BOUNDS
     while True:
         connection.send(
-            Kind.ACTIVATIONS, *rows_to_bytes(rows_from_bytes(connection.expect(Kind.ACTIVATIONS)))
+            Kind.ACTIVATIONS, *rows_to_bytes(rows_from_bytes(connection.expect(Kind.ACTIVATIONS))[0])
         )
 
 

@@ -246,9 +246,11 @@ class Engine(RequestMaker):
         try:
             if goes_on:
                 tokens = self._sample_each(chunks, step.logits)
+                _note_stages(step)
                 outputs = self.scheduler.postprocess_each(chunks, tokens, perf_counter())
             else:
                 results = self._sample(chunks, step.logits)
+                _note_stages(step)
                 outputs = self.scheduler.postprocess(chunks, results, perf_counter())
         except StageError as error:
             self._begin_again(error)
@@ -476,6 +478,14 @@ class Engine(RequestMaker):
         self.scheduler.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
         # a hook sees each token of a sequence once, and none that is not in it
         self.scheduler.takes_drafts = not self.runner.hooks
+
+
+def _note_stages(step: InFlight) -> None:
+    """Tells a step's requests, if the model is cut into stages, how long these took."""
+    stage_s = getattr(step.logits, "stage_s", None)
+    if stage_s is not None:
+        for chunk in step.chunks:
+            chunk.request.note_stages(*stage_s)
 
 
 def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:

@@ -265,8 +265,11 @@ def _trace(request: Request, reason: str) -> None:
     started_s, first_s = request.started_s or now_s, request.first_token_s or now_s
     trace.record("queue", request.arrived_s, started_s, {})
     if request.started_s:
-        prompt = {"gen_ai.usage.input_tokens": request.n_prompt, "kukri.cached_tokens": request.n_prefix_hit}
-        trace.record("prefill", started_s, first_s, prompt)
+        prompt: Facts = {
+            "gen_ai.usage.input_tokens": request.n_prompt,
+            "kukri.cached_tokens": request.n_prefix_hit,
+        }
+        trace.record("prefill", started_s, first_s, {**prompt, **_stages(request, "prefill")})
     if request.first_token_s:
         answer: Facts = {
             "gen_ai.usage.output_tokens": request.n_generated,
@@ -275,4 +278,10 @@ def _trace(request: Request, reason: str) -> None:
             "kukri.accepted_tokens": request.n_accepted,
             "kukri.preemptions": request.n_preemptions,
         }
-        trace.record("decode", first_s, request.last_token_s, answer)
+        trace.record("decode", first_s, request.last_token_s, {**answer, **_stages(request, "decode")})
+
+
+def _stages(request: Request, part: str) -> Facts:
+    """How long the steps of a part waited for other stages, and these computed; nothing without stages."""
+    names, found = ("kukri.stages.wait_s", "kukri.stages.compute_s"), request.stage_s.get(part, ())
+    return dict(zip(names, found, strict=bool(found)))

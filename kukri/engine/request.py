@@ -73,8 +73,8 @@ class Request:
         "n_generated_at_loss", "n_known", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
         "next_row", "output",
         "page_row", "params", "prefix_root", "priority", "prompt_logprobs", "rows", "sampled", "sampler",
-        "snapshot", "snapshots", "started_s", "state", "state_slot", "stop_ids", "stop_reason", "stop_row",
-        "taps", "token_types", "tokens", "trace",
+        "snapshot", "snapshots", "stage_s", "started_s", "state", "state_slot", "stop_ids", "stop_reason",
+        "stop_row", "taps", "token_types", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -131,6 +131,7 @@ class Request:
         self.is_in_flight = False  # True from the launch of a step to its collection
         self.taps: SequenceTaps | None = None
         self.trace: Span | None = None  # that it belongs to
+        self.stage_s: dict[str, tuple[float, float]] = {}  # by "prefill" and "decode": see `note_stages`
         self.n_known = 0  # tokens whose pages were cached when it was last to run
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
@@ -201,6 +202,13 @@ class Request:
         if token.logprob is not None:
             self.sampled.append(token)
             self.cumulative_logprob += token.logprob
+
+    def note_stages(self, waited_s: float, computed_s: float) -> None:
+        """Adds the time that one of its steps waited for other stages, and that these computed."""
+        if self.trace is not None:
+            part = "decode" if self.first_token_s else "prefill"
+            before = self.stage_s.get(part, (0.0, 0.0))
+            self.stage_s[part] = before[0] + waited_s, before[1] + computed_s
 
     def resume(self, generated: Sequence[SampledToken], mirostat_mu: float | None = None) -> None:
         """Makes a new request go on after tokens that another engine generated for it.

@@ -6,6 +6,7 @@ import logging
 import platform
 import socket
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 from kukri.errors import ConfigError, KukriError, StageError
@@ -157,8 +158,13 @@ def _run(stage: OpenStage, engine: Connection, neighbours: _Neighbours) -> None:
     while True:
         kind, body = engine.receive()
         if kind is Kind.STEP:
-            x = None if stage.is_first else rows_from_bytes(neighbours.before.expect(Kind.ACTIVATIONS))
-            neighbours.behind.send(Kind.ACTIVATIONS, *rows_to_bytes(stage.run(body, x)))
+            x, computed_s = None, 0.0
+            if not stage.is_first:
+                x, computed_s = rows_from_bytes(neighbours.before.expect(Kind.ACTIVATIONS))
+            started_s = perf_counter()
+            rows = stage.run(body, x)
+            computed_s += perf_counter() - started_s
+            neighbours.behind.send(Kind.ACTIVATIONS, *rows_to_bytes(rows, computed_s))
         elif kind in (Kind.ACTIVATIONS, Kind.ERROR):
             raise StageError(f"the engine sent {kind.name}")
         else:

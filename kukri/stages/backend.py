@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 from kukri.errors import ConfigError, StageError, UnsupportedError
@@ -215,7 +216,10 @@ class StagedCache:
             first = self.todo.popleft()
             if isinstance(first, StagedLogits):
                 with self.losing():
-                    first.compute(self.pipeline.activations())
+                    started_s = perf_counter()
+                    activations, computed_s = self.pipeline.activations()
+                    first.stage_s = perf_counter() - started_s, computed_s
+                    first.compute(activations)
             else:
                 first()
 
@@ -264,13 +268,17 @@ class StagedProgram:
 
 
 class StagedLogits:
-    """See Logits: the first look at them waits for the step. Each of several steps under way has its own."""
+    """See Logits: the first look at them waits for the step. Each of several steps under way has its own.
+
+    Attributes: stage_s, the seconds that this process waited for the other stages, and that these computed.
+    """
 
     def __init__(
         self, cache: StagedCache, last: CompiledProgram, limits: StepLimits, step: bytes, n_rows: int
     ) -> None:
         self._cache, self._last, self._limits, self._step, self._n_rows = cache, last, limits, step, n_rows
         self.landed: Logits | None = None
+        self.stage_s = 0.0, 0.0
 
     def compute(self, activations: FloatArray) -> None:
         """Runs the last stage."""

@@ -19,7 +19,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, StepLimits
 
 _STEP = struct.Struct("<4I")  # tokens, sequences, rows of logits, pages of the longest context
-_ROWS = struct.Struct("<2I")  # rows, width
+_ROWS = struct.Struct("<2If")  # rows, width, seconds that stages computed
 _MAX_TEXT = 1 << 20  # bytes of a message in JSON
 
 
@@ -31,7 +31,7 @@ class Kind(IntEnum):
     READY = 3  # a stage that has loaded them: JSON
     ERROR = 4  # a stage that cannot go on: JSON
     STEP = 5  # to all stages: a batch
-    ACTIVATIONS = 6  # from stage to stage: float32 [T, D]
+    ACTIVATIONS = 6  # from stage to stage: float32 [T, D], and the seconds that all stages so far computed
     COPY_PAGE = 7  # to all stages: int32 source, target
     CLEAR_PAGES = 8  # int32 pages
     CLEAR_FROM = 9  # int32 page, offset
@@ -121,22 +121,21 @@ def step_from_bytes(
     )
 
 
-def rows_to_bytes(rows: FloatArray) -> tuple[bytes, memoryview]:
-    """Activations [T, D]: their sizes, and their bytes, which are not copied."""
+def rows_to_bytes(rows: FloatArray, computed_s: float = 0.0) -> tuple[bytes, memoryview]:
+    """Activations [T, D]: their sizes and the time that they took, and their bytes, which are not copied."""
     found = np.ascontiguousarray(rows, "<f4")
-    return _ROWS.pack(*found.shape), found.data.cast("B")
+    return _ROWS.pack(*found.shape, computed_s), found.data.cast("B")
 
 
-def rows_from_bytes(body: memoryview) -> FloatArray:
-    """The activations of `rows_to_bytes`. Raises StageError if the sizes do not agree."""
+def rows_from_bytes(body: memoryview) -> tuple[FloatArray, float]:
+    """The activations of `rows_to_bytes` and their time. Raises StageError if the sizes do not agree."""
     if len(body) < _ROWS.size:
         raise StageError("a message of activations is too short")
-    n_rows, width = _ROWS.unpack_from(body)
+    n_rows, width, computed_s = _ROWS.unpack_from(body)
     if len(body) != _ROWS.size + 4 * n_rows * width:
         raise StageError(f"activations [{n_rows}, {width}] in {len(body)} bytes")
     rows = np.frombuffer(body, "<f4", offset=_ROWS.size).astype(np.float32, copy=False)
-    found: FloatArray = rows.reshape(n_rows, width)
-    return found
+    return rows.reshape(n_rows, width), computed_s
 
 
 def numbers_to_bytes(*numbers: int) -> bytes:

@@ -103,8 +103,10 @@ class Pipeline:
             except StageError as error:
                 self._loss = error
 
-    def activations(self) -> FloatArray:
-        """The activations [T, D] of the oldest step that was not asked for. Waits for them."""
+    def activations(self) -> tuple[FloatArray, float]:
+        """The activations [T, D] of the oldest step that was not asked for, and the seconds that the stages
+        computed. Waits for them.
+        """
         self._raise_loss()
         try:
             if self._inbox is None:

@@ -68,8 +68,10 @@ def test_broken_steps_are_refused() -> None:
 def test_broken_activations_are_refused() -> None:
     """The same for activations."""
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
-    sent = b"".join(map(bytes, rows_to_bytes(rows)))
-    assert (rows_from_bytes(memoryview(sent)) == rows).all()
+    sent = b"".join(map(bytes, rows_to_bytes(rows, 0.5)))
+    got, computed_s = rows_from_bytes(memoryview(sent))
+    assert (got == rows).all()
+    assert computed_s == 0.5
     for broken in (sent[:-1], sent + b"x", sent[:3], struct.pack("<2I", 1 << 31, 1 << 31) + sent[8:]):
         with pytest.raises(StageError):
             rows_from_bytes(memoryview(broken))
