@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ class Machines:
     """
 
     def __init__(self, n: int, n_cpus: int = 1) -> None:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as for a Ray of kukri's own
         from ray.cluster_utils import Cluster
 
         self._node: dict[str, Any] = {"num_cpus": n_cpus, "object_store_memory": _STORE_BYTES}
