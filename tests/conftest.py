@@ -7,10 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from kukri import LLM
 
 # A busy machine is no fault of an example's; on CI the rest is Hypothesis's own profile for it.
 settings.register_profile("patient", settings(), deadline=None)
@@ -57,3 +62,20 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache"
     monkeypatch.setenv("KUKRI_CACHE_DIR", str(path))
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random numbers, small enough for the reference backend."""
+    from tiny_gguf import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def slow(tiny_path: Path) -> Iterator[LLM]:
+    """Its steps take a millisecond and more, so that calls meet in them."""
+    from kukri import LLM
+
+    with LLM(tiny_path, backend="reference", speculation="off") as made:
+        yield made

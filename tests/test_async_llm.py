@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_gguf import write_tiny
 
 from kukri import LLM, AsyncLLM, SamplingParams
 from kukri.errors import HookError, KukriError, RequestError
@@ -19,21 +18,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TIMEOUT_S = 30
 
 
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
 @pytest.fixture(params=["reference", "cpu"])
 def llm(request: pytest.FixtureRequest, tiny_path: Path) -> Iterator[LLM]:
     with LLM(tiny_path, backend=request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def slow(tiny_path: Path) -> Iterator[LLM]:
-    """Its steps take a millisecond and more, so that calls meet in them."""
-    with LLM(tiny_path, backend="reference", speculation="off") as made:
         yield made
 
 

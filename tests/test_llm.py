@@ -34,11 +34,6 @@ from kukri.kernels.step import ForwardBatch
 from kukri.kernels.taps import Hook
 
 
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def llm(request: pytest.FixtureRequest, tiny_path: Path) -> Iterator[LLM]:
     with LLM(tiny_path, backend=request.param) as made:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_gguf import write_tiny
 
 from kukri import LLM, SamplingParams
 from kukri.engine.turns import DeferredInterrupt, EngineTurns
@@ -26,21 +25,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TIMEOUT_S = 60
 
 
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
 @pytest.fixture(params=["reference", "cpu"])
 def llm(request: pytest.FixtureRequest, tiny_path: Path) -> Iterator[LLM]:
     with LLM(tiny_path, backend=request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def slow(tiny_path: Path) -> Iterator[LLM]:
-    """Its steps take a millisecond and more, so that threads meet in them."""
-    with LLM(tiny_path, backend="reference", speculation="off") as made:
         yield made
 
 
