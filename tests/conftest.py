@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
+# Without bytecode each test process, and each program that a test starts, would compile all that it imports.
+if sys.dont_write_bytecode:
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Test processes with a PyTorch of two threads each wait for one another on two cores: twenty times slower.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
