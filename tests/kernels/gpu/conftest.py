@@ -19,6 +19,7 @@ except ImportError as error:
         raise RuntimeError("CI tests the Triton kernels: pip install -e '.[gpu-test]'") from error
     HAS_TRITON = False
 else:
+    import kukri.kernels.gpu.delta_chunks
     import kukri.kernels.gpu.ops
     import kukri.kernels.gpu.persistent  # noqa: F401
 
