@@ -490,7 +490,7 @@ class LLM:
         return self.interp if adapter is None else self.interp.adapted(self.engine.adapters.get(adapter))
 
     def intervene(self, interventions: Interventions) -> Intervene | None:
-        """What makes the new requests for a prompt do what interventions say; None if there are none."""
+        """A function that gives a prompt's new requests their interventions; None if there are none."""
         if isinstance(interventions, Sequence) and not interventions:
             return None
         return lambda requests: self.interp.intervene(requests, interventions)

@@ -16,7 +16,7 @@ PosSlice = int | slice | None | list[int]
 
 
 class ActivationCache(Mapping[str, Any]):
-    """What a run computed, by name: float32 NumPy arrays [batch, pos, ...], padded on the right with zeros.
+    """Values of a run by name: float32 NumPy arrays [batch, pos, ...], padded on the right with zeros.
 
     `cache["blocks.3.attn.hook_q"]`, `cache["q", 3]` and `cache["q3"]` are the same. What taps saw is held,
     and all else computed from it when asked for. `lengths` has the tokens of each text; `tokens` [batch, pos]
@@ -145,7 +145,7 @@ class ActivationCache(Mapping[str, Any]):
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> Any:
-        """What each part added to the stream before `layer`: embedding, attentions or recurrent layers, MLPs.
+        """The summands of the stream before `layer`: embedding, attentions or recurrent layers, MLPs.
 
         [components, batch, pos, D]; they sum to the stream. `mode` "attn" or "mlp" leaves the others out.
         """
@@ -186,7 +186,7 @@ class ActivationCache(Mapping[str, Any]):
         pos_slice: PosSlice = None,
         apply_ln: bool = False,
     ) -> Any:
-        """What each head of the layers before `layer` added to the stream: [layer * head, batch, pos, D].
+        """The summand of each head of the layers before `layer`: [layer * head, batch, pos, D].
 
         Labels are L0H0, L0H1 and so on. `incl_remainder` adds what is left of the stream: MLPs, embedding,
         biases.
@@ -248,7 +248,7 @@ class ActivationCache(Mapping[str, Any]):
     def get_neuron_results(
         self, layer: int, neuron_slice: Any = None, pos_slice: PosSlice = None
     ) -> FloatArray:
-        """What each neuron of a layer's MLP adds to the stream: [batch, pos, neuron, D]."""
+        """The summand of each neuron of a layer's MLP: [batch, pos, neuron, D]."""
         post = _at(self["post", layer], pos_slice)
         w_out = self._model.weights.layer("W_out", layer)
         chosen = slice(None) if neuron_slice is None else neuron_slice
@@ -283,7 +283,7 @@ class ActivationCache(Mapping[str, Any]):
         incorrect_tokens: Any = None,
         pos_slice: PosSlice = None,
     ) -> FloatArray:
-        """What each component adds to the logits of `tokens`, or to their lead over `incorrect_tokens`.
+        """The share of each component in the logits of `tokens`, or to their lead over `incorrect_tokens`.
 
         [components, batch, pos]. Tokens are ids [batch] or [batch, pos], one id, or the text of one token.
         The final norm's scale and weight are applied, so the parts of a decomposition sum to the logits (less

@@ -19,7 +19,7 @@ from kukri.kernels.arrays import FloatArray
 
 
 class RequestTaps:
-    """What one request listens on: see `kukri.kernels.taps.SequenceTaps`.
+    """The taps of one request: see `kukri.kernels.taps.SequenceTaps`.
 
     Captures are of each token that was an input, the prompt's and all generated but the last; edits are made
     to each chunk of the prompt and to each token. A request that is preempted is computed anew, edits
@@ -75,7 +75,7 @@ class RequestTaps:
             chunks[start] = n_tokens, kept
 
     def cache(self, request: Request) -> ActivationCache:
-        """What was captured of a request that has ended. Raises ActivationLimitError."""
+        """Captures of a request that has ended. Raises ActivationLimitError."""
         return joined_cache([self], [request])
 
     def taken(self, n: int) -> dict[str, FloatArray]:
@@ -100,7 +100,7 @@ def joined_cache(taps: Sequence[RequestTaps], requests: Sequence[Request]) -> Ac
 
 @dataclass(frozen=True)
 class Readout:
-    """What probes and autoencoders read of a token: `values` by their names, numbers by label or feature."""
+    """Readings of a token by probes, autoencoders: `values` by their names, numbers by label or feature."""
 
     position: int
     token_id: int
@@ -178,7 +178,7 @@ class InterventionTaps:
         return [Readout(p, int(request.tokens[p]), values[p]) for p in sorted(values)]
 
     def activations(self, request: Request) -> dict[str, FloatArray]:
-        """What was captured of a request that has ended, by name: [1, pos, ...] of the positions wanted.
+        """Captures of a request that has ended, by name: [1, pos, ...] of the positions wanted.
 
         Raises ActivationLimitError.
         """

@@ -180,7 +180,7 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """What a request's interventions come to on a model."""
+    """A request's interventions, resolved for a model."""
 
     edits: list[Edit]
     captures: list[tuple[Point, slice]]  # of these positions

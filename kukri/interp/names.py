@@ -168,7 +168,7 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
             found[name] = Point(name, tap, form, layer, edits, norm)
 
     def add_products(layer: int) -> None:
-        """What attention and MLP give before a norm or a factor, and that norm: no tap shows it."""
+        """Outputs of attention and MLP before a norm or a factor, and that norm: no tap shows them."""
         prefix = f"blocks.{layer}."
         parts = [("hook_attn_out", "attn", "attn.o", "ln1"), ("hook_mlp_out", "mlp", "mlp.out", "ln2")]
         for tap, part, last, ln in parts:
@@ -190,7 +190,7 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
                 found[prefix + name] = Point(prefix + name, matrix.source, form, layer, "", of_norm, matrix)
 
     def add_head_inputs(layer: int) -> None:
-        """What each head's query, key and value are made of, before the norm: an edit makes these anew."""
+        """Inputs of each head's query, key and value, before the norm: an edit makes these anew."""
         for x in "qkv":
             edit_tap = f"blocks.{layer}.attn.hook_{x}"
             matrix = trace.matrices.get(edit_tap)
@@ -395,7 +395,7 @@ def find(name: str, known: Mapping[str, Point]) -> Point:
 
 
 def norm_scale(norm: Norm, x: FloatArray) -> FloatArray:
-    """What a norm divides its input x [.., width] by: [.., 1]. A LayerNorm subtracts the mean first."""
+    """The divisor of a norm's input x [.., width]: [.., 1]. A LayerNorm subtracts the mean first."""
     centred = x - x.mean(axis=-1, keepdims=True) if norm.centers else x
     scale: FloatArray = np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + np.float32(norm.eps))
     return scale

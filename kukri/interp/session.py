@@ -93,7 +93,7 @@ class Session:
         return made
 
     def values_of(self, request: Request) -> Values:
-        """What the values of a request are computed from: its adapter's weights too."""
+        """The sources of a request's values: its adapter's weights too."""
         loaded = request.adapter
         return self.adapted(None if loaded is None else loaded.adapter).values
 

@@ -32,7 +32,7 @@ _NO_ROWS = ("scores", "pattern", "cos", "sin", "tokens", "logits", *_HEAD_FORMS)
 
 @dataclass(frozen=True)
 class StoreReport:
-    """What a store holds."""
+    """The contents of a store."""
 
     names: list[str]
     n_tokens: int

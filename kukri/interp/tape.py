@@ -112,7 +112,7 @@ class Tape:
         return result.x
 
     def value(self, tap: str) -> FloatArray:
-        """What a tap saw, [rows, width]."""
+        """The value at a tap, [rows, width]."""
         return self._tapped[tap].x
 
     def gradient(self, tap: str) -> FloatArray:

@@ -57,7 +57,7 @@ class TorchTape(TorchOps):
         return found
 
     def value(self, tap: str) -> FloatArray:
-        """What a tap saw, [rows, width]."""
+        """The value at a tap, [rows, width]."""
         return self.values(self._tapped[tap])
 
     def gradient(self, tap: str) -> FloatArray:

@@ -64,7 +64,7 @@ class _Value:
 
 
 class Trace:
-    """What a model is made of.
+    """The parts of a model.
 
     `taps`: full names, in the order of a step. `norms` and `matrices`: what made a tapped value, by the tap's
     name; `products`: matrices, of values that were normalized too. `head_norms`: the norms of heads, by the

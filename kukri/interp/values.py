@@ -51,7 +51,7 @@ class Rows:
 
 
 class Model:
-    """What values are computed from, beside taps.
+    """The sources of values, beside taps.
 
     Attributes: config; trace; weights; points, every name; kv_type, which rounds keys and values;
     encode(text, add_special), which gives token ids; adjust_logits, which caps or divides those of the head

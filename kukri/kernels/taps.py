@@ -20,7 +20,7 @@ def tap_name(name: str, layer: int | None) -> str:
 
 
 class SequenceTaps(Protocol):
-    """What one sequence listens on, beside others in a step."""
+    """The taps of one sequence, beside others in a step."""
 
     names: frozenset[str]  # full names of taps
     edits: bool  # False if it reads alone

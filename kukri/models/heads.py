@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Head(Protocol):
-    """What makes the model's outputs of its last hidden states."""
+    """The head that makes the model's outputs of its last hidden states."""
 
     parameters: list[Parameter]
 

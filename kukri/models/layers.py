@@ -227,7 +227,7 @@ class Attention:
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> Tensor:
-        """What the heads find [T, H*K], from q [T, H*K] and k and v [T, G*K]; writes the cache."""
+        """The heads' results [T, H*K], from q [T, H*K] and k and v [T, G*K]; writes the cache."""
         q = ops.tap("attn.hook_q", self.layer, q)
         k = ops.tap("attn.hook_k", self.layer, k)
         v = ops.tap("attn.hook_v", self.layer, v)

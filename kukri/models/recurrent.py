@@ -1,4 +1,4 @@
-"""What recurrent layers have in common: a causal convolution whose state is its last inputs."""
+"""The common part of recurrent layers: a causal convolution whose state is its last inputs."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class ReplicaActor:
             raise RuntimeError("the engine has ended, or is stuck in a step")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `wanted_replicas` looks at."""
+        """The load that `wanted_replicas` looks at."""
         replica = self._replica
         return {
             "n_ongoing": replica.n_ongoing,

@@ -37,7 +37,7 @@ _CONNECT_S = 60.0
 
 @dataclass(frozen=True)
 class StageOptions:
-    """What a stage decides for itself; None leaves it to the engine.
+    """Settings that a stage decides for itself; None leaves it to the engine.
 
     `speed` is what it says of itself, in bytes of weights a second.
     """

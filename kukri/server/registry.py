@@ -88,7 +88,7 @@ class ModelEntry:
 
     @property
     def state(self) -> ModelState:
-        """What it does now."""
+        """The model's state now."""
         if self.is_leaving:
             return "unloading"
         if self.service is not None:

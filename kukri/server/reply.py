@@ -109,7 +109,7 @@ class ChunkWriter(ABC):
 
 
 def interp_fields(call: Call, i: int) -> dict[str, Any]:
-    """What interventions have read of an answer since the last time, and captured once it has ended."""
+    """Readings of interventions since the last time, and captures once the answer has ended."""
     fields: dict[str, Any] = {}
     if call.readouts[i]:
         fields["readouts"] = [_readout(one) for one in call.readouts[i]]

@@ -141,7 +141,7 @@ class StagedBackend:
             close()
 
     def _opening(self, cache: StagedCache, limits: StepLimits) -> Opening:
-        """What the stages of the pipeline are opened with."""
+        """The settings that open the pipeline's stages."""
         config, own = self._model.config, cache.stage.cache
         # rows of logits take no memory there, and programs for hidden states want one for each token
         rows = max(limits.max_logit_rows, limits.max_tokens)

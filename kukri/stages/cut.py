@@ -52,7 +52,7 @@ def model_bytes(model: Model) -> ModelBytes:
 
 @dataclass(frozen=True)
 class StageRoom:
-    """What the machine of a stage offers: bytes of memory, and weights read in a second (any unit).
+    """Resources of a stage's machine: bytes of memory, and weights read in a second (any unit).
 
     Stages with the same `memory` share it.
     """

@@ -28,7 +28,7 @@ _RETURN_S = 60.0  # for a lost stage on another machine to listen again
 
 @dataclass(frozen=True)
 class Opening:
-    """What stages are opened with: of each its own part, and the sizes that all have in common."""
+    """Settings that open stages: of each its own part, and the sizes that all have in common."""
 
     parts: tuple[Mapping[str, Any], ...]
     limits: StepLimits

@@ -149,7 +149,7 @@ class Chat:
                 write_chat(self._own_copy, self._saved(), replaces=True)
 
     def _saved(self) -> SavedChat:
-        """What a file says of the conversation."""
+        """The conversation that a file holds."""
         prefix_dir = self.llm.options.prefix_dir
         return SavedChat(
             self.messages,

@@ -267,7 +267,7 @@ def _special_finder(vocabulary: Vocabulary, specials: Sequence[AddedToken] | Non
 
 
 def ends(tokenizer: Tokenizer) -> processors.TemplateProcessing | None:
-    """What puts BOS and EOS around a text, or the two of a pair; None if neither is added."""
+    """The step that puts BOS and EOS around a text, or the two of a pair; None if neither is added."""
     before = [(tokenizer.bos_token, tokenizer.bos_id)] if tokenizer.add_bos else []
     after = [(tokenizer.eos_token, tokenizer.vocabulary.eos_id)] if tokenizer.add_eos else []
     if not before and not after:

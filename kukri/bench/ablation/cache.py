@@ -79,7 +79,7 @@ def prefix_cache(trial: Trial) -> Iterator[Row]:
 
 
 def grouped_queries(trial: Trial) -> Iterator[Row]:
-    """What the engine's cache allocates for one context, with as many key as query heads and with fewer.
+    """Bytes of the engine's cache for one context, with as many key as query heads and with fewer.
 
     Nothing is timed: what is saved follows from the heads alone: 4 for 16 leave a quarter.
     """
