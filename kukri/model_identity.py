@@ -1,4 +1,4 @@
-"""The facts that keys and values depend on beside the tokens, as a hash: whoever has the same may use saved pages.
+"""Facts that keys and values depend on, beside tokens, as a hash: whoever has the same may use saved pages.
 
 That is the contents of the model's files, how they were loaded, the code that runs the model, and the
 arithmetic of the backend on this processor.

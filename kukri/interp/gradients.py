@@ -131,7 +131,7 @@ def attribution_patch(
 def integrated_gradients(
     llm: HasInterp, prompt: Any, metric: Metric, baseline: Any = None, n_steps: int = 32
 ) -> FloatArray:
-    """The share of each token in the metric, float32 [batch, pos]: gradients by its embedding, averaged on the
+    """Each token's share in the metric, float32 [batch, pos]: gradients by its embedding, averaged on the
     straight way from a baseline, times the difference (Sundararajan et al. 2017).
 
     `baseline` is a prompt of as many tokens, or None for embeddings of zero. The sum is the metric less that

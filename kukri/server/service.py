@@ -95,7 +95,7 @@ class Service:
 
     @property
     def session(self) -> Session:
-        """The part that steers the model and reads its activations. Raises RequestError if its engine is elsewhere."""
+        """Steers the model and reads its activations. Raises RequestError if its engine is elsewhere."""
         session: Session | None = getattr(self.llm, "interp", None)
         if session is None:
             raise RequestError("the engine of this model is elsewhere: it is not steered, nor read")
