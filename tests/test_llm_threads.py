@@ -155,7 +155,8 @@ def test_all_entrances_may_be_used_at_once(llm: LLM) -> None:
 def test_one_who_waits_takes_no_processor_time(slow: LLM) -> None:
     """A thread that polls or spins until its answer is there."""
     entered = threading.Event()
-    leader = in_thread(slow.generate, "a", GREEDY, max_tokens=100)
+    # more tokens than the other asks for, which would generate the last ones itself
+    leader = in_thread(slow.generate, "a", GREEDY, max_tokens=200)
 
     def wait() -> tuple[float, float]:
         started, spent = time.perf_counter(), time.thread_time()
