@@ -315,6 +315,51 @@ def litellm_embedding(url: str) -> None:
     check(len(litellm.embedding(input=["a", "b"], encoding_format="float", **given).data) == 2)
 
 
+# --- llm
+
+
+def _llm(url: str) -> Any:
+    """The server as a model in extra-openai-models.yaml."""
+    import llm
+
+    folder = Path(tempfile.mkdtemp())
+    entry: dict[str, Any] = {"model_id": "served", "model_name": MODEL, "api_base": f"{url}/v1"}
+    entry |= {"supports_schema": True, "supports_tools": True}
+    (folder / "extra-openai-models.yaml").write_text(json.dumps([entry]))
+    os.environ["LLM_USER_PATH"] = str(folder)
+    return llm.get_model("served")
+
+
+@case("llm")
+def llm_prompt(url: str) -> None:
+    """An answer."""
+    check(_llm(url).prompt("Name a fruit.", max_tokens=16, stream=False).text())
+
+
+@case("llm")
+def llm_stream(url: str) -> None:
+    """A stream, within a conversation."""
+    conversation = _llm(url).conversation()
+    check(conversation.prompt("Name a fruit.", max_tokens=16).text())
+    check("".join(conversation.prompt("Another.", max_tokens=16)))
+
+
+@case("llm")
+def llm_schema(url: str) -> None:
+    """A schema."""
+    check_person(_llm(url).prompt("Invent a person.", schema=SCHEMA, max_tokens=100, stream=False).text())
+
+
+@case("llm")
+def llm_tools(url: str) -> None:
+    """A tool that may be called: its call is read or there is a text."""
+    import llm
+
+    tool = llm.Tool(name="get_time", description="The time in a city", input_schema=PARAMETERS)
+    answer = _llm(url).prompt("Time in Rome?", tools=[tool], max_tokens=64, stream=False)
+    check(answer.tool_calls() or answer.text())
+
+
 # --- langchain-openai
 
 
@@ -353,9 +398,12 @@ def structured_output(url: str) -> None:
 
 @case("langchain-openai")
 def json_mode(url: str) -> None:
-    """JSON of any form: a small model may not come to its end."""
+    """JSON whose keys are in the question alone, as in LangChain's documentation."""
     model = _langchain(url).with_structured_output(None, method="json_mode")
-    check(model.invoke("Write {} as JSON.") is not None)
+    question = "Answer the following question. Make sure to return a JSON blob with keys 'answer' and "
+    question += "'justification'.\n\nWhat's heavier a pound of bricks or a pound of feathers?"
+    answer = model.invoke(question)
+    check(set(answer) == {"answer", "justification"}, answer)
 
 
 @case("langchain-openai")
