@@ -98,6 +98,7 @@ def measure(
         engine.add_request(engine.make_request(prompt, params))
     sampling_s, masks_s = [0.0], [0.0]
     engine._sample = _timed(engine._sample, sampling_s)  # type: ignore[method-assign]
+    engine._sample_each = _timed(engine._sample_each, sampling_s)  # type: ignore[method-assign]
     say(f"{n_requests} requests decode for {n_steps} steps")
     update, take = Matcher.update, Matcher.take
     Matcher.update = _timed(update, masks_s)  # type: ignore[method-assign]
