@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from kukri.kernels.cpu.abi import STALLED_NS
 from kukri.kernels.cpu.jit import KernelLibrary, pack_record
 from kukri.kernels.cpu.memory import address_of
 from kukri.kernels.cpu.pool import ThreadPool
@@ -69,6 +70,18 @@ def test_ops_run_in_order_and_whole(kernels, n_threads):
         np.testing.assert_array_equal(buffers[-1][: counts[-1]], buffers[0][: counts[-1]])
     del keep
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("n_threads", "stalled_ms", "n_left"), [(2, 140, 2), (2, 160, 1), (4, 215, 4), (4, 235, 3)]
+)
+def test_a_thread_is_left_out_if_stalls_cost_more_than_its_share(kernels, n_threads, stalled_ms, n_left):
+    """Would catch one tail of a long prefill, a millisecond, that costs the next one half of its threads."""
+    plan_ns = 300_000_000
+    pool = ThreadPool(kernels, n_threads)
+    pool._state[STALLED_NS // 8] += stalled_ms * 1_000_000
+    pool._give_way(plan_ns)
+    assert pool._n_active == n_left
 
 
 def test_a_thread_that_slept_through_a_change_takes_the_right_tiles(kernels):

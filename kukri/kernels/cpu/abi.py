@@ -15,7 +15,7 @@ N_OPS = 72
 N_ACTIVE = 80  # threads that may take tiles in this step
 STOP = 88  # not 0: workers return
 N_SHARES = 104  # threads that the current op's tiles were cut for: a sleeper may remember another N_ACTIVE
-N_STALLS = 96  # times a thread waited for long in the middle of a plan: the system took a core away
+STALLED_NS = 96  # time that threads waited for long in the middle of a plan: the system took a core away
 NEXT_WEIGHTS = 112  # OP_WEIGHTS of the current op
 NEXT_WEIGHT_BYTES = 120
 WORDS = 128  # a ticket word per thread, see threads.py
@@ -32,7 +32,7 @@ OP_BYTES = 40
 IDLE = 0x7FFFFFFF
 BIAS = 1 << 20
 PAUSES_BEFORE_YIELD = 2000  # a twentieth of a millisecond or so
-STALL_NS = 1_000_000  # longer than any tile takes
+STALL_NS = 1_000_000  # longer than most tiles take
 PARK_NS = 5_000_000  # idle this long, a worker goes to sleep
 
 # The step's batch as kernels see it: int64 numbers and addresses of int32 arrays (see ForwardBatch).

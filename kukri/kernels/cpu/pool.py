@@ -17,8 +17,8 @@ from kukri.kernels.cpu.abi import (
     MAX_THREADS,
     N_ACTIVE,
     N_OPS,
-    N_STALLS,
     OPS,
+    STALLED_NS,
     STATE_BYTES,
     STOP,
     WORDS,
@@ -106,7 +106,7 @@ class ThreadPool:
         self._state = self._workers.state.data  # a memoryview: NumPy takes longer for one number
         self._state[WORDS // 8] = (IDLE << 32) | BIAS
         self._set_active(self.n_threads)
-        self._n_stalls = 0
+        self._stalled_ns = 0
         self._retry_at = 0.0  # when to try with one thread more
         self._pause_s = _FIRST_PAUSE_S
         self._enter: Callable[[int], int] | None = None
@@ -138,18 +138,23 @@ class ThreadPool:
             self._set_active(self._n_active + 1)
         if self._workers.n_parked > self.n_threads - self._n_active:
             self._workers.wake_all()
+        started_ns = time.monotonic_ns()
         self._enter(0)
-        if self._state[N_STALLS // 8] != self._n_stalls:
-            self._give_way()
+        if self._state[STALLED_NS // 8] != self._stalled_ns:
+            self._give_way(time.monotonic_ns() - started_ns)
 
-    def _give_way(self) -> None:
-        """After a stall: one thread fewer for a while, longer each time that it happens soon again.
+    def _give_way(self, plan_ns: int) -> None:
+        """After stalls: one thread fewer for a while, longer each time that it happens soon again.
 
         A thread whose core is shared holds up all the others for a scheduler's slice, again and again;
-        without it they lose only its share of the work.
+        without it they lose only its share of the work. If that share, of a plan that took `plan_ns`, is more
+        than the stalls have cost, all threads stay.
         """
+        stalled_ns = self._state[STALLED_NS // 8] - self._stalled_ns  # of all waiting threads, added up
+        self._stalled_ns += stalled_ns
+        if stalled_ns * self._n_active < plan_ns * (self._n_active - 1):
+            return
         now = time.monotonic()
-        self._n_stalls = self._state[N_STALLS // 8]
         is_soon = now < self._retry_at + _CALM_S
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if is_soon else _FIRST_PAUSE_S
         self._retry_at = now + self._pause_s

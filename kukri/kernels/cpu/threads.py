@@ -16,7 +16,8 @@ not atomic is read only with a tile in hand, or while opening an op.
 
 Between steps word 0 names the op IDLE. Workers keep looking for a while and then return, to be parked by
 Python (pool.py): waking a sleeping thread costs more than most ops. A long wait in the middle of a plan is
-counted as a stall: some thread lost its core to another process, and the pool will do with fewer.
+timed as a stall: some thread lost its core to another process. If stalls take too much of a plan, the pool
+will do with fewer threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from kukri.kernels.cpu.abi import (
     N_ACTIVE,
     N_OPS,
     N_SHARES,
-    N_STALLS,
     NEXT_WEIGHT_BYTES,
     NEXT_WEIGHTS,
     OP_BYTES,
@@ -41,6 +41,7 @@ from kukri.kernels.cpu.abi import (
     PARK_NS,
     PAUSES_BEFORE_YIELD,
     STALL_NS,
+    STALLED_NS,
     STOP,
     WORDS,
 )
@@ -185,7 +186,7 @@ def run_plan(tile, state):
         ):
             return 1
         if not is_idle and waited > STALL_NS:
-            atomic_count(state + N_STALLS, 1)
+            atomic_count(state + STALLED_NS, waited)
             waits = 0
 
 
