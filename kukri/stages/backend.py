@@ -216,9 +216,8 @@ class StagedCache:
             first = self.todo.popleft()
             if isinstance(first, StagedLogits):
                 with self.losing():
-                    started_s = perf_counter()
                     activations, computed_s = self.pipeline.activations()
-                    first.stage_s = perf_counter() - started_s, computed_s
+                    first.stage_s = perf_counter() - first.sent_s, computed_s
                     first.compute(activations)
             else:
                 first()
@@ -260,9 +259,9 @@ class StagedProgram:
         """See CompiledProgram. Raises StageError if a stage is lost."""
         check_sizes(batch, self._limits)
         step = step_to_bytes(batch, self._cache.page_tokens)
+        logits = StagedLogits(self._cache, self._last, self._limits, step, batch.n_logit_rows)
         with self._cache.losing():
             self._cache.pipeline.broadcast(Kind.STEP, step)
-        logits = StagedLogits(self._cache, self._last, self._limits, step, batch.n_logit_rows)
         self._cache.todo.append(logits)
         return logits
 
@@ -270,7 +269,7 @@ class StagedProgram:
 class StagedLogits:
     """See Logits: the first look at them waits for the step. Each of several steps under way has its own.
 
-    Attributes: stage_s, the seconds that this process waited for the other stages, and that these computed.
+    Attributes: stage_s, the seconds until the other stages had done the step, and those that they computed.
     """
 
     def __init__(
@@ -278,6 +277,7 @@ class StagedLogits:
     ) -> None:
         self._cache, self._last, self._limits, self._step, self._n_rows = cache, last, limits, step, n_rows
         self.landed: Logits | None = None
+        self.sent_s = perf_counter()
         self.stage_s = 0.0, 0.0
 
     def compute(self, activations: FloatArray) -> None:
