@@ -80,6 +80,7 @@ SHAPES = {
     ),
     "gemma3-1b": Shape("gemma3", 1152, 6912, 26, 4, 1, 256, 262144, 32768, 1e6, window=512),
     "gemma3-270m": Shape("gemma3", 640, 2048, 18, 4, 1, 256, 262144, 32768, 1e6, window=512),
+    "qwen2.5-0.5b": Shape("qwen2", 896, 4864, 24, 14, 2, 64, 151936, 32768, 1e6),
     "smollm3-3b": Shape("smollm3", 2048, 11008, 36, 16, 4, 128, 128256, 65536, 5e6),
     "smollm2-1.7b": Shape("llama", 2048, 8192, 24, 32, 32, 64, 49152, 8192, 130000.0),
     "smollm2-360m": Shape("llama", 960, 2560, 32, 15, 5, 64, 49152, 8192, 100000.0),
@@ -116,6 +117,8 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         "attn_output": (d, n_q),
         "ffn_norm": (d,),
     }
+    if shape.architecture == "qwen2":
+        layer |= {"attn_q.bias": (n_q,), "attn_k.bias": (n_kv,), "attn_v.bias": (n_kv,)}
     if shape.architecture.startswith(("qwen3", "gemma3")):
         layer |= {"attn_q_norm": (shape.d_head,), "attn_k_norm": (shape.d_head,)}
     if shape.architecture == "gemma3":
@@ -134,7 +137,7 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-_ENDINGS = {"ssm_a": "", "ssm_dt": ".bias"}
+_ENDINGS = {"ssm_a": "", "ssm_dt": ".bias", "attn_q.bias": "", "attn_k.bias": "", "attn_v.bias": ""}
 
 
 def _hybrid_layer(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from math import prod
 
 import gguf
 import numpy as np
 import pytest
 
-from benchmarks.make_model import DEVIATION, SHAPES, make_model, random_rows
+from benchmarks.make_model import DEVIATION, SHAPES, make_model, random_rows, tensor_shapes
 from kukri import LLM, SamplingParams
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.quant.blocks import BLOCKS, dequantize
@@ -63,3 +64,10 @@ def test_the_3b_shape_is_that_of_smollm3():
     shape = SHAPES["smollm3-3b"]
     assert (shape.d_model, shape.d_ffn, shape.n_layers) == (2048, 11008, 36)
     assert (shape.n_heads, shape.n_kv_heads, shape.d_head, shape.n_vocab) == (16, 4, 128, 128256)
+
+
+def test_the_shape_of_qwen2_5_has_the_weights_of_the_model():
+    """A missing bias, another width: the checkpoint has 494,032,768 parameters."""
+    shapes = tensor_shapes(SHAPES["qwen2.5-0.5b"])
+    assert sum(prod(dims) for dims in shapes.values()) == 494_032_768
+    assert shapes["blk.0.attn_k.bias"] == (128,)
