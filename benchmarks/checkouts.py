@@ -1,8 +1,8 @@
 """This checkout beside another one, by turns: `python -m benchmarks.checkouts PATH`.
 
 PATH is a checkout of another commit (`git worktree add --detach PATH COMMIT`). In each round both run
-`kukri run` of a few tokens, greedily, with model, kernels and bytecode in their caches, and `kukri bench`;
-shown are medians of the rounds' ratios, here / there.
+`kukri run` of a few tokens, greedily, with model, kernels and bytecode in their caches, `kukri bench`, and
+16 streams of 64 tokens on one engine; shown are medians of the rounds' ratios, here / there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import Comparison, Experiment, Say, Table, run, silent
+from benchmarks.harness import Comparison, Experiment, Say, Table, model_path, run, silent
 from benchmarks.start import timed_process
 from kukri.bench.turns import in_turns
 from kukri.errors import ConfigError, KukriError
@@ -31,7 +31,16 @@ _TESTS = {
     "prefill, tokens/s": True,
     "decode, tokens/s": True,
     "engine overhead, % of a step": False,
+    "16 streams, tokens/s": True,
 }
+# `kukri.bench.offline` has the same names in all checkouts; the first turn is a warm-up
+_STREAMS = """
+import sys
+from kukri.bench.offline import Kukri
+kukri = Kukri(sys.argv[1], int(sys.argv[2]), 193, max_requests=16)
+print(16 * 63 / min([kukri.batch_decode_s(16, 128, 64) for _ in range(3)][1:]))
+kukri.close()
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class CheckoutsReport:
 
 def measure(
     there: Path,
-    model: str | None,
+    model: Path,
     n_threads: int,
     *,
     n_prompt: int,
@@ -58,9 +67,9 @@ def measure(
     """Measures both checkouts in turns. Raises ConfigError if `there` is none, KukriError if one fails."""
     if not (there / "kukri" / "cli.py").is_file():
         raise ConfigError(f"{there} is no checkout of kukri: make one by git worktree add --detach")
-    options = ["--threads", str(n_threads), *(["-m", model] if model else [])]
     sizes = ["-p", str(n_prompt), "-g", str(n_generate)]
-    found = in_turns([partial(_measure, side, options, sizes) for side in (_HERE, there)], rounds, say)
+    sides = [partial(_measure, side, str(model), str(n_threads), sizes) for side in (_HERE, there)]
+    found = in_turns(sides, rounds, say)
     tests = {
         name: Comparison.of(_SIDES, [[side[i] for side in one] for one in found])
         for i, name in enumerate(_TESTS)
@@ -68,22 +77,28 @@ def measure(
     return CheckoutsReport(commit(_HERE), commit(there), n_prompt, n_generate, tests)
 
 
-def _measure(checkout: Path, options: list[str], sizes: list[str]) -> tuple[float, ...]:
+def _measure(checkout: Path, model: str, n_threads: str, sizes: list[str]) -> tuple[float, ...]:
     """One round of a checkout, in the order of _TESTS."""
-    # -P: the package is that of PYTHONPATH, not of the working directory
-    command = [sys.executable, "-P", "-m", "kukri"]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    started = timed_process(
-        [*command, "run", _PROMPT, "-n", "16", "--temperature", "0", *options], environment
-    )
-    bench = [*command, "bench", *sizes, "-r", "1", "--json", *options]
-    done = subprocess.run(bench, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        raise KukriError(f"kukri bench failed in {checkout}: {done.stderr.strip()}")
-    speeds = json.loads(done.stdout)
+    # -P: the package is that of PYTHONPATH, not of the working directory
+    python = [sys.executable, "-P"]
+    kukri, options = [*python, "-m", "kukri"], ["--threads", n_threads, "-m", model]
+    started = timed_process([*kukri, "run", _PROMPT, "-n", "16", "--temperature", "0", *options], environment)
+    speeds = json.loads(_output([*kukri, "bench", *sizes, "-r", "1", "--json", *options], environment))
     rates = (speeds[f"{name}_tokens_per_s"]["mean"] for name in ("prefill", "decode"))
-    return started.seconds, started.processor_s, *rates, 100 * speeds["engine_overhead"]
+    streams = float(_output([*python, "-c", _STREAMS, model, n_threads], environment))
+    return started.seconds, started.processor_s, *rates, 100 * speeds["engine_overhead"], streams
+
+
+def _output(command: list[str], environment: dict[str, str]) -> str:
+    """Standard output of a command. Raises KukriError with its errors if it fails."""
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise KukriError(
+            f"{' '.join(command[2:4])} failed in {environment['PYTHONPATH']}: {done.stderr.strip()}"
+        )
+    return done.stdout
 
 
 def commit(checkout: Path) -> str:
@@ -106,7 +121,7 @@ def main() -> None:
     given = experiment.parse()
     report = measure(
         given.checkout.resolve(),
-        given.model,
+        model_path(given.model, max(given.prompt_tokens + 1, given.generate_tokens + 1, 193)),
         given.threads,
         n_prompt=given.prompt_tokens,
         n_generate=given.generate_tokens,
