@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
     from kukri import LLM
+    from kukri.kernels.backend import Backend
 
 # A busy machine is no fault of an example's; on CI the rest is Hypothesis's own profile for it.
 settings.register_profile("patient", settings(), deadline=None)
@@ -86,3 +89,39 @@ def slow(tiny_path: Path) -> Iterator[LLM]:
 
     with LLM(tiny_path, backend="reference", speculation="off") as made:
         yield made
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A backend of each kind, for the tests of a file."""
+    from kukri.kernels import make_backend
+
+    made = make_backend(request.param)
+    yield made
+    if request.param == "cpu":
+        made.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Backend:
+    from kukri.kernels import make_backend
+
+    return make_backend("reference")
+
+
+@pytest.fixture
+def edited_copy(tmp_path: Path) -> Callable[..., Path]:
+    """Copies a saved model, its tensors changed by a function, and keys of its config.json."""
+
+    from safetensors.numpy import load_file, save_file
+
+    def edited_copy(saved: Path, change: Callable[[dict[str, Any]], None], keys: dict[str, Any]) -> Path:
+        copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+        tensors = load_file(copy / "model.safetensors")
+        change(tensors)
+        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**config, **keys}))
+        return copy
+
+    return edited_copy

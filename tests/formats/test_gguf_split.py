@@ -29,13 +29,18 @@ def split(source: Path, directory: Path, **limits: int) -> list[Path]:
         item_type = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
         if item_type is None or len(field.contents()):
             writer.add_key_value(field.name, field.contents(), field.types[0], item_type)
+    finish(writer, reader)
+    return sorted(directory.glob("*.gguf"))
+
+
+def finish(writer: gguf.GGUFWriter, reader: gguf.GGUFReader) -> None:
+    """Writes the keys that the writer has, and the reader's tensors."""
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return sorted(directory.glob("*.gguf"))
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +129,7 @@ def _of_another(key: str, type_id: int, value: Any) -> Callable[[list[Path]], No
         for name, (contents, kind) in keys.items():
             writer.kv_data[0].pop(name, None)
             writer.add_key_value(name, contents, kind)
-        for tensor in reader.tensors:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer, reader)
         parts[1].with_name("new").rename(parts[1])
 
     return change

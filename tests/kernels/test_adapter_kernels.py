@@ -20,13 +20,6 @@ LENGTHS = (1, 9, 3, 1, 7, 2)
 SLOTS = (1, 0, -1, 2, 1, -1)
 
 
-@pytest.fixture(scope="module")
-def backend():
-    made = make_backend("cpu", 2)
-    yield made
-    made.close()
-
-
 def named(made: Weight, name: str) -> Weight:
     return replace(made, name=name)
 

@@ -18,13 +18,6 @@ from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
 
 
-@pytest.fixture(scope="module")
-def backend():
-    backend = CpuBackend(n_threads=2)
-    yield backend
-    backend.close()
-
-
 def run(backend, program, batch, cache, mask_heads):
     """The program's result on a backend whose buffers held NaN before."""
     limits = StepLimits(batch.n_tokens + 3, 1, batch.n_tokens + 3, 32, mask_heads)

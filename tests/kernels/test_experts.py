@@ -17,13 +17,6 @@ from kukri.kernels.step import StepLimits
 ROUTING = Routing(n_experts=11, n_used=3, normalized=True)
 
 
-@pytest.fixture(scope="module")
-def backend():
-    made = make_backend("cpu", 2)
-    yield made
-    made.close()
-
-
 def experts(rng, type_name, n, n_out, n_in):
     return Experts(tuple(weight(rng, type_name, n_out, n_in) for _ in range(n)), f"test.{type_name}")
 
@@ -106,7 +99,7 @@ def test_a_token_is_alone_in_any_crowd(backend, type_name: str) -> None:
 
 
 def weights_of(backend, logits, routing, on_tap=None):
-    """What the tap of the weights sees, and the result."""
+    """Returns the array that the weights' tap sees, and the result."""
     rng = np.random.default_rng(5)
     x = exact_rows(rng, len(logits), 64)
     program = whole_mixture(rng, "F32", routing, x, np.asarray(logits, np.float32))

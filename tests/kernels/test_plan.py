@@ -11,7 +11,7 @@ import pytest
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.kernels.constants import RopeFrequencies, Vector, Weight
-from kukri.kernels.cpu import CpuBackend, ops
+from kukri.kernels.cpu import ops
 from kukri.kernels.cpu.abi import query_tokens
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.ops import Buffer, Value
@@ -113,13 +113,6 @@ def compiled(backend, model, kv_type="f16", mask_heads=0, taps=()):
     limits = StepLimits(32, 1 if mask_heads else 2, 8, 8, mask_heads)
     cache = backend.new_cache(model.cache_layout, 8, kv_type=kv_type)
     return backend.compile(model, cache, limits, frozenset(taps))
-
-
-@pytest.fixture(scope="module")
-def backend():
-    backend = CpuBackend(n_threads=2)
-    yield backend
-    backend.close()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -22,13 +22,6 @@ from kukri.kernels.step import ForwardBatch, StepLimits
 N_SLOTS, MOST = 9, 150
 
 
-@pytest.fixture(scope="module")
-def backend():
-    made = make_backend("cpu", 2)
-    yield made
-    made.close()
-
-
 def vector(rng, n, scale=1.0):
     return Vector((scale * rng.standard_normal(n)).astype(np.float32))
 

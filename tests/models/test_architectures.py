@@ -27,20 +27,6 @@ HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid"]  # with layers that keep 
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
 
 
-@pytest.fixture(scope="module", params=["reference", "cpu"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    made = make_backend(request.param)
-    yield made
-    close = getattr(made, "close", None)
-    if close is not None:
-        close()
-
-
-@pytest.fixture(scope="module")
-def reference() -> Backend:
-    return make_backend("reference")
-
-
 def loaded(name: str, form: str, tmp_path: Path, weight_type: str = "F32") -> tuple[Any, Model]:
     """transformers' model and ours, the latter from transformers' tensors or through a GGUF file."""
     hf, config, source = make(name, weight_type=weight_type)

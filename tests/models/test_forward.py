@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,6 @@ from tiny_models import HEADS, KV_HEADS, V, make
 from transformers import DynamicCache
 
 from kukri.errors import HookError, KukriError, RequestError
-from kukri.kernels import make_backend
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.models import Model, load_model
 
@@ -30,15 +28,6 @@ class HalfCache(DynamicCache):
 
     def update(self, keys: Any, values: Any, *rest: Any, **more: Any) -> Any:
         return super().update(keys.half().float(), values.half().float(), *rest, **more)
-
-
-@pytest.fixture(scope="module", params=["reference", "cpu"])
-def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = make_backend(request.param)
-    yield made
-    close = getattr(made, "close", None)
-    if close is not None:
-        close()
 
 
 @cache

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file, save_file
 from test_llm_safetensors import CHECKPOINTS, N_VOCAB, byte_tokenizer, make
 from test_llm_safetensors import TINY as TINY_HF
 from tiny_models import TINY, write
@@ -160,22 +159,6 @@ def test_inspect_tells_states(saved: tuple[Path, Any], capsys: pytest.CaptureFix
     assert "SSAS   S keeps a state, A attends" in capsys.readouterr().out
 
 
-@pytest.fixture
-def edited(saved: tuple[Path, Any], tmp_path: Path) -> Callable[..., Path]:
-    """A copy whose tensors a function has changed, and keys of its config.json."""
-
-    def edit(change: Callable[[dict[str, Any]], None], keys: dict[str, Any]) -> Path:
-        copy = Path(shutil.copytree(saved[0], tmp_path / "copy"))
-        tensors = load_file(copy / "model.safetensors")
-        change(tensors)
-        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-        config = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps({**config, **keys}))
-        return copy
-
-    return edit
-
-
 CONV = "model.layers.1.conv.conv.weight"
 
 
@@ -201,10 +184,17 @@ CONV = "model.layers.1.conv.conv.weight"
     ],
     ids=["missing", "shape", "taps", "type", "layer types", "few layers", "indices"],
 )  # fmt: skip
-def test_wrong_files(edited: Callable[..., Path], change: Any, keys: Any, error: Any, message: str) -> None:
+def test_wrong_files(
+    saved: tuple[Path, Any],
+    edited_copy: Callable[..., Path],
+    change: Any,
+    keys: Any,
+    error: Any,
+    message: str,
+) -> None:
     """A traceback from NumPy; a model that runs with a layer left out."""
     with pytest.raises(error, match=message) as caught:
-        LLM(edited(change, keys))
+        LLM(edited_copy(saved[0], change, keys))
     assert isinstance(caught.value, KukriError)
     assert "\n" not in str(caught.value)
 

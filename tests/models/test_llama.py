@@ -17,7 +17,6 @@ from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
-from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
 from kukri.kernels.cpu.quantize import quantize
 from kukri.kernels.rope_rows import RopeRows
@@ -34,20 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gqa4-head64": {"n_heads": 4, "n_kv_heads": 1, "d_head": 64, "theta": 100000.0},
     "biases": {"n_heads": 4, "n_kv_heads": 2, "bias": True, "tied": False},
 }
-
-
-@pytest.fixture(scope="module", params=["reference", "cpu"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    made = make_backend(request.param)
-    yield made
-    close = getattr(made, "close", None)
-    if close is not None:
-        close()
-
-
-@pytest.fixture(scope="module")
-def reference() -> Backend:
-    return make_backend("reference")
 
 
 def residual_recorder(n_layers: int) -> tuple[dict[str, list], list[np.ndarray]]:

@@ -33,22 +33,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("moe"), "qwen3_moe")[0]
 
 
-@pytest.fixture
-def edited(saved: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A copy whose tensors a function has changed."""
-
-    def edit(change: Callable[[dict[str, Any]], None], **keys: Any) -> Path:
-        copy = Path(shutil.copytree(saved, tmp_path / "copy"))
-        tensors = load_file(copy / "model.safetensors")
-        change(tensors)
-        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-        config = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps({**config, **keys}))
-        return copy
-
-    return edit
-
-
 def fuse(tensors: dict[str, Any]) -> None:
     """The names that transformers 5 has in memory: gate and up of all experts as one tensor."""
     for layer in range(4):
@@ -61,9 +45,11 @@ def fuse(tensors: dict[str, Any]) -> None:
         tensors[f"{prefix}.down_proj"] = parts["down_proj"]
 
 
-def test_fused_tensors_are_the_same_model(saved: Path, edited: Callable[..., Path], tmp_path: Path) -> None:
+def test_fused_tensors_are_the_same_model(
+    saved: Path, edited_copy: Callable[..., Path], tmp_path: Path
+) -> None:
     """Gate taken for up, or an expert's rows for another's; a conversion that knows one form alone."""
-    directory, want = edited(fuse), exact_logits(saved, IDS)
+    directory, want = edited_copy(saved, fuse, {}), exact_logits(saved, IDS)
     np.testing.assert_array_equal(exact_logits(directory, IDS), want)
     convert_model(directory, tmp_path / "m.gguf", None, dry_run=False, as_json=False)
     np.testing.assert_array_equal(exact_logits(tmp_path / "m.gguf", IDS), want)
@@ -173,10 +159,12 @@ def test_inspect_counts_active_parameters(
     ],
     ids=["an expert", "all experts", "router", "used", "too few", "dense layer"],
 )  # fmt: skip
-def test_wrong_files(edited: Callable[..., Path], change: Any, keys: Any, error: Any, message: str) -> None:
+def test_wrong_files(
+    saved: Path, edited_copy: Callable[..., Path], change: Any, keys: Any, error: Any, message: str
+) -> None:
     """A traceback from NumPy; a model that runs with experts left out."""
     with pytest.raises(error, match=message) as caught:
-        LLM(edited(change, **keys))
+        LLM(edited_copy(saved, change, keys))
     assert "\n" not in str(caught.value)
 
 

@@ -32,7 +32,7 @@ RECURRENT = LayerConfig(is_recurrent=True)
 
 @dataclass(frozen=True)
 class Tiny:
-    """What differs between architectures: transformers' config, ours, and GGUF's keys and tensors."""
+    """Differences between architectures: transformers' config, ours, and GGUF's keys and tensors."""
 
     hf_type: str  # transformers.<hf_type>Config and ...ForCausalLM
     gguf_arch: str
@@ -449,7 +449,7 @@ def _rope_freqs(config: ModelConfig) -> dict[str, Sequence[float]]:
 
 
 def as_read(name: str, config: ModelConfig) -> ModelConfig:
-    """What the GGUF file of a config says: Mistral is a llama there, and llama3's formula is a tensor."""
+    """A config as its GGUF file states it: Mistral is a llama there, and llama3's formula is a tensor."""
     scaling = config.rope.scaling
     if scaling is not None and scaling.kind == "llama3":
         factors = tuple(np.array(_rope_freqs(config)["rope_freqs.weight"], np.float32).tolist())
