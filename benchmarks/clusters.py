@@ -61,7 +61,7 @@ class Machines:
 
 
 def started(start: Callable[[], Any]) -> Any:
-    """What `start` makes, tried again if Ray's processes are too slow."""
+    """Calls `start`, again if Ray's processes are too slow."""
     for left in reversed(range(_STARTS)):
         try:
             return start()

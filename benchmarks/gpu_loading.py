@@ -39,7 +39,7 @@ class LoadingMemory:
 
     @property
     def beside_file(self) -> float:
-        """What the peak has above the file."""
+        """Bytes of the peak beyond the file's."""
         return self.peak_bytes - self.file_bytes
 
 

@@ -98,7 +98,7 @@ class Answer:
         return bisect_right(self._ends, n_characters)
 
     def _decode(self) -> None:
-        """Adds the tokens that nobody has looked at since they came."""
+        """Decodes the tokens pushed since the last call."""
         for token in self._undecoded:
             self._add(token)
         self._undecoded.clear()

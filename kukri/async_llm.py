@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 class AsyncLLM:
     """An `LLM` for asyncio: `async for chunk in llm.stream(...)`, `await llm.generate(...)`.
 
-    `model` and `options` are those of `LLM`, which is opened here and closed by `aclose`; opening blocks, and
-    may be done in `asyncio.to_thread`. Or `model` is an `LLM`, which may be used beside this and is left open
-    by `aclose`. Concurrent calls, of one event loop or of several, share the engine's batches and give the
-    tokens that `LLM` gives. Prompts are tokenized in the event loop's executor. A slow reader delays nobody.
+    Concurrent calls, of one event loop or of several, share the engine's batches and give the tokens that
+    `LLM` gives. Prompts are tokenized in the event loop's executor. A slow reader delays nobody. Cancelling a
+    task that waits here, or closing a stream, ends its requests: their pages are free by the next step.
 
-    Cancelling a task that waits here, or closing a stream, ends its requests: their pages are free by the
-    next step.
+    Args:
+        model: As for `LLM`, which is opened here and closed by `aclose`; opening blocks, and may be done in
+            `asyncio.to_thread`. Or an `LLM`, which may be used beside this and stays open after `aclose`.
+        options: The other arguments of `LLM`.
 
-    Attributes: llm, for everything else (its methods block).
+    Attributes:
+        llm: The LLM, for everything else; its methods block.
     """
 
     def __init__(self, model: LLM | str | os.PathLike[str] | None = None, **options: Any) -> None:
@@ -81,7 +83,7 @@ class AsyncLLM:
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result | list[Result]:
-        """The Result that continues a prompt, or a list of Results, as `LLM.generate`; raises the same."""
+        """Continues a prompt, or a list of them, as `LLM.generate` does; raises the same."""
         self._check_open()
         calls = await asyncio.to_thread(
             self.llm.calls.for_prompts, prompt, params, overrides, adapter, self.llm.intervene(interventions)
@@ -98,7 +100,7 @@ class AsyncLLM:
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result:
-        """The model's answer to a conversation, as `LLM.chat`; raises the same."""
+        """Answers a conversation as `LLM.chat` does; raises the same."""
         self._check_open()
         call = await asyncio.to_thread(
             self.llm.calls.for_chat, messages, params, overrides, adapter, self.llm.intervene(interventions)
@@ -115,9 +117,9 @@ class AsyncLLM:
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """The Chunks of the answer to a prompt or to messages, as `LLM.stream`.
+        """Streams the answer to a prompt or to messages as `LLM.stream` does; raises the same.
 
-        The request is checked and starts with the first chunk. Raises the same as `LLM.stream`.
+        The request is checked and starts when the first chunk is asked for.
         """
         self._check_open()
         call = await asyncio.to_thread(
@@ -138,7 +140,7 @@ class AsyncLLM:
             self._drop([call])
 
     async def aclose(self) -> None:
-        """Ends all calls under way, with an error, and closes the LLM if it was opened here."""
+        """Ends all calls in progress with an error, and closes the LLM if it was opened here."""
         self._is_open = False
         self.llm.calls.submit(self._end_live)
         if self._owns_llm:

@@ -1,4 +1,4 @@
-"""The files of a batch: requests in OpenAI's form, a line each, and the results that there are so far.
+"""The files of a batch: requests in OpenAI's form, one a line, and the results so far.
 
 A result is appended to `OUTPUT.part` as soon as there is one; when all are there, they become OUTPUT, in the
 order of the requests. A result's id comes of the model's name and of the request's line, so that a later run

@@ -243,7 +243,7 @@ class ModelConfig:
             raise ConfigError("recurrent layers without their sizes")
 
     def attention(self, layer: int) -> AttentionConfig:
-        """The attention of a layer: its own numbers, and the model's for those that it leaves out."""
+        """The attention of a layer: its own numbers, else the model's."""
         this = self.layers[layer]
         d_head = this.d_head or self.d_head
         return AttentionConfig(
@@ -286,7 +286,7 @@ Pooling = Literal["mean", "last", "cls"]
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """How a text becomes one vector, as the model's files say it."""
+    """How a text becomes one vector, according to the model's files."""
 
     pooling: Pooling = "mean"  # of the tokens' hidden states; "cls" is the first
     normalizes: bool = True  # to length 1
@@ -301,14 +301,14 @@ Speculation = Literal["off", "ngram", "draft"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of the engine. Defaults are what `kukri run` uses."""
+    """Options of the engine."""
 
-    backend: str = "cpu"  # by its name: cpu, reference or torch
-    device: str | None = None  # of the torch backend: cpu, cuda:0, mps …
+    backend: str = "cpu"  # cpu, torch, gpu or reference
+    device: str | None = None  # of the torch and gpu backends: cpu, cuda:0, mps …
     max_context: int | None = None  # tokens of the longest request; None: the model's own limit
     max_requests: int = 1  # requests that hold pages at a time
     max_step_tokens: int = 512  # prompt chunk and step size
-    max_prompt_tokens: int = 64  # of a step in which others generate: what bounds how late their tokens come
+    max_prompt_tokens: int = 64  # prompt tokens of a step in which others decode: bounds their delay
     kv_bytes: int | None = None  # of the KV pool; None: room for max_requests of max_context tokens
     caches_prefixes: bool = True  # reuse keys and values of past requests with equal prefixes
     snapshot_bytes: int = 1 << 29  # of the recurrent states behind such prefixes, of models that have states
@@ -320,7 +320,7 @@ class EngineConfig:
     )
     max_in_flight: int = 1  # steps under way at a time: as many as a model has stages
     prefix_dir: str | None = None  # where prefixes are saved, to be found after a restart; None: nowhere
-    prefix_bytes: int = 4 << 30  # of all that is saved there
+    prefix_bytes: int = 4 << 30  # the most that is saved there
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""

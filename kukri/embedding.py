@@ -35,7 +35,7 @@ class Ranked:
 
 @dataclass
 class Encoded:
-    """Texts as token ids; `truncated` are the places of those that were too long."""
+    """Texts as token ids; `truncated` has the indices of texts that were cut."""
 
     ids: list[list[int]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)

@@ -44,36 +44,53 @@ if TYPE_CHECKING:
 class LLM:
     """A model loaded from a file, ready to generate. Threads may share it: their calls run as one batch.
 
-    `model` is a known name, the path of a .gguf file or of a directory with safetensors, or None for the
-    default model; a known name is fetched when it is not in the cache. `quantize`, "Q8_0", "Q4_K" …, packs a
-    directory's matrices while they are loaded. `max_context` (tokens) limits prompt and answer together, None
-    for the model's own limit, or less if memory is short, which is logged as a warning; `n_threads` None
-    takes the cores this process may use. `device` is "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto" for the
-    first GPU if there is one; all but the CPU need PyTorch (`pip install "kukri[gpu]"`). `backend` follows
-    from it, but "torch" runs on PyTorch on the CPU too, and "reference" in NumPy, for checks. A prompt is
-    read in steps of `max_step_tokens`. Up to `max_requests` requests, None for 16, run side by side, in a KV
-    cache of `kv_bytes`; None takes what as many contexts need, as far as memory is free. Its numbers are
-    float16, q8_0, q4, float32, or fp8 on the torch and gpu backends. `rope_scaling`, "linear", "dynamic" or
-    "yarn", stretches the model's context `rope_factor` times. `adapters` are LoRA adapters by name,
-    directories of PEFT or GGUF files, which requests choose by `adapter`. `speculation` computes drafts
-    beside a token, which change none, unless a request says otherwise: "ngram" looks them up in the text,
-    "draft" runs `draft_model`, a small model of the same tokens; "off" does without. `chat_template` is the
-    source of a Jinja template to use instead of the file's. Keys and values of prompts and answers are saved
-    in `prefix_dir`, up to `prefix_bytes` (4 GiB), and read back by later processes whose prompts begin alike.
-    `control_vectors`, `probes` and `saes` are files by names of their own, which interventions speak of:
-    GGUF, .safetensors, and directories of SAELens. `stages` cuts the model by layers: into so many processes
-    on this machine, into those of `kukri stage` that listen at addresses "host:port" and this one, or into
-    those of `kukri.scale.pipeline.RayStages`; `devices` into a process for each device. `progress(done,
-    total)`, in bytes of weights, is called while these are loaded.
-
     Whoever waits for an answer steps the engine for all, so a slow reader of a stream delays nobody. Hooks
     see the steps of every thread. A hook or logits processor must not call its own LLM: KukriError.
 
-    Calls without `params` sample by `default_params`: as the model's files advise (generation_config.json,
-    general.sampling.* of GGUF), else by kukri's own defaults. Keyword arguments are set on top of these.
+    Args:
+        model: A known name, an `org/repo[:type]` of the Hugging Face hub, or the path of a .gguf file or of a
+            directory with safetensors; None for the default model. What is not in the cache is downloaded.
+        max_context: Most tokens of prompt and answer together; None for the model's own limit, or less if
+            memory is short, which is logged as a warning.
+        n_threads: Threads of the CPU backend; None for the cores that this process may use.
+        backend: "cpu", "torch", "gpu", or "reference" (NumPy, for checks); None follows from `device`.
+        device: "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto" for the first GPU if there is one. All but
+            the CPU need PyTorch (`pip install "kukri[gpu]"`).
+        max_step_tokens: Most tokens that a step computes: a longer prompt is read in several steps.
+        max_requests: Most requests that run side by side; None for 16. Others wait.
+        kv_bytes: Size of the KV cache; None for what as many contexts need, as far as memory is free.
+        kv_type: Type of the KV cache: "f16", "q8_0", "q4" or "f32"; "fp8" on the torch and gpu backends.
+        quantize: Weight type ("Q8_0", "Q4_K" ...) that a directory's matrices are packed to while loading.
+        rope_scaling: "linear", "dynamic" or "yarn": extends the model's context `rope_factor` times.
+        rope_factor: See `rope_scaling`.
+        speculation: Source of draft tokens, which save time and change no answer, unless a request says
+            otherwise: "ngram" (looked up in the text), "draft" (by `draft_model`) or "off".
+        draft_model: A small model with the same tokens.
+        chat_template: Source of a Jinja template that replaces the file's.
+        adapters: LoRA adapters by name, PEFT directories or GGUF files, which requests choose by `adapter`.
+        prefix_dir: Directory where keys and values of prompts and answers are saved, and read back by later
+            processes whose prompts begin alike; None saves nothing.
+        prefix_bytes: Most bytes in `prefix_dir`; None for 4 GiB.
+        control_vectors: Files by name (GGUF or .safetensors), which interventions refer to.
+        probes: The same for probes (.safetensors).
+        saes: The same for sparse autoencoders (.safetensors, or directories of SAELens).
+        stages: Cuts the model by layers: into this many processes on this machine, into processes of
+            `kukri stage` at addresses "host:port" and this one, or as `kukri.scale.pipeline.RayStages` says.
+        devices: Cuts the model by layers into a process for each of these devices.
+        progress: Called as progress(done, total), in bytes of weights, while they are loaded.
 
-    Attributes: options, path, config (of the file), engine_config, tokenizer, model, engine, default_params,
-    calls (under way), text_encoder.
+    Attributes:
+        options: The arguments above, with which another process opens the same model.
+        path: The file or directory.
+        config: Sizes and facts of the model, as its file states them.
+        engine_config: Options of the engine.
+        tokenizer: Text to token ids and back.
+        model: The model, with a transformers-style `forward`.
+        engine: The engine below, to be stepped by this LLM alone.
+        default_params: Sampling parameters of calls without `params`: as the model's files advise
+            (generation_config.json, general.sampling.* of GGUF), else kukri's own defaults.
+        calls: Calls in progress.
+        text_encoder: Turns texts into vectors and scores, as the model's files say.
     """
 
     def __init__(
@@ -169,7 +186,7 @@ class LLM:
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result | list[Result]:
-        """The Result that continues a prompt, text or token ids; for a list of prompts, a list of Results.
+        """Continues a prompt, text or token ids: a Result. A list of prompts is one batch: a list of Results.
 
         `overrides` are fields of SamplingParams, set on top of `params` or, without these, of the model's
         `default_params`; `adapter` is the name of a loaded adapter, None for the model alone. A text gets the
@@ -191,9 +208,10 @@ class LLM:
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result:
-        """The model's answer to a conversation: messages of `role` and `content`, by its own chat template.
+        """Answers a conversation: messages of `role` and `content`, rendered by the model's chat template.
 
-        Control tokens come from the template alone: in the contents they stay text.
+        Control tokens come from the template alone: in the contents they stay text. The other arguments and
+        errors are those of `generate`; a model without a chat template raises RequestError.
         """
         call = self.calls.for_chat(messages, params, overrides, adapter, self.intervene(interventions))
         return self.calls.run([call])[0]
@@ -207,18 +225,19 @@ class LLM:
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Iterator[Chunk]:
-        """The Chunks of the answer to a prompt or to messages, as they come.
+        """Streams the answer to a prompt or to messages, as Chunks.
 
-        The request is checked at once and starts with the first chunk; closing the iterator ends it. Raises
-        RequestError for a `best_of` above `n`, as the best answers are known at the end.
+        The request is checked at once and starts when the first chunk is asked for; closing the iterator ends
+        it. The other arguments and errors are those of `generate`. Raises RequestError for a `best_of` above
+        `n`, as the best answers are known only at the end.
         """
         intervene = self.intervene(interventions)
         return self.calls.chunks(self.calls.for_stream(prompt, params, overrides, adapter, intervene))
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Loads a LoRA adapter, a directory of PEFT or a GGUF file, that requests may choose by the name.
+        """Loads a LoRA adapter, a PEFT directory or a GGUF file, under a name that requests may choose it by.
 
-        Requests that run go on. Raises FormatError and UnsupportedError for files that are broken, of another
+        Running requests go on. Raises FormatError and UnsupportedError for files that are broken, of another
         model, or no plain LoRA, ConfigError on a name that is taken.
         """
         adapter = read_adapter(Path(path).expanduser(), self.model)
@@ -226,7 +245,7 @@ class LLM:
             self.engine.load_adapter(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter; requests that run with it end with it. Raises RequestError without it."""
+        """Unloads an adapter; running requests keep it to their end. Raises RequestError if it is unknown."""
         with self.calls.alone():
             self.engine.unload_adapter(name)
 
@@ -236,7 +255,10 @@ class LLM:
         return self.engine.adapters.names
 
     def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> FloatArray:
-        """Logits float32 [T, V]: row t is about the token after `token_ids[: t + 1]`."""
+        """Logits float32 [T, V] of a text: row t predicts the token after `token_ids[: t + 1]`.
+
+        Raises UnsupportedError for a model without a language model head, RequestError on bad token ids.
+        """
         self.calls.check_generates()
         request = self.engine.make_output_request(token_ids, "logits", adapter=adapter)
         (rows,) = self.calls.compute([request])
@@ -245,7 +267,7 @@ class LLM:
     def answer(
         self, question: str, context: str, *, top_k: int = 1, max_answer_tokens: int = 15
     ) -> list[Span]:
-        """The `top_k` spans of the context that most probably answer the question, the best first.
+        """Finds the `top_k` spans of the context that most probably answer the question, the best first.
 
         For checkpoints of `...ForQuestionAnswering`; others raise UnsupportedError.
         """
@@ -262,13 +284,13 @@ class LLM:
         )
 
     def classify(self, text: str) -> list[Label]:
-        """Every label of a text with its score, the best first; for `...ForSequenceClassification`."""
+        """Scores a text's labels, best first; for `...ForSequenceClassification`, else UnsupportedError."""
         from kukri import tasks
 
         return tasks.classify(self.model, self._outputs, self.tokenizer, text)
 
     def classify_tokens(self, text: str) -> list[TokenLabel]:
-        """A label for each token of a text, with its place; for `...ForTokenClassification`."""
+        """Labels each token of a text; for `...ForTokenClassification`, else UnsupportedError."""
         from kukri import tasks
 
         return tasks.classify_tokens(self.model, self._outputs, self.tokenizer, text)
@@ -285,13 +307,13 @@ class LLM:
         dimensions: int | None = None,
         adapter: str | None = None,
     ) -> FloatArray:
-        """A vector for each text, float32 [n, D], or [D] for a single text; any checkpoint has them.
+        """Embeds texts, with any checkpoint: float32 [n, D], or [D] for a single text.
 
         `pooling` is the mean over all tokens, the last or the first ("cls"), of the last hidden states;
-        `normalize` makes vectors of length 1. None is what the model's files say: sentence-transformers' or
-        GGUF's pooling type, else the mean, normalized. `prompt` is put before each text, or one of the
-        model's own by `prompt_name` ("query"). An encoder's vectors may be cut to `dimensions`. `adapter` is
-        the name of a loaded adapter.
+        `normalize` makes vectors of length 1. None is what the model's files say (sentence-transformers' or
+        GGUF's pooling type), else the mean, normalized. `prompt` is put before each text; `prompt_name`
+        chooses one of the model's own ("query"). An encoder's vectors may be cut to `dimensions`. `adapter`
+        is the name of a loaded adapter.
 
         Raises ContextLengthError for a text beyond the model's limit; with `truncate` it is cut, and a
         warning is logged.
@@ -318,7 +340,7 @@ class LLM:
         truncate: bool = False,
         adapter: str | None = None,
     ) -> list[Ranked]:
-        """The documents by how well they answer the query, the best first, `top_n` of them.
+        """Ranks documents by how well they answer the query: the `top_n` best, the best first.
 
         A cross-encoder (`...ForSequenceClassification` with one label) reads query and document together, and
         its score is what sentence-transformers gives; of other models it is the cosine of their embeddings.
@@ -345,7 +367,7 @@ class LLM:
 
     @contextmanager
     def hooks(self, hooks: Mapping[str, Hook]) -> Iterator[None]:
-        """Within the `with` block, each hook listens on its full name, such as `blocks.3.hook_resid_pre`.
+        """Adds hooks by their full names, such as `blocks.3.hook_resid_pre`, within the `with` block.
 
         A hook is called as hook(name, array) in each step, with float32 [tokens of the step, width]; it may
         edit the array in place or return a replacement, and must copy what it wants to keep. Raises HookError
@@ -378,15 +400,14 @@ class LLM:
         return_type: ReturnType = "logits",
         adapter: str | None = None,
     ) -> tuple[FloatArray | None, ActivationCache]:
-        """(logits [batch, pos, V], the activations of each name), with TransformerLens' names and shapes.
+        """Runs texts; returns (logits [batch, pos, V], activations), with TransformerLens' names and shapes.
 
         `prompt` is a text, token ids [T] or [batch, T], or a list of either; shorter ones are padded on the
         right with zeros. `names` is a name, several, or a function of a name that says whether it is wanted;
         None is all. With `stop_at_layer` nothing from that layer on is computed, and the stream before it
         [batch, pos, D] takes the logits' place. `return_type` "loss" gives the mean loss in nats, None
-        nothing, and then what comes after the last name is not computed. `fwd_hooks` are those of
-        `run_with_hooks`. `adapter` is the name of a loaded adapter: the activations, and what is computed of
-        them, are those of the model with it.
+        no result, and nothing after the last name is computed. `fwd_hooks` are those of `run_with_hooks`.
+        `adapter` is the name of a loaded adapter, with which the model then runs.
         """
         session = self._session(adapter)
         return session.run_with_cache(prompt, names, stop_at_layer, fwd_hooks, return_type)
@@ -400,7 +421,7 @@ class LLM:
         stop_at_layer: int | None = None,
         adapter: str | None = None,
     ) -> FloatArray | None:
-        """The logits [batch, pos, V] of a run that hooks read and edit: see `run_with_cache`.
+        """Runs texts with hooks that read and edit; returns the logits [batch, pos, V]: see `run_with_cache`.
 
         `fwd_hooks` are pairs (name, hook). A hook is called as hook(value, hook=point), once, with the whole
         batch [batch, pos, ...] in TransformerLens' shape; it edits the array in place or returns another.
@@ -442,7 +463,7 @@ class LLM:
         adapter: str | None = None,
         **overrides: Unpack[SamplingOptions],
     ) -> Any:
-        """`generate`, with hooks and captures of these requests alone: (result, activations) of each prompt.
+        """Generates with hooks and captures of these requests alone: (result, activations) of each prompt.
 
         A hook is called as hook(value [1, pos, ...], hook=point) for each chunk of the prompt and each token
         generated; `point.start` is the first one's position. `names` are captured of every token but the
@@ -462,7 +483,7 @@ class LLM:
         self.interp.added += self.interp.listen([(name, hook)])
 
     def reset_hooks(self) -> None:
-        """Removes what `add_hook` added."""
+        """Removes the hooks that `add_hook` added."""
         self.interp.added.clear()
 
     @cached_property
@@ -490,7 +511,7 @@ class LLM:
         return self.interp if adapter is None else self.interp.adapted(self.engine.adapters.get(adapter))
 
     def intervene(self, interventions: Interventions) -> Intervene | None:
-        """A function that gives a prompt's new requests their interventions; None if there are none."""
+        """Returns a function that adds interventions to a prompt's new requests; None if there are none."""
         if isinstance(interventions, Sequence) and not interventions:
             return None
         return lambda requests: self.interp.intervene(requests, interventions)
@@ -502,7 +523,7 @@ class LLM:
 
     @cached_property
     def hook_names(self) -> tuple[str, ...]:
-        """Every name that a hook may listen on, in the order of a step."""
+        """All names that `hooks` takes, in the order of a step."""
         return tuple(tap_names(self.model))
 
     @property
@@ -519,7 +540,7 @@ class LLM:
         return self.calls.engine
 
     def close(self) -> None:
-        """Ends all calls under way, with an error, and the backend's threads. The LLM is of no use after."""
+        """Ends all calls under way with an error, and the backend's threads. Later calls raise KukriError."""
         with self.calls.alone():
             self.calls.close()
             self.model.bind(None)

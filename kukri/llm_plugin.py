@@ -34,7 +34,7 @@ class Kukri(llm.Model):
     supports_schema = True
 
     class Options(llm.Options):
-        """As in `kukri run`; the model has the defaults of what is left out."""
+        """Options of `kukri run`; the model has defaults."""
 
         model: str | None = Field(default=None, description="A known name, org/repo[:type] or a path")
         max_tokens: int = Field(default=512, description="Tokens of an answer at most")

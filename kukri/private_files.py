@@ -1,4 +1,4 @@
-"""Directories and files of caches that nobody but their owner may have written.
+"""Cache directories and files that only their owner may write.
 
 Machine code is run, and saved keys and values are believed, because of where they lie, so the owner and the
 mode of the directory and of the opened file are checked first. What root wrote is trusted too.

@@ -58,7 +58,7 @@ def peak_rss_bytes() -> int:
 
 
 def cpu_s(process_id: int) -> float | None:
-    """Seconds of processor time that another process has had; None if nobody says."""
+    """Processor time of another process in seconds; None if unknown."""
     try:
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Traces of requests by OpenTelemetry: off unless somebody asks for them, and nothing of it is imported then.
+"""Traces of requests by OpenTelemetry, which is imported only if traces are on.
 
 A request over HTTP is a span. Beneath it each answer has the spans `queue`, `prefill` and `decode`, written
 when it ends, from the times that a request keeps anyway: a step of the engine does nothing for a trace.
@@ -55,7 +55,7 @@ class Traces:
         return Span(self._tracer, self._tracer.start_span(name, context, SpanKind.SERVER))
 
     def beneath(self, traceparent: str) -> Span:
-        """The span of another process, to put others beneath it; it ends there."""
+        """The span of another process, as a parent; it ends there."""
         from opentelemetry.trace import get_current_span
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

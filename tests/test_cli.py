@@ -376,7 +376,7 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
     def wait_for(self, pattern: str) -> str:
-        """What has been shown since the last wait, up to the pattern's end."""
+        """The output since the last wait, up to the pattern's end."""
         deadline = time.monotonic() + 60
         while (match := re.search(pattern, self.shown)) is None:
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.shown!r}"

@@ -1,4 +1,4 @@
-"""What only some operating systems have, taken away: kukri imports, loads and generates all the same."""
+"""Features that only some systems have, taken away: kukri imports, loads and generates all the same."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def loaded(tmp_path: Path, backend: str) -> Iterator[Any]:
 
 
 def outputs(model: Any, **inputs: Any) -> np.ndarray:
-    """What a model of transformers gives for each token: a head's outputs, or hidden states [B, T, width]."""
+    """transformers' output for each token: a head's, or hidden states [B, T, width]."""
     with torch.no_grad():
         if hasattr(model, "score"):  # its own forward keeps one token of a text
             below = getattr(model, model.base_model_prefix)

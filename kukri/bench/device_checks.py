@@ -59,7 +59,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed: tokens of products, columns, and contexts of attention."""
+    """Sizes of the checks: tokens of products, columns, and contexts of attention."""
 
     tokens: tuple[int, ...] = (1, 8, 33, 200)
     n_columns: int = 768

@@ -57,7 +57,7 @@ class DraftBudget:
     """
 
     def __init__(self, n_tokens: int, n_decoding: int) -> None:
-        """For a step of `n_tokens` without drafts, of which `n_decoding` requests compute one each."""
+        """A step has `n_tokens` without drafts, one each for `n_decoding` requests."""
         self._min_chance = _MIN_CHANCE + _MIN_CHANCE_EACH * n_decoding
         has_prompt = n_tokens > n_decoding
         self._n_cheap: float = float("inf") if has_prompt else max(_PANEL_TOKENS - n_tokens, 0)

@@ -135,7 +135,7 @@ class _Residuals:
         self._n_tokens += len(of_a[self._names[0]])
 
     def errors(self) -> tuple[float, ...] | None:
-        """For each block; None if the models cannot be compared so."""
+        """Relative errors of each block's output; None if the models have different blocks."""
         if not self._is_comparable:
             return None
         return tuple(np.sqrt(self._squares / self._n_tokens).tolist())

@@ -51,5 +51,5 @@ def from_nll(nll: DoubleArray) -> Perplexity:
 
 
 def standard_error(values: DoubleArray) -> float:
-    """Of the mean of independent values; 0 for a single one."""
+    """Standard error of the mean of independent values; 0 for a single one."""
     return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -74,7 +74,7 @@ class Headers:
 
     @property
     def n_active_parameters(self) -> int:
-        """Those that a token is computed with: of a mixture's experts, the share that it uses."""
+        """Parameters that a token is computed with: of a mixture's experts, the share that it uses."""
         return self.n_parameters - self.unused(lambda tensor: tensor.n_parameters)
 
     def unused(self, size: Callable[[StoredTensor], int]) -> int:

@@ -1,4 +1,4 @@
-"""How a checkpoint's texts become vectors: the files of sentence-transformers, and GGUF's pooling type."""
+"""A checkpoint's way from texts to vectors: sentence-transformers' files, and GGUF's pooling type."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DenseLayer:
 def directory_embedding(
     directory: Path, stated: Mapping[str, Any]
 ) -> tuple[EmbeddingConfig, tuple[DenseLayer, ...]]:
-    """How the texts of a directory whose config.json holds `stated` become vectors, and its dense layers.
+    """Reads a directory's embedding settings and dense layers; its config.json holds `stated`.
 
     Without modules.json it is the mean of all tokens, normalized. Raises FormatError for broken files and
     UnsupportedError for modules that kukri does not run.
@@ -84,7 +84,7 @@ def directory_embedding(
 
 
 def gguf_embedding(metadata: Mapping[str, Any], architecture: str) -> EmbeddingConfig:
-    """How the texts of a GGUF file become vectors: `{architecture}.pooling_type`."""
+    """Reads a GGUF file's embedding settings: `{architecture}.pooling_type`."""
     pooling = metadata.get(f"{architecture}.pooling_type")
     if isinstance(pooling, int | np.integer) and int(pooling) in _GGUF_POOLINGS:
         return EmbeddingConfig(_GGUF_POOLINGS[int(pooling)])

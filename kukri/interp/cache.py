@@ -76,7 +76,7 @@ class ActivationCache(Mapping[str, Any]):
         return f"ActivationCache({len(self)} names, {self._rows.n_batch} x {self._rows.n_tokens} tokens)"
 
     def remove_batch_dim(self) -> ActivationCache:
-        """The same without the batch dimension. Raises RequestError if there is more than one text."""
+        """Removes the batch dimension. Raises RequestError if there is more than one text."""
         if self._rows.n_batch > 1:
             raise RequestError(
                 f"the cache has {self._rows.n_batch} texts: a batch of one loses its dimension"

@@ -102,7 +102,7 @@ class TorchTape(TorchOps):
         return x
 
     def _states(self, name: str, layer: int, batch: Any) -> Iterator[tuple[StateStep, Any, Tensor]]:
-        """Each text with a state of zeros, which nobody reads afterwards."""
+        """A state of zeros for each text, used once."""
         zeros = self.cache.states[layer][name][0]
         for i, rows in enumerate(batch.host.texts):
             yield StateStep(rows.start, rows.stop, i, True, ()), {}, zeros

@@ -1,4 +1,4 @@
-"""How the reference backend writes and reads keys and values of a cache: the definition for kernels."""
+"""Cache reads and writes of the reference backend: the definition for kernels."""
 
 from __future__ import annotations
 

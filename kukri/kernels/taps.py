@@ -54,7 +54,7 @@ class Hooks:
         return bool(self._by_name)
 
     def add(self, hooks: Mapping[str, Hook]) -> None:
-        """Adds each hook to its tap, after those that are there."""
+        """Adds each hook to its tap, behind earlier ones."""
         for name, hook in hooks.items():
             self._by_name[name] = (*self._by_name.get(name, ()), hook)
 

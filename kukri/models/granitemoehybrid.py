@@ -93,7 +93,7 @@ class DenseBlock(GraniteBlock):
 
 
 class HybridBlock(Block):
-    """The same with a mixture."""
+    """A hybrid layer with a mixture of experts."""
 
     mlp_type, recurrent_type, recurrent_name = SharedMixture, Mamba2, "mamba"
 

@@ -103,7 +103,7 @@ class Llama:
         return logits
 
     def hidden(self, ops: Ops, batch: Any) -> Tensor:
-        """The same rows after the last norm [N, D], which the head reads."""
+        """Hidden states after the last norm [N, D], the head's input."""
         x = ops.tap("hook_embed", None, self.embed(ops, batch))
         for block in self.blocks:
             x = block(ops, x, batch)

@@ -19,7 +19,7 @@ def tap_names(program: Program) -> list[str]:
 
 
 def linear_inputs(program: Program) -> dict[str, str]:
-    """By the name of each weight that is multiplied, the full name of the hook that sees its input.
+    """Full name of the hook that sees a matrix's input, by the name of the weight.
 
     A weight whose input no hook sees is left out.
     """

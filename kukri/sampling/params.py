@@ -125,20 +125,21 @@ class SamplingParams:
         dry_sequence_breakers: Texts or token ids that end a repetition; a text stands for all tokens that
             contain it.
         samplers: The stages of sampling in order; those left out are off.
-        logit_bias: Added to logits, by token id; not part of the hash.
+        logit_bias: Numbers added to logits, by token id; not part of the hash.
         bad_words: Texts, or sequences of token ids, that must not be generated.
         logits_processors: Functions (token ids int32 [n], logits float32 [V]) that edit a row of logits or
             return another, before everything else.
         grammar: A grammar that the text must match, such as `Grammar.json(schema)`.
         reasoning_limit: The reasoning budget; None for no limit.
-        seed: Seed of the random numbers; None for other tokens each time.
+        seed: Seed of the random numbers; None draws another one each time.
         max_tokens: Most tokens to generate; None until the context is full.
         min_tokens: Tokens to generate before an end-of-text token, stop id or stop string may end the answer.
         stop: A string, or a sequence of strings and token ids, before which the text ends. Becomes a tuple of
             the strings without repeats; the ids move to `stop_token_ids`.
         stop_token_ids: Token ids that end the answer; becomes a tuple without repeats.
         ignore_eos: Continues after an end-of-text token.
-        logprobs: Number of most likely tokens reported beside the chosen one; None for no log-probabilities.
+        logprobs: Number of most likely tokens whose log-probabilities (nats) are reported beside the chosen
+            one's; None for none.
         prompt_logprobs: The same for each token of the prompt.
         speculation: Source of draft tokens, which save time and change no answer: "off", "ngram" (the text so
             far and `prediction`) or "draft" (a draft model); None as the engine is set.
@@ -225,7 +226,7 @@ class SamplingParams:
         if self.speculation not in (None, *SPECULATIONS):
             raise _wrong("speculation", f"one of {', '.join(SPECULATIONS)}, or None", self.speculation)
         if self.prediction and self.speculation not in (None, "ngram"):
-            raise _wrong("speculation", "ngram where a prediction is given", self.speculation)
+            raise _wrong("speculation", "ngram, as a prediction is given", self.speculation)
         if not isinstance(self.ignore_eos, bool):
             raise _wrong("ignore_eos", "True or False", self.ignore_eos)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

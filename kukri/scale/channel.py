@@ -51,5 +51,5 @@ class Channel:
 
 
 async def connect(host: str, port: int) -> Channel:
-    """A channel to a front. Raises OSError if nobody listens there."""
+    """Opens a channel to a front. Raises OSError if none listens there."""
     return Channel(*await asyncio.open_connection(host, port))

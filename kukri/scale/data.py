@@ -67,7 +67,7 @@ class Predictor:
         return calls.run([calls.for_chat(messages, None, self._sampling) for messages in conversations])
 
     def _columns(self, results: Sequence[Any]) -> Batch:
-        """The columns of results; None stands for those that there are not."""
+        """The columns of results; None for missing ones."""
         name = self._output
         if self._task == "embed":
             width = next((len(vector) for vector in results if vector is not None), 0)

@@ -169,7 +169,7 @@ class EngineReplica:
             front.channel.close()
 
     async def _serve(self, front: _Front, secret: str) -> None:
-        """Runs a front's requests until it goes; those that still run then are of use to nobody."""
+        """Runs a front's requests until it disconnects; those that still run then are aborted."""
         try:
             while (message := await front.channel.receive()) is not None:
                 if message["kind"] == "run":

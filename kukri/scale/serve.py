@@ -47,7 +47,7 @@ _SLACK_S = 10.0  # of a replica that drains, to end
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many replicas Serve runs, and where.
+    """Number of replicas that Serve runs, and the nodes they run on.
 
     With `max_replicas` their number follows the load, from `n_replicas` (0: none without requests) on:
     as many as keep each at `target_requests` requests that run or wait, and its KV pages from filling up.

@@ -445,13 +445,13 @@ def _piece(data: bytes) -> str | list[int]:
 def _add_state_routes(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Whether the engines run: `ok`, or 503 and `degraded`."""
+        """Health of the engines: `ok`, or 503 and `degraded`."""
         is_well = registry.is_stepping
         return JSONResponse({"status": "ok" if is_well else "degraded"}, 200 if is_well else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether new requests are taken: 503 before the start, at the end and while an engine is ill."""
+        """Readiness for new requests: 503 before the start, while draining and while an engine fails."""
         if registry.is_draining:
             return JSONResponse({"status": "draining"}, 503)
         is_well = registry.is_stepping

@@ -77,7 +77,7 @@ class ChatRequest:
         return [{"type": "function", "function": function} for function in shown]
 
     def error(self, error: RequestError) -> RequestError:
-        """The same error with the names of fields that the client knows."""
+        """Renames an error's fields to those that the client sent."""
         head = re.match(r"\w*", error.param or "")
         if head is not None and head[0] in self.names:
             error.param = self.names[head[0]]

@@ -157,7 +157,7 @@ def answer_lines(vocabulary: Any) -> None:
 
 
 def answer_in_turn(vocabulary: Any) -> None:
-    """The same where the system has no fork: one after another, without a budget."""
+    """Answers one after another, without a budget, on systems without fork."""
     for number, given in map(json.loads, sys.stdin):
         reason = failure(Grammar(**given), vocabulary)
         tell(number, "good" if reason is None else "bad", reason)

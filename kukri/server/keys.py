@@ -16,7 +16,7 @@ _PRIORITY = re.compile(r"-?[0-9]{1,4}")
 
 @dataclass(frozen=True)
 class Client:
-    """Who sends a request. Prompts begin alike, for the cache, within one `prefix_scope` alone.
+    """The sender of a request. Cached prefixes are shared only within one `prefix_scope`.
 
     `first_priority` is the most urgent priority that its requests may have, and that of those which name
     none; the lower, the more urgent. None: any, and 0. `scopes` are what it may do beyond asking for answers.

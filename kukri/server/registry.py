@@ -566,7 +566,7 @@ def models_in(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _stamp(path: Path) -> tuple[float, int] | None:
-    """When a model's files changed last, and the bytes of all; None if one is missing now."""
+    """Latest modification time and total bytes of a model's files; None if one is missing."""
     try:
         files = [path, *path.iterdir()] if path.is_dir() else [path]
         stats = [file.stat() for file in files]

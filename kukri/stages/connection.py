@@ -101,7 +101,7 @@ class Connection:
 
 
 class Inbox:
-    """Messages of a connection that have come and that nobody has asked for yet."""
+    """Received messages of a connection that are not consumed yet."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -175,7 +175,7 @@ def _read_exactly(sock: socket.socket, n_bytes: int) -> bytes:
 
 
 def _watch(sock: socket.socket) -> None:
-    """Sends small messages at once, and lets the system find out if the other machine is gone."""
+    """Disables Nagle's algorithm, and turns TCP keep-alive on to notice a lost machine."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probes = {"TCP_KEEPIDLE": _SILENCE_S // 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": _SILENCE_S // 4}

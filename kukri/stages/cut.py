@@ -71,7 +71,7 @@ def cut_layers(weights: ModelBytes, cache_bytes: Sequence[int], rooms: Sequence[
     n_layers, n_stages = len(weights.layers), len(rooms)
 
     def time_of(stage: int, layers: range) -> float:
-        """Of a step; infinite if the stage has no room for these layers."""
+        """Time of a step; infinite if the stage has no room for these layers."""
         needed = weights.held(layers) + sum(cache_bytes[layers.start : layers.stop])
         fits = needed <= rooms[stage].free_bytes
         return weights.read(layers) / rooms[stage].speed if fits else float("inf")

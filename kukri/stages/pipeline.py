@@ -96,7 +96,7 @@ class Pipeline:
             raise
 
     def change(self, kind: Kind, *parts: bytes) -> None:
-        """The same for a change to the caches. A loss is raised with the next step, not here."""
+        """Sends all stages a change to the caches. A loss is raised with the next step, not here."""
         if self._inbox is not None:
             try:
                 self.broadcast(kind, *parts)
@@ -117,7 +117,7 @@ class Pipeline:
             raise
 
     def _raise_loss(self) -> None:
-        """Raises the loss that nobody has been told of."""
+        """Raises a loss that has not been raised yet."""
         if self._loss is not None:
             loss, self._loss = self._loss, None
             raise loss

@@ -1,4 +1,4 @@
-"""Where the stages before the last come from: processes of this machine, addresses, or who places them."""
+"""Sources of the stages before the last: processes of this machine, addresses, or a placer."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def stage_source(
     n_bytes: int,
     n_threads: int | None,
 ) -> StageSource:
-    """The stages before the last: of so many in all, or of devices, at addresses, or placed by somebody.
+    """The stages before the last, by their number, devices, addresses or placer.
 
     `n_bytes` are those of the weights, and of the keys and values of a context; `n_threads` those asked for,
     of each stage. Raises ConfigError on anything that makes no pipeline.

@@ -122,7 +122,7 @@ def _on_an_engine(
 def _on_replicas(
     cluster: ClusterOptions, target: Path, model: str | None, names: tuple[str, ...], loading: dict[str, Any]
 ) -> Iterator[tuple[FastAPI, int]]:
-    """As `_on_an_engine`, by replicas on Ray."""
+    """The application of replicas on Ray, and the requests for them at a time."""
     from kukri.loading import ModelOptions
     from kukri.terminal.cluster import replicas_on_ray, require_ray
 

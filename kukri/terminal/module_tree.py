@@ -77,7 +77,7 @@ class Module:
     is_folded: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, every layer on its own."""
+        """The tree for JSON, every layer on its own."""
         tensors = {
             name: {"type": tensor.type, "shape": list(tensor.shape), "n_parameters": tensor.n_parameters}
             for name, tensor in self.tensors.items()

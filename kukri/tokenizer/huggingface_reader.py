@@ -90,7 +90,7 @@ class Parts:
         self.vocabulary = self._vocabulary()
 
     def text_ids(self) -> dict[str, int]:
-        """Token -> id of those that plain text can become."""
+        """Token -> id, of tokens that plain text can become."""
         hidden = set(self.special_texts) - {self._unknown}
         return {token: i for token, i in self.id_of.items() if token not in hidden}
 

@@ -76,7 +76,7 @@ class Vocabulary:
         ]
 
     def text_ids(self) -> dict[str, int]:
-        """Token -> id of those that plain text can become."""
+        """Token -> id, of tokens that plain text can become."""
         ids = dict(self.id_of)
         hidden = self.special_ids.union(i for i, kind in enumerate(self.types) if kind == UNUSED)
         for i in hidden:

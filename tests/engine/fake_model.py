@@ -24,7 +24,7 @@ POISON = 13  # a prompt with this token gets NaN for logits
 
 
 def next_token(context: Sequence[int]) -> int:
-    """What the fake model says after a context."""
+    """The fake model's next token after a context."""
     state = 17
     for token in context:
         state = (state * 31 + token + 1) % 1_000_003
@@ -33,7 +33,7 @@ def next_token(context: Sequence[int]) -> int:
 
 
 def hidden_state(context: Sequence[int]) -> np.ndarray:
-    """What the fake model has for a hidden state after a context: float32 [N_HIDDEN]."""
+    """The fake model's hidden state after a context: float32 [N_HIDDEN]."""
     return np.array([next_token(context), len(context), context[0], context[-1]], np.float32) / 7
 
 
@@ -55,7 +55,7 @@ _START = 17
 
 
 def state_after(context: Sequence[int]) -> int:
-    """What the fake model keeps of a context."""
+    """The fake model's recurrent state after a context."""
     state = _START
     for token in context:
         state = (state * 31 + token + 1) % 1_000_003
@@ -99,7 +99,6 @@ class FakeBackend:
     name = arithmetic = "fake"
     page_tokens = PAGE_TOKENS
     exact_kv_type = "f16"
-    arithmetic = "fake"
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, int]] = []  # (T, S, N) of every step

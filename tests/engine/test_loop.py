@@ -18,7 +18,7 @@ from kukri.sampling import SamplingParams
 
 
 class Inbox:
-    """What the loop delivered, by request."""
+    """Outputs that the loop delivered, by request."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, list[StepOutput]] = {}

@@ -1,4 +1,4 @@
-"""What requests share: prefixes of the past, and one prompt among several answers."""
+"""Shared pages: prefixes of past requests, and one prompt among several answers."""
 
 from __future__ import annotations
 

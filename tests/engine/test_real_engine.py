@@ -26,7 +26,7 @@ def prompts(smollm2_path: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(smollm2_path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What each gets alone, read in one piece by an engine that keeps nothing."""
+    """Each prompt's answer alone, read in one piece by an engine that keeps nothing."""
     with LLM(smollm2_path, max_context=256) as llm:
         llm.engine.scheduler.caches_prefixes = False
         return [llm.generate(ids, greedy()).token_ids for ids in prompts]

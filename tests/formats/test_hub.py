@@ -40,7 +40,7 @@ def make_wheel(path: Path, content: bytes = CONTENT, member: str = MEMBER) -> by
 
 @dataclass
 class Index:
-    """What the server sends, and what it was asked."""
+    """The server's answers, and the requests that it got."""
 
     wheel: bytes
     url: str = ""

@@ -27,7 +27,7 @@ TOKEN = "hf_test"
 
 @dataclass
 class Hub:
-    """What the server holds, by repository and file, and what it was asked."""
+    """The server's files by repository, and the requests that it got."""
 
     repos: dict[str, dict[str, bytes]]
     gated: set[str] = field(default_factory=set)

@@ -103,7 +103,7 @@ def random_row(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def outcome(records: SamplingRecords, i: int) -> Any:
-    """What is compared exactly."""
+    """Fields that are compared exactly."""
     record = records.fields[i]
     if record["status"] != sampling_record.CHOSEN:
         return record["status"]

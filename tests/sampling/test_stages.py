@@ -20,7 +20,7 @@ N = 300
 
 
 def candidates_of(row: np.ndarray, prompt: Any = (), generated: Any = (), **params: Any) -> Candidates:
-    """What is left of a row before the draw."""
+    """The candidates left of a row before the draw."""
     sampler = RequestSampler(SamplingParams(**params), prompt, len(row), ReferenceSampling())
     for token_id in generated:
         choose = np.zeros(len(row), np.float32)
@@ -212,7 +212,7 @@ def test_xtc_happens_as_often_as_asked() -> None:
 
 
 def losses(prompt: list[int], generated: list[int] = (), **params: Any) -> dict[int, float]:  # type: ignore[assignment]
-    """What DRY takes from which logits."""
+    """DRY's penalties by token."""
     row = np.zeros(50, np.float32)
     options: dict[str, Any] = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_sequence_breakers": ()} | params
     found = candidates_of(row, prompt, generated, **options)

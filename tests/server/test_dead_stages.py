@@ -58,7 +58,7 @@ def streamed(server: Served, i: int, counts: list[int], found: list[Any]) -> Non
 
 
 def streams(server: Served, kill: Any) -> list[Any]:
-    """What became of streams at a time, amid which `kill` is called."""
+    """Runs concurrent streams, calls `kill` amid them, and returns their outcomes."""
     counts, found = [0] * N_STREAMS, [None] * N_STREAMS
     threads = [threading.Thread(target=streamed, args=(server, i, counts, found)) for i in range(N_STREAMS)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""What a server lets in, and how it ends what it must not let go on."""
+"""Requests that a server admits, refuses, and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model says, on the page: hostile text is inert, Markdown, code and formulas are shown."""
+"""Model output on the page: hostile text is inert, Markdown, code and formulas are shown."""
 
 from __future__ import annotations
 

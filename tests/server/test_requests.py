@@ -1,4 +1,4 @@
-"""What requests may ask: every field counts or is refused, and nothing that is sent breaks the server."""
+"""Request fields: every one counts or is refused, and nothing that is sent breaks the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kukri serve` serves: models of the command line and of a configuration file; and `kukri ps`."""
+"""Models of `kukri serve`, from the command line and a configuration file; and `kukri ps`."""
 
 import json
 import threading

@@ -67,7 +67,7 @@ def test_ids_outside_the_vocabulary():
 
 
 def first_stop(text, stops):
-    """What StopStrings promises, said the slow way."""
+    """StopStrings' contract, written the slow way."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):

@@ -1,4 +1,4 @@
-"""What a broken or hostile file says about its tokens."""
+"""Broken and hostile files: what is refused about their tokens."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

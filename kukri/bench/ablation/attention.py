@@ -123,7 +123,7 @@ class Matrix:
 
 
 class Paged:
-    """The same by the engine's kernel: one step of one layer's attention and nothing else."""
+    """Attention by the engine's kernel: one step of one layer and nothing else."""
 
     copies_rows = True
 

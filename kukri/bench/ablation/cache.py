@@ -45,7 +45,7 @@ def generate(engine: Engine, prompt: IntArray, n_new: int) -> list[int]:
 
 
 def generate_without_cache(engine: Engine, prompt: IntArray, n_new: int) -> list[int]:
-    """The same tokens, each after the keys and values of all tokens before it are computed again."""
+    """Generates without a KV cache: each token recomputes the keys and values of all before it."""
     ids = prompt
     for _ in range(n_new):
         ids = np.append(ids, np.array(generate(engine, ids, 1), np.int32))

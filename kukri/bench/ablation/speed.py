@@ -44,7 +44,7 @@ def quantization(trial: Trial) -> Iterator[Row]:
 
 
 def threads(trial: Trial) -> Iterator[Row]:
-    """The same file in two engines, with one thread and with more.
+    """Two engines on one file, with one thread and with more.
 
     Reading prompts is bound by arithmetic, writing by memory, whose bandwidth cores share.
     """

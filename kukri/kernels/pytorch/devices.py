@@ -72,7 +72,7 @@ def matrix_dtype(device: torch.device) -> torch.dtype:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that nobody uses."""
+    """Free memory of a device."""
     if device.type == "cpu":
         return available_bytes()
     if device.type == "mps":

@@ -44,7 +44,7 @@ class DeviceMatrix:
         return (self.rows(slice(start, start + step)) for start in range(0, self.shape[0], step))
 
     def unpacked(self) -> DeviceMatrix:
-        """The same matrix as floats."""
+        """The matrix dequantized."""
         if self.packed_type is None:
             return self
         data = torch.empty(self.shape, dtype=self.dtype, device=self.data.device)
