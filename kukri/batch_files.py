@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kukri.errors import ConfigError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/responses")
 _FIELDS = {"custom_id", "method", "url", "body"}
 
 

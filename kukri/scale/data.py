@@ -16,8 +16,8 @@ from kukri.errors import ConfigError, RequestError
 from kukri.llm import LLM
 from kukri.results import Result
 
-Task = Literal["generate", "chat", "embed", "classify"]
-_TASKS = ("generate", "chat", "embed", "classify")
+Task = Literal["generate", "chat", "embed", "classify", "rerank"]
+_TASKS = ("generate", "chat", "embed", "classify", "rerank")
 Batch = dict[str, Any]  # columns by name, each a NumPy array
 
 
@@ -27,7 +27,8 @@ class Predictor:
     `task` says how `column` is used. "generate": its texts are continued; "chat": each is a conversation, as
     messages or as their JSON; the text goes to the column `output`, why it ended to `output`_finish_reason.
     "embed": `output` has a vector for each text; "classify": the likeliest label, and its score in
-    `output`_score. `sampling` are fields of SamplingParams. A row that cannot be answered gets the reason in
+    `output`_score; "rerank": the score of each text as an answer to the row's text in the column `query`, as
+    in `LLM.rerank`. `sampling` are fields of SamplingParams. A row that cannot be answered gets the reason in
     `output`_error, which is empty for the others; no other row is touched by it.
     """
 
@@ -35,22 +36,27 @@ class Predictor:
         self,
         model: str | None,
         column: str,
+        query: str | None,
         output: str,
         task: Task,
         sampling: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
         self._llm = LLM(model, **options)
-        self._column, self._output, self._task, self._sampling = column, output, task, dict(sampling)
+        self._column, self._query, self._output = column, query, output
+        self._task, self._sampling = task, dict(sampling)
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with the answers' columns."""
         inputs = [self._input(value) for value in batch[self._column]]
+        if self._query is not None:
+            inputs = list(zip(map(str, batch[self._query]), inputs, strict=True))
         many: dict[Task, Callable[[list[Any]], list[Any]]] = {
             "generate": lambda texts: self._llm.generate(texts, **self._sampling),
             "chat": self._chat,
             "embed": lambda texts: list(self._llm.embed(texts)),
             "classify": lambda texts: [self._llm.classify(text)[0] for text in texts],
+            "rerank": self._scores,
         }
         results, errors = _answered(many[self._task], inputs)
         return {**batch, **self._columns(results), f"{self._output}_error": np.array(errors)}
@@ -66,6 +72,17 @@ class Predictor:
         calls = self._llm.calls
         return calls.run([calls.for_chat(messages, None, self._sampling) for messages in conversations])
 
+    def _scores(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """The score of each pair of a query and a document; a query's documents are one batch."""
+        places: dict[str, list[int]] = {}
+        for i, (query, _) in enumerate(pairs):
+            places.setdefault(query, []).append(i)
+        scores = [0.0] * len(pairs)
+        for query, its in places.items():
+            for one in self._llm.rerank(query, [pairs[i][1] for i in its]):
+                scores[its[one.index]] = one.score
+        return scores
+
     def _columns(self, results: Sequence[Any]) -> Batch:
         """The columns of results; None for missing ones."""
         name = self._output
@@ -77,6 +94,8 @@ class Predictor:
             labels = ["" if one is None else one.label for one in results]
             scores = [np.nan if one is None else one.score for one in results]
             return {name: np.array(labels), f"{name}_score": np.array(scores, np.float32)}
+        if self._task == "rerank":
+            return {name: np.array([np.nan if one is None else one for one in results])}
         texts = ["" if one is None else one.text for one in results]
         reasons = ["" if one is None else one.finish_reason for one in results]
         return {name: np.array(texts, object), f"{name}_finish_reason": np.array(reasons)}
@@ -86,6 +105,7 @@ def predictor(
     model: str | None = None,
     *,
     column: str,
+    query: str | None = None,
     output: str = "answer",
     task: Task = "generate",
     sampling: Mapping[str, Any] | None = None,
@@ -93,18 +113,23 @@ def predictor(
     batch_size: int = 64,
     **options: Any,
 ) -> dict[str, Any]:
-    """The arguments of `map_batches` for a `Predictor`, which has `column`, `output`, `task` and `sampling`.
+    """The arguments of `map_batches` for a `Predictor`, which has `column`, `query`, `output`, `task` and
+    `sampling`.
 
     `concurrency` actors, or from one number to another, have a model each, opened with `options` (those of
     `LLM`); each takes as many processors as `n_threads` says, 1 unless it is given. Ray Data replaces an
-    actor that dies, and runs its batches again. Raises ConfigError on a task that there is not.
+    actor that dies, and runs its batches again. Raises ConfigError on a task that there is not, and unless
+    "rerank", and it alone, has a `query`.
     """
     if task not in _TASKS:
         raise ConfigError(f"task must be one of {', '.join(_TASKS)}, not {task!r}")
+    if (query is not None) != (task == "rerank"):
+        raise ConfigError("query is the column of queries for the task rerank, and for no other")
     options.setdefault("n_threads", 1)
     arguments = {
         "model": model,
         "column": column,
+        "query": query,
         "output": output,
         "task": task,
         "sampling": sampling or {},

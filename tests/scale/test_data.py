@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_gguf import write_tiny
+from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError
@@ -72,9 +74,35 @@ def test_labels(tmp_path: Path) -> None:
     assert "256" in found["label_error"][1]
 
 
-def test_an_unknown_task() -> None:
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "Model"])
+def test_scores_of_documents(head: str, tmp_path: Path) -> None:
+    """Catches a score of another query or document, of cross-encoders and of embeddings."""
+    pytest.importorskip("torch")
+    from tiny_encoders import save
+
+    save(tmp_path, "bert", head, **({"num_labels": 1} if head != "Model" else {}))
+    queries = ["cat?", "dog?", "cat?", "dog?", "cat?"]
+    documents = ["the mat", "the mat", "cat " * 200, "a dog", "cats sat"]
+    predict = predictor(str(tmp_path), column="text", query="query", task="rerank", output="score")
+    made = predict["fn"](**predict["fn_constructor_kwargs"])
+    found = made({"query": np.array(queries, object), "text": np.array(documents, object)})
+    with LLM(tmp_path, n_threads=1) as llm:
+        wanted = [
+            np.nan if i == 2 else llm.rerank(query, [document])[0].score
+            for i, (query, document) in enumerate(zip(queries, documents, strict=True))
+        ]
+    np.testing.assert_array_equal(found["score"], wanted)
+    assert "96" in found["score_error"][2]
+    assert [bool(error) for error in found["score_error"]] == [False, False, True, False, False]
+
+
+def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="task must be one of"):
         predictor(column="text", task="dance")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="query is the column of queries"):
+        predictor(column="text", task="rerank")
+    with pytest.raises(ConfigError, match="query is the column of queries"):
+        predictor(column="text", query="question")
 
 
 @pytest.mark.ray
@@ -102,3 +130,62 @@ def test_a_data_set_loses_and_doubles_no_row(path: str, tmp_path: Path) -> None:
     with LLM(path) as llm:
         wanted = [one.text for one in llm.generate([f"row {i}" for i in range(60)], **SAMPLING)]
     assert answers.sort_values("id")["answer"].tolist() == wanted
+
+
+JOB = """
+import sys
+import ray
+from ray.data.checkpoint import CheckpointConfig
+from kukri.scale.data import predictor
+
+model, folder = sys.argv[1:]
+# processors for readers, writers and the filter of rows that are done, beside those of the two actors
+ray.init(address="local", num_cpus=6, include_dashboard=False, object_store_memory=200 << 20)
+context = ray.data.DataContext.get_current()
+context.enable_progress_bars = False
+context.checkpoint_config = CheckpointConfig(
+    "id", f"{folder}/checkpoint", delete_checkpoint_on_success=False
+)
+rows = ray.data.read_parquet(f"{folder}/in.parquet").repartition(target_num_rows_per_block=8)
+sampling = {"max_tokens": 300, "ignore_eos": True, "seed": 3}
+rows.map_batches(
+    **predictor(model, column="text", sampling=sampling, concurrency=2, batch_size=8, max_context=512)
+).write_parquet(f"{folder}/out")
+"""
+
+
+@pytest.mark.ray
+def test_a_job_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """A job is killed with its Ray amid its rows, then run again: each row is in the output once."""
+    pytest.importorskip("ray")
+    import pandas
+
+    from benchmarks.clusters import wait_for
+
+    path = str(write_tiny(tmp_path / "tiny.gguf", tiny_config(max_context=512)))
+    texts = [f"row {i}" for i in range(96)]
+    rows = pandas.DataFrame({"id": [f"id-{i}" for i in range(96)], "text": texts})
+    rows.to_parquet(tmp_path / "in.parquet")
+    command = [sys.executable, "-c", JOB, path, str(tmp_path)]
+
+    def committed() -> set[str]:
+        files = (tmp_path / "checkpoint").glob("*.parquet")
+        return {file.name for file in files if ".pending" not in file.name}
+
+    run = subprocess.Popen(command)
+    try:
+        wait_for(lambda: len(committed()) >= 2 or run.poll() is not None, 240)
+        assert run.poll() is None
+    finally:
+        run.kill()
+        run.wait()
+    before = committed()
+    assert 2 <= len(before) < 12
+    subprocess.run(command, check=True, timeout=240)
+    assert before < committed()
+    answers = pandas.read_parquet(tmp_path / "out")
+    assert sorted(answers["id"]) == sorted(rows["id"])
+    with LLM(path, max_context=512) as llm:
+        found = llm.generate(texts, max_tokens=300, ignore_eos=True, seed=3)
+    wanted = {f"id-{i}": one.text for i, one in enumerate(found)}
+    assert dict(zip(answers["id"], answers["answer"], strict=True)) == wanted

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import MODEL, serving
+from typer.testing import CliRunner
 
 from kukri import LLM
+from kukri.cli import app
+from kukri.loading import ModelOptions
+from kukri.server.asgi_client import post
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "scale"))
+from clusters import cluster
 from tiny_encoders import save
 
 DOCUMENTS = ["the mat", "cats", "a cat sat on a mat, sitting"]
@@ -66,3 +74,24 @@ def test_rankings_over_http(head: str, tmp_path: Path) -> None:
         answer = http.post("/v1/chat/completions", json=chat)
         assert answer.status_code == 400
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}).status_code == 400
+
+
+def test_rankings_of_a_batch_and_of_replicas(tmp_path: Path) -> None:
+    """Catches a batch that refuses rankings, and replicas that score other pairs."""
+    save(tmp_path / "model", "bert", "ForSequenceClassification", num_labels=1)
+    path = str(tmp_path / "model")
+    with LLM(path, n_threads=1) as llm:
+        wanted = [(one.index, one.score) for one in llm.rerank("cat?", DOCUMENTS)]
+    body = {"model": "tiny", "query": "cat?", "documents": DOCUMENTS}
+
+    async def by_replicas() -> dict:
+        async with cluster(ModelOptions(model=path, n_threads=1), 2) as made:
+            return (await post(made.app, "/v1/rerank", body)).body
+
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/rerank", "body": body}
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(line))
+    done = CliRunner().invoke(app, ["batch", str(source), str(target), "-m", path, "--alias", "tiny"])
+    assert done.exit_code == 0, done.output
+    for found in (asyncio.run(by_replicas()), json.loads(target.read_text())["response"]["body"]):
+        assert [(one["index"], one["relevance_score"]) for one in found["results"]] == wanted
