@@ -10,7 +10,8 @@ each, behind `kukri cluster serve`. Each round has twelve streams, greedy and se
     machine      all processes of the second machine; another one comes
     stopped      nothing: the replica on the second machine stands still (SIGSTOP)
 
-Every text is compared with that of a round in which nothing was killed.
+Every text is compared with that of a round in which nothing was killed. The kinds take turns, and each round
+is printed when it ends, so that a run that is cut short has shown something of each.
 """
 
 from __future__ import annotations
@@ -53,6 +54,33 @@ class Answers:
     lines: list[tuple[str, str]]
 
 
+@dataclass
+class Counts:
+    """Rounds, and their answers that were lost, came twice or differed."""
+
+    n_rounds: int = 0
+    n_lost: int = 0
+    n_doubled: int = 0
+    n_different: int = 0
+
+    @property
+    def n_wrong(self) -> int:
+        """All of them."""
+        return self.n_lost + self.n_doubled + self.n_different
+
+    def add(self, found: tuple[int, int, int]) -> None:
+        """Adds the `differences` of a round."""
+        self.n_rounds += 1
+        self.n_lost += found[0]
+        self.n_doubled += found[1]
+        self.n_different += found[2]
+
+    def __str__(self) -> str:
+        rounds = "round" if self.n_rounds == 1 else "rounds"
+        wrong = f"{self.n_lost} lost, {self.n_doubled} doubled, {self.n_different} different"
+        return f"{self.n_rounds} {rounds}: {wrong}"
+
+
 def main() -> None:
     """Kills each of them some times. Exits with status 1 if an answer was lost, doubled or different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -64,27 +92,31 @@ def main() -> None:
     parser.add_argument("--what", default="replica,neighbor,controller,machine,stopped")
     arguments = parser.parse_args()
     work = Work(arguments.lines, arguments.stream_tokens, arguments.line_tokens)
-    n_wrong = 0
+    kinds = arguments.what.split(",")
+    counts = {what: Counts() for what in kinds}
     with tempfile.TemporaryDirectory() as folder:
         victims = Victims(arguments.model, Path(folder))
         try:
+            started_s = perf_counter()
             undisturbed = round_of(victims.server, work)
-            for what in arguments.what.split(","):
+            print(f"undisturbed in {perf_counter() - started_s:.0f} s", flush=True)
+            for what in arguments.times * kinds:
                 started_s = perf_counter()
-                counts = [0, 0, 0]
-                for _ in range(arguments.times):
-                    found = round_of(victims.server, work, victims.killing(what))
-                    counts = [a + b for a, b in zip(counts, differences(found, undisturbed), strict=True)]
-                    victims.restore()
-                n_wrong += sum(counts)
+                found = round_of(victims.server, work, victims.killing(what))
+                counts[what].add(differences(found, undisturbed))
+                round_s = perf_counter() - started_s
+                victims.restore()
+                restore_s = perf_counter() - started_s - round_s
                 print(
-                    f"{what:11} {arguments.times} times: {counts[0]} lost, {counts[1]} doubled, {counts[2]} "
-                    f"different of {arguments.times * (_N_STREAMS + work.n_lines):,} answers "
-                    f"({perf_counter() - started_s:.0f} s)",
+                    f"{what:11} {counts[what]}; {round_s:.0f} s, {restore_s:.0f} until all is back",
                     flush=True,
                 )
         finally:
             victims.close()
+    n_answers = _N_STREAMS + work.n_lines
+    for what, count in counts.items():
+        print(f"{what:11} {count} of {count.n_rounds * n_answers:,} answers")
+    n_wrong = sum(count.n_wrong for count in counts.values())
     raise SystemExit(1 if n_wrong else 0)
 
 
