@@ -1,8 +1,12 @@
-"""The cost of replicas: `kukri cluster serve` with one replica beside `kukri serve`, by turns.
+"""The cost of replicas, and their use: `python -m benchmarks.replicas [MODEL]`, with the extra `ray`.
 
-`python -m benchmarks.replicas [MODEL]`, with the extra `ray`. Both run at once with as many threads, and the
-one that is not asked sleeps. Prints the delay of the first token and the ratio of throughputs, medians of the
-rounds, and the processor time of the server in front of the replica for each token.
+overhead  `kukri cluster serve` with one replica beside `kukri serve`, by turns. Both run at once with as
+          many threads, and the one that is not asked sleeps. Prints the delay of the first token and the
+          ratio of throughputs, medians of the rounds, and the processor time of the server in front of
+          the replica for each token.
+hits      the share of prompt tokens found in a cache, for 8 system prompts with 40 questions each, in
+          random order and four at a time: of `kukri serve`, of two of these asked in turn, and of two
+          replicas behind their router; with caches that hold all system prompts, and some five of them.
 """
 
 from __future__ import annotations
@@ -10,9 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,24 +29,43 @@ import httpx
 
 _N_TOKENS = 64
 _ROUNDS = 9
+_N_SYSTEM, _N_QUESTIONS = 8, 40
+_AT_ONCE = 4  # questions
+_CACHES = {"all": "256MiB", "five": "40MiB"}  # KV pages of a replica: 23 KB a token of the default model
 
 
 def main() -> None:
-    """Measures 1 and 8 streams."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Runs what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--threads", default="1")
+    parser.add_argument("--what", default="overhead,hits")
     arguments = parser.parse_args()
     options = [arguments.model, "--threads", arguments.threads, "--port", "0", "--alias", "m"]
+    what = arguments.what.split(",")
+    if "overhead" in what:
+        with _servers([["serve"], ["cluster", "serve"]], options) as (urls, pids):
+            asyncio.run(_compare(urls, pids[1]))
+    for held, kv_memory in _CACHES.items() if "hits" in what else ():
+        commands = [["serve"], ["serve"], ["cluster", "serve", "--replicas", "2"]]
+        limits = ["--kv-memory", kv_memory, "--max-context", "512"]
+        with _servers(commands, [*options, *limits]) as (urls, _):
+            asyncio.run(_hits(held, urls))
+
+
+@contextmanager
+def _servers(
+    commands: Sequence[Sequence[str]], options: Sequence[str]
+) -> Iterator[tuple[list[str], list[int]]]:
+    """The URLs and processes of servers that run within the `with` block."""
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "kukri", *command, *options], stderr=subprocess.PIPE, text=True
         )
-        for command in (["serve"], ["cluster", "serve"])
+        for command in commands
     ]
     try:
-        urls = [server_url(process) for process in started]
-        asyncio.run(_compare(urls, started[1].pid))
+        yield [server_url(process) for process in started], [process.pid for process in started]
     finally:
         for process in started:
             process.terminate()
@@ -78,6 +104,49 @@ async def _compare(urls: list[str], front: int) -> None:
             f"{1e6 * front_s / (_ROUNDS * n * _N_TOKENS):.0f} us of processor time in front for a token",
             flush=True,
         )
+
+
+async def _hits(held: str, urls: Sequence[str]) -> None:
+    """Asks one server, both servers in turn, and the replicas, each for system prompts of its own."""
+    for url in urls:
+        await _ready(url)
+    one, in_turn, routed = [
+        await _asked(asked, _prompts(seed)) for seed, asked in enumerate((urls[:1], urls[:2], urls[2:]))
+    ]
+    print(
+        f"caches for {held} of {_N_SYSTEM} system prompts: hits of one server {one:.1%}, of two in turn "
+        f"{in_turn:.1%} ({in_turn / one:.2f}), of two replicas {routed:.1%} ({routed / one:.2f})",
+        flush=True,
+    )
+
+
+def _prompts(seed: int) -> list[str]:
+    """The questions, each behind its system prompt of some 320 tokens, in random order."""
+    draw = random.Random(seed)
+    words = ["weather", "trains", "music", "history", "food", "travel", "sport"]
+    system = [" ".join(draw.choices(words, k=300)) for _ in range(_N_SYSTEM)]
+    prompts = [f"{one}\nQuestion {i}:" for one in system for i in range(_N_QUESTIONS)]
+    draw.shuffle(prompts)
+    return prompts
+
+
+async def _asked(urls: Sequence[str], prompts: Sequence[str]) -> float:
+    """The share of the tokens of prompts that were in a cache; the servers are asked in turn."""
+    left = iter(enumerate(prompts))
+    n_hit = n_tokens = 0
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        nonlocal n_hit, n_tokens
+        for i, prompt in left:
+            body = {"model": "m", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            answer = await client.post(f"{urls[i % len(urls)]}/v1/completions", json=body)
+            usage = answer.raise_for_status().json()["usage"]
+            n_hit += usage["prompt_tokens_details"]["cached_tokens"]
+            n_tokens += usage["prompt_tokens"]
+
+    async with httpx.AsyncClient(timeout=300) as client:
+        await asyncio.gather(*(ask(client) for _ in range(_AT_ONCE)))
+    return n_hit / n_tokens
 
 
 def processor_time(pid: int) -> float:
