@@ -148,7 +148,8 @@ def linear_cases() -> list[Case]:
                 constants = dict(TYPE=name, M=m, BN=tile.rows, ASM=True, INPUT=kind, W=columns, **none)
                 weights = tile.rows * tiles.LANES * 64
                 label = f"gemv {name} M={m}" + ("" if kind == "q8" else f" {kind}")
-                case = Case(label, linear_kernels.gemv, gemv, constants, tile.n_warps, 3, weights, name)
+                most = None if kind == "q8" else linear_kernels.MAX_REGISTERS
+                case = Case(label, linear_kernels.gemv, gemv, constants, tile.n_warps, 3, weights, name, most)
                 cases.append(case)
         if name in ("Q4_K", "MXFP4"):
             tile = tiles.gemv_tile(name, 1)
@@ -165,7 +166,7 @@ def linear_cases() -> list[Case]:
             constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, EXPERTS=by_expert, **none)
             label = f"gemm {name} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
             weights = tile.rows * 64
-            most = linear_kernels.EXPERT_REGISTERS if by_expert else None
+            most = linear_kernels.MAX_REGISTERS if by_expert else None
             kernel = linear_kernels.gemm
             cases.append(
                 Case(

@@ -94,7 +94,7 @@ def _gemm(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: in
         EXPERTS=True,
         num_warps=tile.n_warps,
         num_stages=tile.n_stages,
-        **register_options(out.y, linear_kernels.EXPERT_REGISTERS),
+        **register_options(out.y, linear_kernels.MAX_REGISTERS),
         **product_constants(matrix, out),
     )
 

@@ -14,7 +14,7 @@ import triton
 
 from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import linear_kernels, tiles
-from kukri.kernels.gpu.assembler import has_ptx
+from kukri.kernels.gpu.assembler import has_ptx, register_options
 from kukri.kernels.gpu.pack import PAIR, Words, pack
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, empty_q8
 from kukri.mapped_files import release_pages
@@ -148,6 +148,7 @@ def _gemv(rows: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, recipe: R
         INPUT=kind,
         W=0 if kind == "q8" else tiles.fused_columns(matrix.n_pairs * PAIR, tile.tokens, kind == "rms_norm"),
         num_warps=tile.n_warps,
+        **register_options(y, None if recipe is None else linear_kernels.MAX_REGISTERS),
         **product_constants(matrix, out),
     )
 
