@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from kukri.kernels.gpu import attention_kernels, rope_kernels, tiles
 from kukri.kernels.gpu.assembler import converts_e4m3, register_options
@@ -31,10 +32,10 @@ class PagedTensors:
     Views with a stride between pages are taken. Without scales the keys and values stand in for them.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scales: torch.Tensor
-    value_scales: torch.Tensor
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
 
     @property
     def kind(self) -> str:
@@ -44,6 +45,11 @@ class PagedTensors:
         return "f16" if self.keys.dtype == torch.float16 else "q8_0"
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All, in the order in which kernels take them."""
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    @property
     def strides(self) -> tuple[int, int, int, int]:
         """Page and head strides, of numbers and of scales."""
         keys, scales = self.keys, self.key_scales
@@ -51,15 +57,15 @@ class PagedTensors:
 
 
 def rope_and_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: tuple[torch.Tensor, torch.Tensor] | None,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: tuple[Tensor, Tensor] | None,
+    positions: Tensor,
+    slots: Tensor,
     cache: PagedTensors,
     spec: AttentionSpec,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotates q [T, H*K] and k [T, G*K], stores k and v -> the queries, float16 [T, H, K].
 
     `table` has cos and sin float32 [positions, rotary_dim / 2]; None for layers without RoPE.
@@ -76,10 +82,7 @@ def rope_and_store(
         positions,
         slots,
         q_out,
-        cache.keys,
-        cache.values,
-        cache.key_scales,
-        cache.value_scales,
+        *cache.tensors,
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -106,16 +109,16 @@ def prefill_tiles(query_start: Sequence[int], spec: AttentionSpec, rows: int) ->
 
 
 def attention(
-    q: torch.Tensor,
+    q: Tensor,
     cache: PagedTensors,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
-    page_table: torch.Tensor,
-    work: torch.Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    page_table: Tensor,
+    work: Tensor,
     spec: AttentionSpec,
-    sinks: torch.Tensor | None,
+    sinks: Tensor | None,
     is_prefill: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention of q float16 [T, H, K] over the cache, in one pass -> float32 [T, H, K].
 
     `work` int32 [tiles, 2] comes from `prefill_tiles`, with the rows of `tiles.attention_tile`. `sinks` [H]
@@ -125,10 +128,7 @@ def attention(
     tile = tiles.attention_tile(spec.group, spec.d_head, is_prefill)
     attention_kernels.attention[(len(work), spec.n_kv_heads)](
         q,
-        cache.keys,
-        cache.values,
-        cache.key_scales,
-        cache.value_scales,
+        *cache.tensors,
         out if sinks is None else sinks,
         out,
         query_start,
@@ -148,20 +148,20 @@ def attention(
 
 
 def decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: tuple[torch.Tensor, torch.Tensor] | None,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: tuple[Tensor, Tensor] | None,
+    positions: Tensor,
+    slots: Tensor,
     cache: PagedTensors,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
-    page_table: torch.Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    page_table: Tensor,
     spec: AttentionSpec,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     n_chunks: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """`rope_and_store` and `attention` of one new token a sequence, in one launch -> float32 [T, H, K].
 
     With n_chunks > 1, which must hold the longest context, each chunk of keys has its own program, and a
@@ -184,10 +184,7 @@ def decode(
         sin,
         positions,
         slots,
-        cache.keys,
-        cache.values,
-        cache.key_scales,
-        cache.value_scales,
+        *cache.tensors,
         sinks_or_none,
         parts,
         tops,

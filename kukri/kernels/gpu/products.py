@@ -155,14 +155,13 @@ def _gemv(rows: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, recipe: R
 
 def gemv_tensors(matrix: Matrix, x: Q8Rows) -> tuple[torch.Tensor, ...]:
     """A matrix and rows as `gemv` takes them."""
-    planes = (matrix.quants, matrix.high, matrix.scales)
-    return (*planes, x.quants.view(torch.int32), x.scales, x.scaled_sums, x.sums)
+    quants, *rest = x.tensors
+    return matrix.quants, matrix.high, matrix.scales, quants.view(torch.int32), *rest
 
 
 def gemm_tensors(matrix: Matrix, x: Q8Rows) -> tuple[torch.Tensor, ...]:
     """A matrix and rows as `gemm` takes them."""
-    planes = (matrix.quants.view(torch.uint8), matrix.high, matrix.scales)
-    return (*planes, x.quants, x.scales, x.scaled_sums, x.sums)
+    return matrix.quants.view(torch.uint8), matrix.high, matrix.scales, *x.tensors
 
 
 def product_constants(matrix: Matrix, out: Output) -> dict[str, Any]:

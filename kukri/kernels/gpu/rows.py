@@ -6,10 +6,11 @@ Shapes: T tokens. Tensors are contiguous unless said otherwise, on one device, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
+from torch import Tensor
 
 from kukri.kernels.gpu import row_kernels, tiles
 from kukri.kernels.gpu.pack import PAIR
@@ -19,10 +20,15 @@ from kukri.kernels.gpu.pack import PAIR
 class Q8Rows:
     """Activations of T tokens as int8: see linear_kernels.py."""
 
-    quants: torch.Tensor  # int8 [T, n_pairs * 64]
-    scales: torch.Tensor  # float32 [n_pairs * 2, T]
-    scaled_sums: torch.Tensor  # float32 [n_pairs * 2, T]
-    sums: torch.Tensor  # int32 [n_pairs * 2, T]
+    quants: Tensor  # int8 [T, n_pairs * 64]
+    scales: Tensor  # float32 [n_pairs * 2, T]
+    scaled_sums: Tensor  # float32 [n_pairs * 2, T]
+    sums: Tensor  # int32 [n_pairs * 2, T]
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All, in the order in which kernels take them."""
+        return self.quants, self.scales, self.scaled_sums, self.sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,21 +39,23 @@ class Recipe:
     """
 
     kind: Literal["plain", "rms_norm", "silu_mul"]
-    x: torch.Tensor
-    other: torch.Tensor
+    x: Tensor
+    other: Tensor
     eps: float = 0.0
 
 
-def quantize(x: torch.Tensor) -> Q8Rows:
+def quantize(x: Tensor) -> Q8Rows:
     """float32 [T, width], rows `stride(0)` apart -> int8 rows."""
+    return _quantized_parts(row_kernels.quantize_q8, x)
+
+
+def _quantized_parts(kernel: Any, x: Tensor, *more: Tensor) -> Q8Rows:
+    """int8 rows that a kernel makes of views like x, a program for ROW_COLUMNS of a row."""
     rows, n_columns = empty_q8(x, x.shape[1])
-    grid = (len(x), triton.cdiv(n_columns, tiles.ROW_COLUMNS))
-    row_kernels.quantize_q8[grid](
+    kernel[len(x), triton.cdiv(n_columns, tiles.ROW_COLUMNS)](
         x,
-        rows.quants,
-        rows.scales,
-        rows.scaled_sums,
-        rows.sums,
+        *more,
+        *rows.tensors,
         x.stride(0),
         x.shape[1],
         n_columns,
@@ -57,7 +65,7 @@ def quantize(x: torch.Tensor) -> Q8Rows:
     return rows
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """float32 [rows, width] -> the same shape."""
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(x.shape[1])
@@ -67,17 +75,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return y
 
 
-def rms_norm_q8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Q8Rows:
+def rms_norm_q8(x: Tensor, weight: Tensor, eps: float) -> Q8Rows:
     """The same, quantized."""
     rows, n_columns = empty_q8(x, x.shape[1])
     width = triton.next_power_of_2(n_columns)
     row_kernels.rms_norm_q8[(len(x),)](
         x,
         weight,
-        rows.quants,
-        rows.scales,
-        rows.scaled_sums,
-        rows.sums,
+        *rows.tensors,
         x.stride(0),
         x.shape[1],
         n_columns,
@@ -88,7 +93,7 @@ def rms_norm_q8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Q8Rows:
     return rows
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of float32 [T, width] views with one row stride -> float32 [T, width]."""
     y = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
     grid = (len(gate), triton.cdiv(gate.shape[1], tiles.ROW_COLUMNS))
@@ -104,27 +109,12 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def silu_mul_q8(gate: torch.Tensor, up: torch.Tensor) -> Q8Rows:
+def silu_mul_q8(gate: Tensor, up: Tensor) -> Q8Rows:
     """The same, quantized."""
-    rows, n_columns = empty_q8(gate, gate.shape[1])
-    grid = (len(gate), triton.cdiv(n_columns, tiles.ROW_COLUMNS))
-    row_kernels.silu_mul_q8[grid](
-        gate,
-        up,
-        rows.quants,
-        rows.scales,
-        rows.scaled_sums,
-        rows.sums,
-        gate.stride(0),
-        gate.shape[1],
-        n_columns,
-        W=tiles.ROW_COLUMNS,
-        num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
-    )
-    return rows
+    return _quantized_parts(row_kernels.silu_mul_q8, gate, up)
 
 
-def floats(recipe: Recipe) -> torch.Tensor:
+def floats(recipe: Recipe) -> Tensor:
     """The rows of a recipe, float32."""
     if recipe.kind == "rms_norm":
         return rms_norm(recipe.x, recipe.other, recipe.eps)
@@ -138,7 +128,7 @@ def quantized(recipe: Recipe) -> Q8Rows:
     return silu_mul_q8(recipe.x, recipe.other) if recipe.kind == "silu_mul" else quantize(recipe.x)
 
 
-def empty_q8(x: torch.Tensor, width: int) -> tuple[Q8Rows, int]:
+def empty_q8(x: Tensor, width: int) -> tuple[Q8Rows, int]:
     """Room for rows of `width` numbers, and the columns with padding."""
     n_columns = triton.cdiv(width, PAIR) * PAIR
     blocks = (n_columns // 32, len(x))
