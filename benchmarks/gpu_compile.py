@@ -183,26 +183,21 @@ def linear_cases() -> list[Case]:
             )
     plain = {"y": "*fp32", "bias": "*fp32", "residual": "*fp32"}
     plain |= {"n_tokens": "i32", "n_rows": "i32", "n_columns": "i32", "y_stride": "i32"}
-    floats = {"w": "*fp32", "x": "*fp32", "x_stride": "i32"} | plain
-    constants = dict(BN=tiles.F32_ROWS, BK=tiles.F32_COLUMNS, **none)
-    cases.append(Case("products of fp32", linear_kernels.gemv_f32, floats, constants, 4))
+    floats = {"w": "*fp32", "x": "*fp32", "x_stride": "i32"} | plain | of_experts
+    for by_expert in (False, True):
+        constants = dict(BN=tiles.F32_ROWS, BK=tiles.F32_COLUMNS, EXPERTS=by_expert, **none)
+        label = f"products of fp32{' by expert' if by_expert else ''}"
+        cases.append(Case(label, linear_kernels.gemv_f32, floats, constants, 4))
     for dtype in ("fp16", "bf16"):
-        for n_tokens in (1, 512):
+        arguments = plain | {"w": f"*{dtype}", "x": f"*{dtype}", "order": "*i32", "work": "*i32"}
+        arguments["rows_each"] = "i32"
+        for n_tokens, by_expert in ((1, False), (512, False), (1, True), (512, True)):
             tile = tiles.float_tile(n_tokens)
-            arguments = {"w": f"*{dtype}", "x": f"*{dtype}"} | plain
             constants = dict(BN=tile.rows, BM=tile.tokens, BK=tiles.FLOAT_COLUMNS, UPCAST=False, **none)
-            label, weights = f"gemm {dtype} {tile.rows}x{tile.tokens}", tile.rows * tiles.FLOAT_COLUMNS
-            cases.append(
-                Case(
-                    label,
-                    linear_kernels.gemm_float,
-                    arguments,
-                    constants,
-                    tile.n_warps,
-                    tile.n_stages,
-                    weights,
-                )
-            )
+            constants["EXPERTS"] = by_expert
+            label = f"gemm {dtype} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
+            weights, kernel = tile.rows * tiles.FLOAT_COLUMNS, linear_kernels.gemm_float
+            cases.append(Case(label, kernel, arguments, constants, tile.n_warps, tile.n_stages, weights))
     return cases
 
 

@@ -10,9 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kukri.kernels.gpu import expert_kernels, linear_kernels, tiles
-from kukri.kernels.gpu.assembler import register_options
-from kukri.kernels.gpu.products import Matrix, Output, gemm_tensors, gemv_tensors, product_constants
+from kukri.kernels.gpu import expert_kernels, linear_kernels, products, tiles
+from kukri.kernels.gpu.products import Matrix, Output, RowsByExpert
 from kukri.kernels.gpu.rows import Q8Rows
 from kukri.kernels.pytorch.ops import Routes
 from kukri.kernels.specs import Routing
@@ -43,15 +42,35 @@ def linear(x: Q8Rows, routes: Routes, matrix: Matrix, bias: Tensor | None) -> Te
     x has T rows, or T * n_used. `matrix` has the experts' one above the other, `bias` [E * rows of one] too.
     A row is the same to the bit for any T. Rows without an expert are undefined.
     """
-    (n_tokens, n_used), n_experts = routes.experts.shape, routes.weights.shape[1]
-    n_rows = matrix.n_rows // n_experts
-    y = torch.empty((n_tokens * n_used, n_rows), dtype=torch.float32, device=x.quants.device)
-    out = Output(y, bias)
-    if n_tokens <= tiles.MAX_GEMV_TOKENS:
+    out, n_experts = _output(routes, matrix.n_rows, bias)
+    if len(routes.experts) <= tiles.MAX_GEMV_TOKENS:
         _gemv(x, routes.experts, matrix, out, n_experts)
     else:
-        _gemm(x, routes.experts, matrix, out, n_experts)
-    return y
+        tile = tiles.expert_tile(len(out.y) // n_experts)
+        products.gemm(x, matrix, out, tile, _groups(routes.experts, n_experts, tile.tokens))
+    return out.y
+
+
+def linear_float(x: Tensor, routes: Routes, w: Tensor, bias: Tensor | None) -> Tensor:
+    """The same for w [E * rows of one, columns] in float16 or bfloat16, and contiguous x of that dtype."""
+    out, n_experts = _output(routes, len(w), bias)
+    tile = tiles.float_tile(len(out.y) // n_experts)
+    products.gemm_float(x, w, out, tile, _groups(routes.experts, n_experts, tile.tokens))
+    return out.y
+
+
+def linear_f32(x: Tensor, routes: Routes, w: Tensor, bias: Tensor | None) -> Tensor:
+    """The same in float32: a GEMV for each row, for any T."""
+    out, n_experts = _output(routes, len(w), bias)
+    products.linear_f32(x, w, out, routes.experts, n_experts)
+    return out.y
+
+
+def _output(routes: Routes, n_rows: int, bias: Tensor | None) -> tuple[Output, int]:
+    """Room for a row for each token and expert, of matrices with n_rows in all; the number of experts."""
+    (n_tokens, n_used), n_experts = routes.experts.shape, routes.weights.shape[1]
+    shape, device = (n_tokens * n_used, n_rows // n_experts), routes.experts.device
+    return Output(torch.empty(shape, dtype=torch.float32, device=device), bias), n_experts
 
 
 def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: int) -> None:
@@ -59,7 +78,7 @@ def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: in
     n_all, n_rows = out.y.shape
     tile = tiles.gemv_tile(matrix.type_name, 1)
     linear_kernels.gemv_of_experts[triton.cdiv(n_rows, tile.rows), n_all](
-        *gemv_tensors(matrix, x),
+        *products.gemv_tensors(matrix, x),
         *out.tensors[:2],
         experts,
         len(x.quants),
@@ -70,39 +89,14 @@ def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: in
         n_experts,
         BN=tile.rows,
         num_warps=tile.n_warps,
-        **product_constants(matrix, out),
+        **products.product_constants(matrix, out),
     )
 
 
-def _gemm(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: int) -> None:
-    """The product for more: a program has rows of one expert."""
-    n_all, n_rows = out.y.shape
-    tile = tiles.expert_tile(n_all // n_experts)
-    order, work = _work(experts, n_experts, tile.tokens)
-    linear_kernels.gemm[triton.cdiv(n_rows, tile.rows), len(work)](
-        *gemm_tensors(matrix, x),
-        *out.tensors,
-        order,
-        work,
-        len(x.quants),
-        n_rows,
-        matrix.n_pairs,
-        out.y.stride(0),
-        n_all // len(x.quants),
-        BN=tile.rows,
-        BM=tile.tokens,
-        EXPERTS=True,
-        num_warps=tile.n_warps,
-        num_stages=tile.n_stages,
-        **register_options(out.y, linear_kernels.MAX_REGISTERS),
-        **product_constants(matrix, out),
-    )
+def _groups(experts: Tensor, n_experts: int, n_rows: int) -> RowsByExpert:
+    """Tiles of at most n_rows rows of one expert each.
 
-
-def _work(experts: Tensor, n_experts: int, n_rows: int) -> tuple[Tensor, Tensor]:
-    """(rows by expert, int32 [T * n_used]; expert, first and end of each tile in them, int32 [tiles, 3]).
-
-    A tile has at most n_rows of one expert. As many tiles as any routes need; those left over are empty.
+    As many tiles as any routes need; those left over are empty.
     """
     device = experts.device
     by_expert, order = torch.sort(experts.flatten(), stable=True)
@@ -115,7 +109,7 @@ def _work(experts: Tensor, n_experts: int, n_rows: int) -> tuple[Tensor, Tensor]
     first = starts[expert] + (tile - ends[expert] + n_tiles[expert]) * n_rows
     end = torch.minimum(first + n_rows, starts[expert + 1])
     work = torch.stack([expert, first, torch.where(is_used, end, first)], 1)
-    return order.to(torch.int32), work.to(torch.int32)
+    return RowsByExpert(order.to(torch.int32), work.to(torch.int32))
 
 
 def combine(x: Tensor, routes: Routes, residual: Tensor | None) -> Tensor:

@@ -319,30 +319,42 @@ def _block_bytes(quants8, high, row_pair, k, mask, TYPE: tl.constexpr, C: tl.con
 
 
 @triton.jit
+def _tile_rows(
+    order, work, n_tokens, n_rows, rows_each, n_steps, BM: tl.constexpr, EXPERTS: tl.constexpr
+):  # fmt: skip
+    """Of a program of a GEMM: its rows of y and which of them there are [BM], their tokens, the rows above
+    their matrix, and its steps, none if it has no rows.
+
+    With EXPERTS these are rows of one expert, as in `gemv_of_experts`: `order` has them by expert, `work`
+    int32 [tiles, 3] the expert, first and end of each program's.
+    """
+    if EXPERTS:
+        tile = work + 3 * tl.program_id(1)
+        first, stop = tl.load(tile + 1), tl.load(tile + 2)
+        place = first + tl.arange(0, BM)
+        ok = place < stop
+        y_row = tl.load(order + place, mask=ok, other=0).to(tl.int64)
+        return y_row, ok, y_row // rows_each, tl.load(tile) * n_rows, tl.where(first < stop, n_steps, 0)
+    else:
+        y_row = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
+        return y_row, y_row < n_tokens, y_row, 0, n_steps
+
+
+@triton.jit
 def gemm(
     quants8, high, scales, xq, xd, xm, xs, y, bias, residual, order, work, n_tokens, n_rows, n_pairs,
     y_stride, rows_each,
     TYPE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The same for BM tokens a program, on int8 matrix units; `quants8` is the plane as bytes, `xq` int8.
-
-    With EXPERTS a program has rows of y of one expert, as in `gemv_of_experts`: `order` has them by expert,
-    `work` int32 [tiles, 3] the expert, first and end of each program's.
+    """The same for BM tokens a program (see `_tile_rows`), on int8 matrix units; `quants8` is the plane as
+    bytes, `xq` int8.
     """
     row = tl.program_id(0) * BN + tl.arange(0, BN)
-    if EXPERTS:
-        tile = work + 3 * tl.program_id(1)
-        place = tl.load(tile + 1) + tl.arange(0, BM)
-        ok_t = place < tl.load(tile + 2)
-        y_row = tl.load(order + place, mask=ok_t, other=0).to(tl.int64)
-        token64 = y_row // rows_each
-        column = row + tl.load(tile) * n_rows
-        n_steps = tl.where(tl.load(tile + 1) < tl.load(tile + 2), n_pairs, 0)  # a tile may be empty
-    else:
-        y_row = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
-        ok_t = y_row < n_tokens
-        token64, column, n_steps = y_row, row, n_pairs
+    y_row, ok_t, token64, above, n_steps = _tile_rows(
+        order, work, n_tokens, n_rows, rows_each, n_pairs, BM, EXPERTS
+    )
+    column = row + above
     ok_r = row < n_rows
     k = tl.arange(0, 32)
     row64 = column.to(tl.int64)
@@ -388,53 +400,62 @@ def gemm(
 
 @triton.jit
 def gemv_f32(
-    w, x, y, bias, residual, n_rows, n_columns, x_stride, y_stride,
+    w, x, y, bias, residual, experts, n_rows, n_columns, x_stride, y_stride, rows_each, n_experts,
     BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """float32 weights [n_rows, n_columns] and activations: BN rows for one token, in BK sums that a tree
     adds. For small matrices, routers of experts above all, and for any number of tokens.
+
+    With EXPERTS each row of y has one, as in `gemv_of_experts`.
     """
     row, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    token = tl.program_id(1).to(tl.int64)
-    ok = row < n_rows
+    y_row = tl.program_id(1).to(tl.int64)
+    if EXPERTS:
+        expert = tl.load(experts + y_row)
+        token, column = y_row // rows_each, row + expert * n_rows
+        ok = row < tl.where(expert < n_experts, n_rows, 0)
+    else:
+        token, column, ok = y_row, row, row < n_rows
     acc = tl.zeros([BN, BK], tl.float32)
     for first in range(0, n_columns, BK):
         inside = first + k < n_columns
-        at = row.to(tl.int64)[:, None] * n_columns + (first + k)[None, :]
+        at = column.to(tl.int64)[:, None] * n_columns + (first + k)[None, :]
         weights = tl.load(w + at, mask=ok[:, None] & inside[None, :], other=0)
         values = tl.load(x + token * x_stride + first + k, mask=inside, other=0)
         acc = tl.fma(weights, values[None, :] + weights * 0, acc)
-    at = token * y_stride + row
-    _finish(y, tree_sum(acc, BN, BK), bias, residual, at, row, ok, HAS_BIAS, HAS_RESIDUAL)
+    at = y_row * y_stride + row
+    _finish(y, tree_sum(acc, BN, BK), bias, residual, at, column, ok, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
 def gemm_float(
-    w, x, y, bias, residual, n_tokens, n_rows, n_columns, y_stride,
+    w, x, y, bias, residual, order, work, n_tokens, n_rows, n_columns, y_stride, rows_each,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """float16 or bfloat16 weights [n_rows, n_columns] and activations of that dtype; float32 sums, BK at a
-    time.
+    time. A program has BM rows of y (see `_tile_rows`).
 
-    It serves one token too: a result depends on the columns' order alone,
-    as long as BN and BK stay as they are.
-    UPCAST multiplies in float32, for Triton's interpreter, which cannot multiply bfloat16.
+    It serves one token too: a result depends on the columns' order alone, as long as BN and BK stay as they
+    are. UPCAST multiplies in float32, for Triton's interpreter, which cannot multiply bfloat16.
     """
     row = tl.program_id(0) * BN + tl.arange(0, BN)
-    token = tl.program_id(1) * BM + tl.arange(0, BM)
-    ok_r, ok_t = row < n_rows, token < n_tokens
+    y_row, ok_t, token, above, stop = _tile_rows(
+        order, work, n_tokens, n_rows, rows_each, n_columns, BM, EXPERTS
+    )
+    column, ok_r = row + above, row < n_rows
     k = tl.arange(0, BK)
-    pw = w + row.to(tl.int64)[:, None] * n_columns + k[None, :]
-    px = x + token.to(tl.int64)[None, :] * n_columns + k[:, None]
+    pw = w + column.to(tl.int64)[:, None] * n_columns + k[None, :]
+    px = x + token[None, :] * n_columns + k[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
-    for first in range(0, n_columns, BK):
+    for first in range(0, stop, BK):
         inside = first + k < n_columns
         w_tile = tl.load(pw + first, mask=ok_r[:, None] & inside[None, :], other=0)
         x_tile = tl.load(px + first, mask=inside[:, None] & ok_t[None, :], other=0)
         if UPCAST:
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
         acc = tl.dot(w_tile, x_tile, acc)
-    at = token.to(tl.int64)[None, :] * y_stride + row[:, None]
+    at = y_row[None, :] * y_stride + row[:, None]
     mask = ok_r[:, None] & ok_t[None, :]
-    _finish(y, acc, bias, residual, at, row[:, None] + token[None, :] * 0, mask, HAS_BIAS, HAS_RESIDUAL)
+    _finish(y, acc, bias, residual, at, column[:, None] + at * 0, mask, HAS_BIAS, HAS_RESIDUAL)

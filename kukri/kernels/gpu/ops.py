@@ -72,6 +72,7 @@ class PackedConstants(DeviceConstants):
         super().__init__(device, dtype, unpacked_bytes=0)
         self._packed: dict[tuple[Weight, ...], Matrix] = {}
         self._packed_experts: dict[tuple[Experts, ...], Matrix] = {}
+        self._float_experts: dict[tuple[Experts, ...], Tensor] = {}
         self._f32: dict[Weight, Tensor] = {}
         self.is_batch_invariant = True  # until a plain op takes part whose sums may depend on shapes
 
@@ -84,9 +85,22 @@ class PackedConstants(DeviceConstants):
     def packed_experts(self, experts: tuple[Experts, ...]) -> Matrix:
         """Matrices of experts that are read side by side: those of expert 0, then those of 1 …"""
         if experts not in self._packed_experts:
-            weights = [weight for of_one in zip(*(each.weights for each in experts)) for weight in of_one]
-            self._packed_experts[experts] = products.to_device(weights, self.device)
+            self._packed_experts[experts] = products.to_device(_by_number(experts), self.device)
         return self._packed_experts[experts]
+
+    def float_experts(self, experts: tuple[Experts, ...]) -> Tensor:
+        """The same of F32, F16 or BF16 as floats [rows, columns], the last two in the dtype of products."""
+        if experts not in self._float_experts:
+            weights = _by_number(experts)
+            dtype = torch.float32 if weights[0].type.name == "F32" else self.dtype
+            shape = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+            self._float_experts[experts] = room = torch.empty(shape, dtype=dtype, device=self.device)
+            start = 0
+            for weight in weights:
+                stop = start + weight.shape[0]
+                room[start:stop] = to_device(weight, self.device, dtype).data
+                start = stop
+        return self._float_experts[experts]
 
     def f32_matrix(self, weight: Weight) -> Tensor:
         """A matrix in float32, whatever the numbers of others."""
@@ -243,17 +257,23 @@ class TritonOps(TorchOps):
     def expert_linear(
         self, x: Any, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Tensor:
-        """See Ops.expert_linear. Types that are not packed have a product for each expert in use, whose
-        numbers the host reads.
+        """See Ops.expert_linear. Adapters, and matrices of several types side by side, have a product for
+        each expert in use, whose numbers the host reads.
         """
         types = {each.type.name for each in experts}
-        if len(types) > 1 or not types <= set(PACKED_TYPES) or self._adapter_rows:
+        if len(types) > 1 or self._adapter_rows:
             self.is_capturable = self.constants.is_batch_invariant = False
             return super().expert_linear(self.floats(x), routes, experts, bias)
         source = x if isinstance(x, Deferred) else Deferred(Recipe("plain", x, x))
-        matrix = self.constants.packed_experts(tuple(experts))
         added = None if bias is None else self.constants.vector(bias)
-        return route_experts.linear(source.q8, routes, matrix, added)
+        (name,) = types
+        if name in PACKED_TYPES:
+            matrix = self.constants.packed_experts(tuple(experts))
+            return route_experts.linear(source.q8, routes, matrix, added)
+        w = self.constants.float_experts(tuple(experts))
+        if name == "F32":
+            return route_experts.linear_f32(source.floats, routes, w, added)
+        return route_experts.linear_float(source.floats.to(w.dtype).contiguous(), routes, w, added)
 
     def combine(
         self,
@@ -326,6 +346,11 @@ class TritonOps(TorchOps):
             work = attention.prefill_tiles(batch.host.query_start.tolist(), spec, rows)
             batch.kept[key] = torch.tensor(work, dtype=torch.int32, device=self.constants.device)
         return batch.kept[key]
+
+
+def _by_number(experts: tuple[Experts, ...]) -> list[Weight]:
+    """The matrices of expert 0, then those of 1 …"""
+    return [weight for of_one in zip(*(each.weights for each in experts)) for weight in of_one]
 
 
 def _runs(weights: Sequence[Weight]) -> Iterator[tuple[Weight, ...]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import linear_kernels, tiles
@@ -28,9 +29,9 @@ class Matrix:
     n_rows: int
     n_columns: int
     n_pairs: int
-    quants: torch.Tensor  # int32 [rows, n_pairs, 8 or 16]
-    high: torch.Tensor
-    scales: torch.Tensor
+    quants: Tensor  # int32 [rows, n_pairs, 8 or 16]
+    high: Tensor
+    scales: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +40,9 @@ class Output:
     them: `bias` [rows], and `residual`, of the shape and the strides of y.
     """
 
-    y: torch.Tensor
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
+    y: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
 
     def columns(self, start: int, stop: int) -> Output:
         """A part of all."""
@@ -50,7 +51,7 @@ class Output:
         return Output(self.y[:, part], bias, None if self.residual is None else self.residual[:, part])
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """y, bias and residual as kernels take them: y stands in for what there is not."""
         y, bias, residual = self.y, self.bias, self.residual
         return y, y if bias is None else bias, y if residual is None else residual
@@ -61,13 +62,21 @@ class Output:
         return {"HAS_BIAS": self.bias is not None, "HAS_RESIDUAL": self.residual is not None}
 
 
+@dataclass(frozen=True, eq=False)
+class RowsByExpert:
+    """Rows of an output that have an expert each, in tiles of one expert's."""
+
+    order: Tensor  # int32 [rows]: their numbers, by expert
+    work: Tensor  # int32 [tiles, 3]: each tile's expert, first and end in `order`
+
+
 def to_device(weights: Sequence[Weight], device: torch.device | str) -> Matrix:
     """Packs matrices of one type and columns, and copies them to the device, one above the other.
 
     The host holds some rows of one at a time: pages of a mapped file are given back after them.
     """
     n_rows, start = sum(weight.shape[0] for weight in weights), 0
-    planes: list[torch.Tensor] = []
+    planes: list[Tensor] = []
     for weight in weights:
         for part in pack(weight):
             if not planes:
@@ -81,7 +90,7 @@ def to_device(weights: Sequence[Weight], device: torch.device | str) -> Matrix:
     return Matrix(first.type_name, n_rows, first.n_columns, first.n_pairs, *planes)
 
 
-def _room(plane: Words, n_rows: int, device: torch.device | str) -> torch.Tensor:
+def _room(plane: Words, n_rows: int, device: torch.device | str) -> Tensor:
     """Memory for n_rows rows of such planes; a table is one for all."""
     shape = plane.shape if plane.ndim == 1 else (n_rows, *plane.shape[1:])
     return torch.empty(shape, dtype=torch.int32, device=device)
@@ -89,31 +98,49 @@ def _room(plane: Words, n_rows: int, device: torch.device | str) -> torch.Tensor
 
 def linear(x: Q8Rows, matrix: Matrix, out: Output) -> None:
     """Writes x Wᵀ. A row of the result is the same to the bit for any T."""
-    n_tokens, n_rows = len(x.quants), matrix.n_rows
+    n_tokens = len(x.quants)
     if n_tokens <= tiles.MAX_GEMV_TOKENS:
         tile = tiles.gemv_tile(matrix.type_name, triton.next_power_of_2(n_tokens))
         _gemv(x, matrix, out, tile, None)
-        return
-    tile = tiles.gemm_tile(matrix.type_name, n_tokens)
-    grid = (triton.cdiv(n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens))
-    y = out.y
+    else:
+        gemm(x, matrix, out, tiles.gemm_tile(matrix.type_name, n_tokens))
+
+
+def gemm(
+    x: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, groups: RowsByExpert | None = None
+) -> None:
+    """The product for many tokens. With groups, `matrix` has those of all experts, one above the other, and
+    the bias is [E * rows]; each row of x has as many rows of y, one after another.
+    """
+    y, n_tokens = out.y, len(x.quants)
+    grid, order, work = _grid(y, tile, groups)
     linear_kernels.gemm[grid](
         *gemm_tensors(matrix, x),
         *out.tensors,
-        y,
-        y,
+        order,
+        work,
         n_tokens,
-        n_rows,
+        y.shape[1],
         matrix.n_pairs,
         y.stride(0),
-        1,
-        BN=tile.rows,
-        BM=tile.tokens,
-        EXPERTS=False,
-        num_warps=tile.n_warps,
-        num_stages=tile.n_stages,
+        len(y) // n_tokens,
+        EXPERTS=groups is not None,
+        **_tile_constants(tile),
+        **register_options(y, None if groups is None else linear_kernels.MAX_REGISTERS),
         **product_constants(matrix, out),
     )
+
+
+def _grid(y: Tensor, tile: tiles.Tile, groups: RowsByExpert | None) -> tuple[tuple[int, int], Tensor, Tensor]:
+    """The programs of a GEMM, and the order and work of groups, for which y stands in."""
+    n = triton.cdiv(y.shape[1], tile.rows)
+    if groups is None:
+        return (n, triton.cdiv(len(y), tile.tokens)), y, y
+    return (n, len(groups.work)), groups.order, groups.work
+
+
+def _tile_constants(tile: tiles.Tile) -> dict[str, int]:
+    return {"BN": tile.rows, "BM": tile.tokens, "num_warps": tile.n_warps, "num_stages": tile.n_stages}
 
 
 def linear_of(recipe: Recipe, matrix: Matrix, out: Output) -> Q8Rows:
@@ -153,13 +180,13 @@ def _gemv(rows: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, recipe: R
     )
 
 
-def gemv_tensors(matrix: Matrix, x: Q8Rows) -> tuple[torch.Tensor, ...]:
+def gemv_tensors(matrix: Matrix, x: Q8Rows) -> tuple[Tensor, ...]:
     """A matrix and rows as `gemv` takes them."""
     quants, *rest = x.tensors
     return matrix.quants, matrix.high, matrix.scales, quants.view(torch.int32), *rest
 
 
-def gemm_tensors(matrix: Matrix, x: Q8Rows) -> tuple[torch.Tensor, ...]:
+def gemm_tensors(matrix: Matrix, x: Q8Rows) -> tuple[Tensor, ...]:
     """A matrix and rows as `gemm` takes them."""
     return matrix.quants.view(torch.uint8), matrix.high, matrix.scales, *x.tensors
 
@@ -169,41 +196,56 @@ def product_constants(matrix: Matrix, out: Output) -> dict[str, Any]:
     return {"TYPE": matrix.type_name, "ASM": has_ptx(out.y), **out.constants}
 
 
-def linear_f32(x: torch.Tensor, w: torch.Tensor, out: Output) -> None:
-    """The same for w [rows, columns] and x [T, columns] in float32."""
-    linear_kernels.gemv_f32[triton.cdiv(len(w), tiles.F32_ROWS), len(x)](
+def linear_f32(x: Tensor, w: Tensor, out: Output, experts: Tensor | None = None, n_experts: int = 1) -> None:
+    """The same for w [rows, columns] and x [T, columns] in float32, for any T.
+
+    With `experts` int32 [rows of y], each row of y has one, n_experts if none, as in `gemm`.
+    """
+    y = out.y
+    linear_kernels.gemv_f32[triton.cdiv(y.shape[1], tiles.F32_ROWS), len(y)](
         w,
         x,
         *out.tensors,
-        len(w),
+        y if experts is None else experts,
+        y.shape[1],
         w.shape[1],
         x.stride(0),
-        out.y.stride(0),
+        y.stride(0),
+        len(y) // len(x),
+        n_experts,
         BN=tiles.F32_ROWS,
         BK=tiles.F32_COLUMNS,
+        EXPERTS=experts is not None,
         num_warps=4,
         **out.constants,
     )
 
 
-def linear_float(x: torch.Tensor, w: torch.Tensor, out: Output) -> None:
+def linear_float(x: Tensor, w: Tensor, out: Output) -> None:
     """The same for w [rows, columns] in float16 or bfloat16 and x [T, columns] of that dtype."""
-    (n_tokens, n_columns), n_rows = x.shape, len(w)
-    tile = tiles.float_tile(n_tokens)
-    grid = (triton.cdiv(n_rows, tile.rows), triton.cdiv(n_tokens, tile.tokens))
+    gemm_float(x, w, out, tiles.float_tile(len(x)))
+
+
+def gemm_float(
+    x: Tensor, w: Tensor, out: Output, tile: tiles.Tile, groups: RowsByExpert | None = None
+) -> None:
+    """The same by tiles, with experts as in `gemm`."""
+    y = out.y
+    grid, order, work = _grid(y, tile, groups)
     linear_kernels.gemm_float[grid](
         w,
         x,
         *out.tensors,
-        n_tokens,
-        n_rows,
-        n_columns,
-        out.y.stride(0),
-        BN=tile.rows,
-        BM=tile.tokens,
+        order,
+        work,
+        len(x),
+        y.shape[1],
+        w.shape[1],
+        y.stride(0),
+        len(y) // len(x),
         BK=tiles.FLOAT_COLUMNS,
         UPCAST=w.device.type == "cpu",
-        num_warps=tile.n_warps,
-        num_stages=tile.n_stages,
+        EXPERTS=groups is not None,
+        **_tile_constants(tile),
         **out.constants,
     )

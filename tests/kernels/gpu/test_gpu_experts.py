@@ -81,16 +81,17 @@ def run(backend, program, n_tokens, on_tap=None):
     return compiled(plain_batch(n_tokens), on_tap).numpy().copy(), compiled
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "MXFP4"])
+@pytest.mark.parametrize("type_name", ["Q8_0", "MXFP4", "F32", "F16", "BF16"])
 def test_a_mixture(type_name):
     """An expert's rows given to another, a bias of another, a tile that mixes experts or is left out, rows
     of rows read as rows of tokens; a result that depends on the tokens beside it: 1, 8 and 21 of them.
     """
+    tolerance = 1e-6 if "F" in type_name[:2] else 0.01  # int8 between the products
     backend, program = GpuBackend(), mixture(2, type_name, 21)
     got, compiled = run(backend, program, 21)
     want, _ = run(ReferenceBackend(), program, 21)
     assert np.isfinite(got).all()
-    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.01  # int8 between the products
+    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < tolerance
     for n in (1, 8):
         few, _ = run(backend, program, n)
         assert (bits(torch.from_numpy(few)) == bits(torch.from_numpy(got[:n]))).all()
@@ -98,7 +99,32 @@ def test_a_mixture(type_name):
     assert compiled._ops.is_capturable
 
 
-def test_hooks_on_weights():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n_tokens", [3, 70])
+def test_halves_by_expert(n_tokens, dtype):
+    """Columns beyond the last step of 64, rows of an expert beyond its last tile or of its neighbour, a row
+    without an expert that reads or writes beyond the matrices, a bias or token of another row.
+    """
+    n_experts, n_used, n_rows, n_columns = 5, 3, 37, 200
+    torch.manual_seed(n_tokens)
+    w, bias = torch.randn(n_experts * n_rows, n_columns).to(dtype), torch.randn(n_experts * n_rows)
+    logits = torch.randn(n_tokens, n_experts)
+    logits[1] = torch.tensor([0, 1, float("-inf"), float("-inf"), float("-inf")])  # two experts, then none
+    routes = experts_of.route(logits, Routing(n_experts, n_used, True))
+    numbers = routes.experts.flatten()
+    assert (numbers == n_experts).sum() == 1
+    for n in (1, n_used):  # rows of tokens, rows of rows
+        x = torch.randn(n_tokens * n, n_columns).to(dtype)
+        got = experts_of.linear_float(x, routes, w, bias)
+        for row, number in enumerate(numbers.tolist()):
+            if number < n_experts:
+                mine = slice(number * n_rows, (number + 1) * n_rows)
+                want = w[mine].float() @ x[row * n // n_used].float() + bias[mine]
+                torch.testing.assert_close(got[row], want, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "F32", "F16"])
+def test_hooks_on_weights(type_name):
     """An expert without a weight that is still used, another weight, a lost residual."""
 
     def edit(name, x):
@@ -106,7 +132,7 @@ def test_hooks_on_weights():
             x[:, 1:] = 0
             x[::2, 0] = 0  # tokens that use no expert
 
-    program = mixture(3, "Q8_0", 9)
+    program = mixture(3, type_name, 9)
     got, want = (run(backend, program, 9, edit)[0] for backend in (GpuBackend(), ReferenceBackend()))
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.01
 
