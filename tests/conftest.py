@@ -32,8 +32,12 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Test processes with a PyTorch of two threads each wait for one another on two cores: twenty times slower.
+# They are busy already when kernels are missing: helpers would import Numba anew for every few kernels.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from kukri.kernels.cpu import compiling
+
+    compiling._MOST_HELPERS = 0
 
 # Triton's own functions are interpreted or compiled for good when it is imported, which torch does somewhere:
 # here they are interpreted, for tests/kernels/gpu.

@@ -25,6 +25,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path))
     kernel_cache.cache_dir.cache_clear()
     monkeypatch.setattr(compiling, "_SOON", ())
+    monkeypatch.setattr(compiling, "_MOST_HELPERS", 3)
     monkeypatch.setattr(compiling, "_helpers", [])  # those of other tests may be at work still
     yield kernel_cache.cache_dir()
     kernel_cache.cache_dir.cache_clear()
