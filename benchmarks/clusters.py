@@ -108,8 +108,8 @@ class ClusterServer:
         wait_for(lambda: len(self.replicas()) == n, timeout_s)
 
     def pids(self) -> list[int]:
-        """The processes of its replicas."""
-        return replica_pids("serve-")
+        """The processes of its replicas, and of no other server's."""
+        return replica_pids(rf"serve-.*-{self.http.base_url.port}:")
 
     def stop(self) -> None:
         """Ends it, and its replicas. Raises RuntimeError if it does not end well."""
@@ -126,12 +126,14 @@ def replica_pids(command: str = "") -> list[int]:
     return processes(f"ServeReplica:kukri-{command}")
 
 
-def processes(beginning: str) -> list[int]:
-    """The processes that Ray calls so."""
+def processes(pattern: str) -> list[int]:
+    """The processes whose names, as Ray gives them, match from the beginning on."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and f"ray::{beginning}".encode() in (entry / "cmdline").read_bytes():
+            if entry.name.isdigit() and re.match(
+                f"ray::{pattern}".encode(), (entry / "cmdline").read_bytes()
+            ):
                 found.append(int(entry.name))
     return sorted(found)
 

@@ -139,7 +139,7 @@ class Victims:
         return {
             "replica": lambda: os.kill(self._replica(is_first=False), SIGKILL),
             "neighbor": lambda: os.kill(self._replica(is_first=True), SIGKILL),
-            "controller": lambda: os.kill(processes(CONTROLLER)[0], SIGKILL),
+            "controller": lambda: os.kill(self._controllers()[0], SIGKILL),
             "machine": self._remove_machine,
             "stopped": self._stop_replica,
         }[what]
@@ -152,7 +152,7 @@ class Victims:
         if self._is_short:
             self._machines.add()
             self._is_short = False
-        wait_for(lambda: bool(processes(CONTROLLER)), 300)
+        wait_for(lambda: bool(self._controllers()), 300)
         self.server.wait_for_replicas(2)
         wait_for(lambda: len(self.server.pids()) == 2, 300)
 
@@ -165,6 +165,10 @@ class Victims:
 
     def _replica(self, *, is_first: bool) -> int:
         return next(pid for pid in self.server.pids() if self._machines.is_first(pid) == is_first)
+
+    def _controllers(self) -> list[int]:
+        """Serve's controller, on the first machine; none while it is started again."""
+        return [pid for pid in processes(CONTROLLER) if self._machines.is_first(pid)]
 
     def _remove_machine(self) -> None:
         self._is_short = True
