@@ -48,7 +48,7 @@ def main() -> None:
             asyncio.run(_compare(urls, pids[1]))
     for held, kv_memory in _CACHES.items() if "hits" in what else ():
         commands = [["serve"], ["serve"], ["cluster", "serve", "--replicas", "2"]]
-        limits = ["--kv-memory", kv_memory, "--max-context", "512"]
+        limits = ["--kv-memory", kv_memory, "--max-context", "512", "--log-level", "warning"]
         with _servers(commands, [*options, *limits]) as (urls, _):
             asyncio.run(_hits(held, urls))
 
