@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kukri.errors import ConfigError, UnsupportedError
+from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.terminal.options import ClusterOptions, ServeOptions
 
 if TYPE_CHECKING:
@@ -128,7 +128,10 @@ def replicas_on_ray(
             deployment = replicas(options, how)
             _check_room(how, deployment)
             serve.start(proxy_location="Disabled")
-            handle = serve.run(deployment, name=application, route_prefix=None)
+            try:
+                handle = serve.run(deployment, name=application, route_prefix=None)
+            except RuntimeError as error:
+                raise KukriError(_start_problem(application) or str(error)) from None
             facts = handle.facts.remote().result()
             host = "127.0.0.1" if is_own else ray.util.get_node_ip_address()
             yield Cluster(handle, facts, options, host, sum(node["Alive"] for node in ray.nodes()))
@@ -136,6 +139,16 @@ def replicas_on_ray(
             if not is_own:
                 serve.delete(application)
             ray.shutdown()
+
+
+def _start_problem(application: str) -> str | None:
+    """The last error of replicas that did not start; None if Serve knows of none."""
+    from ray import serve
+
+    found = serve.status().applications.get(application)
+    messages = [one.message for one in found.deployments.values()] if found is not None else []
+    lines = [line for message in messages for line in message.splitlines() if line.strip()]
+    return f"the replicas do not start: {lines[-1].strip()}" if lines else None
 
 
 def _check_room(how: ReplicaOptions, deployment: Any) -> None:
