@@ -53,6 +53,8 @@ def random_weight(type_name: str, n_bytes: int = MATRIX_BYTES) -> Weight:
     else:
         scale = np.full(layout.n_halves, 0.01, np.float16).view(np.uint8)
         blocks[:, layout.half : layout.half + 2 * layout.n_halves] = scale
+        if layout.exponent >= 0:
+            blocks[:, layout.exponent] = 121  # 2^-7
     return Weight(blocks.reshape(n_out, -1), type, (n_out, N_IN), type_name)
 
 

@@ -176,7 +176,22 @@ def _make_dot_values(values):
     return dot
 
 
-_dot_iq4, _dot_mxfp4 = (_make_dot_values(values) for values in (IQ4_VALUES, MXFP4_VALUES))
+_dot_iq4 = _make_dot_values(IQ4_VALUES)
+_low_mxfp4, _high_mxfp4 = (look_up([int(value) + 16 for value in MXFP4_VALUES], right) for right in (0, 4))
+
+
+@device
+def _dot_mxfp4(out, w, x):
+    """Integer sums of 32 values, kept as value + 16: five bits, two runs."""
+    acc = tile_offset_start(out, x, 4)
+    for half in range(2):
+        short = tile_short_start(acc)
+        for j in range(2):
+            packed = load_u8x64(w + 128 * half + 64 * j)
+            short = tile_dot4_short(short, _low_mxfp4(packed), x, 2 * half + j)
+            short = tile_dot4_short(short, _high_mxfp4(packed), x, 4 + 2 * half + j)
+        acc = tile_short_end(acc, short)
+    return acc
 
 
 @device

@@ -32,12 +32,8 @@ class _LinkedCode(CPUCodeLibrary):  # type: ignore[misc]
     Here a kernel is optimized as a whole, once; loops that call other functions are not unrolled by then.
     """
 
-    is_unrolled = False
-
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self._codegen._data_layout
-        if self.is_unrolled:
-            super()._optimize_functions(module)
 
     def _optimize_final_module(self) -> None:
         pass
@@ -52,15 +48,10 @@ class _LinkedCode(CPUCodeLibrary):  # type: ignore[misc]
 
 
 class _Compiler(Compiler):  # type: ignore[misc]
-    """Numba's compiler up to linked code, which Python cannot call.
-
-    Loops are unrolled in functions of a type that says so (`is_unrolled`).
-    """
+    """Numba's compiler up to linked code, which Python cannot call."""
 
     def __init__(self, typing: Any, target: Any, library: Any, args: Any, *others: Any) -> None:
-        code = _LinkedCode(target.codegen(), "function")
-        code.is_unrolled = any(getattr(kind, "is_unrolled", False) for kind in args)
-        super().__init__(typing, target, code, args, *others)
+        super().__init__(typing, target, _LinkedCode(target.codegen(), "function"), args, *others)
         self.state.targetctx.get_executable = _no_function
 
 

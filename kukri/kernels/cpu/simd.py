@@ -473,11 +473,13 @@ def load_u16x16(builder: Any, address: Any) -> Any:
 def load_powers(builder: Any, address: Any) -> Any:
     """2^(e - 128) of 16 bytes e."""
     bits = builder.load(pointer(builder, address, ir.VectorType(_I8, 16)), align=1)
-    e, one = builder.zext(bits, I32x16.llvm), constant(I32x16.llvm, 1)
-    normal = builder.shl(builder.sub(e, one), constant(I32x16.llvm, 23))
-    small = builder.shl(constant(I32x16.llvm, 0x00200000), builder.and_(e, one))
-    is_small = builder.icmp_unsigned("<", e, constant(I32x16.llvm, 2))
-    return builder.bitcast(builder.select(is_small, small, normal), F32x16.llvm)
+    e = builder.zext(bits, I32x16.llvm)
+    # a normal number has its exponent from bit 23 on, a smaller one (e < 2) is a bit of the fraction; the
+    # larger of the two as signed numbers is the right one
+    normal = builder.sub(builder.shl(e, constant(I32x16.llvm, 23)), constant(I32x16.llvm, 1 << 23))
+    small = builder.add(builder.shl(e, constant(I32x16.llvm, 21)), constant(I32x16.llvm, 1 << 21))
+    is_normal = builder.icmp_signed(">", normal, small)
+    return builder.bitcast(builder.select(is_normal, normal, small), F32x16.llvm)
 
 
 def look_up(table: Sequence[int], right: int) -> Any:

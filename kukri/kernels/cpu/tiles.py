@@ -59,7 +59,6 @@ class Tile(types.Type):  # type: ignore[misc]
 
     def __init__(self, vec: Vec, n: int, width: int, is_q16: bool) -> None:
         self.vec, self.n, self.width, self.is_q16 = vec, n, width, is_q16
-        self.is_unrolled = n == 1  # one vector's loops are short: counting costs up to 8%
         self.llvm = ir.ArrayType(vec.llvm, n)
         super().__init__(name=f"Tile({vec.name}, {n}, {width}, {is_q16})")
 
