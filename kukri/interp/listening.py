@@ -130,7 +130,7 @@ class StepListener:
         point = listening.point
         where = HookPoint(point.name, point.layer, self._start, listening.ctx)
         try:
-            found = listening.hook(value, hook=where)
+            found = listening.hook(value.view(), hook=where)  # resized, it leaves the value as it is
             after = value if found is None else np.asarray(found)
         except Exception as error:
             raise HookError(f"the hook on {point.name} raised {type(error).__name__}: {error}") from error

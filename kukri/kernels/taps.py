@@ -79,7 +79,7 @@ class Hooks:
 
 def _call(hook: Hook, name: str, x: FloatArray) -> FloatArray:
     try:
-        replacement = hook(name, x)
+        replacement = hook(name, x.view())  # reshaped or resized, it leaves x as it is
     except Exception as error:
         raise HookError(f"the hook on {name} raised {type(error).__name__}: {error}") from error
     if replacement is None:

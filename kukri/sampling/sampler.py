@@ -366,7 +366,7 @@ def _processed(processor: LogitsProcessor, token_ids: IntArray, row: FloatArray)
     """The row after one of the caller's functions, checked."""
     name = getattr(processor, "__name__", type(processor).__name__)
     try:
-        returned = processor(token_ids, row)
+        returned = processor(token_ids, row.view())  # reshaped or resized, it leaves the row as it is
         result = row if returned is None else np.ascontiguousarray(returned, np.float32)
     except Exception as error:
         raise SamplingError(f"the logits processor {name} failed: {type(error).__name__}: {error}") from error

@@ -249,6 +249,8 @@ def test_wrong_hooks_are_refused():
         own.run_with_hooks(IDS, [("hook_embed", lambda x, hook: 1 / 0)])
     with pytest.raises(HookError, match=r"must be float32 \[1, 40, 4, 16\]"):
         own.run_with_hooks(IDS, [(("z", 0), lambda x, hook: x[0])])
+    with pytest.raises(HookError, match="hook on hook_embed raised ValueError"):
+        own.run_with_hooks(IDS, [("hook_embed", lambda x, hook: x.resize(3, refcheck=False))])
     with pytest.raises(HookError, match="belongs to no layer"):
         own.run_with_hooks(IDS, [("hook_embed", lambda x, hook: hook.layer())])
     for prompt in ([], [[]], [1, 900], [0.5], [[[1]]]):

@@ -299,6 +299,7 @@ def test_logits_processors_see_the_tokens_and_edit_the_row() -> None:
         (lambda ids, row: row * np.nan, "left nan in the logits"),
         (lambda ids, row: row + np.inf, "left inf in the logits"),
         (lambda ids, row: row - np.inf, "left no token"),
+        (lambda ids, row: row.resize(2, refcheck=False), "fault failed: ValueError"),
     ],
 )
 def test_a_failing_processor_is_named(returned: Any, message: str) -> None:
@@ -310,6 +311,19 @@ def test_a_failing_processor_is_named(returned: Any, message: str) -> None:
     sampler = RequestSampler(SamplingParams(logits_processors=[fault]), [1], 5, ReferenceSampling())
     with pytest.raises(SamplingError, match=message):
         sampler(np.zeros(5, np.float32))
+
+
+def test_a_processor_that_reshapes_its_row_changes_no_length() -> None:
+    """Would catch a kernel that reads V logits of a row that the caller's function made shorter."""
+
+    def reshape(token_ids: np.ndarray, row: np.ndarray) -> None:
+        row[3] = 9
+        row.shape = (5, 2)
+
+    sampler = RequestSampler(
+        SamplingParams(temperature=0, logits_processors=[reshape]), [1], 10, ReferenceSampling()
+    )
+    assert sampler(np.zeros(10, np.float32)).id == 3
 
 
 def test_dry_is_that_of_llama_cpp(llama: LlamaCpp) -> None:
