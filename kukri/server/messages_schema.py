@@ -185,7 +185,7 @@ class PromptBody(Body):
         "mcp_servers": (([],), NO_CALLS),
         "speed": (("standard",), "there is one speed"),
     }
-    ignored = HINTS | {"context_management"}
+    ignored = HINTS
     model: str | None = None
     messages: Annotated[list[TurnMessage], Field(min_length=1)]
     system: Texts | None = None

@@ -125,18 +125,17 @@ class ChatPrompts:
         return {"messages": named, "tools": tools}
 
     def _checked(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Variables for the chat template; each has to be one that it reads."""
+        """Variables for the chat template: those that it reads, as the others change no prompt."""
         given = given or {}
         if len(given) > MAX_TEMPLATE_VARIABLES:
             raise RequestError(f"more than {MAX_TEMPLATE_VARIABLES} variables", param="chat_template_kwargs")
-        for name in given:
-            if name in _RESERVED or not name.isidentifier() or name not in self._source:
-                raise RequestError(
-                    f"the model's chat template takes no variable {name[:100]!r}",
-                    param=f"chat_template_kwargs.{name[:100]}",
-                    code="unsupported_parameter",
-                )
-        return dict(given)
+        for name in _RESERVED & given.keys():
+            raise RequestError(
+                f"{name!r} is not for chat_template_kwargs",
+                param=f"chat_template_kwargs.{name}",
+                code="unsupported_parameter",
+            )
+        return {name: value for name, value in given.items() if name.isidentifier() and name in self._source}
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         """The template's variable for an effort to reason, if it reads any."""

@@ -207,7 +207,7 @@ class ResponseBody(Sampling):
         "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
         "truncation": (("disabled",), "a prompt that is too long is an error"),
     }
-    ignored = HINTS | {"context_management"}
+    ignored = HINTS
     input: Annotated[Annotated[str, Tag("str")] | Annotated[Items, Tag("list")], Discriminator(form_of)]
     instructions: str | None = None
     # the reasoning that encrypted_content would carry into the next request is in the items themselves

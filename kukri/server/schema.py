@@ -45,8 +45,9 @@ _ELSEWHERE: Refused = {
 # hints that cannot change an answer: taken and ignored
 HINTS = frozenset(
     {
-        "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "request_id", "safety_identifier", "service_tier", "store", "user", "verbosity",
+        "cache_salt", "context_management", "metadata", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store", "user",
+        "verbosity",
     }
 )  # fmt: skip
 # fields of SamplingParams that bodies give in another form, or not at all
@@ -297,7 +298,7 @@ class ChatMessage(Piece):
         "audio": ((), TEXT_ONLY),
         "function_call": ((), "it is deprecated: use tool_calls"),
     }
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str  # one of the template's
     content: Content | None = None
     name: str | None = None  # for templates that print it
     refusal: str | None = None
@@ -561,5 +562,5 @@ def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
         return None
     try:
         return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError:
-        raise RequestError("the keys of logit_bias must be token ids", param="logit_bias") from None
+    except ValueError as error:
+        raise RequestError(f"the keys of logit_bias must be token ids: {error}", param="logit_bias") from None

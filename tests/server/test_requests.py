@@ -55,17 +55,19 @@ def test_neutral_values_of_refused_fields_are_taken(served):
 HINTS = {
     "prompt_cache_key": "a", "safety_identifier": "u", "service_tier": "priority", "store": True,
     "verbosity": "low", "metadata": {"a": "b"}, "user": "u", "temprature": None,
+    "context_management": [{"type": "compaction"}],
 }  # fmt: skip
 HINTED = {
     CHAT: {
         **HINTS, "reasoning_effort": "low", "stream_options": {"include_usage": False}, "logit_bias": {},
         "tool_choice": "auto", "parallel_tool_calls": True, "tools": [], "n_probs": 0, "best_of": 1,
+        "chat_template_kwargs": {"enable_thinking": False, "a b": 1},
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}],
                       "name": "Bob", "colour": "red"}],
     },
     TEXT: {**HINTS, "suffix": "", "best_of": 1, "echo": False, "add_special_tokens": True},
     RESPONSE: {
-        **HINTS, "reasoning": {"effort": "low"}, "context_management": [{"type": "compaction"}],
+        **HINTS, "reasoning": {"effort": "low"},
         "text": {"verbosity": "low"}, "input": [{"role": "user", "content": "Hi", "colour": "red"}],
     },
     "/v1/messages": {
@@ -197,7 +199,6 @@ WRONG = [
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     (TEXT, {"suffix": "the end"}, "suffix"),
     (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
     (TEXT, {"prompt": []}, "prompt"),

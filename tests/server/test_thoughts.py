@@ -14,7 +14,10 @@ def thinking(smollm2_path):
     """A server whose template begins the model's thoughts, so that all it says are thoughts."""
     with LLM(smollm2_path, max_context=512) as llm:
         assert llm.tokenizer.chat_template is not None
-        llm.tokenizer.chat_template += "{% if enable_thinking %}<think>\n{% endif %}"
+        llm.tokenizer.chat_template += (
+            "{% if enable_thinking %}<think>\n{% endif %}"
+            "{% if messages[0].role == 'assistant_tool_call' %}!{% endif %}"
+        )
         with serving(llm) as server:
             yield server
 
@@ -23,6 +26,17 @@ def test_another_template_can_be_given(smollm2_path):
     """Catches a template that is loaded and not used."""
     with LLM(smollm2_path, max_context=64, chat_template="{{ messages[0].content }}!") as llm:
         assert llm.chat_template.render([{"role": "user", "content": "Hi"}]) == "Hi!"
+
+
+def test_roles_of_the_template_are_taken(thinking):
+    """Catches a list of roles in the server, where the template knows others."""
+    with thinking.http() as http:
+        said = {"role": "assistant_tool_call", "content": "x"}
+        prompt = http.post("/apply-template", json={"messages": [said]}).json()["prompt"]
+        assert "<|im_start|>assistant_tool_call\nx<|im_end|>" in prompt
+        assert prompt.endswith("!")
+        answer = http.post(CHAT, json=ASK[CHAT] | {"messages": [said], "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
 
 
 def test_thoughts_are_no_content(thinking):
