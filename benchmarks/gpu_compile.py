@@ -34,6 +34,7 @@ from triton.compiler import ASTSource
 
 from kukri.kernels.gpu import (
     attention_kernels,
+    delta_chunks_kernel,
     expert_kernels,
     layer_kernel,
     linear_kernels,
@@ -341,6 +342,20 @@ def recurrent_cases() -> list[Case]:
     return cases
 
 
+def delta_chunk_cases() -> list[Case]:
+    """The prototype of a delta rule in chunks, with 128 x 128 states."""
+    sizes = {"K": 128, "KB": tiles.CHUNK_STATE_ROWS, "P": 128, "PB": tiles.STATE_COLUMNS}
+    floats = ("q", "k", "v", "decay", "beta", "a", "dt_bias", "states", "y")
+    kept = ("kept_k", "kept_v", "kept_decay", "kept_beta")
+    arguments = dict.fromkeys((*floats, *kept), "*fp32")
+    arguments |= dict.fromkeys(("query_start", "context_len", "state_slots"), "*i32")
+    names = ("q_stride", "k_stride", "v_stride", "decay_stride", "beta_stride", "n_heads", "n_groups")
+    arguments |= dict.fromkeys(names, "i32")
+    most = delta_chunks_kernel.MAX_REGISTERS
+    kernel = delta_chunks_kernel.delta_chunks
+    return [Case("delta_chunks 128", kernel, arguments, sizes, 4, 1, max_registers=most)]
+
+
 def layer_cases() -> list[Case]:
     """The prototype of a persistent kernel, at SmolLM2-135M's sizes, for one token."""
     floats = ("x", "norm", "mlp_norm", "xd", "xm", "qkv", "attended", "between", "gate_up", "y", "cos", "sin")
@@ -373,9 +388,9 @@ def layer_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Every kernel that the GPU backend launches, and the prototype."""
+    """Every kernel that the GPU backend launches, and the prototypes."""
     launched = linear_cases() + attention_cases() + row_cases() + mixture_cases() + recurrent_cases()
-    return launched + layer_cases()
+    return launched + delta_chunk_cases() + layer_cases()
 
 
 def compile_case(case: Case, target: GPUTarget) -> Any:

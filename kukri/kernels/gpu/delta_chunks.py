@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from kukri.kernels.gpu import delta_chunks_kernel, tiles
+from kukri.kernels.gpu.assembler import register_options
 
 CHUNK: int = delta_chunks_kernel.CHUNK.value
 
@@ -69,10 +70,12 @@ def delta_rule(
         n_heads,
         k.shape[1] // d_state,
         K=d_state,
-        KW=max(16, triton.next_power_of_2(d_state)),
+        KB=tiles.CHUNK_STATE_ROWS,
         P=d_head,
         PB=tiles.STATE_COLUMNS,
-        num_warps=8,
+        num_warps=4,
+        num_stages=1,
+        **register_options(y, delta_chunks_kernel.MAX_REGISTERS),
     )
     state.keep((k, v, decay, beta), start, context, slots)
     return y

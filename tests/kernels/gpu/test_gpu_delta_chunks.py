@@ -7,7 +7,7 @@ import torch
 
 from kukri.kernels.gpu.delta_chunks import ChunkedState, delta_rule
 
-N, HEADS, GROUPS, K, P = 35, 2, 1, 12, 9
+N, HEADS, GROUPS, K, P = 35, 2, 1, 44, 9
 
 
 def exact(q, k, v, decay, beta, a, dt_bias):
