@@ -98,13 +98,13 @@ class RemoteRequestMaker(RequestMaker):
 class RemoteModel:
     """A model whose engines are elsewhere. Attributes: those of `server.service.OpenModel`, identity."""
 
-    def __init__(self, options: ModelOptions, facts: ReplicaFacts, n_replicas: int = 1) -> None:
+    def __init__(self, options: ModelOptions, facts: ReplicaFacts) -> None:
         """`facts` are those of one of the replicas. Raises KukriError if the files differ from theirs."""
         read = read_model(options)
         self.options, self.path, self.tokenizer = options, read.path, read.tokenizer
         self.default_params, self.text_encoder = read.default_params, read.text_encoder
         self.engine = RemoteRequestMaker(read, facts, tuple(options.adapters))
-        self.engine_config = EngineConfig(max_requests=facts.max_requests * n_replicas)
+        self.engine_config = EngineConfig(max_requests=facts.max_requests)
         self.identity = weights_identity(read.path, read.config, options.quantize)
         if self.identity != facts.model:
             raise KukriError(

@@ -299,7 +299,7 @@ def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
     counts: list[Counter[tuple[int, ...]]] = []
     for skill in (None, 0.5):
         engine = make("off", max_context=16, max_requests=8)
-        params = SamplingParams(temperature=2.0, max_tokens=5, ignore_eos=True, top_k=4)
+        params = SamplingParams(temperature=2.0, max_tokens=4, ignore_eos=True, top_k=4)
         requests = []
         for i in range(n):
             request = engine.make_request(prompt, replace(params, seed=i if skill is None else n + i))
