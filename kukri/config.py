@@ -301,26 +301,43 @@ Speculation = Literal["off", "ngram", "draft"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of the engine."""
+    """Options of the engine. Sizes in bytes, contexts and steps in tokens.
 
-    backend: str = "cpu"  # cpu, torch, gpu or reference
-    device: str | None = None  # of the torch and gpu backends: cpu, cuda:0, mps …
-    max_context: int | None = None  # tokens of the longest request; None: the model's own limit
-    max_requests: int = 1  # requests that hold pages at a time
-    max_step_tokens: int = 512  # prompt chunk and step size
-    max_prompt_tokens: int = 64  # prompt tokens of a step in which others decode: bounds their delay
-    kv_bytes: int | None = None  # of the KV pool; None: room for max_requests of max_context tokens
-    caches_prefixes: bool = True  # reuse keys and values of past requests with equal prefixes
-    snapshot_bytes: int = 1 << 29  # of the recurrent states behind such prefixes, of models that have states
-    n_threads: int | None = None  # None: the cores this process may use
-    speculation: Speculation = "ngram"  # speculative decoding, unless a request says
-    max_draft_tokens: int = 15  # draft tokens of a request in a step
-    kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] = (
-        "f16"  # of the cache: q8_0 takes 53% of the memory, fp8 50%, q4 27%
-    )
-    max_in_flight: int = 1  # steps under way at a time: as many as a model has stages
-    prefix_dir: str | None = None  # where prefixes are saved, to be found after a restart; None: nowhere
-    prefix_bytes: int = 4 << 30  # the most that is saved there
+    Attributes:
+        backend: "cpu", "torch", "gpu" or "reference".
+        device: Device of the torch and gpu backends: cpu, cuda:0, mps ...
+        max_context: Longest request, prompt and answer together; None for the model's own limit.
+        max_requests: Most requests that hold pages at a time.
+        max_step_tokens: Most tokens of a step, and so of a prompt's chunk.
+        max_prompt_tokens: Most prompt tokens of a step in which others decode, which bounds their delay.
+        kv_bytes: Size of the KV pool; None for room for `max_requests` of `max_context`.
+        caches_prefixes: Reuses keys and values of past requests with equal prefixes.
+        snapshot_bytes: Size of all snapshots of recurrent states behind such prefixes.
+        n_threads: Threads of the CPU backend; None for the cores this process may use.
+        speculation: Source of draft tokens, unless a request says otherwise.
+        max_draft_tokens: Most draft tokens of a request in a step.
+        kv_type: Type of the KV cache; of float16's memory q8_0 takes 53%, fp8 50%, q4 27%.
+        max_in_flight: Steps under way at a time: as many as a model has stages.
+        prefix_dir: Directory of saved prefixes, which outlive the process; None saves none.
+        prefix_bytes: Most bytes saved there.
+    """
+
+    backend: str = "cpu"
+    device: str | None = None
+    max_context: int | None = None
+    max_requests: int = 1
+    max_step_tokens: int = 512
+    max_prompt_tokens: int = 64
+    kv_bytes: int | None = None
+    caches_prefixes: bool = True
+    snapshot_bytes: int = 1 << 29
+    n_threads: int | None = None
+    speculation: Speculation = "ngram"
+    max_draft_tokens: int = 15
+    kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] = "f16"
+    max_in_flight: int = 1
+    prefix_dir: str | None = None
+    prefix_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""

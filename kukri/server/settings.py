@@ -58,40 +58,66 @@ class ServedModel:
 class ServerSettings:
     """Names, keys and limits of a server. Sizes in bytes, times in seconds.
 
-    Without `api_keys` no key is needed. `rate_limit` counts requests a minute of one key, or of one address
-    if there are no keys; None is no limit.
+    Attributes:
+        model_names: Names of a model that is open already; answers carry the first.
+        any_model: Requests may name any model, and get this one.
+        api_keys: Keys in the form that `KeyRing` reads; without any, no key is needed.
+        shares_prefixes: Keys share cached prefixes, so that one may find out how another's prompts begin.
+        allowed_hosts: Hosts that a Host header may name; empty for all.
+        trusted_proxies: Addresses or networks whose X-Forwarded-For header is believed.
+        cors_origins: Origins whose pages may call the API from a browser.
+        max_body_bytes: Largest request body.
+        max_waiting: Most requests in the engine's queue; others get 429.
+        rate_limit: Requests a minute of one key, or of one address if there are no keys; None for no limit.
+        deadline_s: Time of a request from its arrival to its last token; None for no limit.
+        headers_s: Time to receive a request's headers.
+        read_s: Time to receive a request's body.
+        keep_alive_s: Silence after which a stream gets a comment.
+        stream_interval: Tokens of an answer from one chunk of its stream to the next.
+        drain_s: Time for running answers after the signal to stop.
+        batch_dir: Directory of clients' files and batches; None refuses them.
+        has_page: Serves the chat page at /.
+        traces: URL of an OTLP collector; None for the one that the environment names, if it does.
+        idle_unload_s: Time without requests after which a model is unloaded; None for never.
+        max_loaded: Most models in memory at a time.
+        memory_bytes: Memory for all models; None for nine tenths of what is free at the start.
+        kv_bytes: Memory for the KV caches of all models; None for half of `memory_bytes`.
+        model_dir: Directory whose .gguf files and safetensors directories are served too.
+        adapter_dir: Directory whose LoRA adapters clients may load and unload; None refuses that.
+        has_interp: Lets clients steer models and read activations: keys with the scope `interp`, or all
+            without keys.
+        max_activation_bytes: Most bytes of activations of one request.
+        manages_models: Clients may pull and delete models; those in the cache are served too.
     """
 
-    model_names: tuple[str, ...] = ()  # of a model that is open already; the first is what answers carry
-    any_model: bool = False  # requests may name any model, and get this one
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # as `KeyRing` reads them
-    shares_prefixes: bool = False  # among keys: one may find out how another's prompts begin
-    allowed_hosts: tuple[str, ...] = ()  # that a Host header may name; none: all of them
-    trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For is believed
+    model_names: tuple[str, ...] = ()
+    any_model: bool = False
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    shares_prefixes: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 2 << 20
-    max_waiting: int = 256  # requests in the engine's queue
+    max_waiting: int = 256
     rate_limit: int | None = None
-    deadline_s: float | None = None  # of one request, from its arrival to its last token
-    headers_s: float = 10.0  # until a request's headers have to be there
-    read_s: float = 30.0  # until a request's body has to be there
-    keep_alive_s: float = 15.0  # of silence before a stream gets a comment
-    stream_interval: int = 1  # tokens of an answer from one chunk of its stream to the next
-    drain_s: float = 60.0  # for running answers after the signal to stop
-    batch_dir: Path | None = None  # for files and batches of clients; None: they may leave none
-    has_page: bool = True  # at /, to chat in a browser
-    traces: str | None = None  # URL of an OTLP collector; None: of the environment, if it names one
-    # for models that are loaded when they are needed
-    idle_unload_s: float | None = None  # without requests, until a model is unloaded; None: never
-    max_loaded: int = 3  # models in memory at a time
-    memory_bytes: int | None = None  # for all models; None: nine tenths of what is free at the start
-    kv_bytes: int | None = None  # for the KV caches of all models; None: half of the memory for models
-    model_dir: Path | None = None  # whose .gguf files and safetensors directories are served too
-    adapter_dir: Path | None = None  # whose LoRA adapters clients may load and unload; None: they may not
-    # for clients that steer models and read activations: keys with the scope `interp`, or all without keys
+    deadline_s: float | None = None
+    headers_s: float = 10.0
+    read_s: float = 30.0
+    keep_alive_s: float = 15.0
+    stream_interval: int = 1
+    drain_s: float = 60.0
+    batch_dir: Path | None = None
+    has_page: bool = True
+    traces: str | None = None
+    idle_unload_s: float | None = None
+    max_loaded: int = 3
+    memory_bytes: int | None = None
+    kv_bytes: int | None = None
+    model_dir: Path | None = None
+    adapter_dir: Path | None = None
     has_interp: bool = False
-    max_activation_bytes: int = 64 << 20  # of one request
-    manages_models: bool = False  # clients may pull and delete models; those in the cache are served too
+    max_activation_bytes: int = 64 << 20
+    manages_models: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
