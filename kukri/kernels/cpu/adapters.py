@@ -2,14 +2,14 @@
 
 `adapter_runs` finds, once a step, runs of rows with one adapter; rows without one cost no product. Two
 kernels follow each product: `adapter_down` makes scale * (x Aᵀ), `adapter_up` adds its product with B. Each
-output is summed along the inputs, one after another, whatever the run: no row's bits depend on others. Of a
+output is summed along the inputs in one order, whatever the run: no row's bits depend on others. Of a
 mixture `expert_runs` makes each row a run, whose slot is the adapter's and the expert's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kukri.kernels.cpu.abi import (
     ADAPTERS,
@@ -47,11 +47,11 @@ from kukri.kernels.cpu.intrinsics import (
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import ROWS
 from kukri.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16, splat, store_f32x16
-from kukri.kernels.cpu.tiles import tile_fma, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.tiles import fetch_ahead, tile_add, tile_fma, tile_store, tile_sum, tile_zeros_f32
 
 _LANES_BYTES = 4 * ROWS
 _OUT_BYTES = MAX_RUN_ROWS * _LANES_BYTES
-_MOST_ROWS = MAX_RUN_ROWS if cpu_target().has_wide_registers else 4  # of a run: what registers hold
+_MOST_ROWS = MAX_RUN_ROWS if cpu_target().has_wide_registers else 2  # of a run: what registers hold
 _TILES_PER_CLAIM = 8
 
 
@@ -122,34 +122,63 @@ def expert_runs(tile, batch, n_experts, n_used, experts, runs):
     return 0
 
 
+class _Product(NamedTuple):
+    """Where the inputs of rows are, what is added to their outputs (0 for none), and where these go."""
+
+    x: int
+    x_stride: int
+    n_inputs: int
+    added: int  # with the outputs' stride
+    residual: int
+    residual_stride: int
+    y: int
+    y_stride: int
+
+
 def _make_rows(n: int, load: Any, step: int) -> Callable[..., Any]:
+    fetch_pair_ahead = fetch_ahead(2 * step // 64)
+
     @device
-    def product(w, x, x_stride, n_inputs, out):
-        """16 rows of weights at w times n rows of inputs -> float32 [n, 16] at `out`."""
+    def product(w, of):
+        """16 rows of weights at w times n rows of inputs.
+
+        Even and odd inputs have sums of their own, as each addition to a sum has to wait for the one before.
+        """
         sums = tile_zeros_f32(n, n)
-        for _ in range(n_inputs):
-            sums = tile_fma(sums, load(w), x, x_stride)
-            w += step
-            x += 4
-        tile_store(sums, out, _LANES_BYTES, n)
+        odd_sums = tile_zeros_f32(n, n)
+        x = of.x
+        for _ in range(of.n_inputs >> 1):
+            fetch_pair_ahead(sums, w)
+            sums = tile_fma(sums, load(w), x, of.x_stride)
+            odd_sums = tile_fma(odd_sums, load(w + step), x + 4, of.x_stride)
+            w += 2 * step
+            x += 8
+        if of.n_inputs & 1:
+            sums = tile_fma(sums, load(w), x, of.x_stride)
+        sums = tile_sum(sums, odd_sums)
+        if of.added != 0:
+            sums = tile_add(sums, of.added, of.y_stride, n)
+        if of.residual != 0:
+            sums = tile_add(sums, of.residual, of.residual_stride, n)
+        tile_store(sums, of.y, of.y_stride, n)
 
     return product
 
 
 def _make_type(load: Any, step: int) -> Callable[..., Any]:
-    product_1, product_2, product_4 = (_make_rows(n, load, step) for n in (1, 2, 4))
+    product_1, product_2, product_4 = (_make_rows(min(n, _MOST_ROWS), load, step) for n in (1, 2, 4))
     product_most = _make_rows(_MOST_ROWS, load, step)
 
     @device
-    def product(n_rows, w, x, x_stride, n_inputs, out):
+    def product(n_rows, w, of):
         if n_rows == 1:
-            product_1(w, x, x_stride, n_inputs, out)
+            product_1(w, of)
         elif n_rows == 2:
-            product_2(w, x, x_stride, n_inputs, out)
+            product_2(w, of)
         elif n_rows == 4:
-            product_4(w, x, x_stride, n_inputs, out)
+            product_4(w, of)
         else:
-            product_most(w, x, x_stride, n_inputs, out)
+            product_most(w, of)
 
     return product
 
@@ -160,14 +189,14 @@ _bf16_product = _make_type(load_bf16x16, 2 * ROWS)
 
 
 @device
-def _product(type, w, tile, n_rows, x, x_stride, n_inputs, out):
-    """A weight tile times rows of inputs, by the weights' type -> float32 [n_rows, 16] at `out`."""
+def _product(type, w, tile, n_rows, of):
+    """A weight tile times rows of inputs, by the weights' type."""
     if type == 0:
-        _f32_product(n_rows, w + tile * n_inputs * (4 * ROWS), x, x_stride, n_inputs, out)
+        _f32_product(n_rows, w + tile * of.n_inputs * (4 * ROWS), of)
     elif type == 1:
-        _f16_product(n_rows, w + tile * n_inputs * (2 * ROWS), x, x_stride, n_inputs, out)
+        _f16_product(n_rows, w + tile * of.n_inputs * (2 * ROWS), of)
     else:
-        _bf16_product(n_rows, w + tile * n_inputs * (2 * ROWS), x, x_stride, n_inputs, out)
+        _bf16_product(n_rows, w + tile * of.n_inputs * (2 * ROWS), of)
 
 
 def adapter_down(tile, runs, updates, n_parts, rank_tiles, repeats, x, x_stride, n_inputs, y, y_stride):
@@ -188,8 +217,9 @@ def adapter_down(tile, runs, updates, n_parts, rank_tiles, repeats, x, x_stride,
     n_rows = load_i64(run + RUN_N_ROWS)
     out = stack_bytes(_OUT_BYTES)
     type = load_i64(update + UPDATE_DOWN_TYPE)
-    weights = load_i64(update + UPDATE_DOWN)
-    _product(type, weights, rank_tile, n_rows, x + row // repeats * x_stride, x_stride, n_inputs, out)
+    source = x + row // repeats * x_stride
+    of = _Product(source, x_stride, n_inputs, 0, 0, 0, out, _LANES_BYTES)
+    _product(type, load_i64(update + UPDATE_DOWN), rank_tile, n_rows, of)
     scale = splat(f32_of_bits(load_i64(update + UPDATE_SCALE)))
     target = y + row * y_stride + place * _LANES_BYTES
     for i in range(n_rows):
@@ -261,14 +291,21 @@ def adapter_up(
     first = claim * _TILES_PER_CLAIM
     for row_tile in range(first, min(first + _TILES_PER_CLAIM, (n_columns + ROWS - 1) // ROWS)):
         n_left = min(n_columns - row_tile * ROWS, ROWS)
-        at = row_tile * _LANES_BYTES
+        to = target + row_tile * _LANES_BYTES
+        added = before + row_tile * _LANES_BYTES if residual != 0 else 0
         if update != 0:
             type = load_i64(update + UPDATE_UP_TYPE)
             rank = load_i64(update + UPDATE_RANK)
-            _product(type, load_i64(update + UPDATE_UP), row_tile, n_rows, source, x_stride, rank, out)
-            _add_rows(target + at, y_stride, out, _LANES_BYTES, n_rows, n_left)
+            if n_left == ROWS:
+                of = _Product(source, x_stride, rank, to, added, residual_stride, to, y_stride)
+            else:
+                of = _Product(source, x_stride, rank, 0, 0, 0, out, _LANES_BYTES)
+            _product(type, load_i64(update + UPDATE_UP), row_tile, n_rows, of)
+            if n_left == ROWS:
+                continue
+            _add_rows(to, y_stride, out, _LANES_BYTES, n_rows, n_left)
         if residual != 0:
-            _add_rows(target + at, y_stride, before + at, residual_stride, n_rows, n_left)
+            _add_rows(to, y_stride, added, residual_stride, n_rows, n_left)
     return 0
 
 

@@ -391,6 +391,16 @@ def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: A
     return _each(builder, kind.n, F32x16.llvm, step)
 
 
+@_tile_operation(_same, None)
+def tile_sum(builder: Any, kind: Tile, a: Any, b: Any) -> Any:
+    """A tile of a[i] + b[i]."""
+
+    def step(i: int) -> Any:
+        return builder.fadd(*(builder.extract_value(tile, i) for tile in (a, b)))
+
+    return _each(builder, kind.n, F32x16.llvm, step)
+
+
 @_tile_operation(_same, None, F32x16)
 def tile_add_scaled(builder: Any, kind: Tile, acc: Any, part: Any, scale: Any) -> Any:
     """acc[i] += part[i] * scale."""
