@@ -282,6 +282,6 @@ def _trace(request: Request, reason: str) -> None:
 
 
 def _stages(request: Request, part: str) -> Facts:
-    """Seconds that a part's steps waited for other stages, and that these computed; empty without stages."""
-    names, found = ("kukri.stages.wait_s", "kukri.stages.compute_s"), request.stage_s.get(part, ())
+    """Seconds that a part's steps were in other stages, and that these computed; empty without stages."""
+    names, found = ("kukri.stages.elapsed_s", "kukri.stages.compute_s"), request.stage_s.get(part, ())
     return dict(zip(names, found, strict=bool(found)))

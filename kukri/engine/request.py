@@ -203,12 +203,12 @@ class Request:
             self.sampled.append(token)
             self.cumulative_logprob += token.logprob
 
-    def note_stages(self, waited_s: float, computed_s: float) -> None:
-        """Adds the time that one of its steps waited for other stages, and that these computed."""
+    def note_stages(self, elapsed_s: float, computed_s: float) -> None:
+        """Adds the time that one of its steps was in other stages, and that these computed."""
         if self.trace is not None:
             part = "decode" if self.first_token_s else "prefill"
             before = self.stage_s.get(part, (0.0, 0.0))
-            self.stage_s[part] = before[0] + waited_s, before[1] + computed_s
+            self.stage_s[part] = before[0] + elapsed_s, before[1] + computed_s
 
     def resume(self, generated: Sequence[SampledToken], mirostat_mu: float | None = None) -> None:
         """Makes a new request go on after tokens that another engine generated for it.

@@ -141,7 +141,7 @@ class OpenStage:
 
     def run(self, step: memoryview, activations: FloatArray | None) -> FloatArray:
         """A step's activations [T, D] behind these layers."""
-        return self._program(step_from_bytes(step, self.limits, activations)).numpy()
+        return self._program(step_from_bytes(step, self.limits, self._program.inputs, activations)).numpy()
 
     @property
     def is_first(self) -> bool:

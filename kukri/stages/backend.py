@@ -282,7 +282,7 @@ class StagedLogits:
 
     def compute(self, activations: FloatArray) -> None:
         """Runs the last stage."""
-        self.landed = self._last(step_from_bytes(self._step, self._limits, activations))
+        self.landed = self._last(step_from_bytes(self._step, self._limits, self._last.inputs, activations))
 
     def __len__(self) -> int:
         """See Logits. Does not wait."""

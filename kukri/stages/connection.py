@@ -42,10 +42,14 @@ class Connection:
         """Sends a message. While it waits for the other side to read, `inbox` takes in what comes: two sides
         that send to each other in a circle would wait forever.
         """
-        n_bytes = sum(len(part) for part in parts)
+        message = (_HEADER.pack(kind, sum(map(len, parts))), *parts)
         try:
-            for part in (_HEADER.pack(kind, n_bytes), *parts):
-                self._send_all(memoryview(part), inbox)
+            n_sent = 0
+            # at once if it can be, as each piece would wake the other side
+            with suppress(BlockingIOError):
+                n_sent = self._socket.sendmsg(message, [], socket.MSG_DONTWAIT)
+            if n_sent < sum(map(len, message)):
+                self._send_all(memoryview(b"".join(message))[n_sent:], inbox)
         except (OSError, ValueError) as error:  # ValueError: it is closed
             raise self._lost(error) from None
 

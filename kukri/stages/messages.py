@@ -10,13 +10,14 @@ import json
 import struct
 from collections.abc import Mapping
 from enum import IntEnum
+from operator import gt
 from typing import Any
 
 import numpy as np
 
 from kukri.errors import StageError
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 
 _STEP = struct.Struct("<4I")  # tokens, sequences, rows of logits, pages of the longest context
 _ROWS = struct.Struct("<2If")  # rows, width, seconds that stages computed
@@ -77,48 +78,49 @@ def step_to_bytes(batch: ForwardBatch, page_tokens: int) -> bytes:
     """A step's batch, with the pages that its contexts use. A step has no mask, and no adapters."""
     n_pages = -(-int(batch.context_len.max()) // page_tokens)
     t, s = batch.n_tokens, batch.n_sequences
-    zeros, own = np.zeros(t, np.int32), np.arange(s, dtype=np.int32)
+    types, saves, states = batch.token_types, batch.state_saves, batch.state_slots
     arrays = (
         *(batch.token_ids, batch.positions, batch.slots),
-        zeros if batch.token_types is None else batch.token_types,
-        zeros - 1 if batch.state_saves is None else batch.state_saves,
+        np.zeros(t, np.int32) if types is None else types,
+        np.full(t, -1, np.int32) if saves is None else saves,
         *(batch.query_start, batch.context_len),
-        own if batch.state_slots is None else batch.state_slots,
-        *(batch.page_table[:, :n_pages], batch.logit_rows),
+        np.arange(s, dtype=np.int32) if states is None else states,
+        *(batch.page_table[:, :n_pages].reshape(-1), batch.logit_rows),
     )
-    sizes = _STEP.pack(t, s, batch.n_logit_rows, n_pages)
-    return sizes + b"".join(array.astype("<i4", copy=False).tobytes() for array in arrays)
+    return _STEP.pack(t, s, batch.n_logit_rows, n_pages) + np.concatenate(arrays, dtype="<i4").tobytes()
 
 
 def step_from_bytes(
-    body: bytes | memoryview, limits: StepLimits, activations: FloatArray | None
+    body: bytes | memoryview, limits: StepLimits, inputs: StepInputs, activations: FloatArray | None
 ) -> ForwardBatch:
-    """The batch of `step_to_bytes`, with its activations. Raises StageError on one that breaks `limits`."""
+    """The batch of `step_to_bytes` in a program's `inputs`, with its activations: valid until the next.
+
+    Raises StageError on one that breaks `limits`, which are the program's.
+    """
     if len(body) < _STEP.size:
         raise StageError("a step's message is too short")
-    t, s, n, n_pages = _STEP.unpack_from(body)
-    numbers = np.frombuffer(body, "<i4", offset=_STEP.size).astype(np.int32, copy=False)
-    sizes = (t, t, t, t, t, s + 1, s, s, s * n_pages, n)
+    t, s, n, n_pages = sizes = _STEP.unpack_from(body)
     largest = (limits.max_tokens, limits.max_sequences, limits.max_logit_rows, limits.max_pages)
-    if any(size > most for size, most in zip((t, s, n, n_pages), largest)) or sum(sizes) != len(numbers):
+    n_numbers = 5 * t + s + 1 + 2 * s + s * n_pages + n
+    if any(map(gt, sizes, largest)) or len(body) != _STEP.size + 4 * n_numbers:
         raise StageError(
             f"a step of {t} tokens, {s} sequences, {n} rows and {n_pages} pages in {len(body)} bytes"
         )
-    parts = np.split(numbers, np.cumsum(sizes)[:-1])
-    token_ids, positions, slots, types, saves, starts, contexts, states, pages, rows = parts
-    return ForwardBatch(
-        token_ids,
-        positions,
-        slots,
-        starts,
-        contexts,
-        pages.reshape(s, n_pages),
-        rows,
-        token_types=types,
-        state_slots=states,
-        state_saves=saves,
-        activations=activations,
-    )
+    numbers = np.frombuffer(body, "<i4", offset=_STEP.size)
+    start = 0
+    for array, size in (
+        *((inputs.token_ids, t), (inputs.positions, t), (inputs.slots, t)),
+        *((inputs.token_types, t), (inputs.state_saves, t)),
+        *((inputs.query_start, s + 1), (inputs.context_len, s), (inputs.state_slots, s)),
+    ):
+        array[:size] = numbers[start : start + size]
+        start += size
+    inputs.page_table[:s, :n_pages] = numbers[start : start + s * n_pages].reshape(s, n_pages)
+    inputs.logit_rows[:n] = numbers[start + s * n_pages :]
+    inputs.adapters[:s] = -1
+    batch = inputs.batch(t, s, n)
+    object.__setattr__(batch, "activations", activations)
+    return batch
 
 
 def rows_to_bytes(rows: FloatArray, computed_s: float = 0.0) -> tuple[bytes, memoryview]:

@@ -46,13 +46,19 @@ def test_a_step_comes_as_it_was_sent() -> None:
     sent = step_to_bytes(batch, 16)
     assert len(sent) <= step_bounds(LIMITS, 64, 9)[Kind.STEP]
     activations = np.ones((6, 64), np.float32)
-    got = step_from_bytes(sent, LIMITS, activations)
+    inputs = StepInputs.zeros(LIMITS)
+    inputs.adapters[:] = 1  # of the step before
+    got = step_from_bytes(sent, LIMITS, inputs, activations)
     for name in ("token_ids", "positions", "slots", "query_start", "context_len", "logit_rows"):
         assert (getattr(got, name) == getattr(batch, name)).all(), name
     for name in ("token_types", "state_slots", "state_saves"):
         assert (getattr(got, name) == getattr(batch, name)).all(), name
-    assert (got.page_table == batch.page_table[:, :3]).all()
+    assert (got.page_table[:, :3] == batch.page_table[:, :3]).all()
+    assert got.page_table[:, 3:].max() == 0
+    assert got.adapters is not None
+    assert (got.adapters == -1).all()
     assert got.activations is activations
+    assert step_from_bytes(sent, LIMITS, inputs, None).activations is None
 
 
 def test_broken_steps_are_refused() -> None:
@@ -62,7 +68,7 @@ def test_broken_steps_are_refused() -> None:
     huge = struct.pack("<4I", 1 << 31, 1 << 31, 0, 1 << 31) + sent[16:]
     for broken in (sent[:-4], sent + bytes(4), sent[:7], too_many, huge):
         with pytest.raises(StageError):
-            step_from_bytes(broken, LIMITS, None)
+            step_from_bytes(broken, LIMITS, StepInputs.zeros(LIMITS), None)
 
 
 def test_broken_activations_are_refused() -> None:
@@ -142,6 +148,7 @@ def test_the_parts_of_a_model_are_the_model(name: str) -> None:
         layout = stage_layout(model.cache_layout, layers)
         cache = backend.new_cache(layout, 3, 2, "f32")
         assert backend.page_bytes(layout, "f32") <= backend.page_bytes(model.cache_layout, "f32")
-        part = step_from_bytes(step_to_bytes(batch, 16), limits, x)
-        x = backend.compile(program, cache, limits)(part).numpy()
+        compiled = backend.compile(program, cache, limits)
+        part = step_from_bytes(step_to_bytes(batch, 16), limits, compiled.inputs, x)
+        x = compiled(part).numpy()
     assert (x == whole).all()
