@@ -1,4 +1,4 @@
-"""Texts to vectors, and queries and documents to scores, as the model's files say it.
+"""Texts to vectors, and queries and documents to scores, according to the model's files.
 
 The hidden states come from requests to the engine (`Request.output`); prompts, lengths, pooling, dense layers
 and the length of vectors are those of sentence-transformers.
@@ -52,7 +52,7 @@ class TextEncoder:
         dense: Sequence[DenseLayer] = (),
         max_context: int | None = None,
     ) -> None:
-        """`max_context` is the user's own limit, which stands before that of the files."""
+        """`max_context` is the user's own limit, which overrides that of the files."""
         self.model, self.tokenizer, self.config, self._dense = model, tokenizer, config, tuple(dense)
         limit = model.config.max_context
         self.max_tokens = min(limit, max_context or config.max_tokens or limit)

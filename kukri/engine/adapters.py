@@ -33,7 +33,7 @@ class UsesAdapter(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """True once it needs no adapter any more."""
+        """True once it no longer needs an adapter."""
 
 
 class LoadedAdapters:

@@ -166,7 +166,7 @@ class Engine(RequestMaker):
             raise
 
     def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter, between steps: no new request may use it, and those that do still end with it.
+        """Unloads an adapter, between steps: no new request may use it; those that do keep it to their end.
 
         Raises RequestError if there is none of this name.
         """

@@ -137,7 +137,7 @@ class EngineLoop:
 
     @property
     def is_stepping(self) -> bool:
-        """True if the thread lives and its step, if it is in one, has not been going on for long."""
+        """True if the thread is alive and its current step, if any, has not taken too long."""
         since = self._busy_since
         return self._thread.is_alive() and (since is None or monotonic() - since < _STALL_S)
 

@@ -52,7 +52,7 @@ def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | 
 
 
 def make_backend(name: str, n_threads: int | None = None, device: str | None = None) -> Backend:
-    """A backend by name, on a device; gpu is torch where Triton is not. Raises as `choose_backend` does."""
+    """A backend by name, on a device; gpu is torch without Triton. Raises as `choose_backend` does."""
     name, device = choose_backend(name, device)
     if name == "reference":
         from kukri.kernels.reference import ReferenceBackend

@@ -440,7 +440,7 @@ class ReferenceOps:
     def expert_linear(
         self, x: FloatArray, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> FloatArray:
-        """Each row's expert, and its update, applied to it; zeros where a token has no expert."""
+        """Each row's expert, and its update, applied to it; zeros for a token without an expert."""
         numbers, n_used = routes.experts.reshape(-1), routes.experts.shape[1]
         rows = x if len(x) == len(numbers) else np.repeat(x, n_used, axis=0)
         width = sum(each.shape[1] for each in experts)

@@ -74,7 +74,7 @@ class Architecture:
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, without their prefix
     gguf_ignores: frozenset[str] = frozenset()  # keys that change nothing here
     gguf_states: Mapping[str, Any] = field(default_factory=dict)  # keys that other readers want
-    tensor_names: Mapping[str, str] = field(default_factory=dict)  # where they differ from Llama's
+    tensor_names: Mapping[str, str] = field(default_factory=dict)  # if they differ from Llama's
 
     wide_layers: int = 0  # files of this many layers mean scores times (d_model / n_heads) ** -0.5
 

@@ -154,7 +154,7 @@ class Service:
 
     @staticmethod
     def within_context(request: ChatRequest, n_prompt: int) -> dict[str, Any]:
-        """The request's sampling parameters, whose answer ends where its own limit of the context does.
+        """The request's sampling parameters, limited to the context that it may use.
 
         Raises ContextLengthError if the prompt leaves no room there: a prompt is never cut.
         """

@@ -66,9 +66,10 @@ class ServerSettings:
         allowed_hosts: Hosts that a Host header may name; empty for all.
         trusted_proxies: Addresses or networks whose X-Forwarded-For header is believed.
         cors_origins: Origins whose pages may call the API from a browser.
-        max_body_bytes: Largest request body.
-        max_waiting: Most requests in the engine's queue; others get 429.
-        rate_limit: Requests a minute of one key, or of one address if there are no keys; None for no limit.
+        max_body_bytes: Largest request body; larger ones get 413.
+        max_waiting: Most requests in the engine's queue; more get 503.
+        rate_limit: Requests a minute of one key, or of one address if there are no keys; more get 429. None
+            for no limit.
         deadline_s: Time of a request from its arrival to its last token; None for no limit.
         headers_s: Time to receive a request's headers.
         read_s: Time to receive a request's body.

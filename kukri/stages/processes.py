@@ -52,7 +52,7 @@ class StageProcess:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     @property
@@ -69,7 +69,7 @@ class StageProcess:
         return self._address
 
     def end(self) -> None:
-        """Waits for its end; ends it if that takes long."""
+        """Waits for it to exit; kills it if that takes long."""
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -18,7 +18,7 @@ class StageSource(Protocol):
         """True if they may be on other machines."""
 
     def __len__(self) -> int:
-        """Their number."""
+        """The number of stages."""
 
     def start(self) -> list[tuple[Address, bytes]]:
         """The address and the token of each, once it listens; those that were lost are started again.
@@ -60,7 +60,7 @@ class OwnProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of the processes."""
+        """The process ids."""
         return [process.pid for process in self._processes]
 
     def start(self) -> list[tuple[Address, bytes]]:

@@ -70,7 +70,7 @@ class ChatTemplate:
         max_tokens: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """The token ids of `render`, where control tokens come from the template alone.
+        """The token ids of `render`; control tokens come from the template alone.
 
         Their texts inside messages, tools and `kwargs` stay text, so that a user cannot end a turn or begin
         one of the system's. BOS is added if the model wants it and the template does not write it.

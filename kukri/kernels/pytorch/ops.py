@@ -366,7 +366,7 @@ class TorchOps:
     def expert_linear(
         self, x: Tensor, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Tensor:
-        """Each row's expert, and its update, applied to it; zeros where a token has no expert."""
+        """Each row's expert, and its update, applied to it; zeros for a token without an expert."""
         numbers, n_used = routes.experts.flatten(), routes.experts.shape[1]
         rows = x if len(x) == len(numbers) else x.repeat_interleave(n_used, 0)
         of_tokens = self._row_adapters
