@@ -19,13 +19,14 @@ class Answer:
     a SentencePiece leading space is kept; `shown` are control tokens that are part of the text.
 
     Attributes: n_tokens pushed; cumulative_logprob (nats) of these; finish_reason, None until the answer has
-    ended, then "stop", "length", "abort" or "error"; stop_string, the one that ended it, or None.
+    ended, then "stop", "length", "abort" or "error"; stop_string, the one that ended it, or None;
+    has_logprobs, True if the request asked for them.
     """
 
     __slots__ = (
-        "_ends", "_ends_at", "_has_stops", "_n_decoded", "_n_shown", "_pending", "_pieces", "_stops",
-        "_stream", "_undecoded", "cumulative_logprob", "finish_reason", "index", "n_tokens", "request",
-        "stop_string",
+        "_ends", "_ends_at", "_has_stops", "_min_tokens", "_n_decoded", "_n_shown", "_pending", "_pieces",
+        "_stops", "_stream", "_undecoded", "cumulative_logprob", "finish_reason", "has_logprobs", "index",
+        "n_tokens", "request", "stop_string",
     )  # fmt: skip
 
     def __init__(
@@ -43,7 +44,9 @@ class Answer:
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
         self._stream = TextStream(tokenizer, continues=continues, shown=shown)
+        self.has_logprobs = request.params.logprobs is not None
         self._has_stops = bool(request.params.stop_strings)
+        self._min_tokens = request.params.min_tokens
         self._stops = StopStrings(request.params.stop_strings)
         self._undecoded: list[SampledToken] = []  # without stop strings, text is made when it is taken
         self._pieces: list[str] = []  # text not taken yet
@@ -109,7 +112,7 @@ class Answer:
             self._pending.append((self._n_decoded, token))
         self._n_decoded += len(text)
         self._ends.append(self._n_decoded)
-        if self.n_tokens >= self.request.params.min_tokens:
+        if self._has_stops and self.n_tokens >= self._min_tokens:
             text, stop = self._stops.push(text)
         self._show(text)
         if stop is not None:

@@ -1,7 +1,7 @@
 """Connects the event loop, to which HTTP and text belong, with the engine's thread, which makes tokens.
 
 The engine hands over what a step did by one wake-up of the event loop; there each token is put to the text of
-its `Answer`, and the `Call` that waits for it is woken. Nothing here waits for the engine.
+its `Answer`, and the `Call` that waits for it hands it on or is woken. Nothing here waits for the engine.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Call:
         self.first_token_s = 0.0
         self.is_gone = False  # its client has left
         self.error: KukriError | None = None
+        self.push: Callable[[], bool] | None = None  # hands on the new output; False if it cannot at once
         self._bridge = bridge
         self._waiter: asyncio.Future[None] | None = None
         self._is_changed = False
@@ -152,6 +153,20 @@ class Call:
         self._is_changed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def advance(self) -> None:
+        """Hands on the new output, by `push` or else by `wake`; an error of `push` is raised in `changed`."""
+        waiter = self._waiter
+        if waiter is None or waiter.done() or self.push is None or self._taps:
+            self.wake()
+            return
+        try:
+            is_pushed = self.push()
+        except Exception as error:
+            waiter.set_exception(error)
+        else:
+            if not is_pushed:
+                self.wake()
 
     def leave(self) -> None:
         """Ends the call of a client that has left: its pages are free by the next step."""
@@ -301,6 +316,7 @@ class Bridge:
 
     def _receive(self, outputs: list[StepOutput]) -> None:
         now_s = perf_counter()
+        advanced: dict[Call, None] = {}  # once for all its answers
         for request, token, finish_reason in outputs:
             if finish_reason is not None and request.id in self._computing:
                 self._computing.pop(request.id)(request, finish_reason)
@@ -319,10 +335,13 @@ class Bridge:
                 del self._waiting[request.id]
                 if answer.finish_reason in ("error", "abort"):
                     self._on_failure(answer, call)
-            waiting.n_held += 1
-            if is_first or answer.finish_reason is not None or waiting.n_held >= self._stream_interval:
-                waiting.n_held = 0
                 call.wake()
+            waiting.n_held += 1
+            if is_first or waiting.n_held >= self._stream_interval:
+                waiting.n_held = 0
+                advanced[call] = None
+        for call in advanced:
+            call.advance()
 
     def _count_token(self, waiting: _Waiting, now_s: float) -> None:
         call, request = waiting.call, waiting.answer.request

@@ -44,22 +44,31 @@ class Choice:
 
     def advance(self) -> tuple[str, str]:
         """(reasoning, content) that came since the last time; calls are in `calls`."""
+        if self._tools is None:
+            reasoning, content, _ = self._split()
+            return reasoning, content
         reasoning, pieces = self.pieces()
         self.calls += [piece for piece in pieces if isinstance(piece, CallDelta)]
         return reasoning, "".join(piece for piece in pieces if isinstance(piece, str))
 
     def pieces(self) -> tuple[str, list[str | CallDelta]]:
         """(reasoning, content and calls in their order) that came since the last time."""
+        reasoning, content, is_last = self._split()
+        if self._tools is None:
+            return reasoning, [content]
+        return reasoning, self._split_calls(self._tools, content, is_last)
+
+    def _split(self) -> tuple[str, str, bool]:
+        """(reasoning, content with calls, whether it is the last) that came since the last time."""
         answer, is_last = self.answer, False
         reasoning, content = self._reasoning.push(answer.take_text())
         if answer.finish_reason is not None and not self._is_flushed:
             self._is_flushed = is_last = True
             more_reasoning, more_content = self._reasoning.flush()
             reasoning, content = reasoning + more_reasoning, content + more_content
-        self._take_tokens()
-        if self._tools is None:
-            return reasoning, [content]
-        return reasoning, self._split_calls(self._tools, content, is_last)
+        if answer.has_logprobs:
+            self._take_tokens()
+        return reasoning, content, is_last
 
     def _take_tokens(self) -> None:
         """Takes the tokens that are known to be no reasoning."""

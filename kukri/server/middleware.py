@@ -85,7 +85,6 @@ class Middleware:
         scope["kukri.trace"] = self._span(scope, headers)
         on_end: list[Callable[[], None]] = []  # called when the response is over
         scope["kukri.on_end"] = on_end
-        scope["kukri.send"] = send  # for chunks of a response that has begun, which no layer looks at
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

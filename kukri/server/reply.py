@@ -20,6 +20,7 @@ from kukri.errors import KukriError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.generation import Readout
 from kukri.server.bridge import Call
+from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
 from kukri.server.schema import GenerationBody
 from kukri.server.service import Service
@@ -156,11 +157,15 @@ class Reply(Response):
         self._form = form
         self._service, self._call, self._writer, self._is_stream = service, call, writer, stream
         self._has_begun = self._was_active = False
-        self._send_chunk: Send | None = None  # of the server itself
+        self._connection: Connection | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the response."""
-        call, self._send_chunk = self._call, scope.get("kukri.send")
+        call = self._call
+        if self._is_stream:
+            self._connection = connection_of(scope)  # which takes chunks once the response has begun
+        else:
+            call.push = self._push
         watcher = asyncio.create_task(self._watch(receive))
         timer = asyncio.create_task(self._keep_alive(send)) if self._is_stream else None
         try:
@@ -204,6 +209,21 @@ class Reply(Response):
             body = json.dumps(self._writer.body(), separators=(",", ":")).encode()
             await Response(body, media_type="application/json")(scope, receive, send)
 
+    def _push(self) -> bool:
+        """Takes the new output and writes its events to the connection; False if that has to wait.
+
+        Waking a coroutine for each token and passing its events through uvicorn costs more than the events.
+        """
+        connection = self._connection
+        if connection is not None and not connection.takes_chunks:
+            return False
+        events = self._writer.advance()
+        if events:
+            assert connection is not None, "whole responses have no events"
+            self._was_active = True
+            connection.write_chunk(events)
+        return True
+
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -222,6 +242,6 @@ class Reply(Response):
         if not self._has_begun:
             self._has_begun = True
             await send({"type": "http.response.start", "status": 200, "headers": self._form.headers})
-        if not is_last:  # the middleware looks at the start and the end alone: five calls less for a token
-            send = self._send_chunk or send
+            if self._connection is not None:
+                self._call.push = self._push
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})

@@ -27,7 +27,7 @@ def serve_cluster(
     model: str | None, options: ClusterOptions, serving: ServeOptions, loading: dict[str, Any]
 ) -> None:
     """Serves a model by replicas until SIGTERM or SIGINT; `loading` are options of LLM for each."""
-    from kukri.terminal.serve import bound_socket, require_web_stack, run_app, server_settings, show_address
+    from kukri.terminal.serve import announce, bound_socket, require_web_stack, run_app, server_settings
 
     require_web_stack("kukri cluster serve")
     require_ray("kukri cluster serve")
@@ -58,7 +58,7 @@ def serve_cluster(
         from kukri.scale.serve import server
 
         app = server(cluster.handle, cluster.facts, cluster.options, settings, cluster.host)
-        show_address(names, settings, bound)
+        announce(names, settings, bound)
         where = f"on {cluster.n_machines} machine{'s' * (cluster.n_machines > 1)}"
         print(f"{options.n_replicas} replicas {where}", file=sys.stderr, flush=True)
         run_app(app, settings, bound)

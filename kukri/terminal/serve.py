@@ -63,7 +63,7 @@ def _serve_one(model: ServedModel, settings: ServerSettings, bound: socket.socke
     with llm:
         warm_up(llm)
         app = create_app(llm, settings)
-        show_address(model.names, settings, bound)
+        announce(model.names, settings, bound)
         config, n_tokens = llm.engine_config, llm.engine.pool.n_pages * llm.engine.pool.page_tokens
         print(
             f"KV cache {llm.engine.runner.cache.n_bytes / 2**20:,.0f} MiB: {n_tokens:,} tokens, "
@@ -82,7 +82,7 @@ def _serve_box(models: Sequence[ServedModel], settings: ServerSettings, bound: s
     registry = app.state.registry
     if not registry.entries and not settings.manages_models:
         raise ConfigError(f"there is no model in {settings.model_dir}: give a model, or another directory")
-    show_address([entry.name for entry in registry.entries], settings, bound)
+    announce([entry.name for entry in registry.entries], settings, bound)
     print(
         f"{registry.memory_bytes / 2**30:.1f} GiB for models, {settings.max_loaded} loaded at a time at most",
         file=sys.stderr,
@@ -185,8 +185,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def show_address(names: Sequence[str], settings: ServerSettings, bound: socket.socket) -> None:
-    """Prints to stderr the URL, the models' names, and a warning without keys."""
+def announce(names: Sequence[str], settings: ServerSettings, bound: socket.socket) -> None:
+    """Begins to listen, and prints to stderr the URL, the models' names, and a warning without keys."""
+    bound.listen()  # who reads the URL may connect at once: uvicorn accepts it later
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     page = f", a page to chat on at http://{shown}:{port}/" if settings.has_page else ""
@@ -204,7 +205,7 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
     """Serves an application until SIGTERM or SIGINT. Raises the error of a start that failed."""
     import uvicorn
 
-    from kukri.server.header_timeout import protocol_with_timeout
+    from kukri.server.connection import protocol_with_timeout
 
     class Server(uvicorn.Server):
         """Ends with status 0 on SIGTERM or SIGINT, when running answers are finished; at once on a second."""

@@ -20,7 +20,7 @@ import uvicorn
 
 from kukri import LLM
 from kukri.server.app import create_app
-from kukri.server.header_timeout import protocol_with_timeout
+from kukri.server.connection import protocol_with_timeout
 from kukri.server.registry import ModelRegistry
 from kukri.server.service import Service
 from kukri.server.settings import ServedModel, ServerSettings

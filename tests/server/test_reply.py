@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kukri.server.bridge import Call
 from kukri.server.reply import Reply
 
 
@@ -63,3 +64,82 @@ def test_an_answer_that_ended_first_is_written(stream):
         assert body == b"data: text\n\ndata: [DONE]\n\n"
     else:
         assert json.loads(body) == {"has_text": True}
+
+
+class Numbers(Writer):
+    """Writes a number each time, and fails at `fails_at`."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        super().__init__()
+        self.n, self._fails_at = 0, fails_at
+
+    def advance(self) -> bytes:
+        self.n += 1
+        if self.n == self._fails_at:
+            raise ZeroDivisionError
+        return b"%d " % self.n
+
+
+class FakeConnection:
+    """Takes chunks while `takes_chunks`."""
+
+    takes_chunks = True
+
+    def __init__(self, written: list[bytes]) -> None:
+        self._written = written
+
+    def write_chunk(self, data: bytes) -> None:
+        self._written.append(data.upper() + b"(chunk) ")
+
+
+async def written(tokens: list[bool], writer: Numbers, version: str = "1.1") -> bytes:
+    """The bytes of a stream of some tokens, each with whether the client keeps up with it."""
+    parts: list[bytes] = []
+    connection = FakeConnection(parts)
+    answer: Any = SimpleNamespace(
+        request=SimpleNamespace(id=1, n_prompt=1), n_tokens=0, finish_reason=None, index=0
+    )
+    bridge: Any = SimpleNamespace(drop=lambda call: None)
+    call = Call(bridge, [answer], 1, "log")
+    service: Any = SimpleNamespace(
+        metrics=SimpleNamespace(on_end=lambda *_: None), settings=SimpleNamespace(keep_alive_s=60.0)
+    )
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "kukri.log": {}, "http_version": version}
+    scope["state"] = {"kukri.connection": connection}
+    run = asyncio.create_task(Reply(service, call, writer, stream=True)(scope, receive, send))
+    for keeps_up in tokens:
+        connection.takes_chunks = keeps_up
+        for _ in range(5):
+            await asyncio.sleep(0)
+        call.advance()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    answer.finish_reason = "stop"
+    call.wake()
+    await asyncio.wait_for(run, 5)
+    return b"".join(parts)
+
+
+def test_chunks_go_to_the_connection_once_the_response_has_begun():
+    """Catches a first chunk before the head, chunks out of order, and a slow client who is not waited for."""
+    assert asyncio.run(written([True, True, False, True], Numbers())) == (
+        b"1 2 (chunk) 3 4 (chunk) 5 data: [DONE]\n\n"
+    )
+
+
+def test_a_client_of_an_older_http_gets_no_chunks():
+    """Catches sizes of chunks within the body of HTTP/1.0."""
+    assert asyncio.run(written([True, True], Numbers(), "1.0")) == b"1 2 3 data: [DONE]\n\n"
+
+
+def test_an_error_between_two_tokens_ends_its_own_response():
+    """Catches a writer's error that ends the delivery of others' tokens, or a stream that waits for ever."""
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(written([True, True], Numbers(fails_at=2)))
