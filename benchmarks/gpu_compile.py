@@ -74,6 +74,7 @@ MAX_SLOTS = {
 }  # per weight of a GEMV for one token: what these reach
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):  # and with an older assembler
     MAX_SLOTS = {"IQ4_XS": 2.95, "MXFP4": 2.85, "Q5_K": 2.95, "Q6_K": 2.9, "IQ4_NL": 2.7, "Q5_0": 2.55}
+    MAX_SLOTS |= {"Q2_K": 2.6, "Q3_K": 2.85}
 MAX_SLOTS_OTHERS = 2.5  # the aim
 # issue slots of a card for each byte that it reads at full bandwidth: SMs * lanes * clock / bandwidth
 SLOTS_PER_BYTE = {
