@@ -56,42 +56,51 @@ class PagedTensors:
         return keys.stride(0), keys.stride(1), scales.stride(0), scales.stride(1)
 
 
-def rope_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: tuple[Tensor, Tensor] | None,
-    positions: Tensor,
-    slots: Tensor,
-    cache: PagedTensors,
-    spec: AttentionSpec,
-) -> Tensor:
-    """Rotates q [T, H*K] and k [T, G*K], stores k and v -> the queries, float16 [T, H, K].
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """A step's tokens, before their rotation: q [T, H*K], k and v [T, G*K], float32, rows any stride apart.
 
     `table` has cos and sin float32 [positions, rotary_dim / 2]; None for layers without RoPE.
     """
-    q_out = torch.empty((len(q), spec.n_heads, spec.d_head), dtype=torch.float16, device=q.device)
-    cos, sin = table or (q, q)
-    grid = (len(q), spec.n_heads + 2 * spec.n_kv_heads)
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: tuple[Tensor, Tensor] | None
+    positions: Tensor  # int32 [T]
+    slots: Tensor  # int32 [T], of the cache
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All, in the order in which kernels take them: q stands in for a table that there is not."""
+        return self.q, self.k, self.v, *(self.table or (self.q, self.q)), self.positions, self.slots
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Row strides of q, k and v."""
+        return self.q.stride(0), self.k.stride(0), self.v.stride(0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return 2 * self.table[0].shape[1] if self.table else 0
+
+
+def rope_and_store(new: NewTokens, cache: PagedTensors, spec: AttentionSpec) -> Tensor:
+    """Rotates queries and keys, stores keys and values -> the queries, float16 [T, H, K]."""
+    q_out = torch.empty((len(new.q), spec.n_heads, spec.d_head), dtype=torch.float16, device=new.q.device)
+    grid = (len(new.q), spec.n_heads + 2 * spec.n_kv_heads)
     rope_kernels.rope_and_store[grid](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        positions,
-        slots,
+        *new.tensors,
         q_out,
         *cache.tensors,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
+        *new.strides,
         *cache.strides,
         spec.n_heads,
         spec.n_kv_heads,
         K=spec.d_head,
         KW=head_width(spec),
-        ROTARY=2 * cos.shape[1] if table else 0,
+        ROTARY=new.rotary_dim,
         KV=cache.kind,
         num_warps=1,
     )
@@ -148,12 +157,7 @@ def attention(
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: tuple[Tensor, Tensor] | None,
-    positions: Tensor,
-    slots: Tensor,
+    new: NewTokens,
     cache: PagedTensors,
     query_start: Tensor,
     context_len: Tensor,
@@ -168,22 +172,15 @@ def decode(
     second launch merges them. All are equal to the bit.
     """
     n_sequences, is_split, width = len(context_len), n_chunks > 1, spec.d_head
-    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
+    empty = partial(torch.empty, dtype=torch.float32, device=new.q.device)
     out = empty((n_sequences, spec.n_heads, width))
     parts = empty((n_sequences, spec.n_heads, n_chunks, width)) if is_split else out
     tops = empty((n_sequences, spec.n_heads, n_chunks, 2)) if is_split else out
     sinks_or_none = out if sinks is None else sinks
     window = spec.window or NO_WINDOW
-    cos, sin = table or (q, q)
     grid = (n_sequences, spec.n_kv_heads, n_chunks)
     attention_kernels.decode[grid](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        positions,
-        slots,
+        *new.tensors,
         *cache.tensors,
         sinks_or_none,
         parts,
@@ -194,14 +191,12 @@ def decode(
         spec.scale * LOG2E,
         spec.softcap or 0.0,
         window,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
+        *new.strides,
         *cache.strides,
         page_table.stride(0),
         spec.n_heads,
         n_chunks,
-        ROTARY=2 * cos.shape[1] if table else 0,
+        ROTARY=new.rotary_dim,
         HAS_SINKS=sinks is not None,
         SPLIT=is_split,
         **_attention_constants(spec, cache, tiles.attention_tile(spec.group, width, is_prefill=False)),

@@ -18,7 +18,7 @@ from torch import Tensor
 from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.gpu import attention, products, recurrent, rows, tiles
 from kukri.kernels.gpu import experts as route_experts
-from kukri.kernels.gpu.attention import PagedTensors
+from kukri.kernels.gpu.attention import NewTokens, PagedTensors
 from kukri.kernels.gpu.pack import PACKED_TYPES
 from kukri.kernels.gpu.products import Matrix, Output
 from kukri.kernels.gpu.rows import Q8Rows, Recipe
@@ -208,15 +208,17 @@ class TritonOps(TorchOps):
             rope = self.constants.rope_table(q.frequencies)
             rope.ensure(batch.max_position + 1)
             table, q, k = (rope.cos, rope.sin), q.x, k.x
-        new = (q, k, v, table, batch.rope_positions, batch.slots, self._pages[spec.layer])
+        new = NewTokens(q, k, v, table, batch.rope_positions, batch.slots)
+        cache = self._pages[spec.layer]
         sequences = (batch.query_start, batch.context_len, batch.page_table)
         sinks = None if spec.sinks is None else self.constants.vector(spec.sinks)
         if batch.is_decode:
-            out = attention.decode(*new, *sequences, spec, sinks, -(-batch.max_context // attention.CHUNK))
+            n_chunks = -(-batch.max_context // attention.CHUNK)
+            out = attention.decode(new, cache, *sequences, spec, sinks, n_chunks)
         else:
-            queries = attention.rope_and_store(*new, spec)
+            queries = attention.rope_and_store(new, cache, spec)
             work = self._work(spec, batch)
-            out = attention.attention(queries, new[-1], *sequences, work, spec, sinks, is_prefill=True)
+            out = attention.attention(queries, cache, *sequences, work, spec, sinks, is_prefill=True)
         return out.view(len(out), -1)
 
     def conv(self, x: Any, spec: ConvSpec, batch: DeviceBatch) -> Tensor:

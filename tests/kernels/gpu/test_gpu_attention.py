@@ -61,17 +61,18 @@ class Step:
             self.q, self.cache, *self.tensors(), work, self.spec, self.sinks, is_prefill=is_prefill
         )
 
+    def tokens(self):
+        return attention.NewTokens(*self.new, self.rope, self.positions, self.slots)
+
     def decode(self, n_chunks=1):
         """(result, the cache after it) for the new tokens."""
         cache = copied(self.cache)
-        new = (*self.new, self.rope, self.positions, self.slots, cache)
-        return attention.decode(*new, *self.tensors(), self.spec, self.sinks, n_chunks), cache
+        return attention.decode(self.tokens(), cache, *self.tensors(), self.spec, self.sinks, n_chunks), cache
 
     def store(self):
         """Rotates and stores the new tokens by a launch of its own, so that `one_pass` may follow."""
         self.cache = copied(self.cache)
-        new = (*self.new, self.rope, self.positions, self.slots, self.cache)
-        self.q = attention.rope_and_store(*new, self.spec)
+        self.q = attention.rope_and_store(self.tokens(), self.cache, self.spec)
 
     def expected(self):
         """float64, each token over exactly the keys that it sees."""

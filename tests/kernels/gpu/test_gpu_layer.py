@@ -45,8 +45,8 @@ def test_a_layer_is_its_five_launches():
 
     qkv = product(Recipe("rms_norm", x, weights.norm, 1e-5), weights.qkv).split([96, 32, 32], 1)
     want_cache = copied(step.cache)
-    new = (*qkv, step.rope, step.positions, step.slots, want_cache, *tensors, spec)
-    attended = attention.decode(*new).view(2, -1)
+    new = attention.NewTokens(*qkv, step.rope, step.positions, step.slots)
+    attended = attention.decode(new, want_cache, *tensors, spec).view(2, -1)
     between = product(Recipe("plain", attended, attended), weights.out, x)
     gate, up = product(Recipe("rms_norm", between, weights.mlp_norm, 1e-5), weights.gate_up).split(d_ffn, 1)
     want = product(Recipe("silu_mul", gate, up), weights.down, between)

@@ -113,9 +113,8 @@ def test_rope_and_store(kind, d_head, rotary):
     cache = empty_cache(kind, 6, 2, d_head)
     table = (torch.from_numpy(cos), torch.from_numpy(sin)) if rotary else None
     arrays = (torch.from_numpy(a) for a in (q, k, v))
-    got = attention.rope_and_store(
-        *arrays, table, torch.from_numpy(positions), torch.from_numpy(slots), cache, spec
-    )
+    new = attention.NewTokens(*arrays, table, torch.from_numpy(positions), torch.from_numpy(slots))
+    got = attention.rope_and_store(new, cache, spec)
     want_q, want_k = (
         rotated(q, cos[positions], sin[positions], d_head),
         rotated(k, cos[positions], sin[positions], d_head),
@@ -144,7 +143,7 @@ def test_stored_fp8_is_that_of_pytorch_to_the_bit():
     x[1] = -x[0]
     cache, spec = empty_cache("fp8", 1, 1, 512), AttentionSpec(0, 1, 1, 512, 1.0)
     slots = torch.tensor([3, 11], dtype=torch.int32)
-    attention.rope_and_store(x, -x, x, None, slots, slots, cache, spec)
+    attention.rope_and_store(attention.NewTokens(x, -x, x, None, slots, slots), cache, spec)
     want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     number = ~x.isnan()
     for stored, sign in ((cache.values, 0), (cache.keys, 0x80)):
