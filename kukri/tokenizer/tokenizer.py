@@ -19,7 +19,7 @@ from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_voca
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _LONG = 8  # characters a token: a text with more for each token it may have is looked at in slices first
-_SLICE = 1 << 15  # characters
+_SLICE = 1 << 12  # characters: a prompt that is far too long is known as such after few of them
 _SHARED = 1 << 12  # characters from which on encoding takes long enough to let other threads run
 TEXT_MARK = "\ufdd0"  # not a character: put inside the text of a special token, it keeps it text
 _MAX_SPLIT_WORK = (
