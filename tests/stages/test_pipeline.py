@@ -13,12 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.config import LayerConfig
 from kukri.errors import ConfigError, StageError, UnsupportedError
+from kukri.kernels.constants import LowRank, Weight
+from kukri.models import Adapter, linear_matrices
+from kukri.quant.types import QUANT_TYPES
 from kukri.stages.backend import StagedBackend
 
 OPTIONS: dict[str, Any] = {"max_context": 256, "max_requests": 4, "n_threads": 1, "max_step_tokens": 48}
@@ -160,8 +164,20 @@ def test_what_needs_one_process_is_refused(staged: LLM, tiny_path: Path, tmp_pat
     hooks = {"blocks.0.hook_resid_pre": lambda name, x: None}
     with staged.hooks(hooks), pytest.raises(UnsupportedError, match="one process"):
         staged.generate("hello", max_tokens=2)
+    (name, (n_out, n_in)), *_ = linear_matrices(staged.model).items()
+    down, up = (
+        Weight(np.ones(shape, np.float32).view(np.uint8), QUANT_TYPES["F32"], shape)
+        for shape in ((2, n_in), (n_out, 2))
+    )
+    update = LowRank(down, up, 1.0)
+    with pytest.raises(UnsupportedError, match="an adapter needs the whole model in one process"):
+        staged.engine.load_adapter("late", Adapter(tmp_path, {name: update}))
+    assert staged.engine.adapters.names == ()
     assert staged.generate("hello", max_tokens=2, ignore_eos=True).text
-    for options in ({"prefix_dir": tmp_path}, {"devices": ["cpu", "cpu"], "stages": 3}, {"stages": 9}):
+    for options in ({"prefix_dir": tmp_path}, {"adapters": {"a": tmp_path}}):
+        with pytest.raises(ConfigError, match="the whole model in one process"):
+            LLM(tiny_path, **{"stages": 2, **options}, **OPTIONS)
+    for options in ({"devices": ["cpu", "cpu"], "stages": 3}, {"stages": 9}):
         with pytest.raises(ConfigError):
             LLM(tiny_path, **{"stages": 2, **options}, **OPTIONS)
 
