@@ -31,7 +31,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     kernel_cache.cache_dir.cache_clear()
 
 
-def ended(is_true: Callable[[], bool], seconds: float = 60.0) -> bool:
+def ended(is_true: Callable[[], bool], seconds: float = 300.0) -> bool:
     deadline = time.monotonic() + seconds
     while not is_true() and time.monotonic() < deadline:
         time.sleep(0.01)
