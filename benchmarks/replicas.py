@@ -121,7 +121,7 @@ async def _hits(held: str, urls: Sequence[str]) -> None:
 
 
 def _prompts(seed: int) -> list[str]:
-    """The questions, each behind its system prompt of some 320 tokens, in random order."""
+    """The questions, each behind its system prompt, some 306 tokens together, in random order."""
     draw = random.Random(seed)
     words = ["weather", "trains", "music", "history", "food", "travel", "sport"]
     system = [" ".join(draw.choices(words, k=300)) for _ in range(_N_SYSTEM)]
