@@ -87,6 +87,15 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
     "phi": (tr.PhiConfig, {"partial_rotary_factor": 0.5}),
+    "phi-odd-heads": (
+        tr.PhiConfig,
+        {
+            "partial_rotary_factor": 0.5,
+            "hidden_size": 100,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+        },
+    ),
     "starcoder2": (tr.Starcoder2Config, {"sliding_window": 9}),
     "gpt_oss": (
         tr.GptOssConfig,
