@@ -319,6 +319,14 @@ class ActivationCache(Mapping[str, Any]):
         logits: FloatArray = apply_norm(self._final_norm, stack) @ weights.W_U + weights.b_U
         return self._model.adjust_logits(logits)
 
+    def to_transformer_lens(self, model: Any) -> Any:
+        """TransformerLens' ActivationCache of the same arrays, for its `model`. Needs that package."""
+        import torch
+        from transformer_lens import ActivationCache as TheirCache
+
+        arrays = {name: torch.from_numpy(np.array(self[name])) for name in self}
+        return TheirCache(arrays, model, has_batch_dim=self.has_batch_dim)
+
     @property
     def _final_norm(self) -> Any:
         return self._model.trace.norms["ln_final.hook_normalized"]

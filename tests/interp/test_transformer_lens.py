@@ -43,6 +43,19 @@ def test_edits(pair):
     assert n_edited > 20
 
 
+def test_a_cache_of_transformer_lens(pair):
+    """Arrays under other names, or a batch that their methods take for positions."""
+    own, theirs = pair
+    cache = own.run_with_cache(IDS)[1]
+    made = cache.to_transformer_lens(theirs)
+    fired = theirs.run_with_cache(torch.from_numpy(IDS).long())[1]
+    assert isinstance(made, type(fired))
+    np.testing.assert_array_equal(made["resid_post", 1].numpy(), cache["resid_post", 1])
+    np.testing.assert_allclose(
+        made.accumulated_resid(incl_mid=False).numpy(), cache.accumulated_resid(incl_mid=False), atol=1e-5
+    )
+
+
 def test_inputs_of_single_heads(pair):
     """An input behind the norm, and an edit that changes another head."""
     own, theirs = pair

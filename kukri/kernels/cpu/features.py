@@ -198,7 +198,7 @@ def _linux_arm() -> tuple[str, dict[str, bool]] | None:
 
 
 def _first_cpu() -> dict[str, str]:
-    """What Linux says of the first CPU; empty elsewhere."""
+    """Linux's /proc/cpuinfo about the first CPU; empty elsewhere."""
     facts: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in islice(file, 64):  # one CPU's are some 30

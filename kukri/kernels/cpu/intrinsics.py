@@ -201,7 +201,7 @@ def _scalar_store(element: Any, narrow: bool = False) -> Callable[..., Any]:
 
 
 def renamed(name: str, emit: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function by another name, which that of an operation is made from."""
+    """Gives a function another name, from which an operation's is made."""
     emit.__name__ = name
     return emit
 

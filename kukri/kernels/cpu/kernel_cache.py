@@ -77,7 +77,7 @@ def sources_hash() -> str:
 
 
 def _version(package: str) -> bytes:
-    """What states a package's version, empty if it is not installed. Its metadata costs 10 ms to read."""
+    """A package's version file, empty if it is not installed. Its metadata would cost 10 ms to read."""
     found = find_spec(package)
     if found is None or found.origin is None:
         return b""

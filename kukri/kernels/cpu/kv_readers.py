@@ -85,7 +85,7 @@ def _scale_q4(page, v, d_head):
 
 
 class Reader(NamedTuple):
-    """How one type of cache is read. Functions get the address of a head in a page, and v for dimensions
+    """Functions that read one type of cache. They get the address of a head in a page, and v for dimensions
     16 v to 16 v + 15 of it.
     """
 

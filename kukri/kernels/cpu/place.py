@@ -123,7 +123,7 @@ def place(ops: Sequence[Op], result: Value) -> tuple[ByteArray, dict[Buffer, int
 
 
 def lifetimes(ops: Sequence[Op]) -> dict[Buffer, tuple[int, int]]:
-    """By buffer, the numbers of the first and the last op that use it."""
+    """The first and the last op that use each buffer, by their numbers."""
     spans: dict[Buffer, tuple[int, int]] = {}
     for i, op in enumerate(ops):
         for buffer in op.buffers():

@@ -181,7 +181,7 @@ _sharing = threading.Lock()
 
 
 def shared_pool(n_threads: int | None = None) -> ThreadPool:
-    """This process's pool of `n_threads`, which ends when nobody holds it any more.
+    """This process's pool of `n_threads`, which ends with the last reference to it.
 
     Models that step at the same time take turns at one pool, plan by plan: threads of two pools on the same
     cores would spin against each other, each waiting for tiles that the other keeps from being computed.

@@ -1,4 +1,4 @@
-"""How fast threads read memory, which bounds how fast a model decodes."""
+"""Memory read bandwidth of threads, which bounds decoding."""
 
 from __future__ import annotations
 

@@ -462,7 +462,7 @@ def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
 
 
 def _experts_by_type(experts: Sequence[Experts]) -> list[tuple[Experts, ...]]:
-    """The same for experts, by the first of each."""
+    """Experts grouped by type, in the order of first use."""
     own = {each.weights[0]: each for each in experts}
     return [tuple(own[weight] for weight in group) for group in _by_type(list(own))]
 

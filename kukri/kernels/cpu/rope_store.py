@@ -74,7 +74,7 @@ def _store_token(k, v, key_page, value_page, offset, n_heads, d_head):
 
 @device
 def _store_token_f32(k, v, key_page, value_page, offset, n_heads, d_head):
-    """The same for a cache of float32."""
+    """Stores a token's keys and values in a float32 cache."""
     for head in range(n_heads):
         keys = key_page + (head * d_head * PAGE_TOKENS + offset) * 4
         values = value_page + (head * PAGE_TOKENS + offset) * d_head * 4
@@ -86,7 +86,7 @@ def _store_token_f32(k, v, key_page, value_page, offset, n_heads, d_head):
 
 @device
 def _store_token_q8(k, v, key_page, value_page, offset, n_heads, d_head):
-    """The same for a q8_0 cache, whose layout `PagedKV` has."""
+    """Stores a token's keys and values in a q8_0 cache, laid out as in `PagedKV`."""
     n_blocks = d_head // KV_BLOCK
     head_bytes = n_blocks * KEY_BLOCK_BYTES
     for head in range(n_heads):
@@ -122,7 +122,7 @@ def _to_int8(x):
 
 @device
 def _store_token_q4(k, v, key_page, value_page, offset, n_heads, d_head):
-    """The same for a q4 cache of heads that are rotated: see `q4_cache`."""
+    """Stores a token's keys and values in a q4 cache of rotated heads: see `q4_cache`."""
     n_blocks = (d_head + Q4_BLOCK - 1) // Q4_BLOCK
     n_bytes = n_blocks * (Q4_BLOCK // 2)
     head_bytes = PAGE_TOKENS * (n_bytes + 2)

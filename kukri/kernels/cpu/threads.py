@@ -136,7 +136,7 @@ def upcoming_weights(state, thread, n_threads):
 
 
 def run_plan(tile, state):
-    """As thread 0 (`tile`): runs the plan in `state` once. As another: serves plans until idle for long."""
+    """Thread 0 (`tile`) runs the plan in `state` once; others serve plans until idle for long."""
     thread = tile
     if thread == 0:
         open_op(state, 0)
