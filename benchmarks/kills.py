@@ -197,12 +197,15 @@ async def _round(server: ClusterServer, work: Work, kill: Callable[[], None] | N
     counts = [0] * _N_STREAMS
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         batch = await _submitted(client, work)
+        while kill is not None and await _n_done(client, batch) < _LEAST_LINES:
+            await asyncio.sleep(0.01)
         streams = [asyncio.create_task(_stream(client, work, i, counts)) for i in range(_N_STREAMS)]
         if kill is not None:
-            while sum(counts) < _LEAST_EVENTS or await _n_done(client, batch) < _LEAST_LINES:
+            while sum(counts) < _LEAST_EVENTS:
                 await asyncio.sleep(0.01)
             n_ended = sum(task.done() for task in streams)
             assert not n_ended, f"{n_ended} streams had ended: make them longer"
+            assert await _n_done(client, batch) < work.n_lines, "the batch had ended: give it more lines"
             kill()
         texts = await asyncio.gather(*streams)
         return Answers(list(texts), await _results(client, batch))

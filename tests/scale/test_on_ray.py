@@ -22,7 +22,7 @@ pytest.importorskip("ray")
 from benchmarks.clusters import ClusterServer, replica_pids, wait_for  # noqa: E402
 from benchmarks.kills import Answers, Victims, Work, differences, round_of  # noqa: E402
 
-WORK = Work(n_lines=40, stream_tokens=1500, line_tokens=200)
+WORK = Work(n_lines=200, stream_tokens=1500, line_tokens=200)
 
 
 @pytest.fixture(scope="module")
