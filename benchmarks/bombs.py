@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from benchmarks.harness import Experiment, Table, model_path, run, served
+from benchmarks.streams import answer_bytes, place_of
 from kukri.errors import KukriError
 
 SCHEMAS: dict[str, Any] = {
@@ -57,10 +58,10 @@ class BombReport:
 
 
 class _Streams:
-    """Streams that go on for as long as the block; `gaps_ms` is refilled by whoever measures."""
+    """Streams that go on until they are stopped; `gaps_ms` is refilled by whoever measures."""
 
-    def __init__(self, http: httpx.AsyncClient, n: int) -> None:
-        self._http = http
+    def __init__(self, place: tuple[str, int], n: int) -> None:
+        self._place = place
         self.gaps_ms: list[float] = []
         self._tasks = [asyncio.create_task(self._run(i)) for i in range(n)]
 
@@ -69,13 +70,12 @@ class _Streams:
         body |= {"ignore_eos": True, "stream": True}
         while True:
             last = None
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        now = time.perf_counter()
-                        if last is not None:
-                            self.gaps_ms.append((now - last) * 1000)
-                        last = now
+            async for data in answer_bytes(self._place, "/v1/completions", body):
+                if b"data: {" in data:
+                    now = time.perf_counter()
+                    if last is not None:
+                        self.gaps_ms.append((now - last) * 1000)
+                    last = now
 
     async def gaps(self, seconds: float) -> tuple[float, float]:
         """(median, p99) of the milliseconds between tokens within the time to come."""
@@ -119,7 +119,7 @@ async def measure(url: str, n_streams: int, seconds: float) -> BombReport:
                 statuses[str(response.status_code)] = statuses.get(str(response.status_code), 0) + 1
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        streams = _Streams(http, n_streams)
+        streams = _Streams(place_of(url), n_streams)
         try:
             await asyncio.sleep(3)
             quiet = await streams.gaps(seconds)
