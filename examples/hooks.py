@@ -30,7 +30,7 @@ with LLM() as llm:
     with llm.hooks(dict.fromkeys(points, keep)):
         print(f"{PROMPT!r}: {next_token()!r}")
 
-    # What a hook returns takes the place of what it saw: here, what the final norm and the head will read.
+    # The array that a hook returns replaces the one it saw: here, the input of the final norm and the head.
     for layer in range(0, last_layer + 1, 3):
         after_layer = activations[f"blocks.{layer}.hook_resid_post"]
         with llm.hooks({f"blocks.{last_layer}.hook_resid_post": lambda name, x, y=after_layer: y}):

@@ -73,7 +73,7 @@ def page_text(report: AblationReport, chart: str) -> str:
         f"**{name}**, not {TECHNIQUES[name].without}: {TECHNIQUES[name].how}" for name in report.techniques
     ]
     parts = [
-        "# What each technique buys",
+        "# The gain of each technique",
         "Written by `kukri bench ablate --page docs/ablation.md`, which measures everything again.",
         f"Model: {_model(report)}.",
         f"Machine: {_machine(report)}.",

@@ -30,7 +30,7 @@ NAMES = ["smollm3", "llama", "qwen3", "phi", "phi3", "starcoder2", "mistral", "q
 NAMES += ["gemma2", "gemma3_text", "olmo2", "granite", "ernie4_5", "olmo3"]
 NAMES += ["olmoe", "qwen3_moe", "gpt_oss", "lfm2", "qwen3_5_text"]
 ENCODERS = ["bert"]
-# What TransformerLens shows otherwise, by the end of the name: logits before their cap or factor; of two
+# Differences of TransformerLens, by the end of the name: logits before their cap or factor; of two
 # rotations the last computed; each frequency of a rotation once; queries and gates as one; dimensions of a
 # head in pairs. Of an encoder it has the head for masked words and the parts of the embedding, and patterns
 # under the name of scores.

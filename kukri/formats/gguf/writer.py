@@ -26,7 +26,7 @@ from kukri.formats.gguf.reader import (
 from kukri.formats.unfinished import unfinished
 from kukri.quant.types import QuantType
 
-# What a tensor is written from: type, data (or a function that makes it when its turn comes), shape.
+# The source of a tensor: type, data (or a function that makes it when its turn comes), shape.
 TensorData = npt.NDArray[Any] | Callable[[], npt.NDArray[Any]]
 TensorSource = tuple[QuantType, TensorData, tuple[int, ...]]
 

@@ -143,7 +143,7 @@ PART_N_COLUMNS = 8
 PART_BYTES = 16
 
 
-# What `check_batch` may find wrong, by its result.
+# Errors of `check_batch`, by its result.
 BATCH_CHECKS = (
     "",
     "a token id outside the vocabulary",
