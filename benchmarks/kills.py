@@ -33,7 +33,7 @@ import httpx
 from benchmarks.clusters import CONTROLLER, ClusterServer, Machines, processes, wait_for
 
 _N_STREAMS = 12
-_LEAST_EVENTS = 24  # of the streams, and
+_LEAST_EVENTS = 12  # of the streams, and
 _LEAST_LINES = 5  # of the batch before something is killed
 
 

@@ -22,12 +22,12 @@ pytest.importorskip("ray")
 from benchmarks.clusters import ClusterServer, replica_pids, wait_for  # noqa: E402
 from benchmarks.kills import Answers, Victims, Work, differences, round_of  # noqa: E402
 
-WORK = Work(n_lines=200, stream_tokens=1500, line_tokens=200)
+WORK = Work(n_lines=500, stream_tokens=3000, line_tokens=200)
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", tiny_config(max_context=2048))
+    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", tiny_config(max_context=4096))
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,8 @@ def test_a_stream_adds_up_to_the_answer(served, offline):
     assert [chunk.usage is None for chunk in chunks] == [*[True] * (len(chunks) - 1), False]
     assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
     assert len({chunk.id for chunk in chunks}) == 1
-    assert len(deltas) > len(expected.token_ids) * 0.7, "tokens come one by one"
+    # behind replicas steps of 10 ms are joined, three or four tokens of a fast machine
+    assert len(deltas) > max(2, len(expected.token_ids) / 4), "an answer comes in parts"
 
 
 def test_streams_side_by_side_do_not_mix(served, offline):
