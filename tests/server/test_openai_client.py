@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import openai
 import pytest
@@ -15,7 +16,7 @@ from bodies import (
     check_response,
     events,
 )
-from conftest import MODEL, OTHER_NAME
+from conftest import MODEL, OTHER_NAME, SERVER
 
 QUESTION = [
     {"role": "system", "content": "You are a helpful AI assistant."},
@@ -52,8 +53,10 @@ def test_a_stream_adds_up_to_the_answer(served, offline):
     assert [chunk.usage is None for chunk in chunks] == [*[True] * (len(chunks) - 1), False]
     assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
     assert len({chunk.id for chunk in chunks}) == 1
-    # behind replicas steps of 10 ms are joined, three or four tokens of a fast machine
-    assert len(deltas) > max(2, len(expected.token_ids) / 4), "an answer comes in parts"
+    n_tokens = len(expected.token_ids)
+    # replicas join steps for 10 ms, three or four tokens of a fast machine
+    least = max(2, n_tokens / 4) if SERVER in os.environ else n_tokens * 0.7
+    assert len(deltas) > least, "tokens come one by one"
 
 
 def test_streams_side_by_side_do_not_mix(served, offline):
