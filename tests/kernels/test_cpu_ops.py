@@ -292,7 +292,7 @@ def test_attention(backend, group, n_kv_heads, d_head, kv_type, window):
     np.testing.assert_array_equal(caches[0].values[0], caches[1].values[0])
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "f32"])
 def test_attention_with_a_softcap(backend, kv_type):
     """Would catch a cap after the mask, on partial results alone, or of scores before their scale."""
     case = (3, 2, 64, 100, (1, 70, 200, 130, 64), (1, 1, 20, 130, 3), kv_type)
