@@ -49,7 +49,11 @@ class MachineCard:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The model of a benchmark. `bytes_per_token`: weights read to decode one token, without the KV cache."""
+    """The model of a benchmark.
+
+    `bytes_per_token`: weights read to decode one token; `state_bytes`: a sequence's recurrent states, which
+    each token reads and writes.
+    """
 
     path: str
     name: str
@@ -61,11 +65,12 @@ class ModelCard:
     bytes_by_type: dict[str, int]
     bytes_per_token: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
 
 
 def ceiling_tokens_per_s(machine: MachineCard, model: ModelCard) -> float:
-    """The most tokens per second that the measured bandwidth allows for one request."""
-    return machine.read_gb_per_s * 1e9 / model.bytes_per_token
+    """The most tokens per second that the measured bandwidth allows for one request with a short context."""
+    return machine.read_gb_per_s * 1e9 / (model.bytes_per_token + 2 * model.state_bytes)
 
 
 def machine_card(n_threads: int) -> MachineCard:
@@ -115,6 +120,7 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
         bytes_by_type=dict(sizes.most_common()),
         bytes_per_token=sum(sizes.values()) - unread,
         kv_bytes_per_token=config.kv_bytes_per_token,
+        state_bytes=config.state_bytes,
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kukri.bench import card
 from kukri.bench.card import (
     MachineCard,
     ModelCard,
@@ -154,7 +155,7 @@ class BenchReport:
     prefill_tokens_per_s: Measured
     decode_tokens_per_s: Measured
     first_token_ms: Measured  # of a prompt of FIRST_TOKEN_PROMPT tokens
-    ceiling_tokens_per_s: float
+    ceiling_tokens_per_s: float  # by the machine's bandwidth, measured between the samples of decoding
     share_of_ceiling: float  # that decoding reached
     engine_overhead: float  # share of a decode step outside the model's forward
     peak_rss_bytes: int
@@ -191,12 +192,12 @@ def run_bench(
     if quantize is not None and not path.is_dir():
         raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
     threads = n_threads or usable_cores()
-    card = model_card(path, quantize)
+    facts = model_card(path, quantize)
     with _spinner(console, "measuring memory bandwidth"):
         machine = machine_card(threads)
     if found is not None:
         machine = _on_device(machine, str(found))
-    _print_cards(console, machine, card)
+    _print_cards(console, machine, facts)
     options = {
         "device": found,
         "backend": backend,
@@ -204,7 +205,7 @@ def run_bench(
         "rope_scaling": rope_scaling,
         "rope_factor": rope_factor,
     }
-    report = _measure(console, machine, card, options, n_prompt, n_generate, repetitions)
+    report = _measure(console, machine, facts, options, n_prompt, n_generate, repetitions)
     _print_results(console, report)
     print(json.dumps(asdict(report)))
 
@@ -237,14 +238,22 @@ def _measure(
     with _spinner(console, "loading the model; the first time, its kernels are compiled"):
         kukri = Kukri(model.path, machine.n_threads, context, **options)
     load_s = time.perf_counter() - started
+    read_gb_per_s: list[float] = []
+
+    def decode_speed() -> float:
+        # what a shared machine reads differs from minute to minute
+        if machine.device is None:
+            read_gb_per_s.append(card.read_bandwidth_of_a_fresh_process(machine.n_threads))
+        return n_generate / kukri.decode_s(n_generate)
+
     with _spinner(console, f"measuring pp{n_prompt}, tg{n_generate} and the first token") as say:
         prefill = _repeated(lambda: n_prompt / kukri.prefill_s(n_prompt), repetitions, say, f"pp{n_prompt}")
-        decode = _repeated(
-            lambda: n_generate / kukri.decode_s(n_generate), repetitions, say, f"tg{n_generate}"
-        )
+        decode = _repeated(decode_speed, repetitions, say, f"tg{n_generate}")
         first = _repeated(lambda: 1e3 * kukri.prefill_s(FIRST_TOKEN_PROMPT), repetitions, say, "first token")
         overhead = _repeated(lambda: kukri.engine_overhead(n_generate), repetitions, say, "engine overhead")
     kukri.close()
+    if read_gb_per_s:
+        machine = replace(machine, read_gb_per_s=fmean(read_gb_per_s[1:]))  # without the warm-up's
     ceiling = ceiling_tokens_per_s(machine, model)
     return BenchReport(
         machine=machine,
@@ -306,6 +315,11 @@ def _print_cards(console: Console, machine: MachineCard, model: ModelCard) -> No
         ("parameters", f"{model.n_parameters:,}"),
         ("weights", types),
         ("read per token", f"{_megabytes(model.bytes_per_token)} of weights"),
+        *(
+            [("states", f"{_megabytes(model.state_bytes)} read and written per token")]
+            if model.state_bytes
+            else []
+        ),
         ("cache per token", f"{model.kv_bytes_per_token:,} bytes"),
         ("ceiling", f"{ceiling_tokens_per_s(machine, model):.0f} tokens/s = bandwidth / read per token"),
     )
@@ -318,7 +332,7 @@ def _print_results(console: Console, report: BenchReport) -> None:
         "results",
         (f"pp{report.n_prompt}", f"{prefill.mean:.1f} ± {prefill.deviation:.1f} tokens/s"),
         (f"tg{report.n_generate}", f"{decode.mean:.1f} ± {decode.deviation:.1f} tokens/s"),
-        ("of the ceiling", f"{report.share_of_ceiling:.0%}"),
+        ("of the ceiling", f"{report.share_of_ceiling:.0%} of {report.ceiling_tokens_per_s:.0f} tokens/s"),
         ("first token", f"{first.mean:.1f} ± {first.deviation:.1f} ms, {FIRST_TOKEN_PROMPT}-token prompt"),
         ("engine overhead", f"{report.engine_overhead:.1%} of a decode step"),
         ("peak memory", f"{_megabytes(report.peak_rss_bytes)} resident"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,13 @@ def test_model_card_of_the_default_model(smollm2_path: Path) -> None:
     assert 0.9 * facts.file_bytes < facts.bytes_per_token < facts.file_bytes
     machine = card.MachineCard("", 1, (), 1, "", {}, 1, read_gb_per_s=47.0)
     assert card.ceiling_tokens_per_s(machine, facts) == pytest.approx(47e9 / facts.bytes_per_token)
+
+
+def test_states_count_towards_the_ceiling(smollm2_path: Path) -> None:
+    """Would catch a ceiling that no hybrid can reach: its states move through memory as weights do."""
+    machine = card.MachineCard("", 1, (), 1, "", {}, 1, read_gb_per_s=47.0)
+    facts = replace(card.model_card(smollm2_path), bytes_per_token=500, state_bytes=20)
+    assert card.ceiling_tokens_per_s(machine, facts) == pytest.approx(47e9 / 540)
 
 
 def test_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,18 @@ def test_the_report(smollm2_path: Path, capsys: Any) -> None:
     assert (report["n_prompt"], report["n_generate"], report["n_threads"]) == (5, 3, 1)
 
 
+def test_the_ceiling_is_measured_beside_decoding(
+    smollm2_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a share of what the machine could read a minute ago."""
+    speeds = iter([10.0, 30.0, 40.0, 50.0])  # for the card, beside the warm-up, beside the two samples
+    monkeypatch.setattr(card, "read_bandwidth_of_a_fresh_process", lambda n_threads: next(speeds))
+    offline.run_bench(str(smollm2_path), n_threads=1, n_prompt=2, n_generate=2, repetitions=2, json_only=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"]["read_gb_per_s"] == 45
+    assert report["ceiling_tokens_per_s"] == pytest.approx(45e9 / report["model"]["bytes_per_token"])
+
+
 def test_cards_come_before_the_results(smollm2_path: Path, capsys: Any) -> None:
     """Would catch a ceiling printed after the fact, or a last line that is not the JSON object."""
     offline.run_bench(str(smollm2_path), n_threads=1, n_prompt=2, n_generate=2, repetitions=1)

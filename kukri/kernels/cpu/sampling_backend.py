@@ -19,7 +19,7 @@ _SCRATCH_STEP = 4096
 
 
 class CpuSampling:
-    """See `types.SamplingBackend`. A single row runs on the calling thread, several on the pool's.
+    """See `backend.SamplingBackend`. A single row runs on the calling thread, several on the pool's.
 
     Not for several threads at a time.
     """

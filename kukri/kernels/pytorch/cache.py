@@ -43,7 +43,7 @@ class LayerKV:
 
 
 class TensorCache:
-    """See `types.Cache`. Numbers beyond float16 (fp8: beyond 448) are clamped when stored; NaN stays.
+    """See `cache.Cache`. Numbers beyond float16 (fp8: beyond 448) are clamped when stored; NaN stays.
 
     `kv[layer]` and `states[layer]` have the tensors of KV and state layers. Behind the `n_pages` there is a
     `spare_page`, and behind the `n_states` a spare slot, which padding writes to and reads.

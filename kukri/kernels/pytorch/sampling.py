@@ -51,7 +51,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 class TorchSampling:
-    """See `types.SamplingBackend`. Needs a device with float64; other logits than tensors go to `host`."""
+    """See `backend.SamplingBackend`. Needs a device with float64; other logits than tensors go to `host`."""
 
     def __init__(self, host: Callable[[], SamplingBackend]) -> None:
         """`host` gives the sampling for rows that are brought there, when one is."""

@@ -187,7 +187,7 @@ class AttentionGroup:
 
 
 class TensorLogits:
-    """See `types.Logits`: a float32 tensor [N, V]."""
+    """See `backend.Logits`: a float32 tensor [N, V]."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
