@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from benchmarks.harness import Experiment, Say, Table, model_path, run, served, silent
 from kukri.bench.offline import Kukri
 from kukri.bench.turns import in_turns
+from kukri.errors import KukriError
 
 _PROMPT, _CONTEXT = "Write a long story about a lighthouse.", 1024
 
@@ -73,7 +74,9 @@ async def _token_us(pid: int, place: tuple[str, int], n_streams: int, n_tokens: 
     streams = [_Stream() for _ in range(n_streams)]
     reading = [asyncio.create_task(stream.read(place, n_tokens)) for stream in streams]
     while not all(stream.n_events for stream in streams):
-        await asyncio.sleep(0.01)
+        ended, _ = await asyncio.wait(reading, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()  # raises the error of a stream that was refused
     n_before, before = sum(stream.n_events for stream in streams), _thread_ns(pid)
     await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
     n_after, after = sum(stream.n_events for stream in streams), _thread_ns(pid)
@@ -88,13 +91,16 @@ class _Stream:
         self.n_events = 0
 
     async def read(self, place: tuple[str, int], n_tokens: int) -> None:
-        """Reads an answer to its end."""
+        """Reads an answer to its end. Raises KukriError if it has no token."""
         body = {
             "messages": [{"role": "user", "content": _PROMPT}],
             "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
         }  # fmt: skip
+        data = b""
         async for data in answer_bytes(place, "/v1/chat/completions", body):
             self.n_events += data.count(b'"delta":{"content"')
+        if not self.n_events:
+            raise KukriError(f"the server streams nothing: {data.decode(errors='replace')}")
 
 
 def place_of(url: str) -> tuple[str, int]:

@@ -532,6 +532,12 @@ class LLM:
         return self.calls.chat_template
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of the weights and the KV cache. Raises KukriError after `close`."""
+        cache = self.engine.runner.cache
+        return sum(parameter.n_bytes for parameter in self.model.parameters) + cache.n_bytes
+
+    @property
     def engine(self) -> Engine:
         """The engine below, to be stepped by this LLM alone.
 

@@ -98,6 +98,8 @@ class RemoteRequestMaker(RequestMaker):
 class RemoteModel:
     """A model whose engines are elsewhere. Attributes: those of `server.service.OpenModel`, identity."""
 
+    memory_bytes = 0  # here
+
     def __init__(self, options: ModelOptions, facts: ReplicaFacts) -> None:
         """`facts` are those of one of the replicas. Raises KukriError if the files differ from theirs."""
         read = read_model(options)

@@ -38,6 +38,7 @@ def parse_chat(body: ChatBody) -> ChatRequest:
         sampling=body.sampling(
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
             prediction=body.prediction.text if body.prediction else None,
         ),
         functions=[tool.function.model_dump(exclude_none=True) for tool in body.tools or ()],
@@ -97,33 +98,48 @@ class ChatWriter(ChunkWriter):
                 message["reasoning_content"] = self._reasoning[i]
             if self._calls[i]:
                 message["tool_calls"] = self._calls[i]
+            ids = {"token_ids": self._new_token_ids(i)} if self._body.return_token_ids else {}
             choices.append(
                 {
                     "index": i,
                     "message": message,
                     "logprobs": self._logprobs(choice),
                     "finish_reason": choice.finish_reason,
+                    **ids,
                     **interp_fields(self._call, i),
                 }
             )
-        body = {**self._head, "choices": choices, "usage": self._usage()}
+        body = {**self._head, "choices": choices, "usage": self._usage(), **self._prompt_fields()}
         return body if self._body.metadata is None else {**body, "metadata": self._body.metadata}
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        """The fields that vLLM has of the prompt, if they are requested."""
+        fields: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            request = self._call.answers[0].request
+            fields["prompt_token_ids"] = request.tokens[: request.n_prompt].tolist()
+        if self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._prompt_scores(0, self._body.prompt_logprobs)
+        return fields
 
     def _chunks(self, i: int, choice: Choice, reasoning: str, content: str) -> str:
         finish_reason = choice.finish_reason
         found = interp_fields(self._call, i)
-        if not (found or reasoning or content or choice.tokens or choice.calls or finish_reason):
+        ids = self._new_token_ids(i) if self._body.return_token_ids else []
+        if not (found or reasoning or content or choice.tokens or choice.calls or finish_reason or ids):
             return ""
         events = ""
         if not self._has_role[i]:
             self._has_role[i] = True
-            events += self._chunk(i, '{"role":"assistant","content":"","refusal":null}')
+            events += self._first_chunk(i)
+        ids_field = f',"token_ids":{json.dumps(ids)}' if ids else ""
         if reasoning:
-            events += self._chunk(i, f'{{"reasoning_content":{quote(reasoning)}}}')
-        if content or choice.tokens:
+            events += self._chunk(i, f'{{"reasoning_content":{quote(reasoning)}}}', more=ids_field)
+            ids_field = ""
+        if content or choice.tokens or ids_field:
             logprobs = json.dumps(self._logprobs(choice)) if choice.tokens else "null"
             choice.tokens = []
-            events += self._chunk(i, f'{{"content":{quote(content)}}}', logprobs)
+            events += self._chunk(i, f'{{"content":{quote(content)}}}', logprobs, more=ids_field)
         for call in choice.calls:
             events += self._chunk(i, f'{{"tool_calls":[{json.dumps(self._call_delta(choice, call))}]}}')
         choice.calls = []
@@ -134,6 +150,12 @@ class ChatWriter(ChunkWriter):
             reason = "null" if finish_reason is None else f'"{finish_reason}"'
             events += self._chunk(i, "{}", finish_reason=reason, more=more)
         return events
+
+    def _first_chunk(self, i: int) -> str:
+        fields = self._prompt_fields()
+        more = f",{json.dumps(fields)[1:-1]}" if fields else ""
+        delta = '{"role":"assistant","content":"","refusal":null}'
+        return self._event(f'{{"index":{i},"delta":{delta},"logprobs":null,"finish_reason":null}}', more)
 
     def _chunk(
         self, i: int, delta: str, logprobs: str = "null", finish_reason: str = "null", more: str = ""

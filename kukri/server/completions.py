@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kukri.answer import Answer
 from kukri.sampling import SampledToken
 from kukri.server.bridge import Call
-from kukri.server.logprobs import legacy_logprobs, vllm_logprobs
+from kukri.server.logprobs import legacy_logprobs
 from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
 from kukri.server.schema import CompletionBody, steering
 from kukri.server.service import Service
@@ -80,7 +80,6 @@ class CompletionWriter(ChunkWriter):
         self._tokens: list[list[tuple[int, SampledToken]]] = [[] for _ in range(n)]
         self._n_shown = [0] * n  # characters, the prompt's included
         self._has_echoed = [not body.echo] * n
-        self._n_ids_sent = [0] * n  # token ids
 
     def advance(self) -> bytes:
         """Handles an update; returns its chunks if the answer is a stream."""
@@ -156,15 +155,12 @@ class CompletionWriter(ChunkWriter):
     def _vllm_fields(self, i: int) -> dict[str, Any]:
         """The fields that vLLM has beyond OpenAI's, if they are requested."""
         fields: dict[str, Any] = {}
-        answer, n_sent = self._call.answers[i], self._n_ids_sent[i]
         if self._body.return_token_ids:
-            self._n_ids_sent[i] = n = 0 if self._hides_answer else answer.n_tokens
-            fields["token_ids"] = answer.request.tokens[answer.request.n_prompt :][n_sent:n].tolist()
-            fields["prompt_token_ids"] = None if n_sent else list(self._prompt_of(i))
+            is_first = not self._n_ids_sent[i]
+            fields["token_ids"] = [] if self._hides_answer else self._new_token_ids(i)
+            fields["prompt_token_ids"] = list(self._prompt_of(i)) if is_first else None
         if self._body.prompt_logprobs is not None:
-            scores = answer.request.prompt_logprobs
-            entries = vllm_logprobs(self._service.tokenizer, scores, self._body.prompt_logprobs)
-            fields["prompt_logprobs"] = [None, *entries]
+            fields["prompt_logprobs"] = self._prompt_scores(i, self._body.prompt_logprobs)
         return fields
 
     def _usage(self) -> dict[str, Any]:

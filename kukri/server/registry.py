@@ -58,7 +58,7 @@ class ModelEntry:
         self.found: Path | None = None  # its files in the directory or the cache: it goes with them
         self.is_cached = False  # clients may delete it, if they may delete models
         self.created = int(time.time())
-        self.n_bytes = 0  # estimated, of the loaded model
+        self.n_bytes = 0  # of the loaded model, estimated before it was loaded
         self.loaded_s = self.used_s = 0.0  # monotonic: when it was loaded, and when it was last used
         self.keep_alive_s = spec.keep_alive_s  # None: the server's; a request may change it
         self.n_leases = 0
@@ -138,7 +138,9 @@ class ModelRegistry:
         self.entries: list[ModelEntry] = []
         if llm is not None:
             service = Service(llm, settings, settings.model_names, self.metrics, make_loop)
-            self.entries.append(ModelEntry(ServedModel(settings.model_names, llm.options, True), service))
+            entry = ModelEntry(ServedModel(settings.model_names, llm.options, True), service)
+            entry.n_bytes = llm.memory_bytes
+            self.entries.append(entry)
         self.entries += map(ModelEntry, models)
         self._find_models()
         self.metrics.watch_engines(self.statuses)

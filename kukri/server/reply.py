@@ -22,6 +22,7 @@ from kukri.interp.generation import Readout
 from kukri.server.bridge import Call
 from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
+from kukri.server.logprobs import vllm_logprobs
 from kukri.server.schema import GenerationBody
 from kukri.server.service import Service
 
@@ -78,6 +79,7 @@ class ChunkWriter(ABC):
     ) -> None:
         self._service, self._call = service, call
         self._is_ended = [False] * len(call.answers)
+        self._n_ids_sent = [0] * len(call.answers)
         self._head = {
             "id": f"{id_kind}-{uuid4().hex}",
             "object": kind,
@@ -86,8 +88,9 @@ class ChunkWriter(ABC):
             "system_fingerprint": service.fingerprint,
         }
         self._prefix = f"data: {json.dumps(self._head, separators=(',', ':'))[:-1]}"
-        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._tail = ',"usage":null}\n\n' if self._with_usage else "}\n\n"
+        options = body.stream_options
+        self._with_usage = bool(options and options.include_usage)
+        self._counts_each = bool(self._with_usage and options and options.continuous_usage_stats)
 
     def end(self) -> bytes:
         """The usage, if requested, and the end mark."""
@@ -100,9 +103,24 @@ class ChunkWriter(ABC):
         """An error event and the end mark."""
         return b"data: " + json.dumps(error_body(str(error), 500)).encode() + b"\n\n" + DONE
 
-    def _event(self, choice: str) -> str:
-        """The chunk of one choice, which is JSON."""
-        return f'{self._prefix},"choices":[{choice}]{self._tail}'
+    def _event(self, choice: str, more: str = "") -> str:
+        """The chunk of one choice; it and the fields `more`, which begin with a comma, are JSON."""
+        if self._with_usage:
+            more += f',"usage":{json.dumps(self._usage()) if self._counts_each else "null"}'
+        return f'{self._prefix},"choices":[{choice}]{more}}}\n\n'
+
+    def _new_token_ids(self, i: int) -> list[int]:
+        """The ids of an answer's tokens since the last time."""
+        answer, n_sent = self._call.answers[i], self._n_ids_sent[i]
+        self._n_ids_sent[i] = answer.n_tokens
+        first = answer.request.n_prompt
+        ids: list[int] = answer.request.tokens[first + n_sent : first + answer.n_tokens].tolist()
+        return ids
+
+    def _prompt_scores(self, i: int, n_top: int) -> list[dict[str, dict[str, Any]] | None]:
+        """The `prompt_logprobs` of an answer's prompt; nothing comes before the first token."""
+        scores = self._call.answers[i].request.prompt_logprobs
+        return [None, *vllm_logprobs(self._service.tokenizer, scores, n_top)]
 
     @abstractmethod
     def _usage(self) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class StreamOptions(Body):
 
     refused = {"include_obfuscation": ((False,), "events are not padded")}
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: the counts so far, in each chunk
 
 
 class StructuredOutputs(Body):
@@ -251,6 +252,8 @@ class GenerationBody(Sampling):
         | None
     ) = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # of each token of the prompt
+    return_token_ids: bool | None = None  # of prompt and answer
     interventions: Interventions | None = None
 
     def sampling(self, **others: Any) -> dict[str, Any]:
@@ -261,6 +264,8 @@ class GenerationBody(Sampling):
     def _options_of_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and self.stream_options.include_usage and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         return self
 
 
@@ -356,10 +361,11 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer."""
+    """The form of an answer; `schema` beside the type is llama.cpp's spelling."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _agrees(self) -> ResponseFormat:
@@ -368,11 +374,13 @@ class ResponseFormat(Body):
                 "json_schema is for the type json_schema, which needs it",
                 param="response_format",
             )
+        if self.schema_ is not None and self.type != "json_object":
+            raise RequestError("schema is for the type json_object", param="response_format")
         return self
 
     def as_grammar(self) -> Grammar | None:
         """The grammar; None for plain text."""
-        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
         return None if self.type == "text" else Grammar.json(schema, param="response_format")
 
 
@@ -459,8 +467,6 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # of each token of the prompt
-    return_token_ids: bool | None = None  # of prompt and answer
     max_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
 
     @model_validator(mode="after")
@@ -470,8 +476,6 @@ class CompletionBody(GenerationBody):
             raise RequestError(f"best_of must be at least n, {n}, not {best_of}", param="best_of")
         if best_of is not None and best_of > n and self.stream:
             raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
-        if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         return self
 
 

@@ -44,6 +44,10 @@ class OpenModel(Protocol):
     text_encoder: TextEncoder
 
     @property
+    def memory_bytes(self) -> int:
+        """Memory of its weights and KV cache in this process."""
+
+    @property
     def engine(self) -> RequestMaker:
         """Makes its requests."""
 

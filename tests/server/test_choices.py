@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from bodies import check_completion, events
+from bodies import check_chat, check_completion, events
 from conftest import ASK, CHAT, MODEL, TEXT
 
 
@@ -162,3 +162,39 @@ def test_prompt_logprobs_and_token_ids_as_vllm_has_them(served, offline):
         ranks = {entry["rank"]: int(token) for token, entry in scores[i].items()}
         assert [ranks[1], ranks[2]] == np.argsort(-row)[:2].tolist()
         assert ranks.get(None, prompt[i]) == prompt[i]
+
+
+def test_chats_have_vllm_fields_too(served, offline):
+    """Catches ids of another prompt than the template's, ids sent twice or left out, a score too many."""
+    messages = ASK[CHAT]["messages"]
+    prompt = offline.tokenizer.encode(offline.chat_template.render(messages), parse_special=True)
+    expected = offline.generate(prompt, max_tokens=6, temperature=0).token_ids
+    body = {"model": MODEL, "messages": messages, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    with served.http() as http:
+        whole = http.post(CHAT, json=body | {"prompt_logprobs": 1}).json()
+        chunks = list(events(http.post(CHAT, json=body | {"stream": True})))
+        plain = http.post(CHAT, json=body | {"return_token_ids": False}).json()
+    assert whole["prompt_token_ids"] == prompt
+    assert whole["choices"][0]["token_ids"] == expected
+    assert len(whole["prompt_logprobs"]) == len(prompt)
+    assert whole["prompt_logprobs"][0] is None
+    assert all(str(i) in scores for i, scores in zip(prompt[1:], whole["prompt_logprobs"][1:], strict=True))
+    assert [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])] == expected
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [prompt] + [None] * (len(chunks) - 1)
+    check_chat(plain)
+
+
+def test_usage_of_each_chunk(served):
+    """Catches counts that begin at the end, or come unasked."""
+    body = {"model": MODEL, "messages": ASK[CHAT]["messages"], "max_tokens": 6, "stream": True}
+    for options, is_counted in (({}, False), ({"continuous_usage_stats": True}, True)):
+        with served.http() as http:
+            reply = http.post(CHAT, json=body | {"stream_options": {"include_usage": True, **options}})
+        *chunks, last = events(reply)
+        counts = [chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert last["usage"]["completion_tokens"] == 6
+        if is_counted:
+            assert counts == sorted(counts)
+            assert (counts[1], counts[-1]) == (1, 6)
+        else:
+            assert counts == [None] * len(counts)

@@ -91,6 +91,14 @@ def test_alternating_requests_for_more_models_than_fit_lose_none(files, answers)
     assert 'kukri_requests_total{model="red",reason="length"} 67.0' in text
 
 
+def test_a_lone_model_shows_its_memory(files):
+    """Catches a model opened before the server, whose memory `kukri ps` would not know."""
+    with LLM(files["red"]) as llm, serving(llm) as served, served.http() as http:
+        (model, *_) = http.get("/v1/models").json()["data"]
+        cache = llm.engine.runner.cache
+        assert model["memory_bytes"] == llm.memory_bytes > cache.n_bytes > 0
+
+
 def test_pinned_models_stay(files):
     """Catches the eviction of a pinned model, and a pinned model that is not loaded at the start."""
     models = [ServedModel(("red",), options(files["red"]), is_pinned=True), *served_models(files)[1:]]

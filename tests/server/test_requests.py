@@ -199,6 +199,7 @@ WRONG = [
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     (TEXT, {"suffix": "the end"}, "suffix"),
     (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
     (TEXT, {"prompt": []}, "prompt"),

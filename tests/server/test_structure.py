@@ -64,6 +64,15 @@ def test_every_kind_is_followed(served, wanted, pattern):
                 assert wanted.keys() & {"json_object", "grammar"}
 
 
+def test_a_schema_beside_json_object_is_followed(served):
+    """Catches llama.cpp's spelling of a schema, taken for any object."""
+    format = {"type": "json_object", "schema": {"enum": [1, 22]}}
+    with served.http() as http:
+        body = {"model": MODEL, "messages": QUESTION, "max_tokens": 8, "response_format": format}
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert choice["message"]["content"] in ("1", "22")
+
+
 def test_several_answers_each_follow_it(served):
     """Catches answers to one prompt that share where they are."""
     answer = served.client.completions.create(
@@ -124,6 +133,7 @@ def test_a_response_names_its_format(served):
             "response_format",
             "not",
         ),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format", "json_object"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be served"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
         ({"structured_outputs": {}}, "structured_outputs", "one of"),
