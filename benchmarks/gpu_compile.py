@@ -32,11 +32,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.prototypes import delta_chunks_kernel, layer_kernel
 from kukri.kernels.gpu import (
     attention_kernels,
-    delta_chunks_kernel,
     expert_kernels,
-    layer_kernel,
     linear_kernels,
     recurrent_kernels,
     rope_kernels,
@@ -345,7 +344,7 @@ def recurrent_cases() -> list[Case]:
 
 def delta_chunk_cases() -> list[Case]:
     """The prototype of a delta rule in chunks, with 128 x 128 states."""
-    sizes = {"K": 128, "KB": tiles.CHUNK_STATE_ROWS, "P": 128, "PB": tiles.STATE_COLUMNS}
+    sizes = {"K": 128, "KB": delta_chunks_kernel.STATE_ROWS, "P": 128, "PB": tiles.STATE_COLUMNS}
     floats = ("q", "k", "v", "decay", "beta", "a", "dt_bias", "states", "y")
     kept = ("kept_k", "kept_v", "kept_decay", "kept_beta")
     arguments = dict.fromkeys((*floats, *kept), "*fp32")

@@ -16,7 +16,6 @@ MERGE_HEADS = 4
 F32_ROWS, F32_COLUMNS = 8, 256  # of a step of gemv_f32
 CONV_TOKENS, CONV_COLUMNS = 16, 64  # of a program of a convolution
 STATE_COLUMNS = 16  # of a recurrent state: a program has as many, of all its rows
-CHUNK_STATE_ROWS = 32  # of such a state: a step of the products of delta_chunks
 # A GEMV quantizes its own input if no program has more numbers to quantize than this, and the product,
 # rows x columns x tokens, is no larger: beyond, a launch for it costs less. See docs/gpu.md.
 MAX_FUSED_INPUT = 3 << 12

@@ -19,9 +19,9 @@ except ImportError as error:
         raise RuntimeError("CI tests the Triton kernels: pip install -e '.[gpu-test]'") from error
     HAS_TRITON = False
 else:
-    import kukri.kernels.gpu.delta_chunks
-    import kukri.kernels.gpu.ops
-    import kukri.kernels.gpu.persistent  # noqa: F401
+    import benchmarks.prototypes.delta_chunks
+    import benchmarks.prototypes.persistent  # noqa: F401
+    import kukri.kernels.gpu.ops  # noqa: F401
 
     HAS_TRITON = True
 finally:

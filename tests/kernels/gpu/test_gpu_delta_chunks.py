@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kukri.kernels.gpu.delta_chunks import ChunkedState, delta_rule
+from benchmarks.prototypes.delta_chunks import ChunkedState, delta_rule
 
 N, HEADS, GROUPS, K, P = 35, 2, 1, 44, 9
 

@@ -6,8 +6,9 @@ import torch
 from test_gpu_attention import Step, copied, same, same_caches
 from test_gpu_linear import QUANT_TYPES, np, random_rows
 
+from benchmarks.prototypes import persistent
 from kukri.kernels.constants import Weight
-from kukri.kernels.gpu import attention, persistent
+from kukri.kernels.gpu import attention
 from kukri.kernels.gpu.products import Output, linear_of, to_device
 from kukri.kernels.gpu.rows import Recipe
 

@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kukri.kernels.gpu import delta_chunks_kernel, tiles
+from benchmarks.prototypes import delta_chunks_kernel
+from kukri.kernels.gpu import tiles
 from kukri.kernels.gpu.assembler import register_options
 
 CHUNK: int = delta_chunks_kernel.CHUNK.value
@@ -70,7 +71,7 @@ def delta_rule(
         n_heads,
         k.shape[1] // d_state,
         K=d_state,
-        KB=tiles.CHUNK_STATE_ROWS,
+        KB=delta_chunks_kernel.STATE_ROWS,
         P=d_head,
         PB=tiles.STATE_COLUMNS,
         num_warps=4,

@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kukri.kernels.gpu import attention, layer_kernel, tiles
+from benchmarks.prototypes import layer_kernel
+from kukri.kernels.gpu import attention, tiles
 from kukri.kernels.gpu.assembler import has_ptx, register_options
 from kukri.kernels.gpu.pack import PAIR
 from kukri.kernels.gpu.products import Matrix

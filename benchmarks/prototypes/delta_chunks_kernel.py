@@ -14,6 +14,7 @@ from kukri.kernels.gpu.recurrent_kernels import _sequence, _softplus
 
 CHUNK = tl.constexpr(16)
 MAX_REGISTERS = 255  # of a thread
+STATE_ROWS = 32  # of a state: a step of its products
 
 
 @triton.jit
