@@ -87,6 +87,9 @@ def test_a_level_is_what_its_processors_are_taken_for() -> None:
         assert bool(listed.get("f16c")) == level.has_half
         assert bool(listed.get("avx512vbmi")) == level.has_byte_permute
     assert best_level({"avx2", "fma", "f16c"}).name == "generic"  # a virtual machine that hides bmi2
+    zen4 = LEVELS[0].needs
+    assert best_level(zen4 | {"avxvnni"}).name == "avx512vbmi"  # Zen 5
+    assert best_level(zen4 - {"sse4a"}).name == "avx512vbmi"  # Ice Lake
 
 
 def test_levels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +98,7 @@ def test_levels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUKRI_CPU", "generic")
     assert (target().lowering, target().has_half, target().level) == ("generic", False, "generic")
     monkeypatch.setenv("KUKRI_CPU", "avx3")
-    with pytest.raises(ConfigError, match="avx512vbmi, avx512vnni, avxvnni, avx2, generic, not avx3"):
+    with pytest.raises(ConfigError, match="zen4, avx512vbmi, avx512vnni, avxvnni, avx2, generic, not avx3"):
         target()
 
 

@@ -15,13 +15,17 @@ X86Lowering = Literal["avx512vnni", "avxvnni", "avx2", "generic"]
 
 @dataclass(frozen=True)
 class Level:
-    """A level: `cpu` and `features` are LLVM's, `needs` Linux' names of its instructions, without `_`."""
+    """A level: `cpu` and `features` are LLVM's, `needs` Linux' names of its instructions, without `_`.
+
+    `lacks` are instructions of newer processors, which are better off with another level.
+    """
 
     name: str
     cpu: str
     features: str
     lowering: X86Lowering
     needs: frozenset[str]
+    lacks: frozenset[str] = frozenset()
     has_half: bool = True
     has_byte_permute: bool = False
 
@@ -35,6 +39,15 @@ _WIDE = "+avx512vnni,-prefer-256-bit"
 
 # The best first; every x86-64 processor has the last.
 LEVELS = (
+    Level(  # as avx512vbmi; fewer weights are prefetched (tiles.py)
+        "zen4",
+        "x86-64-v4",
+        f"{_WIDE},+avx512vbmi",
+        "avx512vnni",
+        _V4 | {"avx512vnni", "avx512vbmi", "sse4a"},
+        lacks=frozenset({"avxvnni"}),
+        has_byte_permute=True,
+    ),
     Level(
         "avx512vbmi",
         "x86-64-v4",
@@ -52,7 +65,8 @@ LEVELS = (
 
 def best_level(instructions: Collection[str]) -> Level:
     """The best level whose kernels a processor with these instructions runs."""
-    return next(level for level in LEVELS if level.needs <= set(instructions))
+    has = set(instructions)
+    return next(level for level in LEVELS if level.needs <= has and not level.lacks & has)
 
 
 def level_named(name: str) -> Level | None:

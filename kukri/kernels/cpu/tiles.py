@@ -217,7 +217,7 @@ def _alternate(builder: Any, a: Any) -> list[Any]:
 _AHEAD_BYTES = 4096
 # The least tokens of a tile for which weights are prefetched; 1 unless measured otherwise. On Zen 4 products
 # of one token are faster without, by up to a half, from memory and from L2, by its own prefetchers.
-_PREFETCH_FROM_TOKENS = {"znver4": 8}
+_PREFETCH_FROM_TOKENS = {"znver4": 8, "x86-64 zen4": 8}
 
 
 def fetch_ahead(n_lines: int) -> Any:
