@@ -27,7 +27,9 @@ from kukri.kernels.cpu.simd import (
     load_u8x64,
     load_u16x16,
     look_up,
+    look_up_pairs_of_bits,
     low_bits,
+    multiples,
     next_byte,
     signed_byte_pairs,
     splat,
@@ -38,6 +40,7 @@ from kukri.kernels.cpu.tiles import (
     fetch_ahead,
     panel_block_bytes,
     tile_add_min,
+    tile_add_scaled,
     tile_dot4_short,
     tile_dot4_signed,
     tile_fma,
@@ -45,10 +48,13 @@ from kukri.kernels.cpu.tiles import (
     tile_fold_halves,
     tile_fold_mins,
     tile_fold_short_halves,
+    tile_fold_sums,
     tile_offset_start,
     tile_scale_halves,
+    tile_scales_weights,
     tile_short_end,
     tile_short_start,
+    tile_sums_like,
     tile_zeros_like,
 )
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
@@ -284,7 +290,7 @@ _q5_k = _make_k_block(_dot_five_bits, _ahead_6, 5)
 
 
 # Q6_K, Q3_K and Q2_K have a scale for each 16 inputs: two integer sums a group, each multiplied by its scale
-# as a whole number
+# as a whole number. Their float scales are the block's, and multiply its sums
 
 
 @device
@@ -301,10 +307,10 @@ def _q6_k_half_group(acc, w, x, first):
 
 
 @device
-def _q6_k_group(out, w, x, d, scales):
-    first = _q6_k_half_group(tile_zeros_like(out), w, x, 0)
-    last = _q6_k_half_group(tile_zeros_like(out), w + 192, x, 4)
-    return tile_fold_halves(out, first, last, scales, 5, d, x)
+def _q6_k_group(sums, w, x, scales):
+    first = _q6_k_half_group(tile_zeros_like(sums), w, x, 0)
+    last = _q6_k_half_group(tile_zeros_like(sums), w + 192, x, 4)
+    return tile_fold_halves(sums, first, last, scales, 5, x)
 
 
 @device
@@ -312,25 +318,26 @@ def _q6_k(out, w, x):
     # four times int8 scales, byte k and 2 + k for a group, and 12 words of two groups, then d. Scales apart
     # from their groups would take a third of the speed from memory: the CPU prefetches what is read in order
     d = load_f16x16(w + 3328)
+    sums = tile_sums_like(out)
     for pair in range(4):
         scales = load_i32x16(w)
         _ahead_7(out, w + 64 * pair)
-        out = _q6_k_group(out, w + 64, x, d, signed_byte_pairs(scales, 0))
+        sums = _q6_k_group(sums, w + 64, x, signed_byte_pairs(scales, 0))
         x += panel_block_bytes(out)
         _ahead_7(out, w + 64 * pair + 448)
-        out = _q6_k_group(out, w + 448, x, d, signed_byte_pairs(scales, 1))
+        sums = _q6_k_group(sums, w + 448, x, signed_byte_pairs(scales, 1))
         x += panel_block_bytes(out)
         w += 832
-    return out
+    return tile_add_scaled(out, sums, d)
 
 
 @device
-def _q3_k_group(out, w, x, d, scales):
+def _q3_k_group(sums, w, x, scales):
     """3 words: two weights of 3 bits in each, and two in their top bits together."""
     a = load_u8x64(w)
     b = load_u8x64(w + 64)
     c = load_u8x64(w + 128)
-    zeros = tile_zeros_like(out)
+    zeros = tile_zeros_like(sums)
     short = tile_dot4_short(tile_short_start(zeros), low_bits(a, 7), x, 0)
     short = tile_dot4_short(short, byte_bits(a, 3, 7, 0), x, 1)
     short = tile_dot4_short(short, low_bits(b, 7), x, 2)
@@ -339,7 +346,7 @@ def _q3_k_group(out, w, x, d, scales):
     short = tile_dot4_short(short, byte_bits(c, 3, 7, 0), x, 5)
     short = tile_dot4_short(short, either(byte_bits(a, 6, 3, 0), byte_bits(b, 6, 1, 2)), x, 6)
     short = tile_dot4_short(short, either(byte_bits(c, 6, 3, 0), byte_bits(b, 7, 1, 2)), x, 7)
-    return tile_fold_short_halves(out, first, tile_short_end(zeros, short), scales, 2, d, x)
+    return tile_fold_short_halves(sums, first, tile_short_end(zeros, short), scales, 2, x)
 
 
 @device
@@ -348,17 +355,18 @@ def _q3_k(out, w, x):
     d = load_f16x16(w + 1728)
     top = load_i32x16(w + 1664)
     scales = w + 1536
+    sums = tile_sums_like(out)
     for half in range(2):
         low = load_i32x16(scales + 64 * half)
         for g in range(4):
             _ahead_4(out, w + 64 * (4 * half + g))
             both = either_word(byte_pairs(low, 0, 15, 0), byte_pairs(top, 0, 3, 4))
-            out = _q3_k_group(out, w, x, d, add_to_pairs(both, -32))
+            sums = _q3_k_group(sums, w, x, add_to_pairs(both, -32))
             low = byte_pairs(low, 4, 0xFFF, 0)
             top = byte_pairs(top, 2, 0x3FFF, 0)
             w += 192
             x += panel_block_bytes(out)
-    return out
+    return tile_add_scaled(out, sums, d)
 
 
 @device
@@ -372,11 +380,24 @@ def _q2_k_half_group(acc, w, x, first):
 
 
 @device
-def _q2_k_group(out, w, x, d, scales, dmin, mins):
-    zeros = tile_zeros_like(out)
+def _q2_k_scaled_half_group(acc, w, x, first, tables):
+    """acc += 16 weights of 2 bits in a word, times their scales, in the tables."""
+    packed = load_u8x64(w)
+    for j in range(4):
+        acc = tile_dot4_short(acc, look_up_pairs_of_bits(packed, 2 * j, tables), x, first + j)
+    return acc
+
+
+@device
+def _q2_k_group(sums, w, x, scales):
+    zeros = tile_zeros_like(sums)
+    if tile_scales_weights(sums):
+        acc = _q2_k_scaled_half_group(zeros, w, x, 0, multiples(scales, 0))
+        acc = _q2_k_scaled_half_group(acc, w + 64, x, 4, multiples(scales, 1))
+        return tile_fold_sums(sums, acc, x)
     first = _q2_k_half_group(zeros, w, x, 0)
     acc = tile_scale_halves(first, _q2_k_half_group(zeros, w + 64, x, 4), scales)
-    return tile_fold_mins(out, acc, d, mins, dmin, x)
+    return tile_fold_sums(sums, acc, x)
 
 
 @device
@@ -386,20 +407,24 @@ def _q2_k(out, w, x):
     d = load_f16x16(w + 1280)
     dmin = load_f16x16(w + 1312)
     s = w
+    sums = tile_sums_like(out)
+    low = tile_sums_like(out)
     w += 256
     for pair in range(4):
         both = load_i32x16(s)
         _ahead_3(out, w + 128 * pair)
         scales = byte_pairs(both, 0, 15, 0)
-        out = _q2_k_group(out, w, x, d, scales, dmin, byte_pairs(both, 4, 15, 0))
+        sums = _q2_k_group(sums, w, x, scales)
+        low = tile_fold_mins(low, byte_pairs(both, 4, 15, 0), x)
         x += panel_block_bytes(out)
         _ahead_3(out, w + 128 * pair + 192)
         scales = byte_pairs(both, 8, 15, 0)
-        out = _q2_k_group(out, w + 128, x, d, scales, dmin, byte_pairs(both, 12, 15, 0))
+        sums = _q2_k_group(sums, w + 128, x, scales)
+        low = tile_fold_mins(low, byte_pairs(both, 12, 15, 0), x)
         x += panel_block_bytes(out)
         w += 256
         s += 64
-    return out
+    return tile_add_scaled(tile_add_scaled(out, sums, d), low, dmin)
 
 
 BLOCK_FUNCTIONS = {

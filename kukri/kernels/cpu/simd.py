@@ -526,6 +526,26 @@ def look_up(table: Sequence[int], right: int) -> Any:
     return look_up_bytes
 
 
+@operation(I32x16, I32x16, types.int64)
+def multiples(builder: Any, pairs: Any, half: Any) -> Any:
+    """0, 1, 2 and 3 times the first (half = 0) or the last (1) of each pair, at most 85: a byte each."""
+    right = broadcast(builder, builder.trunc(builder.mul(half, _I64(16)), _I32))
+    numbers = builder.and_(builder.lshr(pairs, right), constant(I32x16.llvm, 0xFFFF))
+    return builder.mul(numbers, constant(I32x16.llvm, 0x03020100))
+
+
+@operation(U8x64, U8x64, types.int64, I32x16)
+def look_up_pairs_of_bits(builder: Any, packed: Any, right: Any, tables: Any) -> Any:
+    """For two bits of each byte, from `right` on, the entry in its row's table of 4 bytes. AVX-512 alone."""
+    shorts = ir.VectorType(_I16, 32)
+    right = broadcast(builder, builder.trunc(right, _I16), 32)
+    shifted = builder.bitcast(builder.lshr(builder.bitcast(packed, shorts), right), U8x64.llvm)
+    rows = ir.Constant(U8x64.llvm, [4 * row for row in range(4) for _ in range(4)] * 4)
+    indices = builder.or_(builder.and_(shifted, constant(U8x64.llvm, 3)), rows)
+    tables = builder.bitcast(tables, U8x64.llvm)
+    return call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", U8x64.llvm, tables, indices)
+
+
 for _symbol, _name in (
     (operator.add, "fadd"),
     (operator.sub, "fsub"),

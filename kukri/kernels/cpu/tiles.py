@@ -264,6 +264,12 @@ def tile_zeros_like(builder: Any, kind: Tile, tile: Any) -> Any:
     return ir.Constant(ir.ArrayType(I32x16.llvm, kind.n), None)
 
 
+@_tile_operation(_same)
+def tile_sums_like(builder: Any, kind: Tile, tile: Any) -> Any:
+    """A tile of float32 zeros, as long as `tile`, for sums over the groups of a block."""
+    return ir.Constant(ir.ArrayType(F32x16.llvm, kind.n), None)
+
+
 @_tile_operation(lambda tile: types.int64)
 def panel_block_bytes(builder: Any, kind: Tile, tile: Any) -> Any:
     """Bytes of a panel block of 32 inputs."""
@@ -286,6 +292,13 @@ def _half_sum(builder: Any, kind: Tile, x: Any, half: int, i: int) -> Any:
     """-(sum of a half of the q16 block at x, of token i)."""
     part = LAST_NEGATIVE_SUMS if half else NEGATIVE_SUMS
     return _of_token(builder, kind, x, _I64(part), i, _I32)
+
+
+@_tile_operation(lambda tile: types.boolean)
+def tile_scales_weights(builder: Any, kind: Tile, tile: Any) -> Any:
+    """True if scales are multiplied with weights, once for all tokens: of AVX-512 and several tokens."""
+    scales = cpu_target().has_wide_registers and kind.n >= 4 and not kind.is_q16
+    return ir.Constant(_I1, int(scales))
 
 
 @_tile_operation(_as_i32, types.int64, types.int64)
@@ -466,10 +479,9 @@ def _fold(builder: Any, out: Any, sums: Any, scale: Any, factor: Any) -> Any:
 
 def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
     def emit(
-        builder: Any, kind: Tile, out: Any, first: Any, last: Any, pairs: Any, shift: Any, d: Any, x: Any
+        builder: Any, kind: Tile, out: Any, first: Any, last: Any, pairs: Any, shift: Any, x: Any
     ) -> Any:
-        words = _pair_words(builder, pairs)
-        scales = [builder.fmul(builder.sitofp(word, F32x16.llvm), d) for word in words]
+        scales = [builder.sitofp(word, F32x16.llvm) for word in _pair_words(builder, pairs)]
         offsets = builder.shl(
             builder.bitcast(pairs, _I16x32), broadcast(builder, builder.trunc(shift, _I16), 32)
         )
@@ -481,7 +493,7 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
             if not kind.is_q16:
                 sums = _scaled_sum(builder, halves[0], halves[1], pairs, are_short)
                 sums = _dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
-                return _fold(builder, result, sums, d, factor)
+                return _fma(builder, builder.sitofp(sums, F32x16.llvm), factor, result)
             for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
                 offset = builder.shl(_half_sum(builder, kind, x, half, i), builder.trunc(shift, _I32))
                 sums = builder.add(sums, broadcast(builder, offset))
@@ -491,13 +503,13 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
         return _each(builder, kind.n, F32x16.llvm, step)
 
     emit.__doc__ = (
-        """out[i] += the sums of both halves of the block at x, of weights q - 2^shift, times pairs * d."""
+        """out[i] += the sums of both halves of the block at x, of weights q - 2^shift, times pairs."""
     )
     return emit
 
 
 tile_fold_halves, tile_fold_short_halves = (
-    _tile_operation(_same, None, None, I32x16, types.int64, F32x16, types.int64)(
+    _tile_operation(_same, None, None, I32x16, types.int64, types.int64)(
         renamed(name, _tile_fold_halves(are_short))
     )
     for name, are_short in (("tile_fold_halves", False), ("tile_fold_short_halves", True))
@@ -515,27 +527,33 @@ def tile_scale_halves(builder: Any, kind: Tile, first: Any, last: Any, pairs: An
     return _each(builder, kind.n, I32x16.llvm, step)
 
 
-@_tile_operation(_same, None, F32x16, I32x16, F32x16, types.int64)
-def tile_fold_mins(
-    builder: Any, kind: Tile, out: Any, acc: Any, d: Any, pairs: Any, dmin: Any, x: Any
-) -> Any:
-    """out[i] += (acc[i] * d - (both halves' sums times pairs) * dmin) * the scale, all of the block at x."""
-    mins = [builder.fmul(builder.sitofp(word, F32x16.llvm), dmin) for word in _pair_words(builder, pairs)]
+@_tile_operation(_same, None, types.int64)
+def tile_fold_sums(builder: Any, kind: Tile, out: Any, acc: Any, x: Any) -> Any:
+    """out[i] += acc[i] * the scale of the block at x."""
 
     def step(i: int) -> Any:
-        result, sums = builder.extract_value(out, i), builder.extract_value(acc, i)
+        sums = builder.sitofp(builder.extract_value(acc, i), F32x16.llvm)
+        return _fma(builder, sums, _broadcast_f32(builder, kind, x, SCALES, i), builder.extract_value(out, i))
+
+    return _each(builder, kind.n, F32x16.llvm, step)
+
+
+@_tile_operation(_same, I32x16, types.int64)
+def tile_fold_mins(builder: Any, kind: Tile, out: Any, pairs: Any, x: Any) -> Any:
+    """out[i] -= both halves' sums times pairs * the scale, all of the block at x."""
+    mins = [builder.sitofp(word, F32x16.llvm) for word in _pair_words(builder, pairs)]
+
+    def step(i: int) -> Any:
+        result = builder.extract_value(out, i)
         factor = _broadcast_f32(builder, kind, x, SCALES, i)
         if kind.is_q16:
-            result = _fold(builder, result, sums, d, factor)
             for half, low in enumerate(mins):
                 total = broadcast(builder, _half_sum(builder, kind, x, half, i))
                 result = _fold(builder, result, total, low, factor)
             return result
-        scaled = builder.fmul(builder.sitofp(sums, F32x16.llvm), d)
         zero = constant(I32x16.llvm, 0)
         low = _dot2(builder, zero, builder.bitcast(pairs, _I16x32), _both_sums(builder, kind, x, i))
-        scaled = _fma(builder, builder.sitofp(low, F32x16.llvm), dmin, scaled)
-        return _fma(builder, scaled, factor, result)
+        return _fma(builder, builder.sitofp(low, F32x16.llvm), factor, result)
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
