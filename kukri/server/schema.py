@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from kukri.errors import RequestError
 from kukri.interp.interventions import MAX_INTERVENTIONS
 from kukri.sampling import Grammar, SamplingParams
+from kukri.server.chat_request import only_grammar
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
@@ -251,6 +252,8 @@ class GenerationBody(Sampling):
         | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
         | None
     ) = None
+    grammar: str | None = None  # as llama.cpp spells structured_outputs.grammar; an empty one is none
+    json_schema: dict[str, Any] | None = None  # as it spells structured_outputs.json
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # of each token of the prompt
     return_token_ids: bool | None = None  # of prompt and answer
@@ -259,6 +262,13 @@ class GenerationBody(Sampling):
     def sampling(self, **others: Any) -> dict[str, Any]:
         """The fields of SamplingParams that are set. Raises RequestError on a bias of no token id."""
         return super().sampling(logit_bias=_token_bias(self.logit_bias), **others)
+
+    @property
+    def form(self) -> Grammar | None:
+        """The grammar of `structured_outputs`, `grammar` or `json_schema`. Raises RequestError on two."""
+        text = Grammar.text(self.grammar) if self.grammar else None
+        schema = None if self.json_schema is None else Grammar.json(self.json_schema, param="json_schema")
+        return only_grammar([super().form, text, schema])
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> GenerationBody:

@@ -73,6 +73,26 @@ def test_a_schema_beside_json_object_is_followed(served):
     assert choice["message"]["content"] in ("1", "22")
 
 
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"grammar": 'root ::= "yes" | "no"'}, {"yes", "no"}),
+        ({"json_schema": {"enum": [1, 22]}}, {"1", "22"}),
+    ],
+    ids=["grammar", "json_schema"],
+)
+def test_llama_cpps_fields_are_followed(served, fields, texts):
+    """Catches a field that is taken and ignored, in either endpoint."""
+    with served.http() as http:
+        body = {"model": MODEL, "max_tokens": 8, **fields}
+        (chat,) = http.post("/v1/chat/completions", json=body | {"messages": QUESTION}).json()["choices"]
+        (text,) = http.post("/v1/completions", json=body | {"prompt": "One:"}).json()["choices"]
+        empty = http.post("/v1/completions", json={"prompt": "A", "max_tokens": 1, "grammar": ""})
+    assert chat["message"]["content"] in texts
+    assert text["text"] in texts
+    assert empty.status_code == 200
+
+
 def test_several_answers_each_follow_it(served):
     """Catches answers to one prompt that share where they are."""
     answer = served.client.completions.create(
@@ -135,6 +155,8 @@ def test_a_response_names_its_format(served):
         ),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format", "json_object"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be served"),
+        ({"grammar": "root ::= ("}, "grammar", "cannot be served"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar", "give one"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
         ({"structured_outputs": {}}, "structured_outputs", "one of"),
         (
