@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,53 +13,63 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kukri.errors import KukriError
 from kukri.server.errors import response_of
-from kukri.server.registry import ModelEntry, ModelRegistry
+from kukri.server.registry import ModelRegistry
 from kukri.server.reply import EVENTS, StreamForm
 from kukri.server.service import Service
 
-Make = Callable[[Service], Awaitable[Response]]
+
+class _Streamable(Protocol):
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
+
+
+_Body = TypeVar("_Body", bound=_Streamable)
 
 
 async def answered(
     registry: ModelRegistry,
-    model: str | None,
+    body: _Body,
     http: Request,
-    make: Make,
-    *,
-    stream: bool | None = False,
+    answer: Callable[[Service, _Body, Request], Awaitable[Response]],
     form: StreamForm = EVENTS,
 ) -> Response:
-    """The response that `make` gives with the model, which is loaded first if need be.
+    """The response of `answer` with the body's model, which is loaded first if need be.
 
-    While a stream's model is loaded, the stream begins with keep-alives. Raises as `acquire` and `make` do.
+    While a stream's model is loaded, the stream begins with keep-alives. Raises as `acquire` and `answer` do.
     """
-    entry = registry.find(model)
-    if stream and not entry.is_ready:
-        return LoadingReply(registry, entry, http, make, form)
-    return await make(await registry.acquire(entry, http.scope))
+    entry = registry.find(body.model)
+
+    async def response() -> Response:
+        return await answer(await registry.acquire(entry, http.scope), body, http)
+
+    if body.stream and not entry.is_ready:
+        return LoadingReply(response, form, registry.settings.keep_alive_s)
+    return await response()
 
 
 class LoadingReply(Response):
     """Waits for a model, and then sends the response that is made with it. A client that leaves ends it."""
 
     def __init__(
-        self, registry: ModelRegistry, entry: ModelEntry, http: Request, make: Make, form: StreamForm
+        self, response: Callable[[], Awaitable[Response]], form: StreamForm, keep_alive_s: float
     ) -> None:
         super().__init__()
-        self._registry, self._entry, self._http, self._make, self._form = registry, entry, http, make, form
+        self._response, self._form, self._keep_alive_s = response, form, keep_alive_s
         self._send: Send
         self._has_begun = self._is_error = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the response."""
         self._send = send
-        work = asyncio.create_task(self._response())
+        work = asyncio.ensure_future(self._response())
         left = asyncio.create_task(disconnected(receive))
         try:
             while not work.done() and not left.done():
                 await asyncio.wait(
                     {work, left},
-                    timeout=self._registry.settings.keep_alive_s,
+                    timeout=self._keep_alive_s,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if not work.done() and not left.done():
@@ -75,9 +86,6 @@ class LoadingReply(Response):
                 raise
             response = response_of(error)
         await response(scope, receive, self._send_rest)
-
-    async def _response(self) -> Response:
-        return await self._make(await self._registry.acquire(self._entry, self._http.scope))
 
     async def _keep_alive(self) -> None:
         if not self._has_begun:

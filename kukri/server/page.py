@@ -94,7 +94,7 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/ui/model", include_in_schema=False)
     async def model(request: Request, name: str | None = None) -> Response:
         """The fragment that names a model and all others, and has a control for each setting."""
-        service = await registry.acquire(registry.find(name), request.scope)
+        service = await registry.service(name, request.scope)
         return html(
             "model.html",
             model=service.names[0],
@@ -107,7 +107,7 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     @app.post("/ui/answers", include_in_schema=False)
     async def ask(body: PageBody, request: Request) -> Response:
         """Starts an answer and returns the fragment that opens its stream."""
-        service = await registry.acquire(registry.find(body.model), request.scope)
+        service = await registry.service(body.model, request.scope)
         asked = ChatRequest(
             messages=[message.as_dict() for message in body.messages],
             model=body.model,

@@ -287,6 +287,10 @@ class ModelRegistry:
         scope["kukri.load_s"] = monotonic() - started_s
         return service
 
+    async def service(self, name: str | None, scope: Scope) -> Service:
+        """The service of a model by its name, as `acquire` gives it. Raises as `find` and `acquire` do."""
+        return await self.acquire(self.find(name), scope)
+
     def keep(self, entry: ModelEntry, seconds: float | None) -> None:
         """Sets the idle time after which the model is unloaded: 0 for at once, below 0 for never."""
         if seconds is not None and not entry.spec.is_pinned:

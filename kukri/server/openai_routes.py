@@ -1,0 +1,111 @@
+"""The routes of OpenAI's API, and what servers have beside them: reranking, activations, LoRA adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.server.access import check_interp
+from kukri.server.activations import ActivationsBody, activations
+from kukri.server.chat_completions import complete_chat
+from kukri.server.completions import complete
+from kukri.server.embeddings import EmbeddingBody, embed
+from kukri.server.loading_reply import answered
+from kukri.server.openapi import EVENTS, SAFETENSORS
+from kukri.server.registry import ModelEntry, ModelRegistry
+from kukri.server.rerank import RerankBody, rerank
+from kukri.server.responses import respond
+from kukri.server.responses_schema import ResponseBody
+from kukri.server.schema import ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody
+
+
+def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    """Adds the routes of texts and models."""
+
+    @app.post("/v1/chat/completions", responses=EVENTS)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answers a conversation."""
+        return await answered(registry, body, request, complete_chat)
+
+    @app.post("/v1/completions", responses=EVENTS)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continues a text."""
+        return await answered(registry, body, request, complete)
+
+    @app.post("/v1/responses", responses=EVENTS)
+    async def responses(body: ResponseBody, request: Request) -> Response:
+        """Answers a conversation, in the newer form; nothing is stored."""
+        return await answered(registry, body, request, respond)
+
+    @app.post("/v1/embeddings", response_class=JSONResponse)
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """A vector for each text."""
+        service = await registry.service(body.model, request.scope)
+        return await embed(service, body, request)
+
+    @app.post("/v1/rerank", response_class=JSONResponse)
+    @app.post("/rerank", response_class=JSONResponse, include_in_schema=False)
+    async def reranked(body: RerankBody, request: Request) -> Response:
+        """Ranks documents by how well they answer a query."""
+        service = await registry.service(body.model, request.scope)
+        return await rerank(service, body, request)
+
+    @app.post("/v1/activations", responses=SAFETENSORS, response_class=Response)
+    async def activations_of(body: ActivationsBody, request: Request) -> Response:
+        """The activations of texts."""
+        check_interp(registry.settings, request.scope)
+        service = await registry.service(body.model, request.scope)
+        return await activations(service, body, request)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        """Lists the names of all models."""
+        found = [_model(registry, entry, name) for entry in registry.listed() for name in entry.names]
+        return JSONResponse({"object": "list", "data": found})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        """Describes one of them."""
+        entry = registry.find(name)
+        return JSONResponse(_model(registry, entry, name if name in entry.names else entry.name))
+
+
+def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, Any]:
+    """A model in OpenAI's form, and how it is: seconds until it is unloaded are None for never."""
+    facts = {
+        "id": name,
+        "object": "model",
+        "created": entry.created,
+        "owned_by": "kukri",
+        "max_model_len": None,
+        "state": entry.state,
+    }
+    if name in entry.adapters:
+        facts["parent"] = entry.name  # as vLLM has it
+    if entry.service is not None:
+        status = entry.service.bridge.loop.status()
+        facts |= {
+            "max_model_len": entry.service.llm.engine.max_context,
+            "memory_bytes": entry.n_bytes,
+            "running_requests": status.n_running + status.n_waiting,
+            "expires_in_s": registry.expires_s(entry),
+        }
+    return facts
+
+
+def add_adapter_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    """Adds the routes that load and unload LoRA adapters, as vLLM has them."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(body: LoadAdapterBody, request: Request) -> JSONResponse:
+        """Loads a LoRA adapter of the adapter directory, which requests may then name as their model."""
+        await registry.load_adapter(body.model, body.lora_name, body.lora_path, request.scope)
+        return JSONResponse({"message": f"the adapter {body.lora_name!r} is loaded"})
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapterBody) -> JSONResponse:
+        """Unloads a LoRA adapter; requests that run with it end with it."""
+        await registry.unload_adapter(body.lora_name)
+        return JSONResponse({"message": f"the adapter {body.lora_name!r} is unloaded"})
