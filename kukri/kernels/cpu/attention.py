@@ -145,10 +145,14 @@ def _each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
 
 
 def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int, fetches: bool) -> Any:
-    """A function for the scores of `rows` query rows and the keys of `n_pages` pages."""
+    """A function for the scores of `rows` query rows and the keys of `n_pages` pages.
+
+    If it `fetches`, the pages' values are prefetched on the way, and the next page's keys if `n_pages` is 1.
+    """
     load_key, key_scale = reader.key, reader.key_scale
     n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
-    bytes_per_key_dim = reader.head_bytes(d_head) // d_head
+    dim_bytes = reader.head_bytes(d_head) // d_head  # of a page's keys, and of its values
+    dims_per_line = max(64 // dim_bytes, 1)
     addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
     zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
     add = _each(
@@ -167,7 +171,6 @@ def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int, fetches: 
 
     @device
     def page_scores(q, keys, values, pages, scores):
-        """Memory-bound rows prefetch the next reads: a page's values, and the next page's keys."""
         at = addresses(keys, pages)
         s = zeros()
         for first in range(0, n_vectors, span):
@@ -175,9 +178,12 @@ def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int, fetches: 
             for v in range(first, first + span):
                 for d in range(16):
                     if fetches:
-                        offset = bytes_per_key_dim * (16 * v + d)
-                        prefetch(keys + load_i64(pages + 8) + offset)
-                        prefetch(values + load_i64(pages) + offset)
+                        offset = dim_bytes * (16 * v + d)
+                        for p in range(n_pages):
+                            if (d + p) % dims_per_line == 0:
+                                prefetch(values + load_i64(pages + 8 * p) + offset)
+                        if n_pages == 1:
+                            prefetch(keys + load_i64(pages + 8) + offset)
                     part = add(part, at, v, d, q + 4 * (16 * v + d))
             s = fold(s, part, at, first)
         store(s, scores)
@@ -271,7 +277,7 @@ def _make_chunk(reader: Reader, rows: int, d_head: int, is_one_token: bool, capp
         n_pages = 4 if rows <= 4 else 1
     else:
         n_pages = {1: 4, 2: 2}.get(rows, 1)
-    page_scores = _make_scores(reader, rows, d_head, n_pages, fetches=is_one_token and n_pages == 1)
+    page_scores = _make_scores(reader, rows, d_head, n_pages, fetches=is_one_token)
     together = next(n for n in (4, 2, 1) if n <= n_pages and d_head // 16 % n == 0)
     weighted_values = _make_values(reader, rows, d_head, together)
 
