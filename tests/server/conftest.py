@@ -1,114 +1,17 @@
-"""A real server on loopback, with the real model, for all tests of this folder."""
+"""Servers with the real model, and a browser, for the tests of this folder."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
-import uvicorn
+from live_server import SERVER, TOOL_TEMPLATE, Served, serving
 
 from kukri import LLM
-from kukri.server.app import create_app
-from kukri.server.connection import protocol_with_timeout
-from kukri.server.registry import ModelRegistry
-from kukri.server.service import Service
-from kukri.server.settings import ServedModel, ServerSettings
-
-MODEL = "smol"
-CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-ASK = {  # a request of each form
-    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
-    TEXT: {"model": MODEL, "prompt": "Hi", "max_tokens": 2},
-    RESPONSE: {"model": MODEL, "input": "Hi", "max_output_tokens": 2},
-}
-# the second name that it has: the file's, as `kukri serve --alias smol` has it
-OTHER_NAME = Path(os.environ.get("KUKRI_TEST_MODEL") or "SmolLM2-135M-Instruct.Q4_1.gguf").stem
-SERVER = "KUKRI_TEST_SERVER"  # in the environment: the URL of a server to test in place of our own
-TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
-You may call these functions: {% for tool in tools %}{{ tool.function | tojson }} {% endfor %}
-Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
-{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.name is defined %}{{ message.name }}: {% endif %}{{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking %}<think>
-{% endif %}{% endif %}"""
-
-
-@dataclass
-class Served:
-    """A running server, seen from both sides."""
-
-    url: str
-    registry: ModelRegistry | None = None  # None: it is another process
-
-    @property
-    def service(self) -> Service:
-        """The first model's."""
-        assert self.registry is not None, f"only a server of the test's own shows it, not ${SERVER}"
-        assert self.registry.default.service is not None
-        return self.registry.default.service
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def http(self, **options) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)
-
-    def pages_used(self) -> int:
-        """KV pages that requests hold now."""
-        return self.service.bridge.loop.status().n_pages_held
-
-    def wait_until(self, is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_true():
-            assert time.monotonic() < deadline, "it never came true"
-            time.sleep(0.005)
-
-
-@contextmanager
-def serving(llm: LLM | None, models: Sequence[ServedModel] = (), **settings) -> Iterator[Served]:
-    """Serves an open model, and others on demand, from a thread within the `with` block."""
-    names = {} if llm is None else {"model_names": (MODEL, OTHER_NAME)}
-    given = ServerSettings(**{**names, **settings})
-    app = create_app(llm, given, models)
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
-    protocol = protocol_with_timeout(given.headers_s)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=protocol,
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=10,
-        )
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
-        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.registry)
-    finally:
-        server.should_exit = True
-        thread.join(timeout=30)
-        assert not thread.is_alive(), "the server did not end"
 
 
 @pytest.fixture(scope="session")

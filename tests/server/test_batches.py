@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import MODEL, Served, serving
+from live_server import MODEL, Served, serving
 from tiny_gguf import write_tiny
 
 from kukri import LLM

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from bodies import check_chat, check_completion, events
-from conftest import ASK, CHAT, MODEL, TEXT
+from live_server import ASK, CHAT, MODEL, TEXT
 
 
 def test_n_answers_are_n_choices(served):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Served, serving
+from live_server import Served, serving
 
 from kukri import LLM
 

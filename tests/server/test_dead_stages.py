@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Served, serving
+from live_server import Served, serving
 from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tr
 from bodies import check_embeddings, check_error
-from conftest import MODEL, OTHER_NAME, serving
+from live_server import MODEL, OTHER_NAME, serving
 from test_tasks import TEXT, TOLERANCES, make
 
 from kukri import LLM

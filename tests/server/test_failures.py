@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pytest
 from bodies import check_error, events
-from conftest import ASK, TEXT, serving
+from live_server import ASK, TEXT, serving
 
 from kukri import LLM
 

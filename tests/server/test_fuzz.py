@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import schemathesis
-from conftest import MODEL, Served, serving
 from hypothesis import HealthCheck, given, settings
+from live_server import MODEL, Served, serving
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (

@@ -8,8 +8,8 @@ from typing import Any
 import anthropic
 import pytest
 from bodies import check_chat, check_chunk, events
-from conftest import MODEL
 from forcing import force
+from live_server import MODEL
 from pydantic import BaseModel, Field
 from test_tool_families import CALLS, NAMED, QUESTION, STRICT, TOOLS, ask, prompt_of
 

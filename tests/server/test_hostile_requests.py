@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from bodies import check_error, events
-from conftest import MODEL, serving
+from live_server import MODEL, serving
 
 from kukri import LLM
 from kukri.server.grammar_worker import BUDGET_S, MAX_AT_ONCE

@@ -13,7 +13,7 @@ import openai
 import pytest
 import safetensors.numpy
 from bodies import check_error
-from conftest import serving
+from live_server import serving
 from tiny_gguf import write_tiny
 
 from kukri import LLM

@@ -16,7 +16,7 @@ from bodies import (
     check_message_tokens,
     events,
 )
-from conftest import MODEL, Served, serving
+from live_server import MODEL, Served, serving
 
 from kukri import LLM
 from kukri.server.messages import parse_message

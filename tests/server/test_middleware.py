@@ -13,7 +13,7 @@ from hashlib import sha256
 import httpx
 import pytest
 from bodies import check_error, events
-from conftest import MODEL, serving
+from live_server import MODEL, serving
 
 from kukri import LLM
 from kukri.errors import ConfigError

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import ollama
 import pytest
-from conftest import MODEL, Served, serving
 from families import FAMILIES, write_family
 from forcing import force
+from live_server import MODEL, Served, serving
 from pydantic import BaseModel, ConfigDict, Field
 from tiny_gguf import write_tiny
 

@@ -16,7 +16,7 @@ from bodies import (
     check_response,
     events,
 )
-from conftest import MODEL, OTHER_NAME, SERVER
+from live_server import MODEL, OTHER_NAME, SERVER
 
 QUESTION = [
     {"role": "system", "content": "You are a helpful AI assistant."},

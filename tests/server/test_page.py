@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from browsing import visiting
-from conftest import MODEL, serving
+from live_server import MODEL, serving
 from tiny_gguf import write_tiny
 
 from kukri import LLM

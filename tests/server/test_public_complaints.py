@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MODEL, Served, serving
 from forcing import force
+from live_server import MODEL, Served, serving
 from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM

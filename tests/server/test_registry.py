@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Served, serving
+from live_server import Served, serving
 from tiny_encoders import save
 from tiny_gguf import random_arrays, tiny_config, write_tiny
 
@@ -221,7 +221,7 @@ _RSS = """
 import json, sys, time
 import httpx
 sys.path[:0] = ["tests/server", "tests"]
-from conftest import serving
+from live_server import serving
 from kukri.loading import ModelOptions
 from kukri.server.settings import ServedModel
 

@@ -8,7 +8,7 @@ import re
 import openai
 import pytest
 from bodies import check_error
-from conftest import ASK, CHAT, MODEL, RESPONSE, TEXT
+from live_server import ASK, CHAT, MODEL, RESPONSE, TEXT
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase

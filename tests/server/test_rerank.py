@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MODEL, serving
+from live_server import MODEL, serving
 from typer.testing import CliRunner
 
 from kukri import LLM

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from bodies import check_error, check_event, check_response, events
-from conftest import MODEL, Served
+from live_server import MODEL, Served
 from pydantic import BaseModel
 from test_thinking import options, thinker  # noqa: F401  (a fixture)
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from conftest import Served, serving
+from live_server import Served, serving
 from lora_files import Updates, write_gguf_adapter, write_peft
 from tiny_gguf import random_arrays, tiny_config, write_tiny
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import MODEL, Served
+from live_server import MODEL, Served
 
 TEXT = "The quick brown fox jumps over the lazy dog. A lazy dog sleeps in the sun all day long. "
 MESSAGES: Any = [{"role": "user", "content": f"Repeat this text: {TEXT}"}]

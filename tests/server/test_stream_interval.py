@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import MODEL, serving
+from live_server import MODEL, serving
 
 from kukri import LLM
 from kukri.errors import ConfigError

@@ -9,7 +9,7 @@ import re
 import openai
 import pytest
 from bodies import check_error, check_response
-from conftest import MODEL, serving
+from live_server import MODEL, serving
 from pydantic import BaseModel
 
 from kukri import LLM, Grammar

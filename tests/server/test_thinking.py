@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tr
 from bodies import check_message, check_message_event, events
-from conftest import MODEL, Served, serving
+from live_server import MODEL, Served, serving
 from test_llm_safetensors import TINY, byte_tokenizer
 
 from kukri import LLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bodies import check_chat, check_response, events
-from conftest import ASK, CHAT, MODEL, RESPONSE, serving
+from live_server import ASK, CHAT, MODEL, RESPONSE, serving
 
 from kukri import LLM
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from bodies import check_chat, check_chunk, events
-from conftest import MODEL, Served, serving
 from families import FAMILIES, PYTHON_TOOLS, SMOLLM3_CODE, Family, history_of, write_family
 from forcing import force
+from live_server import MODEL, Served, serving
 
 from kukri import LLM
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from bodies import check_chat, check_chunk, check_error, events
-from conftest import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_server import MODEL
 
 from kukri.server.tool_dialects import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, ToolDialect, dialect_of
 from kukri.server.tool_parser import CallDelta, ToolParser

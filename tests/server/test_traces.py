@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from collector import Collector, SeenSpan, collecting
-from conftest import serving
+from live_server import serving
 from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
