@@ -257,30 +257,37 @@ def _fold_with_min(out, acc, d, scales, dmin, mins, x):
 
 
 def _make_k_block(dot: Any, ahead: Any, n_words: int) -> Any:
-    """A function for Q4_K's or Q5_K's blocks: 8 groups of `n_words` words, read by `dot`."""
-    group_bytes = 64 * n_words
-    second_half = 192 + 4 * group_bytes
-    ends = 192 + 8 * group_bytes
+    """A function for Q4_K's or Q5_K's blocks: 8 groups of `n_words` words, read by `dot`.
 
-    @device
-    def four_groups(out, w, x, d, scales, dmin, mins):
-        for g in range(4):
-            ahead(out, w + 64 * g)
-            out = _fold_with_min(out, dot(tile_zeros_like(out), w, x), d, scales, dmin, mins, x)
-            scales = next_byte(scales)
-            mins = next_byte(mins)
-            w += group_bytes
-            x += panel_block_bytes(out)
-        return out
+    Lines are prefetched in steady steps from block to block: if each half of a block begins anew, Zen 5 reads
+    Q4_K from memory a quarter slower.
+    """
+    group_bytes = 64 * n_words
+    ends = 192 + 8 * group_bytes
+    ahead_step = (ends + 64) // 8
 
     @device
     def block(out, w, x):
         # words 0 to 2: scales and mins, then the groups, then d and dmin
         d = load_f16x16(w + ends)
         dmin = splat(0.0) - load_f16x16(w + ends + 32)
-        out = four_groups(out, w + 192, x, d, _low_scales(w, 0), dmin, _low_scales(w, 1))
-        x += 4 * panel_block_bytes(out)
-        return four_groups(out, w + second_half, x, d, _high_scales(w, 0), dmin, _high_scales(w, 1))
+        scales = _low_scales(w, 0)
+        last_scales = _high_scales(w, 0)
+        mins = _low_scales(w, 1)
+        last_mins = _high_scales(w, 1)
+        next_lines = w
+        for _ in range(2):
+            for _ in range(4):
+                ahead(out, next_lines)
+                next_lines += ahead_step
+                out = _fold_with_min(out, dot(tile_zeros_like(out), w + 192, x), d, scales, dmin, mins, x)
+                scales = next_byte(scales)
+                mins = next_byte(mins)
+                w += group_bytes
+                x += panel_block_bytes(out)
+            scales = last_scales
+            mins = last_mins
+        return out
 
     return block
 
@@ -319,12 +326,14 @@ def _q6_k(out, w, x):
     # from their groups would take a third of the speed from memory: the CPU prefetches what is read in order
     d = load_f16x16(w + 3328)
     sums = tile_sums_like(out)
-    for pair in range(4):
+    next_lines = w  # 53 in 8 steps
+    for _ in range(4):
         scales = load_i32x16(w)
-        _ahead_7(out, w + 64 * pair)
+        _ahead_7(out, next_lines)
         sums = _q6_k_group(sums, w + 64, x, signed_byte_pairs(scales, 0))
         x += panel_block_bytes(out)
-        _ahead_7(out, w + 64 * pair + 448)
+        _ahead_7(out, next_lines + 424)
+        next_lines += 848
         sums = _q6_k_group(sums, w + 448, x, signed_byte_pairs(scales, 1))
         x += panel_block_bytes(out)
         w += 832
