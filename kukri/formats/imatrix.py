@@ -95,7 +95,9 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
                     )
             count = file.array(name + _COUNTS).reshape(-1)
             if count.size != 1:
-                raise UnsupportedError(f"{path}: {name!r} has experts, which kukri does not run")
+                raise UnsupportedError(
+                    f"{path}: {name!r} counts each expert; kukri reads no importance matrix of experts"
+                )
             sums[name], counts[name] = file.array(stored).reshape(-1).copy(), float(count[0])
         datasets = file.metadata.get("imatrix.datasets", [])
         stated = [file.metadata.get(f"imatrix.chunk_{what}", 0) for what in ("count", "size")]

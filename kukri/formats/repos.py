@@ -47,7 +47,9 @@ _NAME = re.compile(
 _TEXT_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
 )
+_MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # of sentence-transformers
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _MAX_LISTED = 12
 
@@ -94,7 +96,8 @@ def choose(name: RepoName, files: Iterable[str]) -> list[str]:
     if name.choice is None and "config.json" in files:
         weights = ["model.safetensors"] if "model.safetensors" in files else _sharded(files)
         if weights:
-            return [*(file for file in _TEXT_FILES if file in files), *weights]
+            modules = filter(_MODULE_FILE.fullmatch, files) if "modules.json" in files else ()
+            return [*(file for file in _TEXT_FILES if file in files), *modules, *weights]
     models = _gguf_models(files)
     if not models:
         raise UnsupportedError(

@@ -110,11 +110,26 @@ GGUF = {
 }
 
 
+ENCODER = {
+    **DIRECTORY,
+    "modules.json": b"[]",
+    "sentence_bert_config.json": b"{}",
+    "1_Pooling/config.json": b"{}",
+    "2_Dense/config.json": b"{}",
+    "2_Dense/model.safetensors": b"dense",
+    "2_Dense/pytorch_model.bin": b"pickle",
+    "onnx/config.json": b"{}",
+}
+
+
 @pytest.fixture
 def fake(tmp_path):
     """The hub; `resolve` below points huggingface_hub at it alone."""
     made = Hub(
-        {"org/dir": DIRECTORY, "org/shards": SHARDED, "org/tiny-GGUF": GGUF, "org/gated": dict(DIRECTORY)}
+        {
+            **{"org/dir": DIRECTORY, "org/shards": SHARDED, "org/encoder": ENCODER},
+            **{"org/tiny-GGUF": GGUF, "org/gated": dict(DIRECTORY)},
+        }
     )
     made.gated.add("org/gated")
     made.home = str(tmp_path / "hf")
@@ -180,6 +195,14 @@ def test_names_are_read(text, want):
     assert parse_name(text) == want
 
 
+def test_an_encoder_comes_with_its_pooling_and_dense_layers(fake):
+    """Without them, another pooling than the checkpoint's would be computed, and no error said so."""
+    directory = resolved(fake, "org/encoder")
+    found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    unwanted = {"README.md", "consolidated.safetensors", "pytorch_model.bin", "2_Dense/pytorch_model.bin"}
+    assert found == set(ENCODER) - unwanted - {"onnx/config.json"}
+
+
 def test_short_names_are_repositories():
     """Catches a typing error in the table, and a name that hides one of our own."""
     for name, repo in SHORT_NAMES.items():
@@ -191,6 +214,11 @@ def test_short_names_are_repositories():
 def test_the_right_files_are_chosen():
     """Catches weights fetched twice, Q4_K taken for Q4_K_M, a projector or a part taken for a model."""
     assert choose(RepoName("o/r"), DIRECTORY) == ["config.json", "tokenizer.json", "model.safetensors"]
+    assert choose(RepoName("o/r"), ENCODER) == [
+        *("config.json", "tokenizer.json", "modules.json", "sentence_bert_config.json"),
+        *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+        "model.safetensors",
+    ]
     assert choose(RepoName("o/r"), SHARDED)[2:] == [
         "model.safetensors.index.json",
         "model-00001-of-00002.safetensors",
