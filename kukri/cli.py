@@ -53,7 +53,7 @@ _GC_THRESHOLD = (
 app = typer.Typer(
     name="kukri",
     cls=ErrorReportingGroup,
-    help="Run small language models on your own machine, in Python alone.",
+    help="Run small language models on your own machine, in pure Python.",
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,  # help and usage errors without rich: 60 ms less
@@ -61,7 +61,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(cls=BenchGroup, subcommand_metavar="[MODEL | COMMAND [ARGS]...]")
 app.add_typer(bench_app, name="bench")
-cluster_app = typer.Typer(help="Serve a model by replicas on several machines.", no_args_is_help=True)
+cluster_app = typer.Typer(help="Serve a model on several machines with replicas.", no_args_is_help=True)
 app.add_typer(cluster_app, name="cluster")
 
 
@@ -103,7 +103,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Run small language models on your own machine, in Python alone."""
+    """Run small language models on your own machine, in pure Python."""
 
 
 @command(app)
@@ -111,11 +111,15 @@ def run(
     model: ModelArgument = None,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="[PROMPT]", help="Prompt; a lone argument is this. Piped text is appended."),
+        typer.Argument(
+            metavar="[PROMPT]", help="Prompt; a single argument is the prompt. Piped text is appended."
+        ),
     ] = None,
     model_option: ModelOption = None,
     system: System = DEFAULT_SYSTEM,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as is, without a chat template.")
+    ] = False,
     *,
     sampling: SamplingOptions,
     loading: LoadOptions,
@@ -175,7 +179,7 @@ def serve(
     model_option: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", "-m", metavar="[NAME=]MODEL", help="A model, loaded when it is needed; repeatable."
+            "--model", "-m", metavar="[NAME=]MODEL", help="Model to serve, loaded on demand; repeatable."
         ),
     ] = None,
     *,
@@ -183,9 +187,9 @@ def serve(
     loading: ManyOptions,
     readers: ReaderOptions,
 ) -> None:
-    """Serve OpenAI's, Anthropic's and Ollama's APIs and a page.
+    """Serve the OpenAI, Anthropic and Ollama APIs and a chat page.
 
-    Listens on http://127.0.0.1:8000 unless told otherwise. Needs the extra `serve`.
+    Listens on http://127.0.0.1:8000 by default. Requires the extra `serve`.
     """
     from kukri.terminal.serve import serve_models
 
@@ -200,7 +204,7 @@ def ps(
     api_key: APIKey = None,
     json: Json = False,
 ) -> None:
-    """List the models of a running server and their state."""
+    """List a running server's models and their state."""
     from kukri.terminal.ps import show_served_models
 
     show_served_models(url, api_key, as_json=json)
@@ -215,9 +219,9 @@ def cluster_serve(
     serving: ServeOptions,
     loading: ManyOptions,
 ) -> None:
-    """Serve one model by replicas on Ray, with the API of `kukri serve`.
+    """Serve one model with replicas on Ray and the `kukri serve` API.
 
-    A replica that dies costs its clients nothing but time. Needs the extras `serve` and `ray`.
+    When a replica dies, its requests continue on another. Requires the extras `serve` and `ray`.
     """
     from kukri.terminal.cluster import serve_cluster
 
@@ -230,7 +234,7 @@ def status(
     api_key: APIKey = None,
     json: Json = False,
 ) -> None:
-    """List the replicas of a running server and their load."""
+    """List a running server's replicas and their load."""
     from kukri.terminal.cluster import show_cluster
 
     show_cluster(url, api_key, as_json=json)
@@ -239,17 +243,17 @@ def status(
 @command(app)
 def stage(
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0 picks a free one.")
     ] = "127.0.0.1:7310",
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Device of the layers. [default: the engine's]")
+        str | None, typer.Option(metavar="NAME", help="Device to compute on. [default: the engine's]")
     ] = None,
     n_threads: Threads = None,
-    once: Annotated[bool, typer.Option("--once", help="Serve one engine and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Exit after serving one engine.")] = False,
 ) -> None:
     """Compute some layers of a model for another machine.
 
-    The engine, any command with --stages HOST:PORT, says which. Both need the same random text in
+    The engine, any command with --stages HOST:PORT, decides which. Both need the same random text in
     KUKRI_STAGE_TOKEN. The connection is not encrypted.
     """
     from kukri.terminal.stage import run_stage
@@ -266,9 +270,9 @@ def plan(
     loading: ManyOptions,
     json: Json = False,
 ) -> None:
-    """Tell how many replicas a load needs.
+    """Estimate how many replicas a load needs.
 
-    Measures the engine's steps on this machine and simulates replicas with them.
+    Measures the engine's steps on this machine and simulates replicas with these costs.
     """
     from kukri.terminal.plan import plan as print_plan
 
@@ -279,24 +283,24 @@ def plan(
 def batch(
     model: ModelArgument = None,
     source: Annotated[
-        str | None, typer.Argument(metavar="SOURCE", help="Requests as in OpenAI's batches, JSON lines.")
+        str | None, typer.Argument(metavar="SOURCE", help="Requests in OpenAI's batch format, JSON lines.")
     ] = None,
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="File for the results, in the same order.")
+        str | None, typer.Argument(metavar="TARGET", help="File to write the results to, in the same order.")
     ] = None,
     model_option: ModelOption = None,
     alias: Alias = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="Let replicas on Ray answer; the options on replicas are for it.")
+        bool, typer.Option("--ray", help="Answer with replicas on Ray; enables the replica options.")
     ] = False,
     *,
     replicas: ClusterOptions,
     loading: ManyOptions,
     json: Json = False,
 ) -> None:
-    """Answer a file of requests, many at a time.
+    """Answer a file of requests in batches.
 
-    An interrupted run resumes with the same command. Needs the extra `serve`, and `ray` with --ray.
+    Run the same command to resume an interrupted run. Requires the extra `serve`, and `ray` with --ray.
     """
     from kukri.terminal.batch import run_batch
 
@@ -318,19 +322,22 @@ def batch(
 def embed(
     model: ModelArgument = None,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts. [default: lines of piped text]")
+        list[str] | None,
+        typer.Argument(metavar="[TEXT]...", help="Texts to embed. [default: lines of piped text]"),
     ] = None,
     model_option: ModelOption = None,
     prompt: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's own prompt, such as query.")
+        str | None, typer.Option(metavar="NAME", help="Named prompt of the model, such as query.")
     ] = None,
-    dimensions: Annotated[int | None, typer.Option(metavar="N", help="Cut vectors to N numbers.")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    dimensions: Annotated[
+        int | None, typer.Option(metavar="N", help="Truncate vectors to N dimensions.")
+    ] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Truncate texts that are too long.")] = False,
     *,
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Print a vector for each text, by minilm if no model is named."""
+    """Embed texts and print their vectors (default model: minilm)."""
     from kukri.terminal.embed import model_and_texts, show_vectors
 
     model, texts = model_and_texts(model_option, [model, *(texts or [])])
@@ -349,22 +356,22 @@ def embed(
 def rerank(
     model: ModelArgument = None,
     query: Annotated[
-        str | None, typer.Argument(metavar="QUERY", help="What the documents are to answer.")
+        str | None, typer.Argument(metavar="QUERY", help="Query to rank the documents by.")
     ] = None,
     documents: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DOCUMENT]...", help="Documents. [default: lines of piped text]"),
+        typer.Argument(metavar="[DOCUMENT]...", help="Documents to rank. [default: lines of piped text]"),
     ] = None,
     model_option: ModelOption = None,
-    top_n: Annotated[int | None, typer.Option("--top-n", metavar="N", help="Print the N best alone.")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    top_n: Annotated[int | None, typer.Option("--top-n", metavar="N", help="Print only the best N.")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Truncate texts that are too long.")] = False,
     *,
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Rank documents by a query, with minilm if no model is named.
+    """Rank documents by a query (default model: minilm).
 
-    A cross-encoder reads both together; other models compare embeddings.
+    A cross-encoder reads both together; for other models embeddings are compared.
     """
     from kukri.terminal.embed import model_and_texts, show_ranking
 
@@ -384,27 +391,27 @@ def activations(
     model: ModelArgument = None,
     texts: Annotated[
         str | None,
-        typer.Argument(metavar="TEXTS", help='A text, or JSON lines with a "text" each (.jsonl).'),
+        typer.Argument(metavar="TEXTS", help='Text file, or JSON lines with a "text" each (.jsonl).'),
     ] = None,
     model_option: ModelOption = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--names", metavar="NAME", help="Hook, such as resid_post14; repeatable."),
+        typer.Option("--names", metavar="NAME", help="Hook to record, such as resid_post14; repeatable."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory for the shards.")] = None,
-    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a window.", min=1)] = 128,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard.")] = "128MiB",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write shards to.")] = None,
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens per window.", min=1)] = 128,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of each shard.")] = "128MiB",
     shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Random order of windows and of a shard's rows.", min=0)
+        int | None, typer.Option(metavar="SEED", help="Shuffle windows, and rows within a shard.", min=0)
     ] = None,
     *,
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Store a model's activations on texts, as autoencoders are trained on.
+    """Record a model's activations on texts to disk.
 
-    Shards are safetensors in float16, with tokens and positions. An interrupted run resumes with the same
-    command.
+    Writes float16 safetensors shards with tokens and positions, for training autoencoders. Run the same
+    command to resume an interrupted run.
     """
     from kukri.errors import ConfigError
     from kukri.terminal.activations import store_activations
@@ -430,7 +437,8 @@ def pull(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check a cached file's hash; fetch it again if it is damaged.")
+        bool,
+        typer.Option("--verify", help="Check the cached file's hash and download it again if it is damaged."),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -443,11 +451,11 @@ def pull(
 @command(app, "list")
 def list_(
     known: Annotated[
-        bool, typer.Option("--known", help="List the names that `kukri pull` knows too.")
+        bool, typer.Option("--known", help="Also list the names that `kukri pull` knows.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the cached models."""
+    """List cached models."""
     from kukri.terminal.models import list_models
 
     list_models(with_known=known, as_json=json)
@@ -456,7 +464,7 @@ def list_(
 @command(app)
 def rm(
     models: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Cached models, named as in kukri list.")
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Cached models, as named by kukri list.")
     ] = None,
     model_option: ModelOption = None,
 ) -> None:
@@ -483,20 +491,18 @@ def show(model: ModelArgument = None, model_option: ModelOption = None, json: Js
 def bench(
     context: typer.Context,
     model: ModelOption = None,
-    n_prompt: Annotated[
-        int, typer.Option("--prompt-tokens", "-p", metavar="N", help="Tokens of the prompt.")
-    ] = 512,
+    n_prompt: Annotated[int, typer.Option("--prompt-tokens", "-p", metavar="N", help="Prompt tokens.")] = 512,
     n_generate: Annotated[
         int, typer.Option("--generate-tokens", "-g", metavar="N", help="Tokens to generate.")
     ] = 128,
     repetitions: Annotated[
-        int, typer.Option("--repetitions", "-r", metavar="N", help="Repetitions of each measurement.")
+        int, typer.Option("--repetitions", "-r", metavar="N", help="Repetitions per measurement.")
     ] = 5,
     *,
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Measure prefill and decode speed, or load a server."""
+    """Measure prefill and decode speed, or load-test a server."""
     if context.invoked_subcommand is not None:
         return
     from kukri.bench.offline import run_bench
@@ -513,7 +519,7 @@ def bench(
 
 @command(bench_app, "serve")
 def bench_serve(*, load: LoadTestOptions, json: Json = False) -> None:
-    """Load a server with OpenAI's API; show its latency."""
+    """Load-test a server with OpenAI's API; report latency."""
     from kukri.terminal.load import load_server
 
     load_server(load, as_json=json)
@@ -525,17 +531,19 @@ def ablate(
     model_option: ModelOption = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Measure one technique, such as kv-cache; repeatable."),
+        typer.Option(metavar="NAME", help="Measure only this technique, such as kv-cache; repeatable."),
     ] = None,
     threads: Threads = None,
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", metavar="N", help="Rounds.")] = 5,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the gains as a PNG.")] = None,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", metavar="N", help="Rounds per technique.")
+    ] = 5,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the gains as a PNG.")] = None,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Markdown page, with its chart beside it.")
+        Path | None, typer.Option(metavar="FILE", help="Write a Markdown page and its chart.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure the gain of each technique on this machine."""
+    """Measure the speedup of each technique on this machine."""
     from kukri.terminal.ablate import show_ablation
 
     show_ablation(
@@ -553,8 +561,8 @@ def ablate(
 def inspect(
     model: ModelArgument = None,
     model_option: ModelOption = None,
-    tree: Annotated[bool, typer.Option("--tree", help="Show the modules, as PyTorch prints them.")] = False,
-    params: Annotated[bool, typer.Option("--params", help="Show the parameters of each layer.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show the module tree, as PyTorch prints it.")] = False,
+    params: Annotated[bool, typer.Option("--params", help="Show parameters per layer.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     json: Json = False,
 ) -> None:
@@ -574,7 +582,7 @@ def inspect(
 def convert(
     model: NeededModel = None,
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help=".gguf file (or directory, --to hf) to write.")
+        str | None, typer.Argument(metavar="TARGET", help=".gguf file to write, or a directory with --to hf.")
     ] = None,
     model_option: ModelOption = None,
     type: Annotated[
@@ -583,7 +591,7 @@ def convert(
             "--type",
             "-t",
             metavar="TYPE",
-            help="F32, BF16, Q8_0, Q4_K_M … or a recipe. [default: most weights']",
+            help="F32, BF16, Q8_0, Q4_K_M … or a recipe. [default: that of most weights]",
         ),
     ] = None,
     to: Annotated[
@@ -611,11 +619,11 @@ def merge(
     model_option: ModelOption = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="TARGET", help=".gguf file, or directory, to write."),
+        typer.Option("--output", "-o", metavar="TARGET", help=".gguf file or directory to write."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a model with a LoRA adapter in its weights."""
+    """Merge a LoRA adapter into a model's weights."""
     from kukri.errors import ConfigError
     from kukri.terminal.merge import merge_model
 
@@ -631,18 +639,23 @@ def quantize(
     target: Annotated[str | None, typer.Argument(metavar="TARGET", help=".gguf file to write.")] = None,
     type: Annotated[
         str | None,
-        typer.Argument(metavar="TYPE", help="Q4_K_M, Q8_0, IQ4_XS … as in llama.cpp, or a recipe."),
+        typer.Argument(metavar="TYPE", help="Q4_K_M, Q8_0, IQ4_XS … (as in llama.cpp) or a recipe."),
     ] = None,
     model_option: ModelOption = None,
     imatrix: Imatrix = None,
     dry_run: DryRun = False,
     list_recipes: Annotated[
         bool,
-        typer.Option("--list-recipes", callback=_list_recipes, is_eager=True, help="List kukri's recipes."),
+        typer.Option(
+            "--list-recipes",
+            callback=_list_recipes,
+            is_eager=True,
+            help="List the recipes that come with kukri.",
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write a model with its weights in another type."""
+    """Quantize a model to another weight type."""
     from kukri.terminal.convert import convert_model, source_path
 
     model, target, type = model_and(model_option, model, target, type, names="MODEL TARGET TYPE")
@@ -665,20 +678,20 @@ def perplexity(
 
 @command(app)
 def compare(
-    a: Annotated[str | None, typer.Argument(metavar="[A]", help="Model to compare with.")] = None,
+    a: Annotated[str | None, typer.Argument(metavar="[A]", help="Baseline model.")] = None,
     b: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="Model to measure; none with --types.")
+        str | None, typer.Argument(metavar="[B]", help="Model to measure; leave out with --types.")
     ] = None,
     model_option: Annotated[
         str | None,
-        typer.Option("--model", "-m", metavar="MODEL", help="Model to compare with, instead of A."),
+        typer.Option("--model", "-m", metavar="MODEL", help="Baseline model, instead of A."),
     ] = None,
     types: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Compare A with itself in these types: Q8_0,Q4_K_M.")
+        str | None, typer.Option(metavar="LIST", help="Compare A with its own quantizations: Q8_0,Q4_K_M.")
     ] = None,
     imatrix: Imatrix = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a PNG: error by layer, or loss by size.")
+        Path | None, typer.Option(metavar="FILE", help="Plot a PNG: error by layer, or loss by size.")
     ] = None,
     *,
     reading: TextOptions,
@@ -686,7 +699,7 @@ def compare(
 ) -> None:
     """Compare two models: KL divergence, perplexity, error.
 
-    With --types, compare one model with its own quantizations.
+    With --types, compare a model with its own quantizations.
     """
     from kukri.terminal.evaluate import Reading, compare_models
 
@@ -700,17 +713,17 @@ def tune_recipe(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     *,
-    size: Annotated[str, typer.Option(metavar="SIZE", help="Size of all weights, such as 90MB.")],
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Size limit for all weights, such as 90MB.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Recipe to write, .yaml or .json.")
     ],
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="UTF-8 text. [default: the opening of a novel]")
+        Path | None, typer.Option(metavar="FILE", help="UTF-8 text file. [default: the opening of a novel]")
     ] = None,
     types: Annotated[
         str, typer.Option(metavar="LIST", help="Types to choose from.")
     ] = "Q2_K,Q3_K,IQ4_XS,Q4_K,Q5_K,Q6_K,Q8_0",
-    tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of the text to read.")] = 512,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the text to read, at most.")] = 512,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -736,12 +749,12 @@ def tune_recipe(
 def imatrix(
     model: ModelArgument = None,
     text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="UTF-8 text like that the model will read.")
+        str | None, typer.Argument(metavar="TEXT", help="UTF-8 text similar to what the model will read.")
     ] = None,
     model_option: ModelOption = None,
     *,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")],
-    chunk: Annotated[int, typer.Option(metavar="N", help="Tokens read at a time.")] = 512,
+    chunk: Annotated[int, typer.Option(metavar="N", help="Tokens per chunk.")] = 512,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -755,12 +768,12 @@ def imatrix(
 @command(app)
 def doctor(
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Check the kernels on a GPU against the CPU instead: a minute.")
+        bool, typer.Option("--gpu", help="Check a GPU's kernels against the CPU instead; takes a minute.")
     ] = False,
-    device: Annotated[str, typer.Option(metavar="NAME", help="The device of --gpu.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device for --gpu.")] = "auto",
     json: Json = False,
 ) -> None:
-    """Show the CPU, its kernels, the caches and versions."""
+    """Show the CPU, its kernels, caches and versions."""
     from kukri.terminal.doctor import check_gpu, show_machine
 
     if gpu:

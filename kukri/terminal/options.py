@@ -129,7 +129,7 @@ NeededModel = Annotated[
     str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=_model_names)
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The model, instead of the argument.")
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Model, instead of the argument.")
 ]
 
 
@@ -158,22 +158,22 @@ def model_and(option: str | None, *arguments: str | None, names: str, needs_mode
 
 # --- options that several commands share
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only a JSON object.")]
 System = Annotated[
-    str, typer.Option("--system", "-s", metavar="TEXT", help="System message; '' for the template's own.")
+    str, typer.Option("--system", "-s", metavar="TEXT", help="System message; '' for the template's default.")
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Threads. [default: usable cores]")
 ]
 Alias = Annotated[
-    list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name of the model; repeatable.")
+    list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name for the model; repeatable.")
 ]
 Imatrix = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Importance matrix of `kukri imatrix` or llama.cpp.")
+    Path | None, typer.Option(metavar="FILE", help="Importance matrix from `kukri imatrix` or llama.cpp.")
 ]
 ServerURL = Annotated[str, typer.Option(metavar="URL", help="URL of the server.")]
 APIKey = Annotated[str | None, typer.Option(metavar="KEY", envvar="KUKRI_API_KEY", help="API key.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the result's size and types; write nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the resulting size and types without writing.")]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -182,42 +182,44 @@ class ModelOptions:
 
     n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
     device: str | None = option(
-        "cpu, cuda, cuda:1, mps, xpu, or auto for a GPU if there is one. [default: cpu]", metavar="NAME"
+        "cpu, cuda, cuda:1, mps, xpu, or auto (a GPU if available). [default: cpu]", metavar="NAME"
     )
     backend: Literal["cpu", "torch", "gpu", "reference"] | None = option(
-        "How to compute there; torch is PyTorch without Triton. [default: by the device]"
+        "Compute backend; torch is PyTorch without Triton. [default: by device]"
     )
     stages: str | None = option(
-        "Cut the model into so many processes, HOST:PORT,… of kukri stage and this one, or ray:N.",
+        "Split the model by layers: N processes, HOST:PORT,… of kukri stage, or ray:N.",
         metavar="N",
         convert=lambda text: _stages(text),
     )
     devices: str | None = option(
-        "Cut the model over devices, a process each: cuda:0,cuda:1.",
+        "Split the model over devices, one process each: cuda:0,cuda:1.",
         metavar="NAMES",
         convert=lambda text: tuple(text.split(",")),
     )
-    quantize: str | None = option("Pack a safetensors model while loading: Q8_0, Q4_K …", metavar="TYPE")
+    quantize: str | None = option("Quantize a safetensors model while loading: Q8_0, Q4_K …", metavar="TYPE")
     rope_scaling: str | None = option("Extend the context: linear, dynamic or yarn.", metavar="KIND")
-    rope_factor: float | None = option("Factor of --rope-scaling: 4 for four times the context.", metavar="X")
+    rope_factor: float | None = option(
+        "Factor for --rope-scaling; 4 means four times the context.", metavar="X"
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadOptions(ModelOptions):
     """Options of loading a model to generate with."""
 
-    max_context: int | None = option("Tokens of prompt and answer. [default: the model's]", metavar="N")
+    max_context: int | None = option("Context length, prompt and answer. [default: the model's]", metavar="N")
     kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] | None = option(
-        "KV-cache type; q8_0 takes half the memory, fp8 too (on GPUs), q4 a quarter, f32 twice and is "
-        "exact. [default: f16]"
+        "KV cache type: q8_0 and fp8 (GPUs only) take half the memory, q4 a quarter, f32 twice (exact). "
+        "[default: f16]"
     )
     speculation: str | None = option(
-        "Speculative decoding: ngram (prompt lookup), draft or off; output is unchanged. "
+        "Speculative decoding: ngram (prompt lookup), draft or off; never changes the output. "
         "[default: ngram; draft with --draft-model]",
         metavar="KIND",
     )
     draft_model: str | None = option(
-        "Small model that drafts tokens, of the same vocabulary.", metavar="MODEL"
+        "Small model with the same vocabulary that drafts tokens.", metavar="MODEL"
     )
     adapters: list[str] | None = option(
         "LoRA adapter: a PEFT directory or GGUF file; repeatable.",
@@ -226,12 +228,12 @@ class LoadOptions(ModelOptions):
         convert=lambda values: named_paths(values, "--adapter"),
     )
     prefix_dir: str | None = option(
-        "Save what prompts computed here; later runs whose prompts begin alike start sooner.",
+        "Save the KV cache of prompts here; later prompts with the same prefix start faster.",
         metavar="DIR",
         envvar="KUKRI_PREFIX_DIR",
     )
     prefix_bytes: int | None = option(
-        "Largest size of --prefix-dir. [default: 4GiB]",
+        "Size limit of --prefix-dir. [default: 4GiB]",
         "--prefix-size",
         metavar="SIZE",
         parser=lambda text: size_bytes(text, "--prefix-size"),
@@ -265,13 +267,15 @@ class ReaderOptions:
     """Options of what steers a model and reads its activations."""
 
     control_vectors: list[str] | None = option(
-        "Control vector (GGUF) that requests may name; repeatable.", "--control-vector", metavar="NAME=FILE"
+        "Control vector (GGUF) for requests to use by name; repeatable.",
+        "--control-vector",
+        metavar="NAME=FILE",
     )
     probes: list[str] | None = option(
-        "Linear probe (.safetensors) that requests may name; repeatable.", "--probe", metavar="NAME=FILE"
+        "Linear probe (.safetensors) for requests to use by name; repeatable.", "--probe", metavar="NAME=FILE"
     )
     saes: list[str] | None = option(
-        "Sparse autoencoder of SAELens that requests may name; repeatable.", "--sae", metavar="NAME=DIR"
+        "SAELens sparse autoencoder for requests to use by name; repeatable.", "--sae", metavar="NAME=DIR"
     )
 
     def files(self) -> dict[str, dict[str, str]]:
@@ -289,7 +293,7 @@ class SteeringOptions:
         "Control vector (GGUF) to add; repeatable.", metavar="FILE[:STRENGTH]"
     )
     control_vector_layers: str | None = option(
-        "First and last layer that it works on. [default: all]", metavar="FIRST-LAST"
+        "First and last layer to apply it to. [default: all]", metavar="FIRST-LAST"
     )
 
     def files_and_interventions(self) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
@@ -320,9 +324,9 @@ class SteeringOptions:
 class ManyOptions(LoadOptions):
     """Options of loading a model for many requests at a time."""
 
-    max_requests: int | None = option("Requests computed at a time. [default: 16]", metavar="N")
+    max_requests: int | None = option("Concurrent requests in the batch. [default: 16]", metavar="N")
     kv_bytes: int | None = option(
-        "Size of the KV cache, such as 2GiB. [default: by the contexts and free memory]",
+        "KV cache size, such as 2GiB. [default: from contexts and free memory]",
         "--kv-memory",
         metavar="SIZE",
         parser=lambda text: size_bytes(text, "--kv-memory"),
@@ -333,19 +337,23 @@ class ManyOptions(LoadOptions):
 class SamplingOptions:
     """Sampling parameters; None means the default of the command or model."""
 
-    max_tokens: int | None = option("Most tokens to generate.", "--max-tokens", "-n", metavar="N")
+    max_tokens: int | None = option("Maximum tokens to generate.", "--max-tokens", "-n", metavar="N")
     temperature: float | None = option(
         "Sampling temperature; 0 is greedy.", "--temperature", "-t", metavar="T"
     )
     top_k: int | None = option("Sample from the K most likely tokens.", metavar="K")
-    top_p: float | None = option("Sample from the most likely tokens of probability P.", metavar="P")
-    min_p: float | None = option("Drop tokens below P times the best one's probability.", metavar="P")
-    repetition_penalty: float | None = option("Divide the logits of tokens seen so far by X.", metavar="X")
+    top_p: float | None = option(
+        "Sample from the most likely tokens whose probabilities add up to P.", metavar="P"
+    )
+    min_p: float | None = option("Drop tokens less likely than P times the likeliest.", metavar="P")
+    repetition_penalty: float | None = option("Penalize tokens seen so far by a factor of X.", metavar="X")
     presence_penalty: float | None = option("Subtract X from the logits of generated tokens.", metavar="X")
-    frequency_penalty: float | None = option("Subtract X for each time a token was generated.", metavar="X")
-    seed: int | None = option("Seed, for repeatable sampling.", metavar="N")
-    stop: list[str] | None = option("Stop before this text; repeatable.", metavar="TEXT")
-    ignore_eos: bool = option("Generate past the end of text.", "--ignore-eos", default=False)
+    frequency_penalty: float | None = option(
+        "Subtract X from a token's logit for each time it was generated.", metavar="X"
+    )
+    seed: int | None = option("Seed for reproducible sampling.", metavar="N")
+    stop: list[str] | None = option("Stop at this text; repeatable.", metavar="TEXT")
+    ignore_eos: bool = option("Keep generating past end-of-text.", "--ignore-eos", default=False)
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -361,68 +369,69 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
 class ServeOptions:
     """Options of the HTTP server."""
 
-    host: str = option("Address; 0.0.0.0 is all of them.", default="127.0.0.1", metavar="ADDRESS")
+    host: str = option("Address to listen on; 0.0.0.0 for all.", default="127.0.0.1", metavar="ADDRESS")
     port: int = option(
-        "Port; 0 for any free one.", "--port", "-p", default=8000, min=0, max=65535, metavar="N"
+        "Port to listen on; 0 picks a free one.", "--port", "-p", default=8000, min=0, max=65535, metavar="N"
     )
     config: Path | None = option(
-        "TOML file with these options, and models with options of their own.",
+        "TOML file with these options and with models.",
         metavar="FILE",
         is_eager=True,
         callback=_use_config,
     )
-    alias: list[str] | None = option("Another name of the first model; repeatable.", metavar="NAME")
-    model_dir: Path | None = option("Serve every model of this directory too, by its name.", metavar="DIR")
+    alias: list[str] | None = option("Another name for the first model; repeatable.", metavar="NAME")
+    model_dir: Path | None = option("Also serve every model in this directory.", metavar="DIR")
     adapter_dir: Path | None = option(
-        "Let clients load and unload the LoRA adapters of this directory.", metavar="DIR"
+        "Let clients load and unload LoRA adapters from this directory.", metavar="DIR"
     )
-    pin: list[str] | None = option("Load this model at the start and keep it; repeatable.", metavar="NAME")
-    max_loaded: int = option("Models in memory at a time.", default=3, min=1, metavar="N")
-    memory: str | None = option("Memory for models. [default: nine tenths of what is free]", metavar="SIZE")
+    pin: list[str] | None = option("Load this model at startup and keep it; repeatable.", metavar="NAME")
+    max_loaded: int = option("Maximum models in memory.", default=3, min=1, metavar="N")
+    memory: str | None = option("Memory for models. [default: 90% of free memory]", metavar="SIZE")
     idle_unload: str | None = option(
-        "Unload models that were idle for so long, such as 10m. [default: never]", metavar="TIME"
+        "Unload models idle for this long, such as 10m. [default: never]", metavar="TIME"
     )
     manage_models: bool = option(
-        "Let clients pull and delete models; serve those in the cache.", "--manage-models", default=False
+        "Let clients pull and delete models, and serve cached ones.", "--manage-models", default=False
     )
     api_key_file: Path | None = option(
-        "API keys, [NAME] KEY [priority=N] [scope=interp] a line. [default: $KUKRI_API_KEY]", metavar="FILE"
+        "API keys, one [NAME] KEY [priority=N] [scope=interp] per line. [default: $KUKRI_API_KEY]",
+        metavar="FILE",
     )
     share_prefixes: bool = option(
-        "Let keys share cached prompts, which shows them how others begin.",
+        "Share cached prompts between keys; they can then detect each other's prefixes.",
         "--share-prefixes",
         default=False,
     )
-    allowed_host: list[str] | None = option(
-        "Another name allowed in Host headers; repeatable.", metavar="NAME"
-    )
+    allowed_host: list[str] | None = option("Allowed name in Host headers; repeatable.", metavar="NAME")
     trusted_proxy: list[str] | None = option(
-        "Proxy whose X-Forwarded-For is believed; repeatable.", metavar="ADDRESS"
+        "Proxy whose X-Forwarded-For is trusted; repeatable.", metavar="ADDRESS"
     )
     cors_origin: list[str] | None = option("Origin allowed by CORS; repeatable.", metavar="URL")
     interp: bool = option(
-        "Let clients steer the model and read activations: keys with scope=interp, all without keys.",
+        "Let clients steer the model and read activations (keys need scope=interp).",
         "--interp",
         default=False,
     )
-    max_activations: str = option("Largest activations of a request.", default="64MiB", metavar="SIZE")
-    any_model: bool = option("Answer requests for any model's name.", "--any-model", default=False)
-    chat_template_file: Path | None = option("Jinja template in place of the model's.", metavar="FILE")
-    batch_dir: Path | None = option("Keep /v1/files and /v1/batches here.", metavar="DIR")
-    max_waiting: int = option("Requests in the queue; more get 503.", default=256, metavar="N")
-    max_body: str = option("Largest request; larger ones get 413.", default="2MiB", metavar="SIZE")
-    rate_limit: int | None = option("Requests per minute and key (or address); more get 429.", metavar="N")
-    deadline_s: float | None = option("Longest time of an answer.", "--deadline", metavar="SECONDS")
-    stream_interval: int = option("Tokens in a chunk of a stream after the first.", default=1, metavar="N")
-    drain_s: float = option(
-        "Time for running answers after SIGTERM.", "--drain", default=60.0, metavar="SECONDS"
+    max_activations: str = option("Maximum activations per request.", default="64MiB", metavar="SIZE")
+    any_model: bool = option("Accept any model name in requests.", "--any-model", default=False)
+    chat_template_file: Path | None = option("Jinja chat template, instead of the model's.", metavar="FILE")
+    batch_dir: Path | None = option("Serve /v1/files and /v1/batches, stored here.", metavar="DIR")
+    max_waiting: int = option("Maximum requests in the queue; more get a 503.", default=256, metavar="N")
+    max_body: str = option("Maximum request size; larger ones get a 413.", default="2MiB", metavar="SIZE")
+    rate_limit: int | None = option(
+        "POST requests per minute per key (or address); more get a 429.", metavar="N"
     )
-    no_page: bool = option("Serve no chat page at /.", "--no-page", default=False)
+    deadline_s: float | None = option("Time limit for an answer.", "--deadline", metavar="SECONDS")
+    stream_interval: int = option("Tokens per stream chunk, after the first.", default=1, metavar="N")
+    drain_s: float = option(
+        "Time for running answers to finish after SIGTERM.", "--drain", default=60.0, metavar="SECONDS"
+    )
+    no_page: bool = option("Do not serve the chat page at /.", "--no-page", default=False)
     traces: str | None = option(
-        "Send a trace of each request to the OTLP collector at URL. [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",
+        "Send traces to this OTLP collector. [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",
         metavar="URL",
     )
-    log_json: bool = option("Log JSON, one object per line.", "--log-json", default=False)
+    log_json: bool = option("Log as JSON, one object per line.", "--log-json", default=False)
     log_level: str = option("debug, info, warning or error.", default="info", metavar="LEVEL")
 
 
@@ -430,15 +439,13 @@ class ServeOptions:
 class ClusterOptions:
     """Options of replicas on Ray."""
 
-    n_replicas: int = option("Replicas of the model.", "--replicas", "-r", default=1, min=0, metavar="N")
-    max_replicas: int | None = option("Let their number follow the load, up to N.", metavar="N")
+    n_replicas: int = option("Number of replicas.", "--replicas", "-r", default=1, min=0, metavar="N")
+    max_replicas: int | None = option("Scale replicas with the load, up to N.", metavar="N")
     spare_s: float = option(
-        "Time without need of a replica until it goes.", "--spare", default=120.0, min=0, metavar="SECONDS"
+        "Idle time before a replica is removed.", "--spare", default=120.0, min=0, metavar="SECONDS"
     )
-    cpus: float | None = option(
-        "Processors for each replica. [default: its threads, or a machine's]", metavar="N"
-    )
-    gpus: float = option("GPUs for each replica.", default=0, min=0, metavar="N")
+    cpus: float | None = option("CPUs per replica. [default: its threads, or a whole machine's]", metavar="N")
+    gpus: float = option("GPUs per replica.", default=0, min=0, metavar="N")
     address: str | None = option(
         "Ray cluster to join: auto, or HOST:PORT. [default: a new one on this machine]", metavar="ADDRESS"
     )
@@ -448,20 +455,23 @@ class ClusterOptions:
 class LoadOfUsers:
     """Options of `kukri plan`: what users send, and what they expect."""
 
-    users: float = option("Users at a time.", default=100.0, metavar="N")
+    users: float = option("Concurrent users.", default=100.0, metavar="N")
     pause_s: float = option(
         "Seconds from a user's request to the next.", "--pause", default=30.0, metavar="SECONDS"
     )
-    tokens: int = option("Tokens of an answer.", "--tokens", "-n", default=200, metavar="N")
+    tokens: int = option("Tokens per answer.", "--tokens", "-n", default=200, metavar="N")
     prefixes: int = option("Different system prompts.", default=1, min=1, metavar="N")
-    prefix_tokens: int = option("Tokens of a system prompt.", default=256, min=0, metavar="N")
-    own_tokens: int = option("Tokens of a prompt behind it.", default=128, metavar="N")
+    prefix_tokens: int = option("Tokens per system prompt.", default=256, min=0, metavar="N")
+    own_tokens: int = option("Prompt tokens after the system prompt.", default=128, metavar="N")
     first_token_s: float = option(
-        "Time to the first token that 99% must have.", "--first-token", default=1.0, metavar="SECONDS"
+        "Limit on the 99th percentile of time to first token.",
+        "--first-token",
+        default=1.0,
+        metavar="SECONDS",
     )
-    tokens_per_s: float = option("Speed that the median answer must have.", default=10.0, metavar="N")
+    tokens_per_s: float = option("Minimum tokens/s of the median answer.", default=10.0, metavar="N")
     costs: str | None = option(
-        "Milliseconds of a step itself, a sequence, a prompt token. [default: measured here]", metavar="A,B,C"
+        "Milliseconds per step, sequence and prompt token. [default: measured]", metavar="A,B,C"
     )
     n_requests: int = option("Requests to simulate.", "--requests", default=2000, min=1, metavar="N")
 
@@ -477,8 +487,8 @@ def cluster_options(options: ClusterOptions, *, is_wanted: bool) -> ClusterOptio
 class TextOptions:
     """Options of reading a text to measure on."""
 
-    text: Path | None = option("UTF-8 text. [default: the opening of a novel]", metavar="FILE")
-    window: int = option("Tokens of a window, its context included.", default=512, metavar="N")
+    text: Path | None = option("UTF-8 text file. [default: the opening of a novel]", metavar="FILE")
+    window: int = option("Tokens per window, including its context.", default=512, metavar="N")
     stride: int = option("Tokens from one window to the next.", default=256, metavar="N")
     n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
 
@@ -489,25 +499,29 @@ class LoadTestOptions:
 
     url: str = option("URL of the API.", default="http://127.0.0.1:8000/v1", metavar="URL")
     api_key: str | None = option("API key.", envvar="OPENAI_API_KEY", metavar="KEY")
-    model: str | None = option("Model. [default: the first served]", "--model", "-m", metavar="NAME")
-    kind: Literal["chat", "completions"] = option("Endpoint to load.", "--endpoint", default="chat")
+    model: str | None = option(
+        "Model to load-test. [default: the first served]", "--model", "-m", metavar="NAME"
+    )
+    kind: Literal["chat", "completions"] = option("Endpoint to load-test.", "--endpoint", default="chat")
     rate: str | None = option("Open loop: Poisson arrivals per second, such as 1,2,4.", metavar="LIST")
     concurrency: str | None = option("Closed loop: concurrent requests. [default: 1,4,16]", metavar="LIST")
     n_requests: int | None = option(
         "Requests per load. [default: 100]", "--requests", "-n", min=1, metavar="N"
     )
-    duration_s: float | None = option("Seconds of each load.", "--duration", metavar="SECONDS")
+    duration_s: float | None = option("Duration of each load.", "--duration", metavar="SECONDS")
     n_prompt: int = option(
-        "Tokens of a prompt of random words.", "--prompt-tokens", "-p", default=128, metavar="N"
+        "Tokens per prompt of random words.", "--prompt-tokens", "-p", default=128, metavar="N"
     )
-    prompts: Path | None = option("JSON lines with prompt or messages, to use instead.", metavar="FILE")
-    max_tokens: int = option("Most tokens of an answer.", "--max-tokens", "-g", default=64, metavar="N")
+    prompts: Path | None = option(
+        "JSON lines with prompt or messages, instead of random words.", metavar="FILE"
+    )
+    max_tokens: int = option("Maximum tokens per answer.", "--max-tokens", "-g", default=64, metavar="N")
     ignore_eos: bool = option(
-        "Generate all of them, on servers that know ignore_eos.", "--ignore-eos", default=False
+        "Generate all --max-tokens, on servers that support ignore_eos.", "--ignore-eos", default=False
     )
-    extra_body: str | None = option("More fields of requests; null removes one.", metavar="JSON")
+    extra_body: str | None = option("Extra request fields; null removes one.", metavar="JSON")
     slo: str | None = option("Goodput limits in ms: ttft:500,tpot:50,e2e:5000.", metavar="LIMITS")
-    n_warm_up: int = option("Requests before, not counted.", "--warm-up", default=2, metavar="N")
-    timeout_s: float = option("Longest time of an answer.", "--timeout", default=300.0, metavar="SECONDS")
-    seed: int | None = option("Seed of prompts and arrivals. [default: random]", metavar="N")
-    plot: Path | None = option("Draw latency over load as a PNG.", metavar="FILE")
+    n_warm_up: int = option("Warm-up requests, not counted.", "--warm-up", default=2, metavar="N")
+    timeout_s: float = option("Time limit for an answer.", "--timeout", default=300.0, metavar="SECONDS")
+    seed: int | None = option("Seed for prompts and arrivals. [default: random]", metavar="N")
+    plot: Path | None = option("Plot latency over load as a PNG.", metavar="FILE")
