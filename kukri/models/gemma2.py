@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import GatedMLP, Parameter, PostNormed, RMSNorm
+from kukri.models.layers import GatedMLP, PostNormed, RMSNorm
 from kukri.models.llama import Block, Llama
 
 if TYPE_CHECKING:
@@ -43,11 +43,6 @@ class Gemma2Block(Block):
         first, second = self.post_norms
         self.attention.out = PostNormed(self.attention.out, first, "ln1_post.hook_normalized")
         self.mlp.down = PostNormed(self.mlp.down, second, "ln2_post.hook_normalized")
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the layer."""
-        return super().parameters + [parameter for norm in self.post_norms for parameter in norm.parameters]
 
 
 class Gemma2(Llama):

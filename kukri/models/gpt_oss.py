@@ -13,7 +13,7 @@ from kukri.config import ModelConfig
 from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.layers import Attention, vector_parameter
+from kukri.models.layers import Attention
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 
@@ -29,9 +29,7 @@ class GptOssAttention(Attention):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         sinks = f"{name}.sinks.weight"
-        vector = Vector(source.vector(sinks, config.n_heads), sinks)
-        self.spec = replace(self.spec, sinks=vector)
-        self.parameters = [*self.parameters, vector_parameter(vector)]
+        self.spec = replace(self.spec, sinks=Vector(source.vector(sinks, config.n_heads), sinks))
 
 
 class GptOssMixture(Mixture):

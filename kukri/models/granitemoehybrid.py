@@ -17,7 +17,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
 from kukri.models.architecture import ExpertKeys, RecurrentKeys
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
-from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled, vector_parameter
+from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled
 from kukri.models.llama import Block
 from kukri.models.mixture import Mixture
 from kukri.models.recurrent import Convolution, state_layer
@@ -45,11 +45,8 @@ class Mamba2:
         )
         self.spec = ScanSpec(layer, n_heads, own.n_groups, own.d_state, own.d_head, a, d, dt_bias)
         self.norm = RMSNorm(source, f"{name}.norm", n, config.norm_eps)
-        out = Linear(source, [f"{name}.out_proj"], (config.d_model,), n)
-        self.out: Any = out
+        self.out: Any = Linear(source, [f"{name}.out_proj"], (config.d_model,), n)
         self.cache_layer = state_layer(self.conv.states, (("scan", (n_heads, own.d_state, own.d_head)),))
-        vectors = [*map(vector_parameter, (a, d, dt_bias)), *self.norm.parameters]
-        self.parameters = [*self.into.parameters, *self.conv.parameters, *vectors, *out.parameters]
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's states."""
@@ -77,7 +74,6 @@ class SharedMixture(Mixture):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         self.shared = SharedMLP(source, f"{name.removesuffix('mlp')}shared_mlp", config, layer)
-        self.parameters = [*self.parameters, *self.shared.parameters]
         self.scale = config.residual_scale
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.layers import Linear, Parameter, PlainLayerNorm
+from kukri.models.layers import Linear, PlainLayerNorm
 
 if TYPE_CHECKING:
     from kukri.models.weights import WeightSource
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 class Head(Protocol):
     """The head that makes the model's outputs of its last hidden states."""
-
-    parameters: list[Parameter]
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, outputs]."""
@@ -33,7 +31,6 @@ class PooledHead:
         source.vector(f"{pooler}.bias", d_model)  # not optional, as biases are elsewhere
         self.pooler = Linear(source, [pooler], (d_model,), d_model)
         self.classifier = Linear(source, [classifier], (len(config.head.labels),), d_model)
-        self.parameters = self.pooler.parameters + self.classifier.parameters
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, labels]."""
@@ -48,7 +45,6 @@ class PredictionHead:
         self.dense = Linear(source, ["head.dense"], (d_model,), d_model)
         self.norm = PlainLayerNorm(source, "head.norm", d_model, config.norm_eps)
         self.classifier = Linear(source, ["classifier"], (len(config.head.labels),), d_model)
-        self.parameters = [*self.dense.parameters, *self.norm.parameters, *self.classifier.parameters]
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, labels]."""

@@ -30,7 +30,6 @@ class ShortConv:
         self.conv = Convolution(source, f"{name}.conv", n, config.recurrent.n_taps, layer)
         self.out = Linear(source, [f"{name}.out_proj"], (n,), n)
         self.cache_layer = StateLayer(self.conv.states)
-        self.parameters = self.into.parameters + self.conv.parameters + self.out.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's state."""
@@ -50,7 +49,6 @@ class Lfm2Attention(Attention):
         super().__init__(source, name, config, layer)
         self.q_norm = HeadNorm(source, f"{name}.q_layernorm", self.spec.d_head, config.norm_eps)
         self.k_norm = HeadNorm(source, f"{name}.k_layernorm", self.spec.d_head, config.norm_eps)
-        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H*K] and k [T, G*K], normed head by head."""

@@ -11,7 +11,7 @@ logits remain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import ModelConfig
@@ -23,10 +23,10 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head
-from kukri.models.layers import Attention, Embedding, GatedMLP, Parameter, RMSNorm
+from kukri.models.layers import Attention, Embedding, GatedMLP, RMSNorm
 
 if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+    from kukri.models.weights import Parameter, WeightSource
 
 
 class Block:
@@ -60,16 +60,11 @@ class Block:
         normed = ops.tap("ln2.hook_normalized", self.layer, self.mlp_norm(ops, x))
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, normed, x))
 
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the layer."""
-        parts = (self.attention_norm, self.attention, self.mlp_norm, self.mlp)
-        return [parameter for part in parts for parameter in part.parameters]
-
 
 class Llama:
-    """The whole model: `model(ops, batch)` runs one step. Attribute: config."""
+    """The whole model: `model(ops, batch)` runs one step. Attributes: config; parameters, in order."""
 
+    parameters: Sequence[Parameter] = ()  # those that `load_model` saw it take
     block_type: Callable[..., Any] = Block
     norm_type: Callable[..., Any] = RMSNorm
     norm_name = "model.norm"
@@ -143,12 +138,6 @@ class Llama:
         if self._forward is None:
             raise KukriError("the model has no backend: use the model of an open LLM, or bind() one")
         return self._forward
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the model, in order; tied embeddings once."""
-        parts = (self.embedding, *self.blocks, self.norm, *([self.head] if self.head else []))
-        return [parameter for part in parts for parameter in part.parameters]
 
     @property
     def n_parameters(self) -> int:

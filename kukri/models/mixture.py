@@ -11,7 +11,7 @@ from kukri.config import ModelConfig
 from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import Routing
-from kukri.models.layers import Linear, Parameter
+from kukri.models.layers import Linear
 
 if TYPE_CHECKING:
     from kukri.models.weights import WeightSource
@@ -33,17 +33,10 @@ class ExpertLinear:
         self.experts = tuple(
             source.experts(f"{name}.weight", (n_experts, n, n_in)) for name, n in zip(names, n_outs)
         )
-        self.parameters = [
-            Parameter(each.name, each.shape, each.type.name, sum(w.stored.nbytes for w in each.weights))
-            for each in self.experts
-        ]
         self.bias: Vector | None = None
         if has_bias:
             biases = [source.expert_vectors(f"{name}.bias", (n_experts, n)) for name, n in zip(names, n_outs)]
             self.bias = Vector(np.concatenate(biases, axis=1).reshape(-1), f"{names[0]}.bias")
-            self.parameters += [
-                Parameter(f"{name}.bias", bias.shape, "F32", bias.nbytes) for name, bias in zip(names, biases)
-            ]
 
     def __call__(self, ops: Ops, x: Tensor, routes: Tensor) -> Tensor:
         """x [T or T * n_used, in] -> [T * n_used, sum of n_outs]."""
@@ -70,7 +63,6 @@ class Mixture:
         self.gate_up = ExpertLinear(source, names, (d_ffn, d_ffn), config.d_model, n, self.has_biases)
         down = [f"{name}.experts.down_proj"]
         self.down = ExpertLinear(source, down, (config.d_model,), d_ffn, n, self.has_biases)
-        self.parameters = self.router.parameters + self.gate_up.parameters + self.down.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mixture(x), both [T, D]."""

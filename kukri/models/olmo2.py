@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import Attention, GatedMLP, HeadNorm, Parameter, PostNormed, RMSNorm
+from kukri.models.layers import Attention, GatedMLP, HeadNorm, PostNormed, RMSNorm
 from kukri.models.llama import Llama
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class Olmo2Attention(Attention):
         n_q, n_kv = self.spec.n_heads * self.spec.d_head, self.spec.n_kv_heads * self.spec.d_head
         self.q_norm = HeadNorm(source, f"{name}.q_norm", n_q, config.norm_eps)  # as one wide head
         self.k_norm = HeadNorm(source, f"{name}.k_norm", n_kv, config.norm_eps)
-        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H*K] and k [T, G*K], each normed as one row."""
@@ -52,12 +51,6 @@ class Olmo2Block:
         x = ops.tap("hook_resid_pre", self.layer, x)
         x = ops.tap("hook_resid_mid", self.layer, self.attention(ops, x, x, batch))
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, x, x))
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the layer."""
-        parts = (self.attention, self.mlp, self.attention_norm, self.mlp_norm)
-        return [parameter for part in parts for parameter in part.parameters]
 
 
 class Olmo2(Llama):

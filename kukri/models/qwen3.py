@@ -21,7 +21,6 @@ class Qwen3Attention(Attention):
         super().__init__(source, name, config, layer)
         self.q_norm = HeadNorm(source, f"{name}.q_norm", self.spec.d_head, config.norm_eps)
         self.k_norm = HeadNorm(source, f"{name}.k_norm", self.spec.d_head, config.norm_eps)
-        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H*K] and k [T, G*K], normed head by head."""

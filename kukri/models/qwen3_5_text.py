@@ -15,7 +15,7 @@ from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import DeltaSpec
 from kukri.models.architecture import Architecture, RecurrentKeys
-from kukri.models.layers import HeadNorm, Linear, vector_parameter
+from kukri.models.layers import HeadNorm, Linear
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution, state_layer
@@ -66,8 +66,6 @@ class GatedDeltaNet:
         self.eps = _L2_EPS / own.d_state
         self.of_keys = Vector(np.full(own.d_state, own.d_state**-0.5, np.float32))
         self.of_queries = Vector(np.full(own.d_state, 1 / own.d_state, np.float32))
-        vectors = [vector_parameter(a), vector_parameter(dt_bias), *self.norm.parameters]
-        self.parameters = [*self.into.parameters, *self.conv.parameters, *vectors, *self.out.parameters]
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's states."""
