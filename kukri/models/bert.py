@@ -6,7 +6,7 @@ embeddings, and each norm follows the addition: the stream between blocks is nor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
@@ -14,9 +14,7 @@ from kukri.models.architecture import Architecture
 from kukri.models.heads import encoder_head
 from kukri.models.layers import MLP, Attention, Embedding, LayerNorm, NoNorm, NormedEmbedding
 from kukri.models.llama import Block, Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class BertAttention(Attention):

@@ -7,7 +7,6 @@ look at nothing. Experts clamp what their activation reads.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kukri.config import ModelConfig
 from kukri.kernels.constants import Vector
@@ -16,9 +15,7 @@ from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.layers import Attention
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 _ALPHA, _LIMIT = 1.702, 7.0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
@@ -21,9 +21,7 @@ from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled
 from kukri.models.llama import Block
 from kukri.models.mixture import Mixture
 from kukri.models.recurrent import Convolution, state_layer
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class Mamba2:

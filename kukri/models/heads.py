@@ -6,14 +6,12 @@ Tensors are those of transformers' `...ForQuestionAnswering`, `...ForSequenceCla
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.layers import Linear, PlainLayerNorm
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class Head(Protocol):

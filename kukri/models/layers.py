@@ -6,7 +6,7 @@ Names are Hugging Face's. Layers keep no state between steps; shapes are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import EmbedBy, Ops, Tensor
 from kukri.kernels.specs import AttentionSpec
 from kukri.models.rope import rope_frequencies
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class Linear:

@@ -5,7 +5,7 @@ A convolution looks at three inputs; two gates, linear in the stream, multiply i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.cache import StateLayer
@@ -14,9 +14,7 @@ from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.layers import Attention, GatedMLP, HeadNorm, Linear
 from kukri.models.llama import Block, Llama
 from kukri.models.recurrent import Convolution
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class ShortConv:

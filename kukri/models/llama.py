@@ -12,7 +12,7 @@ logits remain.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
@@ -24,9 +24,7 @@ from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head
 from kukri.models.layers import Attention, Embedding, GatedMLP, RMSNorm
-
-if TYPE_CHECKING:
-    from kukri.models.weights import Parameter, WeightSource
+from kukri.models.weights import Parameter, WeightSource
 
 
 class Block:

@@ -5,17 +5,13 @@ Two of three layers see a window on both sides of a token, and rotate by a base 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.heads import PredictionHead
 from kukri.models.layers import Attention, Embedding, GatedMLP, NoNorm, NormedEmbedding, PlainLayerNorm
 from kukri.models.llama import Block, Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class ModernBertAttention(Attention):

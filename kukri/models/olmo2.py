@@ -6,16 +6,14 @@ all query heads together, one over all key heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.layers import Attention, GatedMLP, HeadNorm, PostNormed, RMSNorm
 from kukri.models.llama import Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class Olmo2Attention(Attention):

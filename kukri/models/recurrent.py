@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,10 +10,8 @@ from kukri.config import RecurrentConfig
 from kukri.kernels.cache import StateLayer
 from kukri.kernels.constants import Vector
 from kukri.kernels.specs import ConvSpec
+from kukri.models.weights import WeightSource
 from kukri.quant.blocks import dequantize
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
 
 
 class Convolution:
