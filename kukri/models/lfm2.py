@@ -11,8 +11,9 @@ from kukri.config import ModelConfig
 from kukri.kernels.cache import StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
-from kukri.models.layers import Attention, GatedMLP, HeadNorm, Linear
+from kukri.models.layers import GatedMLP, Linear
 from kukri.models.llama import Block, Llama
+from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution
 from kukri.models.weights import WeightSource
 
@@ -38,19 +39,11 @@ class ShortConv:
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 
-class Lfm2Attention(Attention):
-    """Attention with a norm that all query heads share, and one for the key heads."""
+class Lfm2Attention(Qwen3Attention):
+    """Qwen3's attention under other names."""
 
     out_name = "out_proj"
-
-    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
-        super().__init__(source, name, config, layer)
-        self.q_norm = HeadNorm(source, f"{name}.q_layernorm", self.spec.d_head, config.norm_eps)
-        self.k_norm = HeadNorm(source, f"{name}.k_layernorm", self.spec.d_head, config.norm_eps)
-
-    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, H*K] and k [T, G*K], normed head by head."""
-        return self.q_norm(ops, q), self.k_norm(ops, k)
+    q_norm_name, k_norm_name = "q_layernorm", "k_layernorm"
 
 
 class Lfm2MLP(GatedMLP):

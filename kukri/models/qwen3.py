@@ -13,10 +13,12 @@ from kukri.models.weights import WeightSource
 class Qwen3Attention(Attention):
     """Attention with a norm that all query heads share, and one for the key heads."""
 
+    q_norm_name, k_norm_name = "q_norm", "k_norm"
+
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
-        self.q_norm = HeadNorm(source, f"{name}.q_norm", self.spec.d_head, config.norm_eps)
-        self.k_norm = HeadNorm(source, f"{name}.k_norm", self.spec.d_head, config.norm_eps)
+        self.q_norm = HeadNorm(source, f"{name}.{self.q_norm_name}", self.spec.d_head, config.norm_eps)
+        self.k_norm = HeadNorm(source, f"{name}.{self.k_norm_name}", self.spec.d_head, config.norm_eps)
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H*K] and k [T, G*K], normed head by head."""
