@@ -381,17 +381,11 @@ class ReferenceOps:
         """x times the gate, or a function of it."""
         if by == "itself":
             return x * gate
-        y: FloatArray = x / (1 + np.exp(-gate))
-        return y * gate if by == "silu" else y
-
-    def silu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
-        """gate * sigmoid(gate) * up."""
-        y: FloatArray = gate / (1 + np.exp(-gate)) * up
+        if by == "gelu":
+            return self.gelu(gate) * x
+        inverse = 1 + np.exp(-gate)  # of the sigmoid
+        y: FloatArray = gate / inverse * x if by == "silu" else x / inverse
         return y
-
-    def gelu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
-        """gelu(gate) * up."""
-        return self.gelu(gate) * up
 
     def softcap(self, x: FloatArray, cap: float) -> FloatArray:
         """cap * tanh(x / cap)."""

@@ -22,7 +22,7 @@ class GemmaMLP(GatedMLP):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) * up."""
-        return ops.gelu_mul(gate, up)
+        return ops.gated(up, gate, "gelu")
 
 
 class Gemma2Block(Block):

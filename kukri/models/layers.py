@@ -232,7 +232,7 @@ class GatedMLP:
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up; architectures with another activation say otherwise."""
-        return ops.silu_mul(gate, up)
+        return ops.gated(up, gate, "silu")
 
 
 class MLP:

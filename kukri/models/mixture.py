@@ -77,4 +77,4 @@ class Mixture:
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """The activation of an expert, of both [T * n_used, F]."""
-        return ops.silu_mul(gate, up)
+        return ops.gated(up, gate, "silu")

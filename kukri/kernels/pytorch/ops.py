@@ -322,15 +322,9 @@ class TorchOps:
         """x times the gate, or a function of it."""
         if by == "itself":
             return x * gate
+        if by == "gelu":
+            return x * self.gelu(gate)
         return x * (F.silu(gate) if by == "silu" else torch.sigmoid(gate))
-
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate * sigmoid(gate) * up."""
-        return F.silu(gate) * up
-
-    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up."""
-        return self.gelu(gate) * up
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""
