@@ -31,7 +31,7 @@ from kukri.kernels.cpu.adapter_ops import (
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, panel_bytes
 from kukri.kernels.cpu.ops import Buffer, Op, RouteTable, Rows, Value
-from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, layout_of
+from kukri.kernels.cpu.pack import PackedWeight, layout_of
 from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
@@ -65,7 +65,7 @@ class Recorder:
         limits: StepLimits,
         taps: frozenset[str],
         pack: Callable[[tuple[Weight, ...]], PackedWeight],
-        pack_experts: Callable[[tuple[Experts, ...]], PackedExperts],
+        pack_experts: Callable[[tuple[Experts, ...]], PackedWeight],
         rope_rows: Callable[[RopeFrequencies], RopeRows],
         pack_update: Callable[[LowRank], PackedLowRank],
         adapters: AdapterSlots = (),
