@@ -10,8 +10,9 @@ from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, KukriError, UnsupportedError
-from kukri.formats.gguf.config import ROPE_TENSORS, model_config, unknown_keys
+from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.rope_keys import ROPE_TENSORS
 from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
 from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files

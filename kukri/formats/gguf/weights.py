@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief
-from kukri.formats.gguf.config import ROPE_TENSORS, activations_per_token, architecture_of
+from kukri.formats.gguf.config import activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
+from kukri.formats.gguf.rope_keys import ROPE_TENSORS
 from kukri.formats.gguf.tensor_names import gguf_name, module_name
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Experts, Weight
