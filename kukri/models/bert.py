@@ -101,8 +101,8 @@ BERT = Architecture(
     },
     hf_epsilon="layer_norm_eps",
     activation="gelu",
-    reads=frozenset(["type_vocab_size"]),
-    ignores=frozenset(["attention_probs_dropout_prob", "hidden_dropout_prob"]),
+    reads={"type_vocab_size"},
+    ignores={"attention_probs_dropout_prob", "hidden_dropout_prob"},
     defaults={
         "num_key_value_heads": None,
         "layer_norm_eps": 1e-12,

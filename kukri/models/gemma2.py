@@ -62,7 +62,7 @@ GEMMA2 = Architecture(
     "gemma2",
     Gemma2,
     "Gemma2ForCausalLM",
-    numbers=frozenset(["attention_softcap", "logit_softcap"]),
+    numbers={"attention_softcap", "logit_softcap"},
     gguf_defaults={
         "attention.sliding_window": 4096,
         "attn_logit_softcapping": 50.0,
@@ -78,8 +78,8 @@ GEMMA2 = Architecture(
     hf_norm_offset=1.0,
     hf_activation="hidden_activation",
     activation="gelu_pytorch_tanh",
-    reads=frozenset(["sliding_window", "layer_types", "attention_bias", "query_pre_attn_scalar"]),
-    ignores=frozenset(["hidden_activation", "cache_implementation"]),
+    reads={"sliding_window", "layer_types", "attention_bias", "query_pre_attn_scalar"},
+    ignores={"hidden_activation", "cache_implementation"},
     fixed={"use_bidirectional_attention": False},
     defaults={
         "num_key_value_heads": 4,

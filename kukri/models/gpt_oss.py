@@ -65,13 +65,11 @@ GPT_OSS = Architecture(
         "self_attn.sinks": "attn_sinks",
         "post_attention_layernorm": "post_attention_norm",
     },
-    reads=frozenset(["attention_bias", "sliding_window", "layer_types"]),
-    ignores=frozenset(
-        [
-            *("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length"),
-            "quantization_config",  # MXFP4, which the tensors show
-        ]
-    ),
+    reads={"attention_bias", "sliding_window", "layer_types"},
+    ignores={
+        *("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length"),
+        "quantization_config",  # MXFP4, which the tensors show
+    },
     fixed={"swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT},
     defaults={
         **{"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},

@@ -41,8 +41,8 @@ GRANITE = Architecture(
     Granite,
     "GraniteForCausalLM",
     interleaved_rope=True,
-    numbers=frozenset(["attention_scale", "embedding_scale", "residual_scale", "logits_divisor"]),
-    reads=frozenset(["attention_bias", "mlp_bias"]),
+    numbers={"attention_scale", "embedding_scale", "residual_scale", "logits_divisor"},
+    reads={"attention_bias", "mlp_bias"},
     defaults={
         "num_key_value_heads": None,
         "attention_multiplier": 1.0,

@@ -136,8 +136,8 @@ GRANITEMOEHYBRID = replace(
         "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
     },
     keys={"d_ffn": ("expert_shared_feed_forward_length", "shared_intermediate_size")},
-    reads=frozenset(["attention_bias", "mamba_conv_bias", "mamba_proj_bias", "mamba_d_head"]),
-    ignores=frozenset(["output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method"]),
+    reads={"attention_bias", "mamba_conv_bias", "mamba_proj_bias", "mamba_d_head"},
+    ignores={"output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method"},
     fixed={"time_step_limit": [0.0, inf], "normalization_function": "rmsnorm"},
     defaults={
         **{"num_key_value_heads": None, "shared_intermediate_size": 1024, "attention_multiplier": 1.0},

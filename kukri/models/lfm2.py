@@ -87,25 +87,16 @@ LFM2 = Architecture(
         "feed_forward.w3": "ffn_up",
     },
     hf_epsilon="norm_eps",
-    reads=frozenset(
-        [
-            *("full_attn_idxs", "conv_bias", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
-            "block_multiple_of",
-        ]
-    ),
-    ignores=frozenset(
-        [
-            *(
-                "block_dim",
-                "block_norm_eps",
-                "block_mlp_init_scale",
-                "block_out_init_scale",
-                "block_use_swiglu",
-            ),
-            *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
-            "use_pos_enc",
-        ]
-    ),
+    reads={
+        *("full_attn_idxs", "conv_bias", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
+        "block_multiple_of",
+    },
+    ignores={
+        *("block_dim", "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale"),
+        "block_use_swiglu",
+        *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
+        "use_pos_enc",
+    },
     aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
     defaults={
         **{"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1000000.0},

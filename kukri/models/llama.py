@@ -148,7 +148,7 @@ LLAMA = Architecture(
     Llama,
     "LlamaForCausalLM",
     interleaved_rope=True,
-    reads=frozenset(["attention_bias", "mlp_bias"]),
+    reads={"attention_bias", "mlp_bias"},
     defaults={"num_key_value_heads": None},
     biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
 )

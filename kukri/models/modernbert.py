@@ -82,20 +82,16 @@ MODERNBERT = Architecture(
         **{"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
         **{"local_attention": "sliding_window", "global_attn_every_n_layers": "sliding_window_pattern"},
     },
-    reads=frozenset(
-        [
-            *("sliding_window", "sliding_window_pattern", "layer_types", "rope_local_base_freq"),
-            *("attention_bias", "mlp_bias", "classifier_pooling"),
-        ]
-    ),
-    ignores=frozenset(
-        [
-            *("hidden_activation", "initializer_cutoff_factor", "cls_token_id", "embedding_dropout"),
-            *("mlp_dropout", "decoder_bias", "deterministic_flash_attn", "sparse_prediction"),
-            *("sparse_pred_ignore_index", "reference_compile", "layer_norm_eps", "repad_logits_with_grad"),
-            "position_embedding_type",
-        ]
-    ),
+    reads={
+        *("sliding_window", "sliding_window_pattern", "layer_types", "rope_local_base_freq"),
+        *("attention_bias", "mlp_bias", "classifier_pooling"),
+    },
+    ignores={
+        *("hidden_activation", "initializer_cutoff_factor", "cls_token_id", "embedding_dropout"),
+        *("mlp_dropout", "decoder_bias", "deterministic_flash_attn", "sparse_prediction"),
+        *("sparse_pred_ignore_index", "reference_compile", "layer_norm_eps", "repad_logits_with_grad"),
+        "position_embedding_type",
+    },
     fixed={"norm_bias": False, "classifier_bias": False, "classifier_activation": "gelu"},
     defaults={
         **{"num_key_value_heads": None, "norm_eps": 1e-5, "hidden_activation": "gelu"},

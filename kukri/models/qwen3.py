@@ -41,9 +41,7 @@ QWEN3 = Architecture(
     "qwen3",
     Qwen3,
     "Qwen3ForCausalLM",
-    reads=frozenset(
-        ["sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias"]
-    ),
+    reads={"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias"},
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     biases={"self_attn": "attention_bias"},
 )

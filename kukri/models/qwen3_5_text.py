@@ -93,7 +93,7 @@ QWEN3_5_TEXT = Architecture(
     Qwen35,
     "Qwen3_5ForCausalLM",
     gguf="qwen35",
-    gguf_ignores=frozenset(["rope.dimension_sections"]),  # of text, whose positions are the same in each
+    gguf_ignores={"rope.dimension_sections"},  # of text, whose positions are the same in each
     gguf_states={"rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)},
     interleaved_rope=True,
     hf_interleaved_rope=True,
@@ -112,19 +112,17 @@ QWEN3_5_TEXT = Architecture(
         "linear_attn.norm": "ssm_norm",
         "linear_attn.out_proj": "ssm_out",
     },
-    reads=frozenset(["attention_bias", "full_attention_interval"]),
-    ignores=frozenset(
-        [
-            *(
-                "mrope_section",
-                "mrope_interleaved",
-                "mamba_ssm_dtype",
-                "attn_output_gate",
-                "output_gate_type",
-            ),
-            *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-        ]
-    ),
+    reads={"attention_bias", "full_attention_interval"},
+    ignores={
+        *(
+            "mrope_section",
+            "mrope_interleaved",
+            "mamba_ssm_dtype",
+            "attn_output_gate",
+            "output_gate_type",
+        ),
+        *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    },
     unused=r"mtp\..+",
     defaults={
         **{"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
