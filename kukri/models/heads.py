@@ -26,8 +26,8 @@ class PooledHead:
 
     def __init__(self, source: WeightSource, config: ModelConfig, pooler: str, classifier: str) -> None:
         d_model = config.d_model
-        source.vector(f"{pooler}.bias", d_model)  # not optional, as biases are elsewhere
         self.pooler = Linear(source, [pooler], (d_model,), d_model)
+        source.vector(f"{pooler}.bias", d_model)  # not optional, as biases are elsewhere
         self.classifier = Linear(source, [classifier], (len(config.head.labels),), d_model)
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
@@ -66,8 +66,9 @@ def output_head(source: WeightSource, config: ModelConfig) -> Linear | None:
     """
     kind, n_labels = config.head.kind, len(config.head.labels)
     if kind == "question_answering":
+        head = Linear(source, ["qa_outputs"], (2,), config.d_model)
         source.vector("qa_outputs.bias", 2)  # not optional, as biases are elsewhere
-        return Linear(source, ["qa_outputs"], (2,), config.d_model)
+        return head
     if kind in ("sequence_classification", "token_classification"):
         return Linear(source, ["score"], (n_labels,), config.d_model)
     if kind == "none" or config.tie_embeddings:
