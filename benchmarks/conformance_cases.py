@@ -153,11 +153,7 @@ def chat_completion(url: str) -> None:
 def chat_stream(url: str) -> None:
     """Chunks with usage."""
     chunks = _openai(url).chat.completions.create(
-        model=MODEL,
-        messages=QUESTION,
-        max_tokens=16,
-        stream=True,
-        stream_options={"include_usage": True},
+        model=MODEL, messages=QUESTION, max_tokens=16, stream=True, stream_options={"include_usage": True}
     )
     check(list(chunks)[-1].usage.completion_tokens)
 

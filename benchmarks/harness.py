@@ -64,9 +64,7 @@ class Comparison:
         ]
         medians = [f"{median(values):.1f}" for values in self.sides.values()]
         return Table(
-            title,
-            ["round", *self.sides, "ratio"],
-            [*rows, ["median", *medians, f"{self.median_ratio:.2f}"]],
+            title, ["round", *self.sides, "ratio"], [*rows, ["median", *medians, f"{self.median_ratio:.2f}"]]
         )
 
 

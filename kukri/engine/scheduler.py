@@ -186,10 +186,7 @@ class Scheduler:
         return replace(chunk, n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
 
     def postprocess(
-        self,
-        chunks: list[ScheduledChunk],
-        results: list[list[SampledToken | KukriError]],
-        now_s: float,
+        self, chunks: list[ScheduledChunk], results: list[list[SampledToken | KukriError]], now_s: float
     ) -> list[StepOutput]:
         """Records a finished step: `results` has for each chunk its new tokens, or the error in place of one.
 

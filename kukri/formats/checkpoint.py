@@ -20,12 +20,7 @@ from kukri.formats.huggingface.directory import TokenizerFiles, directory_config
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
-from kukri.formats.sentence_transformers import (
-    DenseLayer,
-    directory_embedding,
-    gguf_dense,
-    gguf_embedding,
-)
+from kukri.formats.sentence_transformers import DenseLayer, directory_embedding, gguf_dense, gguf_embedding
 from kukri.models import ARCHITECTURES
 from kukri.models.weights import WeightSource
 

@@ -23,10 +23,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.rope_keys import rope_tensors
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.writer import TensorSource, write_gguf
-from kukri.formats.huggingface.safetensors import (
-    SafetensorsFile,
-    open_files,
-)
+from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
 from kukri.formats.huggingface.weights import (
     SafetensorsWeights,
     canonical_name,

@@ -312,13 +312,7 @@ class ReferenceOps:
         return y / (1 + np.exp(-y)) if spec.is_activated else y
 
     def scan(
-        self,
-        x: FloatArray,
-        b: FloatArray,
-        c: FloatArray,
-        dt: FloatArray,
-        spec: ScanSpec,
-        batch: ForwardBatch,
+        self, x: FloatArray, b: FloatArray, c: FloatArray, dt: FloatArray, spec: ScanSpec, batch: ForwardBatch
     ) -> FloatArray:
         """Token by token: the state decays, takes b xT in, and c reads it."""
         n_tokens, n_heads, n_groups = len(x), spec.n_heads, spec.n_groups

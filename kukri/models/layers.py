@@ -37,11 +37,7 @@ class Linear:
             self.bias = Vector(np.concatenate(parts), f"{names[0]}.bias")
 
     def __call__(
-        self,
-        ops: Ops,
-        x: Tensor,
-        residual: Tensor | None = None,
-        tap: tuple[str, int | None] | None = None,
+        self, ops: Ops, x: Tensor, residual: Tensor | None = None, tap: tuple[str, int | None] | None = None
     ) -> Tensor:
         """x [R, in] -> [R, sum of n_outs], shown to `tap`, with `residual` of that shape added."""
         return ops.linear(x, self.weights, self.bias, residual, tap)

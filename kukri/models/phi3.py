@@ -36,11 +36,7 @@ PHI3 = Architecture(
     tensor_names={"mlp.gate_up_proj": "ffn_up"},
     reads={"sliding_window", "original_max_position_embeddings"},
     ignores={"attention_bias"},
-    defaults={
-        "num_key_value_heads": None,
-        "rms_norm_eps": 1e-5,
-        "original_max_position_embeddings": 4096,
-    },
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     partial_rotary=True,
     scaling_names={"su": "longrope", "yarn": "longrope"},
 )

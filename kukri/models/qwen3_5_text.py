@@ -114,13 +114,7 @@ QWEN3_5_TEXT = Architecture(
     },
     reads={"attention_bias", "full_attention_interval"},
     ignores={
-        *(
-            "mrope_section",
-            "mrope_interleaved",
-            "mamba_ssm_dtype",
-            "attn_output_gate",
-            "output_gate_type",
-        ),
+        *("mrope_section", "mrope_interleaved", "mamba_ssm_dtype", "attn_output_gate", "output_gate_type"),
         *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     },
     unused=r"mtp\..+",

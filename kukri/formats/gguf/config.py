@@ -9,13 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import (
-    PROBLEM_TYPES,
-    HeadConfig,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-)
+from kukri.config import PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
     facts,

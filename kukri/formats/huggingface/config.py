@@ -8,14 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from kukri.config import (
-    MAX_TOKEN_TYPES,
-    PROBLEM_TYPES,
-    HeadConfig,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-)
+from kukri.config import MAX_TOKEN_TYPES, PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
     facts,

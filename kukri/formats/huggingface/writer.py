@@ -15,13 +15,7 @@ from kukri.config import ModelConfig
 from kukri.errors import FormatError
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
-from kukri.formats.huggingface.weights import (
-    is_decay,
-    joined_name,
-    norm_offset,
-    parameter_name,
-    stored_shape,
-)
+from kukri.formats.huggingface.weights import is_decay, joined_name, norm_offset, parameter_name, stored_shape
 from kukri.formats.unfinished import unfinished
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import Experts, Weight

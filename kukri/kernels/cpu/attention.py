@@ -74,12 +74,7 @@ from kukri.kernels.cpu.simd import (
     store_f32x16,
     sum_lanes,
 )
-from kukri.kernels.cpu.tiles import (
-    tile_add_scaled,
-    tile_fma,
-    tile_store,
-    tile_zeros_f32,
-)
+from kukri.kernels.cpu.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
 _NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
@@ -234,10 +229,7 @@ def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
         together,
         lambda j: (
             lambda o, page, key, i, weights: tile_fma(
-                o[j],
-                load_value(page, key, i + j, d_head),
-                weights + j // span * next_scale,
-                4 * CHUNK_TOKENS,
+                o[j], load_value(page, key, i + j, d_head), weights + j // span * next_scale, 4 * CHUNK_TOKENS
             )
         ),
     )

@@ -11,23 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels.cpu.intrinsics import (
-    device,
-    f32_of_bits,
-    load_f32,
-    load_i32,
-    load_i64,
-    store_f32,
-)
-from kukri.kernels.cpu.layouts import (
-    Q8_BLOCK,
-    Q8_BLOCK_BYTES,
-)
-from kukri.kernels.cpu.panels import (
-    panel_of,
-    quantize_block,
-    row_kernel,
-)
+from kukri.kernels.cpu.intrinsics import device, f32_of_bits, load_f32, load_i32, load_i64, store_f32
+from kukri.kernels.cpu.layouts import Q8_BLOCK, Q8_BLOCK_BYTES
+from kukri.kernels.cpu.panels import panel_of, quantize_block, row_kernel
 from kukri.kernels.cpu.simd import (
     absolute,
     exponential,

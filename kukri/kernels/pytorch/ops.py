@@ -18,13 +18,7 @@ from torch import Tensor
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
-from kukri.kernels.host_step import (
-    StateStep,
-    StoppedError,
-    batch_activations,
-    check_routes,
-    state_steps,
-)
+from kukri.kernels.host_step import StateStep, StoppedError, batch_activations, check_routes, state_steps
 from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
