@@ -112,7 +112,7 @@ class Architecture:
     scaling_names: Mapping[str, str] = field(default_factory=dict)  # older names of RoPE scalings
 
     def __post_init__(self) -> None:
-        """Takes the name for GGUF's if that is not given."""
+        """Sets GGUF's name to the architecture's if none is given."""
         if not self.gguf:
             object.__setattr__(self, "gguf", self.name)
 

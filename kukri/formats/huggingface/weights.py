@@ -279,7 +279,7 @@ def _fused(name: str) -> tuple[str, int, int]:
 
 
 def _turn(module: str) -> tuple[str, slice]:
-    """Of an interleaved tensor of experts, the name, and which of its outputs are a module's."""
+    """The name of an interleaved tensor of experts, and which of its outputs are a module's."""
     layer, _, part = module.rpartition(".")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     return f"{layer}.{_FUSED.get(part, part)}", turns.get(part, slice(None))

@@ -101,7 +101,7 @@ class CpuBackend:
         return self._sampling
 
     def close(self) -> None:
-        """Gives up the worker threads, which end with the last backend that uses them."""
+        """Releases the worker threads, which end with the last backend that uses them."""
         self._sampling = None
         self.__dict__.pop("pool", None)
 

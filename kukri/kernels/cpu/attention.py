@@ -3,7 +3,7 @@
 Keys are taken in *chunks* of 64, fixed in absolute position. A chunk gives a partial result per query row
 (its maximum, its sum of exponentials and its weighted values); partials are merged in chunk order, as in
 FlashAttention (Dao et al. 2022). Whether one thread runs over all chunks or several share them, and
-whatever the other rows are, a row's arithmetic is the same to the bit.
+whatever the other rows are, a row's result is bit-identical.
 
 Rows are (token, head) pairs that share a key head, so each key is widened to float32 once for all of
 them. Their tokens are of one sequence, or of several that decode from the same prefix. Scores of a page of
