@@ -69,7 +69,6 @@ class Bert(Llama):
         self.blocks = [BertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm: Any = NoNorm()
         self.head = encoder_head(source, config, self.pooler_name, self.classifier_name)
-        self._forward = None
 
 
 BERT = Architecture(

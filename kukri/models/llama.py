@@ -66,6 +66,7 @@ class Llama:
     block_type: Callable[..., Any] = Block
     norm_type: Callable[..., Any] = RMSNorm
     norm_name = "model.norm"
+    _forward: Forward | None = None  # while a backend is bound
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         self.config = config
@@ -73,7 +74,6 @@ class Llama:
         self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
         self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
         self.head: Head | None = output_head(source, config)
-        self._forward: Forward | None = None
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Logits [N, V] of the rows that the batch lists. Writes the batch's tokens to the cache.

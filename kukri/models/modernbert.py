@@ -53,7 +53,6 @@ class ModernBert(Llama):
         self.blocks = [ModernBertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm = PlainLayerNorm(source, "model.final_norm", *size)
         self.head = PredictionHead(source, config) if config.head.labels else None
-        self._forward = None
 
 
 MODERNBERT = Architecture(

@@ -50,7 +50,6 @@ class NomicBert(Bert):
         self.blocks = [NomicBertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm = NoNorm()
         self.head = encoder_head(source, config, self.pooler_name, self.classifier_name)
-        self._forward = None
 
 
 NOMIC_BERT = replace(
