@@ -51,11 +51,6 @@ class BombReport:
     at_once: dict[str, int]
     longest_at_once_ms: float
 
-    @property
-    def p99_ratio(self) -> float:
-        """p99 between tokens beside bombs, over the median."""
-        return self.bombed_p99_ms / self.bombed_median_ms
-
 
 class _Streams:
     """Streams that go on until they are stopped; `gaps_ms` is refilled by whoever measures."""
@@ -96,13 +91,16 @@ class _Streams:
 
 def bombs() -> list[tuple[str, dict[str, Any]]]:
     """(path, body) of each."""
-    chat = {"model": _MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
-    found: list[tuple[str, dict[str, Any]]] = []
-    for schema in SCHEMAS.values():
-        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-        found.append(("/v1/chat/completions", chat | {"response_format": form}))
-    found.append(("/v1/completions", {"model": _MODEL, "prompt": "1" * (1 << 20), "max_tokens": 1}))
-    return found
+    long = {"model": _MODEL, "prompt": "1" * (1 << 20), "max_tokens": 1}
+    chats = (("/v1/chat/completions", chat_of(schema)) for schema in SCHEMAS.values())
+    return [*chats, ("/v1/completions", long)]
+
+
+def chat_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The body of a chat whose answer is to follow a schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    messages = [{"role": "user", "content": "Hi"}]
+    return {"model": _MODEL, "messages": messages, "max_tokens": 5, "response_format": form}
 
 
 async def measure(url: str, n_streams: int, seconds: float) -> BombReport:
@@ -139,11 +137,9 @@ async def measure(url: str, n_streams: int, seconds: float) -> BombReport:
 
 async def throw_one(http: httpx.AsyncClient, number: int) -> tuple[int, float]:
     """(status, milliseconds) of a bomb that no other is like."""
-    schema = {**SCHEMAS["20 patterns"], "title": str(number)}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    chat = {"model": _MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+    body = chat_of({**SCHEMAS["20 patterns"], "title": str(number)})
     started = time.perf_counter()
-    response = await http.post("/v1/chat/completions", json=chat | {"response_format": form})
+    response = await http.post("/v1/chat/completions", json=body)
     return response.status_code, (time.perf_counter() - started) * 1000
 
 

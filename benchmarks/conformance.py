@@ -16,43 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import run, served
 from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.huggingface_writer import tokenizer_files
 
 _CASES = Path(__file__).with_name("conformance_cases.py")
-_START_S = 120.0
-
-
-@contextmanager
-def running_server() -> Iterator[str]:
-    """The URL of a `kukri serve` of the default model that lives within the block."""
-    command = [sys.executable, "-m", "kukri", "serve", "--port", "0", "--max-requests", "4", "--any-model"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None, "it is a pipe"
-    try:
-        for line in server.stderr:
-            found = re.search(r"http://\S+:\d+(?=/v1)", line)
-            if found is not None:
-                break
-        else:
-            raise SystemExit("the server did not start")
-        # what it logs from here on is read by nobody
-        subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
-        yield found[0]
-    finally:
-        server.terminate()
-        server.wait(_START_S)
+_OPTIONS = ("--alias", hub.DEFAULT_MODEL, "--any-model", "--max-requests", "4", "--log-level", "warning")
 
 
 def run_cases(python: str, url: str, only: list[str]) -> list[dict[str, Any]]:
@@ -96,7 +73,7 @@ def main() -> None:
     if given.url:
         outcomes = run_cases(given.python, given.url, given.packages)
     else:
-        with running_server() as url:
+        with served(hub.resolve(), *_OPTIONS) as (_, url):
             outcomes = run_cases(given.python, url, given.packages)
     print(table(outcomes))
     failed = [outcome for outcome in outcomes if outcome["error"] is not None]
@@ -107,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

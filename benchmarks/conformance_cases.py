@@ -59,31 +59,34 @@ def check_person(text: str) -> None:
 # --- ollama
 
 
+def _ollama(url: str, kind: str = "Client") -> Any:
+    import ollama
+
+    return getattr(ollama, kind)(url)
+
+
 @case("ollama")
 def chat(url: str) -> None:
     """A whole answer."""
-    import ollama
-
-    answer = ollama.Client(url).chat(MODEL, QUESTION, options={"num_predict": 16, "temperature": 0})
+    answer = _ollama(url).chat(MODEL, QUESTION, options={"num_predict": 16, "temperature": 0})
     check(answer.message.content and answer.eval_count, answer)
 
 
 @case("ollama")
 def stream(url: str) -> None:
     """An answer in parts."""
-    import ollama
-
-    parts = list(ollama.Client(url).chat(MODEL, QUESTION, stream=True, options={"num_predict": 16}))
+    parts = list(_ollama(url).chat(MODEL, QUESTION, stream=True, options={"num_predict": 16}))
     check(len(parts) > 1 and parts[-1].done, parts)
 
 
 @case("ollama")
 def async_stream(url: str) -> None:
     """The same from asyncio."""
-    import ollama
 
     async def run() -> int:
-        parts = await ollama.AsyncClient(url).chat(MODEL, QUESTION, stream=True, options={"num_predict": 16})
+        parts = await _ollama(url, "AsyncClient").chat(
+            MODEL, QUESTION, stream=True, options={"num_predict": 16}
+        )
         return len([part async for part in parts])
 
     check(asyncio.run(run()) > 1)
@@ -92,42 +95,32 @@ def async_stream(url: str) -> None:
 @case("ollama")
 def generate(url: str) -> None:
     """A prompt."""
-    import ollama
-
-    check(ollama.Client(url).generate(MODEL, "Name a fruit.", options={"num_predict": 8}).response)
+    check(_ollama(url).generate(MODEL, "Name a fruit.", options={"num_predict": 8}).response)
 
 
 @case("ollama")
 def tools(url: str) -> None:
     """A tool that may be called: its call is read or there is none."""
-    import ollama
-
-    answer = ollama.Client(url).chat(MODEL, QUESTION, tools=[TOOL], options={"num_predict": 64})
+    answer = _ollama(url).chat(MODEL, QUESTION, tools=[TOOL], options={"num_predict": 64})
     check(answer.message.tool_calls or answer.message.content, answer)
 
 
 @case("ollama")
 def structured(url: str) -> None:
     """A schema."""
-    import ollama
-
-    check_person(ollama.Client(url).chat(MODEL, QUESTION, format=SCHEMA).message.content or "")
+    check_person(_ollama(url).chat(MODEL, QUESTION, format=SCHEMA).message.content or "")
 
 
 @case("ollama")
 def embed(url: str) -> None:
     """Vectors of two texts."""
-    import ollama
-
-    check(len(ollama.Client(url).embed(MODEL, ["a", "b"]).embeddings) == 2)
+    check(len(_ollama(url).embed(MODEL, ["a", "b"]).embeddings) == 2)
 
 
 @case("ollama")
 def models(url: str) -> None:
     """Lists and descriptions."""
-    import ollama
-
-    client = ollama.Client(url)
+    client = _ollama(url)
     check(client.list().models and client.ps().models and client.show(MODEL).modelinfo)
 
 
@@ -153,11 +146,7 @@ def chat_completion(url: str) -> None:
 def chat_stream(url: str) -> None:
     """Chunks with usage."""
     chunks = _openai(url).chat.completions.create(
-        model=MODEL,
-        messages=QUESTION,
-        max_tokens=16,
-        stream=True,
-        stream_options={"include_usage": True},
+        model=MODEL, messages=QUESTION, max_tokens=16, stream=True, stream_options={"include_usage": True}
     )
     check(list(chunks)[-1].usage.completion_tokens)
 

@@ -20,9 +20,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +84,10 @@ SLOTS_PER_BYTE = {
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel with the argument types, constants and options that it is launched with."""
+    """A kernel with the constants and options that it is launched with."""
 
     name: str
     kernel: Any
-    arguments: dict[str, str]
     constants: dict[str, Any]
     n_warps: int
     n_stages: int = 3
@@ -96,6 +95,33 @@ class Case:
     type_name: str = ""
     max_registers: int | None = None
     targets: tuple[str, ...] = tuple(TARGETS)
+    types: Mapping[str, str] = field(default_factory=dict)  # of arguments whose names do not tell
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """The type of each argument, in order."""
+        return {name: self.types.get(name, argument_type(name)) for name in self.kernel.arg_names}
+
+
+# The types of arguments by their names, which mean the same in all kernels. What is not here is *fp32.
+_NUMBERS = frozenset(["eps", "scale", "softcap", "least", "most"])
+_SIZES = re.compile(r"n_\w+|(?:\w+_)?stride|width|window|group|rows_each|d_model|d_ffn")
+_INTEGERS = re.compile(
+    r"(?:\w+_)?(?:quants|high|scales)|x[qs]|order|work|experts|positions|slots|page_table|query_start|arrived"
+    r"|context_len|state_slots|state_saves"
+)
+_POINTERS = {"quants8": "*u8", "key_scales": "*fp16", "value_scales": "*fp16", "q_out": "*fp16"}
+
+
+def argument_type(name: str) -> str:
+    """The type of a kernel's argument, as Triton writes it."""
+    if name.isupper():
+        return "constexpr"
+    if name in _NUMBERS:
+        return "fp32"
+    if _SIZES.fullmatch(name):
+        return "i32"
+    return _POINTERS.get(name, "*i32" if _INTEGERS.fullmatch(name) else "*fp32")
 
 
 @dataclass
@@ -116,27 +142,6 @@ class Row:
 
 def linear_cases() -> list[Case]:
     """The products: each type for one token and for many, the number of tokens of a small batch for some."""
-    gemv = {
-        "quants": "*i32",
-        "high": "*i32",
-        "scales": "*i32",
-        "xq": "*i32",
-        "xd": "*fp32",
-        "xm": "*fp32",
-        "xs": "*i32",
-    }
-    gemv |= {
-        "y": "*fp32",
-        "bias": "*fp32",
-        "residual": "*fp32",
-        "n_tokens": "i32",
-        "n_rows": "i32",
-        "n_pairs": "i32",
-        "y_stride": "i32",
-    }
-    of_experts = {"experts": "*i32", "rows_each": "i32", "n_experts": "i32"}
-    gemm = gemv | {"quants8": "*u8", "xq": "*i8", "order": "*i32", "work": "*i32", "rows_each": "i32"}
-    gemv |= {"x": "*fp32", "other": "*fp32", "x_stride": "i32", "width": "i32", "eps": "fp32"}
     none = {"HAS_BIAS": False, "HAS_RESIDUAL": False}
     cases = []
     for name in PACKED_TYPES:
@@ -150,77 +155,49 @@ def linear_cases() -> list[Case]:
                 weights = tile.rows * tiles.LANES * 64
                 label = f"gemv {name} M={m}" + ("" if kind == "q8" else f" {kind}")
                 most = None if kind == "q8" else linear_kernels.MAX_REGISTERS
-                case = Case(label, linear_kernels.gemv, gemv, constants, tile.n_warps, 3, weights, name, most)
+                case = Case(label, linear_kernels.gemv, constants, tile.n_warps, 3, weights, name, most)
                 cases.append(case)
-        if name in ("Q4_K", "MXFP4"):
+        has_experts = name in ("Q4_K", "MXFP4")
+        if has_experts:
             tile = tiles.gemv_tile(name, 1)
             constants = dict(TYPE=name, BN=tile.rows, ASM=True, **none)
             weights, kernel = tile.rows * tiles.LANES * 64, linear_kernels.gemv_of_experts
             label = f"gemv {name} of experts, M=1"
-            cases.append(Case(label, kernel, gemv | of_experts, constants, tile.n_warps, 3, weights, name))
-        for n_tokens, by_expert in (
-            (16, False),
-            (512, False),
-            *([(16, True), (512, True)] if name in ("Q4_K", "MXFP4") else []),
-        ):
-            tile = tiles.expert_tile(n_tokens) if by_expert else tiles.gemm_tile(name, n_tokens)
-            constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, EXPERTS=by_expert, **none)
-            label = f"gemm {name} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
-            weights = tile.rows * 64
-            most = linear_kernels.MAX_REGISTERS if by_expert else None
-            kernel = linear_kernels.gemm
-            cases.append(
-                Case(
-                    label,
-                    kernel,
-                    gemm,
-                    constants,
-                    tile.n_warps,
-                    tile.n_stages,
-                    weights,
-                    name,
-                    max_registers=most,
+            cases.append(Case(label, kernel, constants, tile.n_warps, 3, weights, name))
+        for by_expert in (False, True) if has_experts else (False,):
+            for n_tokens in (16, 512):
+                tile = tiles.expert_tile(n_tokens) if by_expert else tiles.gemm_tile(name, n_tokens)
+                constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, EXPERTS=by_expert, **none)
+                label = f"gemm {name} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
+                most, sizes = (
+                    linear_kernels.MAX_REGISTERS if by_expert else None,
+                    (tile.n_warps, tile.n_stages),
                 )
-            )
-    plain = {"y": "*fp32", "bias": "*fp32", "residual": "*fp32"}
-    plain |= {"n_tokens": "i32", "n_rows": "i32", "n_columns": "i32", "y_stride": "i32"}
-    floats = {"w": "*fp32", "x": "*fp32", "x_stride": "i32"} | plain | of_experts
+                case = Case(label, linear_kernels.gemm, constants, *sizes, tile.rows * 64, name, most)
+                cases.append(replace(case, types={"xq": "*i8"}))
     for by_expert in (False, True):
         constants = dict(BN=tiles.F32_ROWS, BK=tiles.F32_COLUMNS, EXPERTS=by_expert, **none)
         label = f"products of fp32{' by expert' if by_expert else ''}"
-        cases.append(Case(label, linear_kernels.gemv_f32, floats, constants, 4))
+        cases.append(Case(label, linear_kernels.gemv_f32, constants, 4))
     for dtype in ("fp16", "bf16"):
-        arguments = plain | {"w": f"*{dtype}", "x": f"*{dtype}", "order": "*i32", "work": "*i32"}
-        arguments["rows_each"] = "i32"
         for n_tokens, by_expert in ((1, False), (512, False), (1, True), (512, True)):
             tile = tiles.float_tile(n_tokens)
             constants = dict(BN=tile.rows, BM=tile.tokens, BK=tiles.FLOAT_COLUMNS, UPCAST=False, **none)
             constants["EXPERTS"] = by_expert
             label = f"gemm {dtype} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
             weights, kernel = tile.rows * tiles.FLOAT_COLUMNS, linear_kernels.gemm_float
-            cases.append(Case(label, kernel, arguments, constants, tile.n_warps, tile.n_stages, weights))
+            case = Case(label, kernel, constants, tile.n_warps, tile.n_stages, weights)
+            cases.append(replace(case, types={"w": f"*{dtype}", "x": f"*{dtype}"}))
     return cases
 
 
 def paged(kv: str) -> dict[str, str]:
-    """The types of a cache's tensors."""
-    numbers = KV_NUMBERS[kv]
-    return {"keys": numbers, "values": numbers, "key_scales": "*fp16", "value_scales": "*fp16"}
+    """The types of a cache's keys and values."""
+    return dict.fromkeys(("keys", "values"), KV_NUMBERS[kv])
 
 
 def attention_cases() -> list[Case]:
     """Prefill and decode for heads of 64 and 128, each type of cache, with and without softcap and sinks."""
-    common = {
-        "q": "*fp16",
-        "sinks": "*fp32",
-        "query_start": "*i32",
-        "context_len": "*i32",
-        "page_table": "*i32",
-        "scale": "fp32",
-        "softcap": "fp32",
-    }
-    common |= dict.fromkeys(("window", "page_stride", "head_stride", "scale_page_stride"), "i32")
-    common |= dict.fromkeys(("scale_head_stride", "table_stride", "n_heads"), "i32")
     cases = []
     for d_head, group in ((64, 3), (128, 4)):
         for kv in KV_NUMBERS:
@@ -228,163 +205,86 @@ def attention_cases() -> list[Case]:
                 constants = {"GROUP": group, "K": d_head, "KW": d_head, "KV": kv}
                 constants |= {"SOFTCAP": special, "HAS_SINKS": special}
                 label = f"d{d_head} {kv}{' softcap sinks' if special else ''}"
-                new = dict.fromkeys(("q", "k", "v", "cos", "sin"), "*fp32")
-                new |= {"positions": "*i32", "slots": "*i32", "part_top": "*fp32", "n_chunks": "i32"}
-                new |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32")
-                for phase, kernel, own in (
-                    ("prefill", attention_kernels.attention, {"work": "*i32"}),
-                    ("decode", attention_kernels.decode, new),
-                    ("split", attention_kernels.decode, new),
-                ):
-                    tile = tiles.attention_tile(group, d_head, phase == "prefill")
+                for phase in ("prefill", "decode", "split"):
+                    is_prefill = phase == "prefill"
+                    tile = tiles.attention_tile(group, d_head, is_prefill)
                     sizes: dict[str, Any] = {"BM": tile.rows, "TILE": tile.tokens}
-                    if phase != "prefill":
+                    if not is_prefill:
                         sizes |= {"ROTARY": d_head, "SPLIT": phase == "split"}
-                    arguments = common | paged(kv) | {"out": "*fp32"} | own
-                    constants_of = constants | sizes
                     case = Case(
                         f"{phase} {label}",
-                        kernel,
-                        arguments,
-                        constants_of,
+                        attention_kernels.attention if is_prefill else attention_kernels.decode,
+                        constants | sizes,
                         tile.n_warps,
                         tile.n_stages,
                         max_registers=attention_kernels.MAX_REGISTERS,
                         targets=("sm_90",) if kv == "fp8_native" else tuple(TARGETS),
+                        types=paged(kv) | ({"q": "*fp16"} if is_prefill else {}),
                     )
                     cases.append(case)
-        parts = dict.fromkeys(("part_acc", "part_top", "out", "sinks"), "*fp32")
-        parts |= {
-            "query_start": "*i32",
-            "context_len": "*i32",
-            "window": "i32",
-            "n_heads": "i32",
-            "n_chunks": "i32",
-        }
         constants = {"K": d_head, "KW": d_head, "HB": tiles.MERGE_HEADS, "HAS_SINKS": False}
-        cases.append(Case(f"merge d{d_head}", attention_kernels.merge, parts, constants, 4))
+        cases.append(Case(f"merge d{d_head}", attention_kernels.merge, constants, 4))
     return cases
 
 
 def row_cases() -> list[Case]:
     """Norms, SwiGLU and quantization at the widths of SmolLM2-135M and a 3B model; RoPE with the cache."""
-    q8 = {
-        "xq": "*i8",
-        "xd": "*fp32",
-        "xm": "*fp32",
-        "xs": "*i32",
-        "stride": "i32",
-        "width": "i32",
-        "n_columns": "i32",
-    }
     cases = []
+    to_int8 = {"xq": "*i8"}
     for width in (1024, 2048):
-        w = {"W": width}
-        warps = tiles.row_warps(width)
-        norm = {"x": "*fp32", "weight": "*fp32", "eps": "fp32"}
-        plain = norm | {"y": "*fp32", "stride": "i32", "width": "i32"}
-        cases.append(Case(f"rms_norm {width}", row_kernels.rms_norm, plain, w, warps))
-        cases.append(Case(f"rms_norm_q8 {width}", row_kernels.rms_norm_q8, norm | q8, w, warps))
+        w, warps = {"W": width}, tiles.row_warps(width)
+        cases.append(Case(f"rms_norm {width}", row_kernels.rms_norm, w, warps))
+        cases.append(Case(f"rms_norm_q8 {width}", row_kernels.rms_norm_q8, w, warps, types=to_int8))
     w, warps = {"W": tiles.ROW_COLUMNS}, tiles.row_warps(tiles.ROW_COLUMNS)
-    gated = {"gate": "*fp32", "up": "*fp32"}
-    plain = gated | {"y": "*fp32", "stride": "i32", "width": "i32"}
-    cases.append(Case("quantize_q8", row_kernels.quantize_q8, {"x": "*fp32"} | q8, w, warps))
-    cases.append(Case("silu_mul", row_kernels.silu_mul, plain, w, warps))
-    cases.append(Case("silu_mul_q8", row_kernels.silu_mul_q8, gated | q8, w, warps))
-    rope = dict.fromkeys(("q", "k", "v", "cos", "sin"), "*fp32") | {
-        "positions": "*i32",
-        "slots": "*i32",
-        "q_out": "*fp16",
-    }
-    names = ("q_stride", "k_stride", "v_stride", "page_stride", "head_stride", "scale_page_stride")
-    rope |= dict.fromkeys((*names, "scale_head_stride", "n_heads", "n_kv_heads"), "i32")
+    cases.append(Case("quantize_q8", row_kernels.quantize_q8, w, warps, types=to_int8))
+    cases.append(Case("silu_mul", row_kernels.silu_mul, w, warps))
+    cases.append(Case("silu_mul_q8", row_kernels.silu_mul_q8, w, warps, types=to_int8))
     for d_head, kv in ((64, "f16"), (128, "q8_0"), (128, "fp8")):
         constants = {"K": d_head, "KW": d_head, "ROTARY": d_head, "KV": kv}
-        arguments = rope | paged(kv)
-        cases.append(Case(f"rope d{d_head} {kv}", rope_kernels.rope_and_store, arguments, constants, 1))
+        cases.append(Case(f"rope d{d_head} {kv}", rope_kernels.rope_and_store, constants, 1, types=paged(kv)))
     return cases
 
 
 def mixture_cases() -> list[Case]:
     """The choice of 8 of 128 experts, and the sum over them."""
-    route = {"logits": "*fp32", "weights": "*fp32", "experts": "*i32", "n_experts": "i32", "stride": "i32"}
     constants = {"N_USED": 8, "E": 128, "NORMALIZED": True}
-    combine = dict.fromkeys(("x", "weights", "residual", "y"), "*fp32")
-    combine |= {"experts": "*i32", "width": "i32", "n_experts": "i32"}
     warps = tiles.row_warps(tiles.ROW_COLUMNS)
     sums = {"N_USED": 8, "W": tiles.ROW_COLUMNS, "HAS_RESIDUAL": True}
     return [
-        Case("route 128", expert_kernels.route, route, constants, 1),
-        Case("combine 8", expert_kernels.combine, combine, sums, warps),
+        Case("route 128", expert_kernels.route, constants, 1),
+        Case("combine 8", expert_kernels.combine, sums, warps),
     ]
 
 
 def recurrent_cases() -> list[Case]:
     """Convolutions as LFM2 and Qwen3.5 have them, a state space and a delta rule with 128 x 128 states."""
-    step = dict.fromkeys(("query_start", "context_len", "state_slots", "state_saves"), "*i32")
-    step |= {"x": "*fp32", "states": "*fp32", "y": "*fp32", "x_stride": "i32"}
-    conv = step | {"taps": "*fp32", "bias": "*fp32", "width": "i32"}
     cases = []
     for n_taps, n_tokens in ((3, 1), (4, tiles.CONV_TOKENS)):
         constants = {"N_TAPS": n_taps, "TOKENS": n_tokens, "W": tiles.CONV_COLUMNS}
         constants |= {"HAS_BIAS": n_taps == 4, "IS_ACTIVATED": n_taps == 4}
-        cases.append(Case(f"conv {n_taps}", recurrent_kernels.conv, conv, constants, 4))
+        cases.append(Case(f"conv {n_taps}", recurrent_kernels.conv, constants, 4))
     sizes = {"P": 128, "PB": tiles.STATE_COLUMNS}
-    scan = step | dict.fromkeys(("b", "c", "dt", "a", "d", "dt_bias"), "*fp32")
-    scan |= dict.fromkeys(("b_stride", "c_stride", "dt_stride", "n_heads", "group"), "i32")
-    scan |= {"least": "fp32", "most": "fp32"}
-    cases.append(Case("scan 128", recurrent_kernels.scan, scan, sizes | {"N": 128, "NW": 128}, 4))
-    delta = step | dict.fromkeys(("q", "k", "v", "decay", "beta", "a", "dt_bias"), "*fp32")
-    names = ("q_stride", "k_stride", "v_stride", "decay_stride", "beta_stride", "n_heads", "n_groups")
-    delta |= dict.fromkeys(names, "i32")
+    cases.append(Case("scan 128", recurrent_kernels.scan, sizes | {"N": 128, "NW": 128}, 4))
     constants = sizes | {"K": 128, "KW": 128, "ARE_TILED": True}
-    cases.append(Case("delta_rule 128", recurrent_kernels.delta_rule, delta, constants, 4))
+    cases.append(Case("delta_rule 128", recurrent_kernels.delta_rule, constants, 4))
     return cases
 
 
 def delta_chunk_cases() -> list[Case]:
     """The prototype of a delta rule in chunks, with 128 x 128 states."""
     sizes = {"K": 128, "KB": delta_chunks_kernel.STATE_ROWS, "P": 128, "PB": tiles.STATE_COLUMNS}
-    floats = ("q", "k", "v", "decay", "beta", "a", "dt_bias", "states", "y")
-    kept = ("kept_k", "kept_v", "kept_decay", "kept_beta")
-    arguments = dict.fromkeys((*floats, *kept), "*fp32")
-    arguments |= dict.fromkeys(("query_start", "context_len", "state_slots"), "*i32")
-    names = ("q_stride", "k_stride", "v_stride", "decay_stride", "beta_stride", "n_heads", "n_groups")
-    arguments |= dict.fromkeys(names, "i32")
-    most = delta_chunks_kernel.MAX_REGISTERS
-    kernel = delta_chunks_kernel.delta_chunks
-    return [Case("delta_chunks 128", kernel, arguments, sizes, 4, 1, max_registers=most)]
+    most, kernel = delta_chunks_kernel.MAX_REGISTERS, delta_chunks_kernel.delta_chunks
+    return [Case("delta_chunks 128", kernel, sizes, 4, 1, max_registers=most)]
 
 
 def layer_cases() -> list[Case]:
     """The prototype of a persistent kernel, at SmolLM2-135M's sizes, for one token."""
-    floats = ("x", "norm", "mlp_norm", "xd", "xm", "qkv", "attended", "between", "gate_up", "y", "cos", "sin")
-    arguments = dict.fromkeys(floats, "*fp32") | {"eps": "fp32", "scale": "fp32"} | paged("f16")
-    planes = [
-        f"{matrix}_{plane}" for matrix in ("qkv", "o", "up", "down") for plane in ("quants", "high", "scales")
-    ]
-    pointers = (
-        *planes,
-        "xq",
-        "xs",
-        "positions",
-        "slots",
-        "query_start",
-        "context_len",
-        "page_table",
-        "arrived",
-    )
-    arguments |= dict.fromkeys(pointers, "*i32")
-    strides = ("page_stride", "head_stride", "scale_page_stride", "scale_head_stride", "table_stride")
-    arguments |= dict.fromkeys((*strides, "window", "n_tokens", "d_model", "d_ffn", "n_kv_heads"), "i32")
     keys, tile = tiles.attention_tile(3, 64, is_prefill=False), tiles.fused_tile(1)
     constants = {"TYPE": "Q4_0", "GROUP": 3, "K": 64, "KW": 64, "BM": keys.rows, "TILE": keys.tokens}
     constants |= {"ROTARY": 64, "KV": "f16", "M": 1, "BN": tile.rows, "ASM": True}
     constants |= {"W": tiles.fused_columns(576, 1, True), "W_PART": tiles.fused_columns(1536, 1, False)}
-    most = layer_kernel.MAX_REGISTERS
-    return [
-        Case("layer Q4_0 M=1", layer_kernel.layer, arguments, constants, tile.n_warps, max_registers=most)
-    ]
+    most, kernel = layer_kernel.MAX_REGISTERS, layer_kernel.layer
+    return [Case("layer Q4_0 M=1", kernel, constants, tile.n_warps, max_registers=most, types=paged("f16"))]
 
 
 def all_cases() -> list[Case]:
@@ -399,7 +299,7 @@ def compile_case(case: Case, target: GPUTarget) -> Any:
     constants = dict(case.constants)
     if target.backend == "hip" and "ASM" in constants:
         constants["ASM"] = False
-    signature = {name: case.arguments.get(name, "constexpr") for name in names}
+    signature = case.signature
     sizes = (
         ("stride", "width", "n_columns", "n_tokens")
         if case.name.startswith(("gemm", "rms", "silu", "quant"))

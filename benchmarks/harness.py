@@ -64,9 +64,7 @@ class Comparison:
         ]
         medians = [f"{median(values):.1f}" for values in self.sides.values()]
         return Table(
-            title,
-            ["round", *self.sides, "ratio"],
-            [*rows, ["median", *medians, f"{self.median_ratio:.2f}"]],
+            title, ["round", *self.sides, "ratio"], [*rows, ["median", *medians, f"{self.median_ratio:.2f}"]]
         )
 
 
@@ -222,10 +220,24 @@ def served_url(stderr: IO[str]) -> str:
     """
     said = []
     for line in stderr:
-        if found := re.search(r"http://\S+:\d+", line):
+        if found := re.search(r"http://\S+:\d+(?=/v1)", line):
             return found[0]
         said.append(line)
     raise KukriError(f"the server did not start: {''.join(said).strip()}")
+
+
+def output_of(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+    """Standard output of a process. Raises KukriError with the last line of its errors if it fails."""
+    null = subprocess.DEVNULL
+    done = subprocess.run(command, env=environment, stdin=null, capture_output=True, text=True)
+    if done.returncode:
+        raise KukriError(f"{command[0]} failed: {last_line(done.stderr)}")
+    return done.stdout
+
+
+def last_line(text: str) -> str:
+    """The last line of what a program said."""
+    return (text.strip().splitlines() or ["no message"])[-1]
 
 
 def _print_table(table: Table) -> None:

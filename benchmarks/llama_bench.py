@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import last_line
 from kukri.errors import ConfigError, KukriError
 
 
@@ -58,7 +59,7 @@ class LlamaBench:
             self._versions = {self.engine: str(result.get("build_commit", "unknown"))}
             return float(result["avg_ts"])
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise KukriError(f"{self._program} printed no result: {_last_line(said)}") from None
+            raise KukriError(f"{self._program} printed no result: {last_line(said)}") from None
 
     def _run(self, *arguments: str) -> str:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
@@ -68,10 +69,6 @@ class LlamaBench:
             raise ConfigError(f"{self._program} can't be run: {error.strerror}") from None
         if ended.returncode:
             raise KukriError(
-                f"{self._program} ended with status {ended.returncode}: {_last_line(ended.stderr)}"
+                f"{self._program} ended with status {ended.returncode}: {last_line(ended.stderr)}"
             )
         return str(ended.stdout)
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no message"])[-1]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from benchmarks.harness import run
 from kukri.formats.gguf.writer import TensorSource, write_gguf
-from kukri.quant.blocks import BLOCKS, dequantize
+from kukri.quant.blocks import FLOAT_BYTES, dequantize
 from kukri.quant.mixes import MIXES, mix_types
 from kukri.quant.types import QUANT_TYPES, QuantType
 
@@ -62,9 +62,7 @@ class Shape:
 
 SHAPES = {
     "lfm2-1.2b": Shape(
-        *("lfm2", 2048, 8192, 16, 32, 8, 64, 65536, 32768, 1e6),
-        attending=(2, 5, 8, 10, 12, 14),
-        n_taps=3,
+        *("lfm2", 2048, 8192, 16, 32, 8, 64, 65536, 32768, 1e6), attending=(2, 5, 8, 10, 12, 14), n_taps=3
     ),
     "qwen3.5-0.8b": Shape(
         *("qwen35", 1024, 3584, 24, 8, 2, 256, 248320, 32768, 1e7),
@@ -169,7 +167,7 @@ def random_rows(random: np.random.Generator, type: QuantType, dims: tuple[int, .
     row_bytes = type.row_bytes(dims[-1])
     if type.block_size == 1:
         drawn = (DEVIATION * random.standard_normal(1 << 16)).astype(np.float32)
-        table = BLOCKS[type.name].quantize_blocks(drawn.reshape(-1, 1)).view(f"u{type.block_bytes}")
+        table = FLOAT_BYTES[type.name](drawn.reshape(-1, 1)).view(f"u{type.block_bytes}")
         chosen = np.frombuffer(random.bytes(2 * prod(dims)), np.uint16)
         return table.reshape(-1)[chosen].view(np.uint8).reshape(-1, row_bytes)
     blocks = np.frombuffer(bytearray(random.bytes(prod(dims[:-1]) * row_bytes)), np.uint8)

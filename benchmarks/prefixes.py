@@ -7,16 +7,13 @@ given that one and then another, which is unknown. Times are from the call to th
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 
-from benchmarks.harness import Comparison, Experiment, Say, run, silent
-from kukri.errors import KukriError
+from benchmarks.harness import Comparison, Experiment, Say, output_of, run, silent
 from kukri.formats import hub
 from kukri.llm import LLM
 
@@ -47,10 +44,7 @@ def _child(path: str, directory: str, n_prompt: int, n_threads: int, seeds: list
     """Milliseconds to the first token of the prompt of each seed, in a process of its own."""
     task = json.dumps([path, directory, n_prompt, n_threads, seeds])
     command = [sys.executable, "-m", "benchmarks.prefixes", "--child", task]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    if done.returncode:
-        raise KukriError(f"a process failed: {done.stderr.strip().splitlines()[-1]}")
-    times: list[float] = json.loads(done.stdout)
+    times: list[float] = json.loads(output_of(command))
     return times
 
 

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,8 @@ from time import perf_counter
 from typing import Any
 
 import httpx
+
+from benchmarks.harness import run, served_url
 
 _N_TOKENS = 64
 _ROUNDS = 9
@@ -65,24 +66,15 @@ def _servers(
         for command in commands
     ]
     try:
-        yield [server_url(process) for process in started], [process.pid for process in started]
+        yield (
+            [served_url(process.stderr) for process in started if process.stderr],
+            [process.pid for process in started],
+        )
     finally:
         for process in started:
             process.terminate()
         for process in started:
             process.wait(60)
-
-
-def server_url(process: subprocess.Popen[str]) -> str:
-    """The address that a server shows when it is there."""
-    assert process.stderr is not None, "it is a pipe"
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        found = re.search(r"on (http://127.0.0.1:\d+)/v1", line)
-        if found:
-            return found[1]
-    raise SystemExit("".join(lines))
 
 
 async def _compare(urls: list[str], front: int) -> None:
@@ -186,4 +178,4 @@ async def _stream(client: httpx.AsyncClient, number: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

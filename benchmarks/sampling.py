@@ -82,11 +82,7 @@ def measure(
     n_prompt, n_new = 32, n_steps + 8
     path = model_path(model, n_prompt + n_new)
     llm = LLM(
-        path,
-        n_threads=n_threads,
-        max_requests=n_requests,
-        max_context=n_prompt + n_new,
-        speculation="off",
+        path, n_threads=n_threads, max_requests=n_requests, max_context=n_prompt + n_new, speculation="off"
     )
     engine = llm.engine
     for i in range(n_requests):

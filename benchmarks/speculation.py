@@ -169,11 +169,7 @@ class _Trial:
         llm, calls = self.llm, []
         for i, task in enumerate(tasks):
             params = SamplingParams(
-                temperature=temperature,
-                seed=i,
-                max_tokens=task.max_tokens,
-                stop=task.stop,
-                speculation=kind,
+                temperature=temperature, seed=i, max_tokens=task.max_tokens, stop=task.stop, speculation=kind
             )
             message = {"role": "user", "content": task.text}
             if task.is_chat:

@@ -116,7 +116,7 @@ def _rate(llm: LLM, n: int) -> tuple[float, float]:
 
 
 def _cpu_seconds() -> float:
-    """Of the threads of this process and of its children: of the latter those that are not asked sleep."""
+    """Processor seconds of this process and its children, of which those that are not asked sleep."""
     pids = ["self"]
     for children in Path("/proc/self/task").glob("*/children"):
         pids += children.read_text().split()

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.harness import Experiment, Say, Table, run, silent
+from benchmarks.harness import Experiment, Say, Table, output_of, run, silent
 from kukri.bench.turns import in_turns
 from kukri.errors import KukriError
 from kukri.formats import hub
@@ -93,10 +93,7 @@ def measure_floor(
 
     def loaded() -> tuple[float, float]:
         command = [sys.executable, "-c", _LOADED, path, _PROMPT, str(n_generate), str(n_threads)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise KukriError(f"loading failed: {done.stderr.strip().splitlines()[-1]}")
-        seconds, processor_s = json.loads(done.stdout)
+        seconds, processor_s = json.loads(output_of(command, environment))
         return seconds, processor_s
 
     found = in_turns([start, bare, loaded], rounds, say)

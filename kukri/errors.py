@@ -125,3 +125,9 @@ def brief(value: object) -> str:
     """A file's text or value as an error message shows it: quoted, on one line, short."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def brief_list(texts: list[str], most: int = 8) -> str:
+    """The first of some texts, separated by commas, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more

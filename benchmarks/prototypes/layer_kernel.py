@@ -2,7 +2,7 @@
 
 All programs stay for the five phases of the layer, take tiles of each by number, and wait for one another
 between them, so all must be resident at once: a cooperative launch, a program an SM. Phases are the launches
-of the gpu backend with their device functions: results are theirs to the bit. Triton's interpreter runs
+of the gpu backend with their device functions: results are bit-identical. Triton's interpreter runs
 programs one after another, where a second would wait for ever: it takes a grid of one.
 
 Nothing uses this yet: see docs/gpu.md.

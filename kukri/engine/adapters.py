@@ -99,7 +99,7 @@ class LoadedAdapters:
         self._by_name[name] = made
 
     def remove(self, name: str) -> None:
-        """Takes an adapter's name away. Raises RequestError if there is none of this name."""
+        """Removes an adapter's name. Raises RequestError if there is none of this name."""
         self._find(name)
         del self._by_name[name]
 

@@ -63,7 +63,7 @@ class DraftBudget:
         self._n_cheap: float = float("inf") if has_prompt else max(_PANEL_TOKENS - n_tokens, 0)
 
     def take(self, chances: Iterable[float], price: float = 0.0) -> int:
-        """Takes the number of drafts that a request may compute off the budget.
+        """Subtracts the number of drafts that a request may compute from the budget.
 
         `chances`: the probability that each is accepted, given that those before it are. `price`: the time
         that making a draft takes, in steps of one token.

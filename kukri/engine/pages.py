@@ -71,7 +71,7 @@ class PagePool:
         return pages_for(n_tokens, self.page_tokens)
 
     def allocate(self, n: int) -> list[int]:
-        """Takes n pages for one owner. Raises CapacityError, taking none, if fewer are free."""
+        """Allocates n pages to one owner. Raises CapacityError, allocating none, if fewer are free."""
         if n > self.n_free:
             raise CapacityError(f"{n} KV pages wanted, {self.n_free} of {self.n_pages} free: try again later")
         pages = [self._free.pop() if self._free else self._evict() for _ in range(n)]
@@ -120,10 +120,10 @@ class PagePool:
         return pages
 
     def cache(self, page: int, key: PageKey) -> int:
-        """Lets a full page be found by its key; gives the page to hold from now on.
+        """Caches a full page under its key; returns the page to hold from now on.
 
-        That is `page`, or the one cached for the same tokens already: contents are equal to the bit, so the
-        caller's page is freed and its place taken by the other.
+        That is `page`, or the one cached for the same tokens already: contents are bit-identical, so the
+        caller's page is freed and the other takes its place.
         """
         known = self._page_of.get(key)
         if known is not None:

@@ -186,10 +186,7 @@ class Scheduler:
         return replace(chunk, n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
 
     def postprocess(
-        self,
-        chunks: list[ScheduledChunk],
-        results: list[list[SampledToken | KukriError]],
-        now_s: float,
+        self, chunks: list[ScheduledChunk], results: list[list[SampledToken | KukriError]], now_s: float
     ) -> list[StepOutput]:
         """Records a finished step: `results` has for each chunk its new tokens, or the error in place of one.
 
@@ -477,7 +474,7 @@ class Scheduler:
         return self.caches_prefixes and request.is_cacheable
 
     def _cache_pages(self, request: Request) -> None:
-        """Lets others find the request's full pages: its logits were numbers, so all that is in them is."""
+        """Caches the request's full pages for others: its logits were numbers, so all that is in them is."""
         n_full = request.n_cached // self.pool.page_tokens
         if n_full == request.n_cached_pages or not self._uses_cache(request):
             return
@@ -494,7 +491,7 @@ class Scheduler:
             self._keep_snapshots(request, self.states)
 
     def _keep_snapshots(self, request: Request, states: StatePool) -> None:
-        """Lets others find the states behind the request's cached pages; of its answer the newest alone."""
+        """Keeps the states behind the request's cached pages for others; of its answer the newest alone."""
         for place, slot in request.snapshots:
             key = self.pool.key(int(request.page_row[place // self.pool.page_tokens - 1]))
             states.keep(key, slot)

@@ -34,7 +34,7 @@ class StatePool:
         return len(self._snapshots)
 
     def allocate(self) -> int:
-        """Takes a slot, of the longest unused snapshot if none is free; there must be one."""
+        """Allocates a slot, evicting the least recently used snapshot if none is free; there must be one."""
         if self._free:
             return self._free.pop()
         return self._snapshots.popitem(last=False)[1]

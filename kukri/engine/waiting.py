@@ -55,7 +55,7 @@ class WaitingQueue:
         insort(self._lines.setdefault(_line(request), []), request, key=_id)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, as it runs from now on."""
+        """Removes a request that is about to run."""
         line = self._lines[_line(request)]
         del line[bisect_left(line, request.id, key=_id)]
         if not line:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.config import EmbeddingConfig, ModelConfig
-from kukri.errors import ConfigError, brief
+from kukri.errors import ConfigError, brief, brief_list
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
@@ -20,17 +20,11 @@ from kukri.formats.huggingface.directory import TokenizerFiles, directory_config
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
-from kukri.formats.sentence_transformers import (
-    DenseLayer,
-    directory_embedding,
-    gguf_dense,
-    gguf_embedding,
-)
+from kukri.formats.sentence_transformers import DenseLayer, directory_embedding, gguf_dense, gguf_embedding
 from kukri.models import ARCHITECTURES
 from kukri.models.weights import WeightSource
 
 _log = logging.getLogger("kukri.formats")
-_MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,4 @@ def _weights(
 def _report_unknown(path: Path, keys: list[str]) -> None:
     """Logs the keys that are left out, in one line, which Python prints to stderr unless told otherwise."""
     if keys:
-        listed = ", ".join(map(brief, keys[:_MAX_LISTED]))
-        more = f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else ""
-        _log.warning("%s: unknown keys are left out: %s%s", path, listed, more)
+        _log.warning("%s: unknown keys are left out: %s", path, brief_list([*map(brief, keys)]))

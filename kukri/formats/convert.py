@@ -18,14 +18,12 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError
-from kukri.formats.gguf.config import model_config, model_metadata, rope_tensors
+from kukri.formats.gguf.config import model_config, model_metadata
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.rope_keys import rope_tensors
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.writer import TensorSource, write_gguf
-from kukri.formats.huggingface.safetensors import (
-    SafetensorsFile,
-    open_files,
-)
+from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
 from kukri.formats.huggingface.weights import (
     SafetensorsWeights,
     canonical_name,

@@ -8,20 +8,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, KukriError, UnsupportedError
-from kukri.formats.gguf.config import ROPE_TENSORS, model_config, unknown_keys
+from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.weights import GGUFWeights
+from kukri.formats.gguf.rope_keys import ROPE_TENSORS
 from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
 from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.formats.huggingface.weights import follows_from_config, is_of_images
 from kukri.formats.json_files import read_json
-from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Experts, Weight
 
 
 @dataclass(frozen=True)
@@ -163,39 +159,3 @@ def _of_directory(path: Path) -> Headers:
     used = tuple(sorted({file.path for file in files.values()}))
     parts = (tuple(tensors), tuple(buffers), config, problem, stated, tuple(unknown))
     return Headers(path, "safetensors", used, *parts)
-
-
-class GGUFNames(GGUFWeights):
-    """A `WeightSource` without weights, from which a model is made to learn its tensors' Hugging Face names.
-
-    It writes them to `names`, by the name in the file. Its arrays are zeros that take no memory.
-    """
-
-    def __init__(self, gguf: GGUFFile, config: ModelConfig, names: dict[str, str]) -> None:
-        super().__init__(gguf, config)
-        self.names = names
-
-    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix of the file's type and shape, all zeros."""
-        tensor = self._take(name, shape)
-        self.names[tensor.name] = name
-        rows = np.broadcast_to(np.uint8(0), (shape[0], tensor.type.row_bytes(shape[1])))
-        return Weight(rows, tensor.type, shape, name)
-
-    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """Matrices of the file's type and shape, all zeros."""
-        n, n_out, n_in = shape
-        tensor = self._take(name, shape)
-        self.names[tensor.name] = name
-        rows = np.broadcast_to(np.uint8(0), (n_out, tensor.type.row_bytes(n_in)))
-        return Experts((Weight(rows, tensor.type, (n_out, n_in), name),) * n, name)
-
-    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """Zeros, float32 (experts, out)."""
-        self.names[self._take(name, shape).name] = name
-        return np.zeros(shape, np.float32)
-
-    def vector(self, name: str, size: int) -> FloatArray:
-        """Zeros, float32 [size]."""
-        self.names[self._take(name, (size,)).name] = name
-        return np.broadcast_to(np.float32(0), (size,))

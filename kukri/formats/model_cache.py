@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kukri.errors import UnsupportedError
 from kukri.formats import hub
-from kukri.formats.repos import RepoName, cache_folder, cached_commit, choose, parse_name
+from kukri.formats.repos import RepoName, cache_folder, cached_commit, choose, files_in, parse_name
 
 _FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
 _WEIGHTS = (".gguf", ".safetensors")
@@ -32,9 +32,7 @@ def cached_models() -> list[CachedModel]:
     found = []
     for spec in hub.MODELS.values():
         with suppress(OSError):
-            stat = spec.path.stat()
-            n_bytes = _size(spec.path) if spec.files else stat.st_size
-            found.append(CachedModel(spec.name, spec.path, n_bytes, stat.st_mtime))
+            found.append(CachedModel(spec.name, spec.path, _size(spec.path), spec.path.stat().st_mtime))
     for folder in sorted(_hub_cache().glob("models--*")):
         match = _FOLDER.fullmatch(folder.name)
         if match is not None:
@@ -52,8 +50,7 @@ def cached_path(model: str | None) -> Path:
         return hub.resolve(model)
     elif (repo := parse_name(model)) is not None and (commit := cached_commit(repo)) is not None:
         snapshot = cache_folder(repo) / "snapshots" / commit
-        files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
-        chosen = snapshot / choose(repo, files)[0]
+        chosen = snapshot / choose(repo, files_in(snapshot))[0]
         return chosen if chosen.suffix == ".gguf" else chosen.parent
     raise _not_cached(model or hub.DEFAULT_MODEL)
 
@@ -67,11 +64,10 @@ def remove(model: str) -> int:
         spec = hub.MODELS[model]
         if not spec.path.exists():
             raise _not_cached(model)
+        n_bytes = _size(spec.path)
         if spec.files:
-            n_bytes = _size(spec.path)
             shutil.rmtree(spec.path)
         else:
-            n_bytes = spec.path.stat().st_size
             spec.path.unlink()
         return n_bytes
     repo = parse_name(model)
@@ -90,9 +86,8 @@ def _remove_files(repo: RepoName, folder: Path) -> int:
     before = _size(folder)
     is_found = False
     for snapshot in (folder / "snapshots").iterdir():
-        files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
         with suppress(UnsupportedError):
-            for file in choose(repo, files):
+            for file in choose(repo, files_in(snapshot)):
                 blob = (snapshot / file).resolve()
                 (snapshot / file).unlink()
                 if blob.is_relative_to(folder.resolve()):
@@ -120,9 +115,12 @@ def _models_of(name: str, folder: Path) -> list[CachedModel]:
     return found
 
 
-def _size(folder: Path) -> int:
-    paths = (Path(root) / name for root, _, names in os.walk(folder) for name in names)
-    return sum(path.stat().st_size for path in paths if not path.is_symlink())
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder."""
+    if path.is_file():
+        return path.stat().st_size
+    paths = (Path(root) / name for root, _, names in os.walk(path) for name in names)
+    return sum(each.stat().st_size for each in paths if not each.is_symlink())
 
 
 def _hub_cache() -> Path:

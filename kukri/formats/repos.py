@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kukri.errors import DownloadError, UnsupportedError
+from kukri.errors import DownloadError, UnsupportedError, brief_list
 from kukri.formats.gguf.split import part_name, part_of
 
 # Well-known models under short names, each the repository of its authors.
@@ -155,8 +155,7 @@ def _choices(name: RepoName, files: list[str]) -> str:
         kind if kind and kinds.count(kind) == 1 else file.rpartition("/")[2]
         for kind, file in zip(kinds, files, strict=True)
     ]
-    more = f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
-    return ", ".join(f"{name.repo}:{choice}" for choice in shown[:_MAX_LISTED]) + more
+    return brief_list([f"{name.repo}:{choice}" for choice in shown], _MAX_LISTED)
 
 
 def _kind(file: str) -> str | None:
@@ -178,10 +177,14 @@ def _list_files(name: RepoName) -> tuple[list[str], str]:
         commit = cached_commit(name)
         if commit is None:
             raise _explained(name, error) from None
-        folder = cache_folder(name) / "snapshots" / commit
-        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()], commit
+        return files_in(cache_folder(name) / "snapshots" / commit), commit
     files = [sibling.rfilename for sibling in info.siblings or []]
     return [file for file in files if ".." not in file.split("/")], info.sha or name.revision
+
+
+def files_in(snapshot: Path) -> list[str]:
+    """The files of a cached commit, by their paths in the repository."""
+    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
 
 
 def cache_folder(name: RepoName) -> Path:

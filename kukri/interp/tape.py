@@ -289,12 +289,14 @@ class Tape:
         return self._new(np.concatenate([rule.result for rule in rules]), pull)
 
     def gated(self, x: Variable, gate: Variable, by: GateBy) -> Variable:
-        """By the derivative of the gate's function."""
+        """By the derivative of the gate's function: of silu s (1 + x (1 - s))."""
         if by == "itself":
             return self._gated(gate, x, gate.x, np.ones_like(gate.x))
-        if by == "silu":
-            return self.silu_mul(gate, x)
+        if by == "gelu":
+            return self._gated(gate, x, *_gelu(gate.x))
         s = _sigmoid(gate.x)
+        if by == "silu":
+            return self._gated(gate, x, gate.x * s, s * (1 + gate.x * (1 - s)))
         return self._gated(gate, x, s, s * (1 - s))
 
     def clamped_swiglu(self, gate: Variable, up: Variable, alpha: float, limit: float) -> Variable:
@@ -382,15 +384,6 @@ class Tape:
         if tap is not None:
             found = self.tap(*tap, found)
         return found if residual is None else self.add(found, residual)
-
-    def silu_mul(self, gate: Variable, up: Variable) -> Variable:
-        """The derivative of silu is s (1 + x (1 - s))."""
-        s = _sigmoid(gate.x)
-        return self._gated(gate, up, gate.x * s, s * (1 + gate.x * (1 - s)))
-
-    def gelu_mul(self, gate: Variable, up: Variable) -> Variable:
-        """By the derivative of GELU."""
-        return self._gated(gate, up, *_gelu(gate.x))
 
     def gelu(self, x: Variable, is_exact: bool = False) -> Variable:
         """See _gelu."""

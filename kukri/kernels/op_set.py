@@ -15,7 +15,7 @@ from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, Sca
 EmbedBy = Literal["token_ids", "positions", "token_types"]
 
 
-GateBy = Literal["itself", "sigmoid", "silu"]
+GateBy = Literal["itself", "sigmoid", "silu", "gelu"]
 
 
 # A value inside a step: an ndarray on the reference backend, a buffer handle while a plan is recorded.
@@ -93,13 +93,10 @@ class Ops(Protocol):
         """
 
     def gated(self, x: Tensor, gate: Tensor, by: GateBy) -> Tensor:
-        """x * gate, sigmoid(gate) or silu(gate), both of one shape."""
+        """x * gate, sigmoid(gate), silu(gate) or gelu(gate), all of one shape.
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, the gated activation of SwiGLU (Shazeer 2020)."""
-
-    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up, the gated activation of GeGLU (Shazeer 2020)."""
+        The last two are the activations of SwiGLU and GeGLU (Shazeer 2020), GELU being that by tanh.
+        """
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""

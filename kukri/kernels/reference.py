@@ -312,13 +312,7 @@ class ReferenceOps:
         return y / (1 + np.exp(-y)) if spec.is_activated else y
 
     def scan(
-        self,
-        x: FloatArray,
-        b: FloatArray,
-        c: FloatArray,
-        dt: FloatArray,
-        spec: ScanSpec,
-        batch: ForwardBatch,
+        self, x: FloatArray, b: FloatArray, c: FloatArray, dt: FloatArray, spec: ScanSpec, batch: ForwardBatch
     ) -> FloatArray:
         """Token by token: the state decays, takes b xT in, and c reads it."""
         n_tokens, n_heads, n_groups = len(x), spec.n_heads, spec.n_groups
@@ -381,17 +375,11 @@ class ReferenceOps:
         """x times the gate, or a function of it."""
         if by == "itself":
             return x * gate
-        y: FloatArray = x / (1 + np.exp(-gate))
-        return y * gate if by == "silu" else y
-
-    def silu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
-        """gate * sigmoid(gate) * up."""
-        y: FloatArray = gate / (1 + np.exp(-gate)) * up
+        if by == "gelu":
+            return self.gelu(gate) * x
+        inverse = 1 + np.exp(-gate)  # of the sigmoid
+        y: FloatArray = gate / inverse * x if by == "silu" else x / inverse
         return y
-
-    def gelu_mul(self, gate: FloatArray, up: FloatArray) -> FloatArray:
-        """gelu(gate) * up."""
-        return self.gelu(gate) * up
 
     def softcap(self, x: FloatArray, cap: float) -> FloatArray:
         """cap * tanh(x / cap)."""

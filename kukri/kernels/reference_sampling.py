@@ -305,9 +305,7 @@ def mirostat_1(candidates: Candidates, record: Record) -> None:
     depths = depths[depths > -np.inf]
     n = float(np.count_nonzero(candidates.logits > -np.inf))
     candidates.keep_most(
-        candidates.logits,
-        np.ones(len(candidates.ids)),
-        mirostat_k(depths.tolist(), n, record.surprise_power),
+        candidates.logits, np.ones(len(candidates.ids)), mirostat_k(depths.tolist(), n, record.surprise_power)
     )
 
 

@@ -29,7 +29,7 @@ class RopeRows:
         if n_positions > len(self.cos):
             raise ShapeError(f"position {n_positions - 1} is beyond the RoPE's {len(self.cos)} positions")
         stop = min(len(self.cos), max(n_positions, 2 * self.n_rows, _FIRST_ROWS))
-        # float32 angles, as transformers computes them, so that rows agree to the bit
+        # float32 angles, as transformers computes them, so that rows are bit-identical
         positions = np.arange(self.n_rows, stop, dtype=np.float32)
         angles = positions[:, None] * np.array(self.frequencies.inverse, np.float32)
         scale = np.float32(self.frequencies.scale)

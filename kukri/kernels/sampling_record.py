@@ -3,7 +3,7 @@
 A step's records are one structured array of `RECORD`, with one pool for what differs in length: a backend
 needs these two and the logits, and copies each once.
 
-The arithmetic is defined so that backends agree to the bit however they order their sums:
+The arithmetic is defined so that backends are bit-identical however they order their sums:
 
 - A token's *depth* is t = (logit - peak) * (scale * log2(e)), in float32: its odds are 2^t. The peak is the
   largest logit in play, and the scale 1 after all temperatures so far.

@@ -5,9 +5,10 @@ Each file that defines an `Architecture` adds one to `ARCHITECTURES`: nothing el
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
@@ -18,11 +19,8 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.adapter import Adapter
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
-from kukri.models.layers import Parameter
 from kukri.models.taps import linear_inputs, linear_matrices, tap_names
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import Parameter, TakenWeights, WeightSource
 
 __all__ = [
     "ARCHITECTURES",
@@ -43,6 +41,7 @@ class Model(Protocol):
     """A program for the backends, its parameters, and `forward` for research."""
 
     config: ModelConfig
+    parameters: Sequence[Parameter]  # every tensor, in order; tied embeddings once
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Runs one step -> logits [N, V]."""
@@ -68,10 +67,6 @@ class Model(Protocol):
     @property
     def bound(self) -> Forward:
         """The runner of `forward`."""
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor, in order; tied embeddings once."""
 
     @property
     def n_parameters(self) -> int:
@@ -100,6 +95,8 @@ def load_model(source: WeightSource, config: ModelConfig) -> Model:
     if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedError(f"architecture {config.architecture!r} is not supported: kukri runs {known}")
-    model: Model = ARCHITECTURES[config.architecture].model(config, source)
+    taken = TakenWeights(source)
+    model: Model = ARCHITECTURES[config.architecture].model(config, taken)
     source.done()
+    model.parameters = tuple(taken.parameters.values())
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ class Architecture:
     embedding: str = "model.embed_tokens"  # of the tokens
     unused: str = ""  # pattern of names: tensors that files carry and the model may leave
 
-    numbers: frozenset[str] = frozenset()  # fields of ModelConfig that only some have: `facts.OPTIONAL_FACTS`
+    numbers: Set[str] = frozenset()  # fields of ModelConfig that only some have: `facts.OPTIONAL_FACTS`
     # fields of ModelConfig whose keys are others than usual: GGUF's and config.json's
     keys: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class Architecture:
     has_dense: bool = False  # files may hold dense layers on top of pooled vectors
     nope_interval: int = 0  # each n-th layer is NoPE if a file does not list them; 0: none is
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, without their prefix
-    gguf_ignores: frozenset[str] = frozenset()  # keys that change nothing here
+    gguf_ignores: Set[str] = frozenset()  # keys that change nothing here
     gguf_states: Mapping[str, Any] = field(default_factory=dict)  # keys that other readers want
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # if they differ from Llama's
 
@@ -96,8 +96,8 @@ class Architecture:
     hf_norm_offset: float = 0.0  # what is added to norms' weights; GGUF files hold them as they multiply
     hf_activation: str = "hidden_act"
     activation: str = "silu"
-    reads: frozenset[str] = frozenset()  # keys beyond the common ones
-    ignores: frozenset[str] = frozenset()  # keys that files carry and the class does not read
+    reads: Set[str] = frozenset()  # keys beyond the common ones
+    ignores: Set[str] = frozenset()  # keys that files carry and the class does not read
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys; None: it follows from others
     fixed: Mapping[str, Any] = field(default_factory=dict)  # keys that must hold this, or be absent
     biases: Mapping[str, str | bool] = field(
@@ -112,7 +112,7 @@ class Architecture:
     scaling_names: Mapping[str, str] = field(default_factory=dict)  # older names of RoPE scalings
 
     def __post_init__(self) -> None:
-        """Takes the name for GGUF's if that is not given."""
+        """Sets GGUF's name to the architecture's if none is given."""
         if not self.gguf:
             object.__setattr__(self, "gguf", self.name)
 

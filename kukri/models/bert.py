@@ -6,7 +6,7 @@ embeddings, and each norm follows the addition: the stream between blocks is nor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
@@ -14,9 +14,7 @@ from kukri.models.architecture import Architecture
 from kukri.models.heads import encoder_head
 from kukri.models.layers import MLP, Attention, Embedding, LayerNorm, NoNorm, NormedEmbedding
 from kukri.models.llama import Block, Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class BertAttention(Attention):
@@ -71,7 +69,6 @@ class Bert(Llama):
         self.blocks = [BertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm: Any = NoNorm()
         self.head = encoder_head(source, config, self.pooler_name, self.classifier_name)
-        self._forward = None
 
 
 BERT = Architecture(
@@ -103,8 +100,8 @@ BERT = Architecture(
     },
     hf_epsilon="layer_norm_eps",
     activation="gelu",
-    reads=frozenset(["type_vocab_size"]),
-    ignores=frozenset(["attention_probs_dropout_prob", "hidden_dropout_prob"]),
+    reads={"type_vocab_size"},
+    ignores={"attention_probs_dropout_prob", "hidden_dropout_prob"},
     defaults={
         "num_key_value_heads": None,
         "layer_norm_eps": 1e-12,

@@ -244,7 +244,7 @@ class _Call:
             )
 
     def finish(self) -> None:
-        """Books the tokens as cached."""
+        """Marks the tokens as cached."""
         self.cache.is_stored[:, self.n_past : self.n_total] = self.is_token
         self.cache.n_tokens = self.n_total
 

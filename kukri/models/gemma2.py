@@ -7,16 +7,14 @@ what is added to 1, and in GGUF files as they multiply, which is how they come h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import GatedMLP, Parameter, PostNormed, RMSNorm
+from kukri.models.layers import GatedMLP, PostNormed, RMSNorm
 from kukri.models.llama import Block, Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class GemmaMLP(GatedMLP):
@@ -24,7 +22,7 @@ class GemmaMLP(GatedMLP):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) * up."""
-        return ops.gelu_mul(gate, up)
+        return ops.gated(up, gate, "gelu")
 
 
 class Gemma2Block(Block):
@@ -43,11 +41,6 @@ class Gemma2Block(Block):
         first, second = self.post_norms
         self.attention.out = PostNormed(self.attention.out, first, "ln1_post.hook_normalized")
         self.mlp.down = PostNormed(self.mlp.down, second, "ln2_post.hook_normalized")
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the layer."""
-        return super().parameters + [parameter for norm in self.post_norms for parameter in norm.parameters]
 
 
 class Gemma2(Llama):
@@ -69,7 +62,7 @@ GEMMA2 = Architecture(
     "gemma2",
     Gemma2,
     "Gemma2ForCausalLM",
-    numbers=frozenset(["attention_softcap", "logit_softcap"]),
+    numbers={"attention_softcap", "logit_softcap"},
     gguf_defaults={
         "attention.sliding_window": 4096,
         "attn_logit_softcapping": 50.0,
@@ -85,8 +78,8 @@ GEMMA2 = Architecture(
     hf_norm_offset=1.0,
     hf_activation="hidden_activation",
     activation="gelu_pytorch_tanh",
-    reads=frozenset(["sliding_window", "layer_types", "attention_bias", "query_pre_attn_scalar"]),
-    ignores=frozenset(["hidden_activation", "cache_implementation"]),
+    reads={"sliding_window", "layer_types", "attention_bias", "query_pre_attn_scalar"},
+    ignores={"hidden_activation", "cache_implementation"},
     fixed={"use_bidirectional_attention": False},
     defaults={
         "num_key_value_heads": 4,

@@ -7,18 +7,15 @@ look at nothing. Experts clamp what their activation reads.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kukri.config import ModelConfig
 from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.layers import Attention, vector_parameter
+from kukri.models.layers import Attention
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 _ALPHA, _LIMIT = 1.702, 7.0
 
@@ -29,9 +26,7 @@ class GptOssAttention(Attention):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         sinks = f"{name}.sinks.weight"
-        vector = Vector(source.vector(sinks, config.n_heads), sinks)
-        self.spec = replace(self.spec, sinks=vector)
-        self.parameters = [*self.parameters, vector_parameter(vector)]
+        self.spec = replace(self.spec, sinks=Vector(source.vector(sinks, config.n_heads), sinks))
 
 
 class GptOssMixture(Mixture):
@@ -70,13 +65,11 @@ GPT_OSS = Architecture(
         "self_attn.sinks": "attn_sinks",
         "post_attention_layernorm": "post_attention_norm",
     },
-    reads=frozenset(["attention_bias", "sliding_window", "layer_types"]),
-    ignores=frozenset(
-        [
-            *("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length"),
-            "quantization_config",  # MXFP4, which the tensors show
-        ]
-    ),
+    reads={"attention_bias", "sliding_window", "layer_types"},
+    ignores={
+        *("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length"),
+        "quantization_config",  # MXFP4, which the tensors show
+    },
     fixed={"swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT},
     defaults={
         **{"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.layers import Scaled
 from kukri.models.llama import Block, Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class GraniteBlock(Block):
@@ -43,11 +41,8 @@ GRANITE = Architecture(
     Granite,
     "GraniteForCausalLM",
     interleaved_rope=True,
-    numbers=frozenset(["attention_scale", "embedding_scale", "residual_scale", "logits_divisor"]),
-    reads=frozenset(["attention_bias", "mlp_bias"]),
-    defaults={
-        "num_key_value_heads": None,
-        "attention_multiplier": 1.0,
-    },
+    numbers={"attention_scale", "embedding_scale", "residual_scale", "logits_divisor"},
+    reads={"attention_bias", "mlp_bias"},
+    defaults={"num_key_value_heads": None, "attention_multiplier": 1.0},
     biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
@@ -17,13 +17,11 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
 from kukri.models.architecture import ExpertKeys, RecurrentKeys
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
-from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled, vector_parameter
+from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled
 from kukri.models.llama import Block
 from kukri.models.mixture import Mixture
 from kukri.models.recurrent import Convolution, state_layer
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class Mamba2:
@@ -45,11 +43,8 @@ class Mamba2:
         )
         self.spec = ScanSpec(layer, n_heads, own.n_groups, own.d_state, own.d_head, a, d, dt_bias)
         self.norm = RMSNorm(source, f"{name}.norm", n, config.norm_eps)
-        out = Linear(source, [f"{name}.out_proj"], (config.d_model,), n)
-        self.out: Any = out
+        self.out: Any = Linear(source, [f"{name}.out_proj"], (config.d_model,), n)
         self.cache_layer = state_layer(self.conv.states, (("scan", (n_heads, own.d_state, own.d_head)),))
-        vectors = [*map(vector_parameter, (a, d, dt_bias)), *self.norm.parameters]
-        self.parameters = [*self.into.parameters, *self.conv.parameters, *vectors, *out.parameters]
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's states."""
@@ -77,7 +72,6 @@ class SharedMixture(Mixture):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         self.shared = SharedMLP(source, f"{name.removesuffix('mlp')}shared_mlp", config, layer)
-        self.parameters = [*self.parameters, *self.shared.parameters]
         self.scale = config.residual_scale
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
@@ -142,8 +136,8 @@ GRANITEMOEHYBRID = replace(
         "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
     },
     keys={"d_ffn": ("expert_shared_feed_forward_length", "shared_intermediate_size")},
-    reads=frozenset(["attention_bias", "mamba_conv_bias", "mamba_proj_bias", "mamba_d_head"]),
-    ignores=frozenset(["output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method"]),
+    reads={"attention_bias", "mamba_conv_bias", "mamba_proj_bias", "mamba_d_head"},
+    ignores={"output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method"},
     fixed={"time_step_limit": [0.0, inf], "normalization_function": "rmsnorm"},
     defaults={
         **{"num_key_value_heads": None, "shared_intermediate_size": 1024, "attention_multiplier": 1.0},

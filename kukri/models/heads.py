@@ -6,20 +6,16 @@ Tensors are those of transformers' `...ForQuestionAnswering`, `...ForSequenceCla
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.layers import Linear, Parameter, PlainLayerNorm
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.layers import Linear, PlainLayerNorm
+from kukri.models.weights import WeightSource
 
 
 class Head(Protocol):
     """The head that makes the model's outputs of its last hidden states."""
-
-    parameters: list[Parameter]
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, outputs]."""
@@ -30,10 +26,9 @@ class PooledHead:
 
     def __init__(self, source: WeightSource, config: ModelConfig, pooler: str, classifier: str) -> None:
         d_model = config.d_model
-        source.vector(f"{pooler}.bias", d_model)  # not optional, as biases are elsewhere
         self.pooler = Linear(source, [pooler], (d_model,), d_model)
+        source.vector(f"{pooler}.bias", d_model)  # not optional, as biases are elsewhere
         self.classifier = Linear(source, [classifier], (len(config.head.labels),), d_model)
-        self.parameters = self.pooler.parameters + self.classifier.parameters
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, labels]."""
@@ -48,7 +43,6 @@ class PredictionHead:
         self.dense = Linear(source, ["head.dense"], (d_model,), d_model)
         self.norm = PlainLayerNorm(source, "head.norm", d_model, config.norm_eps)
         self.classifier = Linear(source, ["classifier"], (len(config.head.labels),), d_model)
-        self.parameters = [*self.dense.parameters, *self.norm.parameters, *self.classifier.parameters]
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, labels]."""
@@ -72,8 +66,9 @@ def output_head(source: WeightSource, config: ModelConfig) -> Linear | None:
     """
     kind, n_labels = config.head.kind, len(config.head.labels)
     if kind == "question_answering":
+        head = Linear(source, ["qa_outputs"], (2,), config.d_model)
         source.vector("qa_outputs.bias", 2)  # not optional, as biases are elsewhere
-        return Linear(source, ["qa_outputs"], (2,), config.d_model)
+        return head
     if kind in ("sequence_classification", "token_classification"):
         return Linear(source, ["score"], (n_labels,), config.d_model)
     if kind == "none" or config.tie_embeddings:

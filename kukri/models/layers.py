@@ -6,36 +6,17 @@ Names are Hugging Face's. Layers keep no state between steps; shapes are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Vector, Weight
+from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import EmbedBy, Ops, Tensor
 from kukri.kernels.specs import AttentionSpec
 from kukri.models.rope import rope_frequencies
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One tensor of a model, as `kukri inspect` lists it."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str  # the weight type it is stored in
-    n_bytes: int
-
-    @property
-    def n_parameters(self) -> int:
-        """Numbers in the tensor."""
-        return prod(self.shape)
+from kukri.models.weights import WeightSource
 
 
 class Linear:
@@ -54,18 +35,9 @@ class Linear:
         if any(bias is not None for bias in biases):
             parts = [np.zeros(n, np.float32) if b is None else b.data for b, n in zip(biases, n_outs)]
             self.bias = Vector(np.concatenate(parts), f"{names[0]}.bias")
-        self.parameters: list[Parameter] = []
-        for name, weight, bias in zip(names, self.weights, biases):
-            self.parameters.append(matrix_parameter(f"{name}.weight", weight))
-            if bias is not None:
-                self.parameters.append(vector_parameter(bias))
 
     def __call__(
-        self,
-        ops: Ops,
-        x: Tensor,
-        residual: Tensor | None = None,
-        tap: tuple[str, int | None] | None = None,
+        self, ops: Ops, x: Tensor, residual: Tensor | None = None, tap: tuple[str, int | None] | None = None
     ) -> Tensor:
         """x [R, in] -> [R, sum of n_outs], shown to `tap`, with `residual` of that shape added."""
         return ops.linear(x, self.weights, self.bias, residual, tap)
@@ -80,7 +52,6 @@ class Embedding:
 
     def __init__(self, source: WeightSource, name: str, n_vocab: int, d_model: int) -> None:
         self.weight = source.matrix(f"{name}.weight", (n_vocab, d_model))
-        self.parameters = [matrix_parameter(f"{name}.weight", self.weight)]
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """-> [T, D]."""
@@ -96,7 +67,6 @@ class RMSNorm:
 
     def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
         self.weight, self.eps = _vector(source, f"{name}.weight", size), eps
-        self.parameters = [vector_parameter(self.weight)]
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [R, size] -> the same shape."""
@@ -118,10 +88,8 @@ class LayerNorm:
 
     def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
         self.weight, self.eps = _vector(source, f"{name}.weight", size), eps
-        self.bias, self.parameters = Vector(np.zeros(size, np.float32)), [vector_parameter(self.weight)]
-        if self.has_bias:
-            self.bias = _vector(source, f"{name}.bias", size)
-            self.parameters.append(vector_parameter(self.bias))
+        zeros = Vector(np.zeros(size, np.float32))
+        self.bias = _vector(source, f"{name}.bias", size) if self.has_bias else zeros
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [R, size] -> the same shape."""
@@ -139,9 +107,6 @@ class NormedEmbedding:
 
     def __init__(self, tokens: Embedding, others: Mapping[EmbedBy, Embedding], norm: LayerNorm) -> None:
         self.weight, self.others, self.norm = tokens.weight, others, norm
-        tables = (tokens, *others.values())
-        self.parameters = [parameter for table in tables for parameter in table.parameters]
-        self.parameters += norm.parameters
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """-> [T, D]."""
@@ -153,8 +118,6 @@ class NormedEmbedding:
 
 class NoNorm:
     """The place of a norm that a layer does not have."""
-
-    parameters: tuple[Parameter, ...] = ()
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x as it is."""
@@ -216,9 +179,8 @@ class Attention:
         is_fused = source.has(f"{name}.{self.fused_name}.weight")
         names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else self.in_names)]
         self.qkv = Linear(source, names, (self.q_parts * n_q, n_kv, n_kv), config.d_model)
-        out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
-        self.out: Callable[..., Tensor] = out
-        self.parameters = self.qkv.parameters + out.parameters
+        self.out: Callable[..., Tensor]
+        self.out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
@@ -253,9 +215,8 @@ class GatedMLP:
         self.layer = layer
         names = [f"{name}.{part}" for part in self.in_names]
         self.gate_up = Linear(source, names, (config.d_ffn, config.d_ffn), config.d_model)
-        down = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), config.d_ffn)
-        self.down: Callable[..., Tensor] = down
-        self.parameters = self.gate_up.parameters + down.parameters
+        self.down: Callable[..., Tensor]
+        self.down = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), config.d_ffn)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""
@@ -267,7 +228,7 @@ class GatedMLP:
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up; architectures with another activation say otherwise."""
-        return ops.silu_mul(gate, up)
+        return ops.gated(up, gate, "silu")
 
 
 class MLP:
@@ -281,23 +242,12 @@ class MLP:
         self.layer = layer
         self.up = Linear(source, [f"{name}.{self.up_name}"], (config.d_ffn,), config.d_model)
         self.down = Linear(source, [f"{name}.{self.down_name}"], (config.d_model,), config.d_ffn)
-        self.parameters = self.up.parameters + self.down.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""
         hidden = ops.tap("mlp.hook_pre", self.layer, self.up(ops, x))
         hidden = ops.tap("mlp.hook_post", self.layer, ops.gelu(hidden, self.is_exact))
         return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
-
-
-def matrix_parameter(name: str, weight: Weight) -> Parameter:
-    """The listing of a matrix."""
-    return Parameter(name, weight.shape, weight.type.name, weight.stored.nbytes)
-
-
-def vector_parameter(vector: Vector) -> Parameter:
-    """The listing of a vector, which is always held in float32."""
-    return Parameter(vector.name, vector.data.shape, "F32", vector.data.nbytes)
 
 
 def _vector(source: WeightSource, name: str, size: int) -> Vector:

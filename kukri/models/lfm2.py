@@ -5,18 +5,17 @@ A convolution looks at three inputs; two gates, linear in the stream, multiply i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.cache import StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
-from kukri.models.layers import Attention, GatedMLP, HeadNorm, Linear
+from kukri.models.layers import GatedMLP, Linear
 from kukri.models.llama import Block, Llama
+from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class ShortConv:
@@ -30,7 +29,6 @@ class ShortConv:
         self.conv = Convolution(source, f"{name}.conv", n, config.recurrent.n_taps, layer)
         self.out = Linear(source, [f"{name}.out_proj"], (n,), n)
         self.cache_layer = StateLayer(self.conv.states)
-        self.parameters = self.into.parameters + self.conv.parameters + self.out.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's state."""
@@ -41,20 +39,11 @@ class ShortConv:
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 
-class Lfm2Attention(Attention):
-    """Attention with a norm that all query heads share, and one for the key heads."""
+class Lfm2Attention(Qwen3Attention):
+    """Qwen3's attention under other names."""
 
     out_name = "out_proj"
-
-    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
-        super().__init__(source, name, config, layer)
-        self.q_norm = HeadNorm(source, f"{name}.q_layernorm", self.spec.d_head, config.norm_eps)
-        self.k_norm = HeadNorm(source, f"{name}.k_layernorm", self.spec.d_head, config.norm_eps)
-        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
-
-    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, H*K] and k [T, G*K], normed head by head."""
-        return self.q_norm(ops, q), self.k_norm(ops, k)
+    q_norm_name, k_norm_name = "q_layernorm", "k_layernorm"
 
 
 class Lfm2MLP(GatedMLP):
@@ -98,25 +87,16 @@ LFM2 = Architecture(
         "feed_forward.w3": "ffn_up",
     },
     hf_epsilon="norm_eps",
-    reads=frozenset(
-        [
-            *("full_attn_idxs", "conv_bias", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
-            "block_multiple_of",
-        ]
-    ),
-    ignores=frozenset(
-        [
-            *(
-                "block_dim",
-                "block_norm_eps",
-                "block_mlp_init_scale",
-                "block_out_init_scale",
-                "block_use_swiglu",
-            ),
-            *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
-            "use_pos_enc",
-        ]
-    ),
+    reads={
+        *("full_attn_idxs", "conv_bias", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
+        "block_multiple_of",
+    },
+    ignores={
+        *("block_dim", "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale"),
+        "block_use_swiglu",
+        *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
+        "use_pos_enc",
+    },
     aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
     defaults={
         **{"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1000000.0},

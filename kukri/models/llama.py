@@ -11,8 +11,8 @@ logits remain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
@@ -23,10 +23,8 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head
-from kukri.models.layers import Attention, Embedding, GatedMLP, Parameter, RMSNorm
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.layers import Attention, Embedding, GatedMLP, RMSNorm
+from kukri.models.weights import Parameter, WeightSource
 
 
 class Block:
@@ -60,19 +58,15 @@ class Block:
         normed = ops.tap("ln2.hook_normalized", self.layer, self.mlp_norm(ops, x))
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, normed, x))
 
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the layer."""
-        parts = (self.attention_norm, self.attention, self.mlp_norm, self.mlp)
-        return [parameter for part in parts for parameter in part.parameters]
-
 
 class Llama:
-    """The whole model: `model(ops, batch)` runs one step. Attribute: config."""
+    """The whole model: `model(ops, batch)` runs one step. Attributes: config; parameters, in order."""
 
+    parameters: Sequence[Parameter] = ()  # those that `load_model` saw it take
     block_type: Callable[..., Any] = Block
     norm_type: Callable[..., Any] = RMSNorm
     norm_name = "model.norm"
+    _forward: Forward | None = None  # while a backend is bound
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         self.config = config
@@ -80,7 +74,6 @@ class Llama:
         self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
         self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
         self.head: Head | None = output_head(source, config)
-        self._forward: Forward | None = None
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Logits [N, V] of the rows that the batch lists. Writes the batch's tokens to the cache.
@@ -145,12 +138,6 @@ class Llama:
         return self._forward
 
     @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the model, in order; tied embeddings once."""
-        parts = (self.embedding, *self.blocks, self.norm, *([self.head] if self.head else []))
-        return [parameter for part in parts for parameter in part.parameters]
-
-    @property
     def n_parameters(self) -> int:
         """Numbers in the model; tied embeddings count once."""
         return sum(parameter.n_parameters for parameter in self.parameters)
@@ -161,7 +148,7 @@ LLAMA = Architecture(
     Llama,
     "LlamaForCausalLM",
     interleaved_rope=True,
-    reads=frozenset(["attention_bias", "mlp_bias"]),
+    reads={"attention_bias", "mlp_bias"},
     defaults={"num_key_value_heads": None},
     biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
 )

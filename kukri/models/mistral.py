@@ -11,6 +11,6 @@ MISTRAL = Architecture(
     "MistralForCausalLM",
     gguf="llama",
     interleaved_rope=True,
-    reads=frozenset(["sliding_window"]),
+    reads={"sliding_window"},
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )

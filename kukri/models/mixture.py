@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +10,8 @@ from kukri.config import ModelConfig
 from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import Routing
-from kukri.models.layers import Linear, Parameter
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.layers import Linear
+from kukri.models.weights import WeightSource
 
 
 class ExpertLinear:
@@ -33,17 +30,10 @@ class ExpertLinear:
         self.experts = tuple(
             source.experts(f"{name}.weight", (n_experts, n, n_in)) for name, n in zip(names, n_outs)
         )
-        self.parameters = [
-            Parameter(each.name, each.shape, each.type.name, sum(w.stored.nbytes for w in each.weights))
-            for each in self.experts
-        ]
         self.bias: Vector | None = None
         if has_bias:
             biases = [source.expert_vectors(f"{name}.bias", (n_experts, n)) for name, n in zip(names, n_outs)]
             self.bias = Vector(np.concatenate(biases, axis=1).reshape(-1), f"{names[0]}.bias")
-            self.parameters += [
-                Parameter(f"{name}.bias", bias.shape, "F32", bias.nbytes) for name, bias in zip(names, biases)
-            ]
 
     def __call__(self, ops: Ops, x: Tensor, routes: Tensor) -> Tensor:
         """x [T or T * n_used, in] -> [T * n_used, sum of n_outs]."""
@@ -70,7 +60,6 @@ class Mixture:
         self.gate_up = ExpertLinear(source, names, (d_ffn, d_ffn), config.d_model, n, self.has_biases)
         down = [f"{name}.experts.down_proj"]
         self.down = ExpertLinear(source, down, (config.d_model,), d_ffn, n, self.has_biases)
-        self.parameters = self.router.parameters + self.gate_up.parameters + self.down.parameters
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mixture(x), both [T, D]."""
@@ -88,4 +77,4 @@ class Mixture:
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """The activation of an expert, of both [T * n_used, F]."""
-        return ops.silu_mul(gate, up)
+        return ops.gated(up, gate, "silu")

@@ -5,17 +5,13 @@ Two of three layers see a window on both sides of a token, and rotate by a base 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.heads import PredictionHead
 from kukri.models.layers import Attention, Embedding, GatedMLP, NoNorm, NormedEmbedding, PlainLayerNorm
 from kukri.models.llama import Block, Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class ModernBertAttention(Attention):
@@ -57,7 +53,6 @@ class ModernBert(Llama):
         self.blocks = [ModernBertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm = PlainLayerNorm(source, "model.final_norm", *size)
         self.head = PredictionHead(source, config) if config.head.labels else None
-        self._forward = None
 
 
 MODERNBERT = Architecture(
@@ -86,20 +81,16 @@ MODERNBERT = Architecture(
         **{"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
         **{"local_attention": "sliding_window", "global_attn_every_n_layers": "sliding_window_pattern"},
     },
-    reads=frozenset(
-        [
-            *("sliding_window", "sliding_window_pattern", "layer_types", "rope_local_base_freq"),
-            *("attention_bias", "mlp_bias", "classifier_pooling"),
-        ]
-    ),
-    ignores=frozenset(
-        [
-            *("hidden_activation", "initializer_cutoff_factor", "cls_token_id", "embedding_dropout"),
-            *("mlp_dropout", "decoder_bias", "deterministic_flash_attn", "sparse_prediction"),
-            *("sparse_pred_ignore_index", "reference_compile", "layer_norm_eps", "repad_logits_with_grad"),
-            "position_embedding_type",
-        ]
-    ),
+    reads={
+        *("sliding_window", "sliding_window_pattern", "layer_types", "rope_local_base_freq"),
+        *("attention_bias", "mlp_bias", "classifier_pooling"),
+    },
+    ignores={
+        *("hidden_activation", "initializer_cutoff_factor", "cls_token_id", "embedding_dropout"),
+        *("mlp_dropout", "decoder_bias", "deterministic_flash_attn", "sparse_prediction"),
+        *("sparse_pred_ignore_index", "reference_compile", "layer_norm_eps", "repad_logits_with_grad"),
+        "position_embedding_type",
+    },
     fixed={"norm_bias": False, "classifier_bias": False, "classifier_activation": "gelu"},
     defaults={
         **{"num_key_value_heads": None, "norm_eps": 1e-5, "hidden_activation": "gelu"},

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kukri.config import ModelConfig
 from kukri.models.bert import BERT, Bert, BertBlock
 from kukri.models.heads import encoder_head
 from kukri.models.layers import Attention, Embedding, GatedMLP, LayerNorm, NoNorm, NormedEmbedding
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class NomicBertAttention(Attention):
@@ -53,7 +50,6 @@ class NomicBert(Bert):
         self.blocks = [NomicBertBlock(source, config, layer) for layer in range(config.n_layers)]
         self.norm = NoNorm()
         self.head = encoder_head(source, config, self.pooler_name, self.classifier_name)
-        self._forward = None
 
 
 NOMIC_BERT = replace(

@@ -6,16 +6,14 @@ all query heads together, one over all key heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import Attention, GatedMLP, HeadNorm, Parameter, PostNormed, RMSNorm
+from kukri.models.layers import Attention, GatedMLP, HeadNorm, PostNormed, RMSNorm
 from kukri.models.llama import Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class Olmo2Attention(Attention):
@@ -26,7 +24,6 @@ class Olmo2Attention(Attention):
         n_q, n_kv = self.spec.n_heads * self.spec.d_head, self.spec.n_kv_heads * self.spec.d_head
         self.q_norm = HeadNorm(source, f"{name}.q_norm", n_q, config.norm_eps)  # as one wide head
         self.k_norm = HeadNorm(source, f"{name}.k_norm", n_kv, config.norm_eps)
-        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H*K] and k [T, G*K], each normed as one row."""
@@ -53,12 +50,6 @@ class Olmo2Block:
         x = ops.tap("hook_resid_mid", self.layer, self.attention(ops, x, x, batch))
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, x, x))
 
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the layer."""
-        parts = (self.attention, self.mlp, self.attention_norm, self.mlp_norm)
-        return [parameter for part in parts for parameter in part.parameters]
-
 
 class Olmo2(Llama):
     """The whole model."""
@@ -76,7 +67,7 @@ OLMO2 = Architecture(
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     },
-    reads=frozenset(["attention_bias"]),
+    reads={"attention_bias"},
     defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5},
     biases={"self_attn": "attention_bias"},
 )

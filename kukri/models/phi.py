@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import MLP, Attention, LayerNorm, Parameter
+from kukri.models.layers import MLP, Attention, LayerNorm
 from kukri.models.llama import Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class PhiAttention(Attention):
@@ -36,11 +34,6 @@ class PhiBlock:
         normed = ops.tap("ln1.hook_normalized", self.layer, self.norm(ops, x))
         x = self.attention(ops, normed, x, batch)
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, normed, x))
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Every tensor of the layer."""
-        return self.norm.parameters + self.attention.parameters + self.mlp.parameters
 
 
 class Phi(Llama):

@@ -34,13 +34,9 @@ PHI3 = Architecture(
     Phi3,
     "Phi3ForCausalLM",
     tensor_names={"mlp.gate_up_proj": "ffn_up"},
-    reads=frozenset(["sliding_window", "original_max_position_embeddings"]),
-    ignores=frozenset(["attention_bias"]),
-    defaults={
-        "num_key_value_heads": None,
-        "rms_norm_eps": 1e-5,
-        "original_max_position_embeddings": 4096,
-    },
+    reads={"sliding_window", "original_max_position_embeddings"},
+    ignores={"attention_bias"},
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     partial_rotary=True,
     scaling_names={"su": "longrope", "yarn": "longrope"},
 )

@@ -9,8 +9,8 @@ QWEN2 = Architecture(
     "qwen2",
     Llama,
     "Qwen2ForCausalLM",
-    reads=frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"]),
-    ignores=frozenset(["attention_bias"]),
+    reads={"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
+    ignores={"attention_bias"},
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     biases={f"self_attn.{part}_proj": True for part in "qkv"},
 )

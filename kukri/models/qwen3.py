@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.layers import Attention, HeadNorm
 from kukri.models.llama import Block, Llama
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 
 class Qwen3Attention(Attention):
     """Attention with a norm that all query heads share, and one for the key heads."""
 
+    q_norm_name, k_norm_name = "q_norm", "k_norm"
+
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
-        self.q_norm = HeadNorm(source, f"{name}.q_norm", self.spec.d_head, config.norm_eps)
-        self.k_norm = HeadNorm(source, f"{name}.k_norm", self.spec.d_head, config.norm_eps)
-        self.parameters = self.parameters + self.q_norm.parameters + self.k_norm.parameters
+        self.q_norm = HeadNorm(source, f"{name}.{self.q_norm_name}", self.spec.d_head, config.norm_eps)
+        self.k_norm = HeadNorm(source, f"{name}.{self.k_norm_name}", self.spec.d_head, config.norm_eps)
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H*K] and k [T, G*K], normed head by head."""
@@ -44,9 +41,7 @@ QWEN3 = Architecture(
     "qwen3",
     Qwen3,
     "Qwen3ForCausalLM",
-    reads=frozenset(
-        ["sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias"]
-    ),
+    reads={"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias"},
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     biases={"self_attn": "attention_bias"},
 )

@@ -6,7 +6,7 @@ what was found there, and queries read it; what is old decays.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,11 @@ from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import DeltaSpec
 from kukri.models.architecture import Architecture, RecurrentKeys
-from kukri.models.layers import HeadNorm, Linear, vector_parameter
+from kukri.models.layers import HeadNorm, Linear
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution, state_layer
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
+from kukri.models.weights import WeightSource
 
 _L2_EPS = 1e-6  # of the norms of queries and keys
 
@@ -66,8 +64,6 @@ class GatedDeltaNet:
         self.eps = _L2_EPS / own.d_state
         self.of_keys = Vector(np.full(own.d_state, own.d_state**-0.5, np.float32))
         self.of_queries = Vector(np.full(own.d_state, 1 / own.d_state, np.float32))
-        vectors = [vector_parameter(a), vector_parameter(dt_bias), *self.norm.parameters]
-        self.parameters = [*self.into.parameters, *self.conv.parameters, *vectors, *self.out.parameters]
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's states."""
@@ -97,7 +93,7 @@ QWEN3_5_TEXT = Architecture(
     Qwen35,
     "Qwen3_5ForCausalLM",
     gguf="qwen35",
-    gguf_ignores=frozenset(["rope.dimension_sections"]),  # of text, whose positions are the same in each
+    gguf_ignores={"rope.dimension_sections"},  # of text, whose positions are the same in each
     gguf_states={"rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)},
     interleaved_rope=True,
     hf_interleaved_rope=True,
@@ -116,19 +112,11 @@ QWEN3_5_TEXT = Architecture(
         "linear_attn.norm": "ssm_norm",
         "linear_attn.out_proj": "ssm_out",
     },
-    reads=frozenset(["attention_bias", "full_attention_interval"]),
-    ignores=frozenset(
-        [
-            *(
-                "mrope_section",
-                "mrope_interleaved",
-                "mamba_ssm_dtype",
-                "attn_output_gate",
-                "output_gate_type",
-            ),
-            *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-        ]
-    ),
+    reads={"attention_bias", "full_attention_interval"},
+    ignores={
+        *("mrope_section", "mrope_interleaved", "mamba_ssm_dtype", "attn_output_gate", "output_gate_type"),
+        *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    },
     unused=r"mtp\..+",
     defaults={
         **{"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},

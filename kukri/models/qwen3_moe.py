@@ -26,7 +26,7 @@ QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
     gguf="qwen3moe",
     reads=QWEN3.reads - {"max_window_layers", "layer_types"},
-    ignores=frozenset(["output_router_logits", "router_aux_loss_coef", "max_window_layers"]),
+    ignores={"output_router_logits", "router_aux_loss_coef", "max_window_layers"},
     fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
     defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8}
     | {"moe_intermediate_size": 768},

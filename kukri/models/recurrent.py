@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,17 +10,14 @@ from kukri.config import RecurrentConfig
 from kukri.kernels.cache import StateLayer
 from kukri.kernels.constants import Vector
 from kukri.kernels.specs import ConvSpec
-from kukri.models.layers import Parameter, matrix_parameter, vector_parameter
+from kukri.models.weights import WeightSource
 from kukri.quant.blocks import dequantize
-
-if TYPE_CHECKING:
-    from kukri.models.weights import WeightSource
 
 
 class Convolution:
     """The weights of a convolution of `n` channels: a matrix (channels, taps), and a bias if there is one.
 
-    Attributes: spec; states, its arrays of a `StateLayer`; parameters.
+    Attributes: spec; states, its arrays of a `StateLayer`.
     """
 
     def __init__(
@@ -28,11 +25,9 @@ class Convolution:
     ) -> None:
         weight = source.matrix(f"{name}.weight", (n, n_taps))
         taps = np.ascontiguousarray(dequantize(weight.data, weight.type).T).reshape(-1)
-        self.parameters: list[Parameter] = [matrix_parameter(f"{name}.weight", weight)]
         bias: Vector | None = None
         if source.has(f"{name}.bias"):
             bias = Vector(source.vector(f"{name}.bias", n), f"{name}.bias")
-            self.parameters.append(vector_parameter(bias))
         self.spec = ConvSpec(layer, n_taps, Vector(taps, f"{name}.weight"), bias, is_activated)
         self.states = (("conv", (n_taps - 1, n)),)
 

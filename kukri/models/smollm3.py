@@ -11,13 +11,11 @@ SMOLLM3 = Architecture(
     "SmolLM3ForCausalLM",
     interleaved_rope=True,
     nope_interval=4,
-    reads=frozenset(
-        [
-            *("sliding_window", "use_sliding_window", "layer_types"),
-            *("no_rope_layers", "no_rope_layer_interval", "attention_bias", "mlp_bias"),
-        ]
-    ),
-    ignores=frozenset(["max_window_layers"]),
+    reads={
+        *("sliding_window", "use_sliding_window", "layer_types"),
+        *("no_rope_layers", "no_rope_layer_interval", "attention_bias", "mlp_bias"),
+    },
+    ignores={"max_window_layers"},
     defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
     biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
 )

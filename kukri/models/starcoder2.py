@@ -36,14 +36,12 @@ STARCODER2 = Architecture(
     tensor_names={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     hf_epsilon="norm_epsilon",
     activation="gelu_pytorch_tanh",
-    reads=frozenset(["sliding_window", "use_bias"]),
-    ignores=frozenset(
-        [
-            *("residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon"),
-            *("norm_type", "mlp_type", "attention_softmax_in_fp32", "scale_attn_weights"),
-            "scale_attention_softmax_in_fp32",
-        ]
-    ),
+    reads={"sliding_window", "use_bias"},
+    ignores={
+        *("residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon"),
+        *("norm_type", "mlp_type", "attention_softmax_in_fp32", "scale_attn_weights"),
+        "scale_attention_softmax_in_fp32",
+    },
     defaults={
         "num_key_value_heads": 2,
         "norm_epsilon": 1e-5,

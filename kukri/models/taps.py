@@ -105,12 +105,6 @@ class _TapOps:
     def gated(self, x: Tensor, gate: Tensor, by: GateBy) -> Tensor:
         return None
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return None
-
-    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return None
-
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return None
 

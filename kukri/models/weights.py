@@ -1,8 +1,13 @@
-"""`WeightSource`: gives models their weights, by canonical name, with shapes checked."""
+"""`WeightSource`: gives models their weights, by canonical name, with shapes checked.
+
+`TakenWeights` keeps those that a model takes: no model lists its own.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 from kukri.kernels.arrays import FloatArray
@@ -45,3 +50,69 @@ class WeightSource(Protocol):
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors that no layer took."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of a model, as `kukri inspect` lists it."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str  # the weight type it is stored in
+    n_bytes: int
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in the tensor."""
+        return prod(self.shape)
+
+
+class TakenWeights:
+    """A `WeightSource` that passes on another's tensors, and keeps those that a model takes.
+
+    Attributes: matrices, stacks (of experts), stacked_vectors (their biases) and vectors, and a parameter for
+    each of these, all by name and in order.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.matrices: dict[str, Weight] = {}
+        self.stacks: dict[str, Experts] = {}
+        self.stacked_vectors: dict[str, FloatArray] = {}
+        self.vectors: dict[str, FloatArray] = {}
+        self.parameters: dict[str, Parameter] = {}
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """See WeightSource.matrix."""
+        weight = self.matrices[name] = self._source.matrix(name, shape)
+        self._note(name, shape, weight.type.name, weight.stored.nbytes)
+        return weight
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """See WeightSource.experts."""
+        experts = self.stacks[name] = self._source.experts(name, shape)
+        self._note(name, shape, experts.type.name, sum(w.stored.nbytes for w in experts.weights))
+        return experts
+
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """See WeightSource.expert_vectors."""
+        vectors = self.stacked_vectors[name] = self._source.expert_vectors(name, shape)
+        self._note(name, shape, "F32", vectors.nbytes)
+        return vectors
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """See WeightSource.vector."""
+        vector = self.vectors[name] = self._source.vector(name, size)
+        self._note(name, (size,), "F32", vector.nbytes)
+        return vector
+
+    def has(self, name: str) -> bool:
+        """See WeightSource.has."""
+        return self._source.has(name)
+
+    def done(self) -> None:
+        """See WeightSource.done."""
+        self._source.done()
+
+    def _note(self, name: str, shape: tuple[int, ...], type_name: str, n_bytes: int) -> None:
+        self.parameters[name] = Parameter(name, shape, type_name, n_bytes)

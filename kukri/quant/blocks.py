@@ -1,4 +1,4 @@
-"""Blocks of weights to float32, one class per type, vectorised over blocks.
+"""Blocks of weights to float32, a function for each type, vectorised over blocks.
 
 Bit-exact with GGML's reference (ggml-quants.c, as mirrored by the `gguf` package), whose arithmetic is
 float32 throughout. `kukri.kernels.cpu.quantize` has the way back.
@@ -15,13 +15,13 @@ Weights beyond a type's range become infinite, as in GGML.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import ShapeError, UnsupportedError
-from kukri.quant.types import QUANT_TYPES, QuantType
+from kukri.quant.types import QuantType
 
 ByteArray = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
@@ -29,175 +29,114 @@ FloatArray = npt.NDArray[np.float32]
 _CHUNK_WEIGHTS = 1 << 18  # weights converted at a time: temporaries stay in the cache
 
 
-class BlockFormat:
-    """The block format of one weight type. Subclasses convert contiguous arrays of blocks."""
-
-    def __init__(self, name: str) -> None:
-        self.type: QuantType = QUANT_TYPES[name]
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, block_bytes] -> float32 [n, block_size]."""
-        raise NotImplementedError
-
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 1] -> uint8 [n, block_bytes], of float types: `kernels.cpu.encode` has the others."""
-        raise NotImplementedError
-
-
-class F32(BlockFormat):
+def _f32(blocks: ByteArray) -> FloatArray:
     """float32.
 
     | w: 4 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 4] -> float32 [n, 1], a view."""
-        return blocks.view(np.float32)
-
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 1] -> uint8 [n, 4], a view."""
-        return weights.view(np.uint8)
+    return blocks.view(np.float32)
 
 
-class F16(BlockFormat):
+def _f16(blocks: ByteArray) -> FloatArray:
     """IEEE half precision.
 
     | w: 2 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 2] -> float32 [n, 1]."""
-        return blocks.view(np.float16).astype(np.float32)
-
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 1] -> uint8 [n, 2], rounded to nearest even."""
-        return weights.astype(np.float16).view(np.uint8)
+    return blocks.view(np.float16).astype(np.float32)
 
 
-class BF16(BlockFormat):
+def _bf16(blocks: ByteArray) -> FloatArray:
     """The upper half of a float32.
 
     | w: 2 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 2] -> float32 [n, 1]."""
-        return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-    def quantize_blocks(self, weights: FloatArray) -> ByteArray:
-        """float32 [n, 1] -> uint8 [n, 2], rounded to nearest even; NaN stays NaN (made quiet)."""
-        bits = weights.view(np.uint32)
-        rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
-        quiet_nan = (bits >> 16) | np.uint32(0x40)
-        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        return np.where(is_nan, quiet_nan, rounded).astype(np.uint16).view(np.uint8)
+    return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-class Q4_0(BlockFormat):
+def _q4_0(blocks: ByteArray) -> FloatArray:
     """32 weights d * (q - 8), q of 4 bits.
 
     | d: 2 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 18] -> float32 [n, 32]."""
-        quants = _bit_fields(blocks[:, 2:], 4, run=16).astype(np.float32)
-        quants -= 8
-        quants *= _half(blocks, 0)
-        return quants
+    quants = _bit_fields(blocks[:, 2:], 4, run=16).astype(np.float32)
+    quants -= 8
+    quants *= _half(blocks, 0)
+    return quants
 
 
-class Q4_1(BlockFormat):
+def _q4_1(blocks: ByteArray) -> FloatArray:
     """32 weights d * q + m, q of 4 bits.
 
     | d: 2 | m: 2 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 20] -> float32 [n, 32]."""
-        quants = _bit_fields(blocks[:, 4:], 4, run=16).astype(np.float32)
-        quants *= _half(blocks, 0)
-        quants += _half(blocks, 2)
-        return quants
+    quants = _bit_fields(blocks[:, 4:], 4, run=16).astype(np.float32)
+    quants *= _half(blocks, 0)
+    quants += _half(blocks, 2)
+    return quants
 
 
-class Q5_0(BlockFormat):
+def _q5_0(blocks: ByteArray) -> FloatArray:
     """32 weights d * (q - 16), q of 5 bits, the top one in h.
 
     | d: 2 | h0 + 2 h1 + … 2^31 h31: 4 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 22] -> float32 [n, 32]."""
-        quants = _five_bits(blocks[:, 6:], blocks[:, 2:6], run=16, high_run=1)
-        quants -= 16
-        quants *= _half(blocks, 0)
-        return quants
+    quants = _five_bits(blocks[:, 6:], blocks[:, 2:6], run=16, high_run=1)
+    quants -= 16
+    quants *= _half(blocks, 0)
+    return quants
 
 
-class Q5_1(BlockFormat):
+def _q5_1(blocks: ByteArray) -> FloatArray:
     """32 weights d * q + m, q of 5 bits, the top one in h.
 
     | d: 2 | m: 2 | h0 + 2 h1 + … 2^31 h31: 4 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 24] -> float32 [n, 32]."""
-        quants = _five_bits(blocks[:, 8:], blocks[:, 4:8], run=16, high_run=1)
-        quants *= _half(blocks, 0)
-        quants += _half(blocks, 2)
-        return quants
+    quants = _five_bits(blocks[:, 8:], blocks[:, 4:8], run=16, high_run=1)
+    quants *= _half(blocks, 0)
+    quants += _half(blocks, 2)
+    return quants
 
 
-class Q8_0(BlockFormat):
+def _q8_0(blocks: ByteArray) -> FloatArray:
     """32 weights d * q, q of 8 bits, signed.
 
     | d: 2 | q0, q1, … q31: 32 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 34] -> float32 [n, 32]."""
-        quants = blocks[:, 2:].view(np.int8).astype(np.float32)
-        quants *= _half(blocks, 0)
-        return quants
+    quants = blocks[:, 2:].view(np.int8).astype(np.float32)
+    quants *= _half(blocks, 0)
+    return quants
 
 
 # what the 16 quants of MXFP4 stand for, doubled: floats of 2 exponent bits and 1 of fraction
 MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
-class MXFP4(BlockFormat):
+def _mxfp4(blocks: ByteArray) -> FloatArray:
     """32 weights 2^(e - 128) * MXFP4_VALUES[q], q of 4 bits (OCP Microscaling Formats 1.0).
 
     | e: 1 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 17] -> float32 [n, 32]."""
-        weights = MXFP4_VALUES[_bit_fields(blocks[:, 1:], 4, run=16)]
-        exponents = blocks[:, :1].astype(np.uint32)
-        small = np.uint32(0x00200000) << np.minimum(exponents, 1)  # below the least normal float32
-        weights *= np.where(exponents < 2, small, (exponents - 1) << 23).view(np.float32)
-        return weights
+    weights = MXFP4_VALUES[_bit_fields(blocks[:, 1:], 4, run=16)]
+    exponents = blocks[:, :1].astype(np.uint32)
+    small = np.uint32(0x00200000) << np.minimum(exponents, 1)  # below the least normal float32
+    weights *= np.where(exponents < 2, small, (exponents - 1) << 23).view(np.float32)
+    return weights
 
 
-class Q2_K(BlockFormat):
+def _q2_k(blocks: ByteArray) -> FloatArray:
     """256 weights in 16 groups of 16: d s[g] q - m t[g], q of 2 bits, s and t of 4.
 
     | s0 + 16 t0, … s15 + 16 t15: 16 | two halves of q0 + 4 q32 + 16 q64 + 64 q96, … q127: 64 | d: 2 | m: 2 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 84] -> float32 [n, 256]."""
-        scales, minimums = blocks[:, :16] & 15, blocks[:, :16] >> 4
-        quants = _bit_fields(blocks[:, 16:80], 2, run=32).astype(np.float32)
-        groups = quants.reshape(-1, 16, 16)
-        groups *= (_half(blocks, 80) * scales)[..., None]
-        groups -= (_half(blocks, 82) * minimums)[..., None]
-        return quants
+    scales, minimums = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    quants = _bit_fields(blocks[:, 16:80], 2, run=32).astype(np.float32)
+    groups = quants.reshape(-1, 16, 16)
+    groups *= (_half(blocks, 80) * scales)[..., None]
+    groups -= (_half(blocks, 82) * minimums)[..., None]
+    return quants
 
 
-class Q3_K(BlockFormat):
+def _q3_k(blocks: ByteArray) -> FloatArray:
     """256 weights in 16 groups of 16: d (s[g] - 32) (q - 4), q of 3 bits, s of 6.
 
     The top bit of q is in h; the low 4 bits of s are a, the top 2 are b.
@@ -205,19 +144,16 @@ class Q3_K(BlockFormat):
     | h0 + 2 h32 + … 128 h224, … h255: 32 | two halves of q0 + 4 q32 + 16 q64 + 64 q96, … q127: 64 |
     | a0 + 16 a8, … a7 + 16 a15: 8 | b0 + 4 b4 + 16 b8 + 64 b12, … b15: 4 | d: 2 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 110] -> float32 [n, 256]."""
-        top_bits = _bit_fields(blocks[:, :32], 1, run=32)
-        quants = (_bit_fields(blocks[:, 32:96], 2, run=32) | top_bits << 2).astype(np.float32)
-        quants -= 4
-        scales = _bit_fields(blocks[:, 96:104], 4, run=8) | _bit_fields(blocks[:, 104:108], 2, run=4) << 4
-        groups = quants.reshape(-1, 16, 16)
-        groups *= (_half(blocks, 108) * (scales.astype(np.float32) - 32))[..., None]
-        return quants
+    top_bits = _bit_fields(blocks[:, :32], 1, run=32)
+    quants = (_bit_fields(blocks[:, 32:96], 2, run=32) | top_bits << 2).astype(np.float32)
+    quants -= 4
+    scales = _bit_fields(blocks[:, 96:104], 4, run=8) | _bit_fields(blocks[:, 104:108], 2, run=4) << 4
+    groups = quants.reshape(-1, 16, 16)
+    groups *= (_half(blocks, 108) * (scales.astype(np.float32) - 32))[..., None]
+    return quants
 
 
-class Q4_K(BlockFormat):
+def _q4_k(blocks: ByteArray) -> FloatArray:
     """256 weights in 8 groups of 32: d s[g] q - m t[g], q of 4 bits, s and t of 6.
 
     The low 4 bits of s4 to s7 are a, of t4 to t7 are b; the top 2 bits of s4 to s7 are u, of t4 to t7 are v.
@@ -225,41 +161,32 @@ class Q4_K(BlockFormat):
     | d: 2 | m: 2 | s0 + 64 u4, … s3 + 64 u7: 4 | t0 + 64 v4, … t3 + 64 v7: 4 | a4 + 16 b4, … a7 + 16 b7: 4 |
     | four quarters of q0 + 16 q32, q1 + 16 q33, … q31 + 16 q63: 128 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 144] -> float32 [n, 256]."""
-        quants = _bit_fields(blocks[:, 16:], 4, run=32).astype(np.float32)
-        return _scale_and_shift(quants, blocks)
+    quants = _bit_fields(blocks[:, 16:], 4, run=32).astype(np.float32)
+    return _scale_and_shift(quants, blocks)
 
 
-class Q5_K(BlockFormat):
+def _q5_k(blocks: ByteArray) -> FloatArray:
     """256 weights in 8 groups of 32: d s[g] q - m t[g], q of 5 bits, the top one in h.
 
     | d, m, s and t as in Q4_K: 16 | h0 + 2 h32 + … 128 h224, … h255: 32 |
     | four quarters of q0 + 16 q32, q1 + 16 q33, … q31 + 16 q63: 128 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 176] -> float32 [n, 256]."""
-        quants = _five_bits(blocks[:, 48:], blocks[:, 16:48], run=32, high_run=32)
-        return _scale_and_shift(quants, blocks)
+    quants = _five_bits(blocks[:, 48:], blocks[:, 16:48], run=32, high_run=32)
+    return _scale_and_shift(quants, blocks)
 
 
-class Q6_K(BlockFormat):
+def _q6_k(blocks: ByteArray) -> FloatArray:
     """256 weights in 16 groups of 16: d s[g] (q - 32), q of 6 bits, the top two in h, s of 8, signed.
 
     | two halves of q0 + 16 q64, q1 + 16 q65, … q63 + 16 q127: 128 |
     | two halves of h0 + 4 h32 + 16 h64 + 64 h96, … h127: 64 | s0, s1, … s15: 16 | d: 2 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 210] -> float32 [n, 256]."""
-        top_bits = _bit_fields(blocks[:, 128:192], 2, run=32)
-        quants = (_bit_fields(blocks[:, :128], 4, run=64) | top_bits << 4).astype(np.float32)
-        quants -= 32
-        groups = quants.reshape(-1, 16, 16)
-        groups *= (_half(blocks, 208) * blocks[:, 192:208].view(np.int8))[..., None]
-        return quants
+    top_bits = _bit_fields(blocks[:, 128:192], 2, run=32)
+    quants = (_bit_fields(blocks[:, :128], 4, run=64) | top_bits << 4).astype(np.float32)
+    quants -= 32
+    groups = quants.reshape(-1, 16, 16)
+    groups *= (_half(blocks, 208) * blocks[:, 192:208].view(np.int8))[..., None]
+    return quants
 
 
 # what the 16 quants of IQ4_NL and IQ4_XS stand for: closer together around zero (ggml's kvalues_iq4nl)
@@ -268,20 +195,17 @@ IQ4_VALUES = np.array(
 )  # fmt: skip
 
 
-class IQ4_NL(BlockFormat):
+def _iq4_nl(blocks: ByteArray) -> FloatArray:
     """32 weights d * IQ4_VALUES[q], q of 4 bits.
 
     | d: 2 | q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 16 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 18] -> float32 [n, 32]."""
-        weights = IQ4_VALUES[_bit_fields(blocks[:, 2:], 4, run=16)]
-        weights *= _half(blocks, 0)
-        return weights
+    weights = IQ4_VALUES[_bit_fields(blocks[:, 2:], 4, run=16)]
+    weights *= _half(blocks, 0)
+    return weights
 
 
-class IQ4_XS(BlockFormat):
+def _iq4_xs(blocks: ByteArray) -> FloatArray:
     """256 weights in 8 groups of 32: d (s[g] - 32) IQ4_VALUES[q], q of 4 bits, s of 6.
 
     The low 4 bits of s are a, the top 2 are b.
@@ -289,50 +213,61 @@ class IQ4_XS(BlockFormat):
     | d: 2 | b0 + 4 b1 + … 2^14 b7: 2 | a0 + 16 a1, a2 + 16 a3, … a6 + 16 a7: 4 |
     | eight groups of q0 + 16 q16, q1 + 16 q17, … q15 + 16 q31: 128 |
     """
-
-    def dequantize_blocks(self, blocks: ByteArray) -> FloatArray:
-        """uint8 [n, 136] -> float32 [n, 256]."""
-        scales = _bit_fields(blocks[:, 4:8], 4, run=1) | _bit_fields(blocks[:, 2:4], 2, run=1) << 4
-        weights = IQ4_VALUES[_bit_fields(blocks[:, 8:], 4, run=16)]
-        groups = weights.reshape(-1, 8, 32)
-        groups *= (_half(blocks, 0) * (scales.astype(np.float32) - 32))[..., None]
-        return weights
+    scales = _bit_fields(blocks[:, 4:8], 4, run=1) | _bit_fields(blocks[:, 2:4], 2, run=1) << 4
+    weights = IQ4_VALUES[_bit_fields(blocks[:, 8:], 4, run=16)]
+    groups = weights.reshape(-1, 8, 32)
+    groups *= (_half(blocks, 0) * (scales.astype(np.float32) - 32))[..., None]
+    return weights
 
 
-_FORMATS: tuple[type[BlockFormat], ...] = (
-    F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
-)  # fmt: skip
-# the types that run, by name: every reader of files and the reference backend go by this table
-BLOCKS: dict[str, BlockFormat] = {form.__name__: form(form.__name__) for form in _FORMATS}
+def _bf16_bytes(weights: FloatArray) -> ByteArray:
+    """Rounded to nearest even; NaN stays NaN (made quiet)."""
+    bits = weights.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+    quiet_nan = (bits >> 16) | np.uint32(0x40)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, quiet_nan, rounded).astype(np.uint16).view(np.uint8)
+
+
+# float32 [n, 1] -> uint8 [n, bytes of one], of float types: `kernels.cpu.encode` has the others
+FLOAT_BYTES: dict[str, Callable[[FloatArray], ByteArray]] = {
+    "F32": lambda weights: weights.view(np.uint8),
+    "F16": lambda weights: weights.astype(np.float16).view(np.uint8),
+    "BF16": _bf16_bytes,
+}
+
+# the types that run, from uint8 [n, block_bytes] to float32 [n, block_size]: every reader of files and the
+# reference backend go by this table
+BLOCKS: dict[str, Callable[[ByteArray], FloatArray]] = {
+    "F32": _f32, "F16": _f16, "BF16": _bf16, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
+    "Q8_0": _q8_0, "MXFP4": _mxfp4, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k,
+    "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+}  # fmt: skip
 # the types that weights can be converted to; Q8_K is for activations, and no file has it
 WRITTEN = (*BLOCKS, "Q8_K")
-
-
-def block_format(type: QuantType) -> BlockFormat:
-    """The format of a weight type. Raises UnsupportedError listing the types that run."""
-    if type.name not in BLOCKS:
-        raise UnsupportedError(f"kukri does not run weight type {type.name}: it runs {', '.join(BLOCKS)}")
-    return BLOCKS[type.name]
 
 
 def dequantize(data: npt.ArrayLike, type: QuantType) -> FloatArray:
     """The weights of uint8 [rows, row_bytes] -> float32 [rows, columns].
 
-    A view of `data` for F32. Raises ShapeError when a row is no whole number of blocks.
+    A view of `data` for F32. Raises ShapeError when a row is no whole number of blocks, and UnsupportedError,
+    listing the types that run, for another.
     """
-    rows, form = np.ascontiguousarray(data), block_format(type)
+    if type.name not in BLOCKS:
+        raise UnsupportedError(f"kukri does not run weight type {type.name}: it runs {', '.join(BLOCKS)}")
+    rows, convert = np.ascontiguousarray(data), BLOCKS[type.name]
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] % type.block_bytes:
         raise ShapeError(
             f"{rows.dtype} {rows.shape} is not rows of {type.block_bytes}-byte {type.name} blocks"
         )
     if type.name == "F32":
-        return form.dequantize_blocks(rows)
+        return convert(rows)
     weights = np.empty((rows.shape[0], rows.shape[1] // type.block_bytes * type.block_size), np.float32)
     into = weights.reshape(-1, type.block_size)
     blocks = rows.reshape(-1, type.block_bytes)
     with np.errstate(all="ignore"):
         for part in _chunks(len(blocks), type):
-            into[part] = form.dequantize_blocks(blocks[part])
+            into[part] = convert(blocks[part])
     return weights
 
 

@@ -23,9 +23,10 @@ from kukri.formats.convert import (
 )
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import TokenizerFiles
-from kukri.formats.huggingface.writer import NamedWeights, write_directory
+from kukri.formats.huggingface.writer import write_directory
 from kukri.formats.imatrix import read_imatrix
 from kukri.models import load_model
+from kukri.models.weights import TakenWeights
 from kukri.quant.recipes import Recipe, recipe_named, shipped_recipes
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import progress_bar
@@ -86,13 +87,13 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
     if dtype is not None and dtype.upper() not in FLOATS:
         raise ConfigError(f"a safetensors directory holds {', '.join(FLOATS)}, not {dtype!r}")
     with open_checkpoint(source) as checkpoint:
-        weights = NamedWeights(checkpoint.weights(checkpoint.config))
+        weights = TakenWeights(checkpoint.weights(checkpoint.config))
         types = {p.type for p in load_model(weights, checkpoint.config).parameters if len(p.shape) > 1}
         kept = types.pop() if len(types) == 1 else "F16"
         made = dtype.upper() if dtype else kept if kept in FLOATS else "F16"
         assert isinstance(checkpoint.tokenizer, GGUFFile)
         text = tokenizer_files(checkpoint.tokenizer)
-        n_tensors = len(weights.matrices) + sum(n for n, *_ in weights.stacks.values())
+        n_tensors = len(weights.matrices) + sum(len(experts.weights) for experts in weights.stacks.values())
         with progress_bar(n_tensors) as advance:
             write_directory(target, checkpoint.config, weights, made, text, lambda name: advance(1, name))
     if as_json:

@@ -13,11 +13,13 @@ from kukri.errors import KukriError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.facts import SCALING_FIELDS
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.tensor_names import hf_name
-from kukri.formats.headers import GGUFNames, Headers, StoredTensor, read_headers
+from kukri.formats.gguf.tensor_names import gguf_name, hf_name
+from kukri.formats.gguf.weights import GGUFWeights
+from kukri.formats.headers import Headers, StoredTensor, read_headers
 from kukri.formats.huggingface.weights import SafetensorsWeights
 from kukri.models import load_model
 from kukri.models.rope import attention_factor
+from kukri.models.weights import TakenWeights
 from kukri.terminal.module_tree import Module, class_names, module_tree, tree_lines
 from kukri.terminal.output import n_bytes_text, printable
 from kukri.terminal.tables import print_facts, print_table
@@ -76,7 +78,11 @@ def _names_of(headers: Headers) -> tuple[dict[str, str], KukriError | None]:
     try:  # if a tensor is missing, or of another shape, show what there is
         if in_gguf:
             with GGUFFile(headers.path) as gguf:
-                load_model(GGUFNames(gguf, config, names), config)
+                taken = TakenWeights(GGUFWeights(gguf, config))
+                try:
+                    load_model(taken, config)
+                finally:
+                    names |= {gguf_name(name, architecture): name for name in taken.parameters}
         else:
             load_model(SafetensorsWeights(headers.path, config), config)  # matrices are not read
     except KukriError as error:

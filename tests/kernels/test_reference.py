@@ -80,7 +80,7 @@ def test_linear_of_a_row_does_not_depend_on_the_others(n_rows: int) -> None:
     np.testing.assert_array_equal(whole, np.concatenate(parts))
 
 
-def test_rms_norm_and_silu_mul_match_torch() -> None:
+def test_rms_norm_and_swiglu_match_torch() -> None:
     """eps outside of the root, a mean over the wrong axis, gate and up exchanged, exp that overflows."""
     ops, x, w = ops_without_cache(), normal(7, 48) * 1e-2, normal(48)
     want = torch.nn.functional.rms_norm(torch.from_numpy(x), (48,), torch.from_numpy(w), 1e-3)
@@ -89,7 +89,7 @@ def test_rms_norm_and_silu_mul_match_torch() -> None:
     gate[0, 0] = -200.0
     want = torch.nn.functional.silu(torch.from_numpy(gate)) * torch.from_numpy(up)
     with np.errstate(over="ignore"):
-        np.testing.assert_allclose(ops.silu_mul(gate, up), want.numpy(), **CLOSE)
+        np.testing.assert_allclose(ops.gated(up, gate, "silu"), want.numpy(), **CLOSE)
 
 
 def test_head_norm_layer_norm_and_gelu_match_torch() -> None:

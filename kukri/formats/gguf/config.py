@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kukri.config import (
-    MAX_CONTEXT,
-    MAX_HEAD,
-    PROBLEM_TYPES,
-    HeadConfig,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-    RopeScaling,
-)
+from kukri.config import PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
-    SCALING_FACTS,
     facts,
     mixture_facts,
     read_mixture,
@@ -32,21 +20,17 @@ from kukri.formats.facts import (
     write_mixture,
     write_numbers,
     write_recurrent,
-    write_scaling,
 )
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.rope_keys import ROPE_KEYS, read_rope, rope_keys, stretched
 from kukri.formats.keys import Keys
+from kukri.formats.layer_patterns import every_nth_full, is_nth, local_rope, one_sided, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.architecture import ExpertKeys
-from kukri.models.rope import attention_factor
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 
-# Tensors that are configuration: divisors of RoPE's frequencies.
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-
-# kukri's own keys: layers without RoPE, dynamic RoPE (llama.cpp stops at a kind it does not know), heads.
+# kukri's own keys: layers without RoPE, heads.
 NOPE_KEY = "attention.nope_layers"
-DYNAMIC_KEY = "rope.scaling.dynamic_factor"
 HEAD_KEY, PROBLEM_KEY, PAD_KEY = "head.kind", "head.problem_type", "head.pad_token_id"
 LABELS_KEY = "classifier.output_labels"  # GGUF's own
 CAUSAL_KEY, POOLING_KEY, RANK = "attention.causal", "pooling_type", 4  # llama.cpp's number of rank pooling
@@ -56,21 +40,16 @@ _SCALE = "attention.scale"
 _KV_HEADS, _INTERVAL = "attention.head_count_kv", "full_attention_interval"
 _RECURRENT = "attention.recurrent_layers"
 _ROTATES = "rope.scaling.finetuned"  # of some architectures: False if no layer rotates, as llama.cpp has it
-_ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 
 # Of mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
 # and the function that makes them of logits, 1 softmax, 3 softmax of the chosen ones; 0 says nothing.
 _EXPERT_NORM, _EXPERT_FUNCTION = "expert_weights_norm", "expert_gating_func"
 _FUNCTIONS = {False: (0, 1), True: (0, 1, 3)}
 
-READ = frozenset(
-    [
-        *("attention.value_length", _WINDOW, _PATTERN, NOPE_KEY, DYNAMIC_KEY),
-        *(LABELS_KEY, HEAD_KEY, PROBLEM_KEY, PAD_KEY, "rope.dimension_count", "rope.freq_base"),
-        *("rope.scaling.type", *_ATTENTION_FACTORS),
-        *(fact.gguf for fact in SCALING_FACTS.values()),
-    ]
-)
+READ = ROPE_KEYS | {
+    *("attention.value_length", _WINDOW, _PATTERN, NOPE_KEY),
+    *(LABELS_KEY, HEAD_KEY, PROBLEM_KEY, PAD_KEY),
+}
 # Keys that change nothing about these architectures, whatever they hold: bookkeeping; pooling, which callers
 # choose; and other architectures' keys, which llama.cpp's own saver writes into every file (softcaps of 50).
 IGNORED_KEYS = frozenset(
@@ -157,13 +136,13 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
         raise keys.unsupported("attention.value_length", message)
     rope = RopeConfig()
     if architecture.has_rope:
-        rope = _rope(keys, gguf, architecture, numbers["d_head"], numbers["max_context"])
+        rope = read_rope(keys, gguf, architecture, numbers["d_head"], numbers["max_context"])
     layers = _layers(keys, architecture, numbers["n_layers"])
     if architecture.local_rope:
         theta = keys.positive(_LOCAL_THETA, architecture.local_theta or rope.theta)
         layers = with_local_rope(layers, RopeConfig(theta, rope.rotary_dim))
     return ModelConfig(
-        **{**numbers, "max_context": _stretched(rope.scaling, numbers["max_context"])},
+        **{**numbers, "max_context": stretched(rope.scaling, numbers["max_context"])},
         architecture=architecture.name,
         tie_embeddings="output.weight" not in gguf.tensors,
         rope=rope,
@@ -194,7 +173,7 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {
         **write_numbers(config, "gguf", architecture),
         "attention.value_length": config.d_head,
-        **(_rope_keys(config, architecture) if architecture.has_rope else {}),
+        **(rope_keys(config, architecture) if architecture.has_rope else {}),
         **({} if config.is_causal else {CAUSAL_KEY: False}),
         **rotates,
         **_window_keys(config, architecture),
@@ -435,43 +414,6 @@ def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[Laye
     )
 
 
-def one_sided(window: int) -> int:
-    """Tokens that an encoder's token sees on each side, itself among them, by the window of both sides."""
-    return window // 2 + 1
-
-
-def with_local_rope(layers: Sequence[LayerConfig], rope: RopeConfig) -> tuple[LayerConfig, ...]:
-    """The layers, those with a window rotating by `rope`."""
-    return tuple(replace(layer, rope=rope) if layer.window else layer for layer in layers)
-
-
-def local_rope(config: ModelConfig, architecture: Architecture) -> RopeConfig | None:
-    """The RoPE of layers with a window, if the architecture's files state it and there are any.
-
-    Raises UnsupportedError if layers rotate in ways for which no file has a key.
-    """
-    ropes = {layer.rope for layer in config.layers if layer.window} if architecture.local_rope else set()
-    others = {layer.rope for layer in config.layers if not (architecture.local_rope and layer.window)}
-    local = ropes.pop() if len(ropes) == 1 else None
-    if (
-        ropes
-        or others - {None}
-        or (local and (local.scaling, local.rotary_dim) != (None, config.rope.rotary_dim))
-    ):
-        raise UnsupportedError(f"files of {architecture.name} have no key for a RoPE of this layer or that")
-    return local
-
-
-def is_nth(layer: int, interval: int) -> bool:
-    """True for each layer at the end of `interval` layers; 0: for none."""
-    return interval > 0 and layer % interval == interval - 1
-
-
-def every_nth_full(n_layers: int, interval: int, architecture: Architecture) -> list[bool]:
-    """Which layers have a window: all but one of each `interval`, the last or the first; 0: all."""
-    return [not is_nth(i - architecture.is_full_first, interval) for i in range(n_layers)]
-
-
 def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:
     """Which layers the window is for: a truth for each, or n, if every n-th layer sees everything."""
     if not keys.has(_PATTERN):
@@ -508,153 +450,3 @@ def _pattern_key(windowed: list[bool], architecture: Architecture) -> dict[str, 
         if windowed == every_nth_full(len(windowed), n, architecture):
             return {_PATTERN: n}
     return {_PATTERN: np.array(windowed)}
-
-
-def _rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    rope = config.rope
-    keys = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.rotary_dim}
-    return keys | (_scaling_keys(rope.scaling, architecture) if rope.scaling else {})
-
-
-def _rope(
-    keys: Keys, gguf: GGUFFile, architecture: Architecture, d_head: int, max_context: int
-) -> RopeConfig:
-    rotary_dim = keys.whole("rope.dimension_count", d_head, most=d_head)
-    if rotary_dim % 2:
-        raise keys.error("rope.dimension_count", f"is {rotary_dim}, which is odd")
-    theta = keys.positive("rope.freq_base", 10000.0)
-    try:
-        return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context))
-    except ConfigError as error:
-        raise FormatError(str(error), path=keys.path) from None
-
-
-def _stretched(scaling: RopeScaling | None, max_context: int) -> int:
-    """max_context, or YaRN's reach if that is more: some files give the context before it."""
-    if scaling is None or scaling.kind != "yarn":
-        return max_context
-    return max(max_context, min(int(scaling.original_context * scaling.factor), MAX_CONTEXT))
-
-
-def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context: int) -> RopeScaling | None:
-    kind = _scaling_kind(keys, gguf)
-    if kind == "llama3":
-        return RopeScaling(kind, factors=_divisors(gguf, "factors"))
-    original_key = SCALING_FACTS["original_context"].gguf
-    original = keys.whole(original_key, max_context, least=0, most=MAX_CONTEXT) or max_context
-    if kind == "longrope":
-        return RopeScaling(
-            kind,
-            max_context / original,
-            original,
-            attention_factor=_attention_factor(keys, 1.0),
-            short_factors=_divisors(gguf, "short_factors"),
-            long_factors=_divisors(gguf, "long_factors"),
-        )
-    factor_key = DYNAMIC_KEY if keys.has(DYNAMIC_KEY) else SCALING_FACTS["factor"].gguf
-    if kind == "none" or keys.value(factor_key) == 0:  # 0 is none, as in llama.cpp
-        return None
-    factor = keys.positive(factor_key)
-    if kind == "linear":
-        return RopeScaling(kind, factor)
-    if kind == "dynamic":
-        return RopeScaling(kind, factor, original)
-    plain = RopeScaling(kind, factor, original)
-    return RopeScaling(
-        kind,
-        factor,
-        original,
-        attention_factor=_attention_factor(keys, attention_factor(plain)),
-        beta_fast=SCALING_FACTS["beta_fast"].read(keys, "gguf", plain.beta_fast),
-        beta_slow=SCALING_FACTS["beta_slow"].read(keys, "gguf", plain.beta_slow),
-        truncate=architecture.yarn_truncates,
-    )
-
-
-def _scaling_kind(keys: Keys, gguf: GGUFFile) -> str:
-    """The kind that the file names, or that its tensors of divisors imply: converters then write none."""
-    tensors = gguf.tensors.keys()
-    by_tensors = "llama3" if ROPE_TENSORS[0] in tensors else ""
-    by_tensors = by_tensors or ("longrope" if tensors & set(ROPE_TENSORS[1:]) else "")
-    default = "linear" if keys.has("rope.scaling.factor") else "none"  # llama.cpp's
-    default = "dynamic" if keys.has(DYNAMIC_KEY) else default
-    kind = keys.text("rope.scaling.type", by_tensors or default)
-    if kind == "linear" and keys.value("rope.scaling.factor") == 0:  # as llama.cpp saves it
-        kind = "none"
-    if by_tensors:
-        if kind not in (by_tensors, "none"):
-            message = f"is {brief(kind)} in a file with {by_tensors} factors"
-            raise keys.unsupported("rope.scaling.type", message)
-        return by_tensors
-    if kind not in ("none", "linear", "dynamic", "yarn"):
-        message = "kukri runs none, linear, dynamic and yarn, and others by their factors"
-        raise keys.unsupported("rope.scaling.type", f"is {brief(kind)}: {message}")
-    return kind
-
-
-def _attention_factor(keys: Keys, base: float) -> float | None:
-    """The file's attention factor, which multiplies `base`; None if it says nothing."""
-    for key in _ATTENTION_FACTORS:
-        if keys.has(key):
-            return keys.positive(key) * base
-    return None
-
-
-def _divisors(gguf: GGUFFile, field: str) -> tuple[float, ...]:
-    """The divisors of RoPE's frequencies in the tensor of a field."""
-    name = SCALING_FACTS[field].gguf
-    tensor = gguf.tensors.get(name)
-    if tensor is None:
-        raise FormatError("is missing", path=gguf.path, tensor=name)
-    if len(tensor.shape) != 1 or tensor.type.name != "F32" or tensor.shape[0] > MAX_HEAD:
-        raise FormatError("must be a list of F32 factors", path=gguf.path, tensor=name)
-    return tuple(gguf.array(name).tolist())
-
-
-def _scaling_keys(scaling: RopeScaling, architecture: Architecture) -> dict[str, Any]:
-    if scaling.kind == "llama3":
-        return {}  # its tensor says all
-    if scaling.kind == "dynamic":
-        return {DYNAMIC_KEY: float(scaling.factor), **write_scaling(scaling, "gguf", ("original_context",))}
-    if scaling.kind == "longrope":
-        factor = attention_factor(scaling)
-        return {_ATTENTION_FACTORS[0]: factor, **write_scaling(scaling, "gguf", ("original_context",))}
-    fields: tuple[str, ...] = ("factor",)
-    if scaling.kind == "yarn":
-        fields = ("factor", "original_context", "beta_fast", "beta_slow")
-    keys = {"rope.scaling.type": scaling.kind, **write_scaling(scaling, "gguf", fields)}
-    return keys | _yarn_factor(scaling, architecture) if scaling.kind == "yarn" else keys
-
-
-def _yarn_factor(scaling: RopeScaling, architecture: Architecture) -> dict[str, Any]:
-    """The attention factor over that of the paper, which readers multiply it by, unless it is the paper's."""
-    if scaling.truncate != architecture.yarn_truncates:
-        usual = "with" if architecture.yarn_truncates else "without"
-        raise UnsupportedError(
-            f"GGUF has no key for YaRN's truncate: readers take {architecture.name}'s bounds {usual} rounding"
-        )
-    base = attention_factor(RopeScaling("yarn", scaling.factor, scaling.original_context))
-    wanted = attention_factor(scaling)
-    return {} if math.isclose(wanted, base) else {_ATTENTION_FACTORS[0]: wanted / base}
-
-
-def rope_tensors(config: ModelConfig) -> dict[str, npt.NDArray[np.float32]]:
-    """The tensors that are configuration: divisors of RoPE's frequencies, for llama3 and longrope."""
-    scaling = config.rope.scaling
-    if scaling is None or scaling.kind not in ("llama3", "longrope"):
-        return {}
-    if scaling.kind == "longrope":
-        values = write_scaling(scaling, "gguf", ("short_factors", "long_factors"))
-        return {name: np.array(factors, np.float32) for name, factors in values.items()}
-    factors = scaling.factors or llama3_divisors(config.rope.theta, config.rope.rotary_dim, scaling)
-    return {ROPE_TENSORS[0]: np.array(factors, np.float32)}
-
-
-def llama3_divisors(theta: float, rotary_dim: int, scaling: RopeScaling) -> npt.NDArray[np.float64]:
-    """Slow frequencies divided by the factor, fast ones by 1, a blend between (Llama 3.1)."""
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
-    turns = scaling.original_context / wavelengths
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    factors: npt.NDArray[np.float64] = 1 / ((1 - kept) / scaling.factor + kept)
-    return factors

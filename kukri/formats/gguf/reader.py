@@ -227,7 +227,7 @@ class Metadata(Mapping[str, Value]):
         return entry.n_items if isinstance(entry, _NumberArray) else None
 
     def close(self) -> None:
-        """Lets go of the file; single values stay readable."""
+        """Releases the file; single values stay readable."""
         self._cursor = None
 
 

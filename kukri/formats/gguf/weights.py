@@ -9,9 +9,10 @@ from typing import Any
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
-from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief
-from kukri.formats.gguf.config import ROPE_TENSORS, activations_per_token, architecture_of
+from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
+from kukri.formats.gguf.config import activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
+from kukri.formats.gguf.rope_keys import ROPE_TENSORS
 from kukri.formats.gguf.tensor_names import gguf_name, module_name
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Experts, Weight
@@ -20,7 +21,6 @@ from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS
 
-_MAX_LISTED = 8
 _BIAS = re.compile(r"blk\.\d+\.(?P<module>\w+)\.(?P<kind>weight|bias)")
 
 
@@ -75,12 +75,8 @@ class GGUFWeights:
         """Raises UnusedTensorError listing the tensors that no layer took."""
         unused = [name for name in self._gguf.tensors if name not in self._taken]
         if unused:
-            listed = ", ".join(map(brief, unused[:_MAX_LISTED]))
-            more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
-            raise UnusedTensorError(
-                f"holds tensors that no layer of {self._config.architecture} takes: {listed}{more}",
-                path=self._gguf.path,
-            )
+            message = f"holds tensors that no layer of {self._config.architecture} takes: "
+            raise UnusedTensorError(message + brief_list([*map(brief, unused)]), path=self._gguf.path)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
         stored_name = gguf_name(name, self._architecture.name)

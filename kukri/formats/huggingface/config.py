@@ -8,23 +8,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kukri.config import (
-    MAX_CONTEXT,
-    MAX_TOKEN_TYPES,
-    PROBLEM_TYPES,
-    ROPE_SCALINGS,
-    HeadConfig,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-    RopeScaling,
-)
-from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
+from kukri.config import MAX_TOKEN_TYPES, PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
+from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
-    SCALING_FACTS,
-    SCALING_FIELDS,
     facts,
     mixture_facts,
     read_mixture,
@@ -33,17 +19,10 @@ from kukri.formats.facts import (
     write_mixture,
     write_numbers,
     write_recurrent,
-    write_scaling,
 )
-from kukri.formats.gguf.config import (
-    every_nth_full,
-    is_nth,
-    llama3_divisors,
-    local_rope,
-    one_sided,
-    with_local_rope,
-)
+from kukri.formats.huggingface.rope_keys import LAYER_TYPES, local_rope_keys, read_ropes, scaling_keys
 from kukri.formats.keys import Keys
+from kukri.formats.layer_patterns import every_nth_full, is_nth, one_sided, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
 
 _POSITIONS = "max_position_embeddings"
@@ -126,7 +105,7 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         numbers["d_ffn"] = _adjusted_width(keys, numbers["d_ffn"])
     rope, local = RopeConfig(), None
     if architecture.has_rope:
-        rope, local = _ropes(keys, architecture, numbers["d_head"], numbers["max_context"])
+        rope, local = read_ropes(keys, architecture, numbers["d_head"], numbers["max_context"])
     layers = _layers(keys, architecture, numbers["n_layers"])
     normalized = architecture.experts is not None and _flag(keys, architecture.experts.normalized)
     has_types = "type_vocab_size" in architecture.reads
@@ -190,8 +169,8 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         architecture.hf_activation: architecture.activation,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope.theta,
-        "rope_scaling": _scaling_keys(config.rope) if config.rope.scaling else None,
-        **_local_rope_keys(config, architecture),
+        "rope_scaling": scaling_keys(config.rope) if config.rope.scaling else None,
+        **local_rope_keys(config, architecture),
         # the tokenizer's files say them; left out, each class has ids of its own that the vocabulary may lack
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **_window_keys(architecture, windows),
@@ -364,10 +343,8 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
             )
 
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ADJUSTS = "block_auto_adjust_ff_dim"
 _ATTENTION_INDICES, _INTERVAL = "full_attn_idxs", "full_attention_interval"
-_LOCAL_THETA = "rope_local_base_freq"
 _QUERY_SCALAR = "query_pre_attn_scalar"
 _HEAD_CLASSES = {
     "ForQuestionAnswering": "question_answering",
@@ -492,7 +469,7 @@ def _windows(keys: Keys, architecture: Architecture, n_layers: int) -> list[int 
         window = one_sided(window)
     if "layer_types" in reads and keys.value("layer_types") is not None:
         types = _per_layer(keys, "layer_types", str, n_layers)
-        if unknown := set(types) - set(_LAYER_TYPES):
+        if unknown := set(types) - set(LAYER_TYPES):
             raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs full and sliding")
         return [window if kind == "sliding_attention" else None for kind in types]
     if "max_window_layers" in reads:
@@ -526,183 +503,3 @@ def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[
     if size is not None and None in windows:
         raise UnsupportedError(f"{architecture.name} has no key for a window in some layers alone")
     return {"sliding_window": size}
-
-
-def _ropes(
-    keys: Keys, architecture: Architecture, d_head: int, max_context: int
-) -> tuple[RopeConfig, RopeConfig | None]:
-    """RoPE from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
-
-    The second is that of layers with a window, if the architecture lets them differ.
-    """
-    where = "rope_parameters" if keys.value("rope_parameters") is not None else "rope_scaling"
-    stated = _object(keys, where, keys.value(where))
-    by_type = {name: value for name, value in stated.items() if name in _LAYER_TYPES}
-    if by_type and not architecture.local_rope:
-        raise keys.unsupported(where, "differs from layer to layer, which this architecture does not do")
-    if unknown := set(stated) - by_type.keys() if by_type else set():
-        raise keys.unsupported(where, f"names {brief(min(unknown))} among types of layers")
-    full = _object(keys, f"{where}.full_attention", by_type.get("full_attention")) if by_type else stated
-    older = keys.values.get("rope_scaling") or {}
-    if where == "rope_parameters" and isinstance(older, dict):
-        older = {"rope_type" if key == "type" else key: value for key, value in older.items()}
-        if any(value != full.get(key) for key, value in older.items()):
-            raise keys.error(where, "and 'rope_scaling' say different things: keep the one that is right")
-    theta = keys.value("rope_theta")
-    size = d_head, max_context
-    place = f"{where}.full_attention" if by_type else where
-    rope = _rope(keys, architecture, place, full, 10000.0 if theta is None else theta, *size)
-    if not architecture.local_rope:
-        return rope, None
-    theta = keys.value(_LOCAL_THETA) if _LOCAL_THETA in architecture.reads else None
-    theta = theta or architecture.local_theta or rope.theta
-    place = f"{where}.sliding_attention" if by_type else _LOCAL_THETA
-    local = _object(keys, place, by_type.get("sliding_attention"))
-    return rope, _rope(keys, architecture, place, local, theta, *size)
-
-
-def _object(keys: Keys, key: str, value: Any) -> dict[str, Any]:
-    """A key's object, empty if it is null."""
-    if value is not None and not isinstance(value, dict):
-        raise keys.error(key, f"must be an object, not {brief(value)}")
-    return value or {}
-
-
-def _rope(
-    keys: Keys,
-    architecture: Architecture,
-    where: str,
-    stated: Mapping[str, Any],
-    theta: Any,
-    d_head: int,
-    max_context: int,
-) -> RopeConfig:
-    """RoPE of the parameters `stated` under the key `where`, with `theta` if they have none."""
-    share = keys.value("partial_rotary_factor")
-    defaults = {"rope_theta": theta, "partial_rotary_factor": 1.0 if share is None else share}
-    named = {f"{where}.{name}": value for name, value in stated.items() if value is not None}
-    parameters = Keys(named, keys.path, f"{where}.", defaults)
-    theta = parameters.positive("rope_theta")
-    scaling = _scaling(parameters, keys, architecture, max_context)
-    try:
-        return RopeConfig(theta, _rotary_dim(parameters, keys, architecture, d_head, scaling), scaling)
-    except ConfigError as error:
-        raise keys.error(where, f"makes no sense: {error}") from None
-
-
-def _local_rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """RoPE by types of layers, as transformers 5 has it, beside the keys of transformers 4."""
-    local = local_rope(config, architecture)
-    if local is None:
-        return {}
-    scaling = _scaling_keys(config.rope) if config.rope.scaling else {"rope_type": "default"}
-    types = {
-        "full_attention": {**scaling, "rope_theta": config.rope.theta},
-        "sliding_attention": {"rope_type": "default", "rope_theta": local.theta},
-    }
-    older = {_LOCAL_THETA: local.theta} if _LOCAL_THETA in architecture.reads else {}
-    return {"rope_parameters": types, **older}
-
-
-def _rotary_dim(
-    parameters: Keys, keys: Keys, architecture: Architecture, d_head: int, scaling: RopeScaling | None
-) -> int:
-    """Dimensions of a head that rotate.
-
-    In transformers (5.23) partial_rotary_factor counts for some classes alone. Others leave it out if RoPE
-    is not scaled, and cannot run with it if it is.
-    """
-    share = parameters.positive("partial_rotary_factor")
-    if not architecture.partial_rotary and scaling is not None and share != 1:
-        message = f"is {share:g} beside a scaling: transformers' {architecture.name} does not run that either"
-        raise keys.unsupported("partial_rotary_factor", message)
-    rotary_dim = int(d_head * share)
-    if share > 1 or rotary_dim % 2 or rotary_dim == 0:
-        raise keys.error("partial_rotary_factor", f"of {share:g} leaves {rotary_dim} of {d_head} dimensions")
-    return rotary_dim if architecture.partial_rotary else d_head
-
-
-def _scaling(
-    parameters: Keys, keys: Keys, architecture: Architecture, max_context: int
-) -> RopeScaling | None:
-    where = parameters.prefix.removesuffix(".")
-    kind = parameters.value("rope_type", parameters.value("type", "default"))
-    kind = architecture.scaling_names.get(str(kind), kind)
-    if kind != "default" and kind not in ROPE_SCALINGS:
-        known = ", ".join(("default", *ROPE_SCALINGS))
-        raise keys.unsupported(where, f"has rope_type {brief(kind)}: kukri runs {known}")
-    fields = () if kind == "default" else SCALING_FIELDS[kind]
-    names = {SCALING_FACTS[field].hf: field for field in (*fields, "original_context")}
-    common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *architecture.ignores}
-    stated = [name.removeprefix(parameters.prefix) for name in parameters.values]
-    if unknown := set(stated) - names.keys() - common:
-        raise keys.unsupported(where, f"has the unknown parameter {brief(min(unknown))}")
-    if kind == "default":
-        return None
-    found = {
-        field: _parameter(parameters, name, SCALING_FACTS[field].kind)
-        for name, field in names.items()
-        if parameters.has(name)
-    }
-    try:
-        return RopeScaling(kind, **_completed(kind, found, keys, parameters, max_context))
-    except ConfigError as error:
-        raise keys.error(where, f"makes no sense: {error}") from None
-
-
-def _parameter(parameters: Keys, name: str, kind: type) -> Any:
-    """A parameter of a scaling, checked."""
-    if kind is tuple:
-        return tuple(parameters.as_positive(name, factor) for factor in parameters.items(name, object))
-    if kind is bool:
-        return bool(parameters.value(name))
-    return parameters.whole(name, most=MAX_CONTEXT) if kind is int else parameters.positive(name)
-
-
-def _completed(
-    kind: str, found: dict[str, Any], keys: Keys, parameters: Keys, max_context: int
-) -> dict[str, Any]:
-    """The parameters with those that follow from others, as in transformers; it reads no others of theirs."""
-    top = SCALING_FACTS["original_context"].hf
-    if keys.value(top) is not None:
-        found["original_context"] = keys.whole(top, most=MAX_CONTEXT)
-    found.setdefault("original_context", max_context)
-    if kind == "dynamic":  # stretches from max_position_embeddings, whatever else the file says
-        found["original_context"] = max_context
-    if kind == "linear":
-        del found["original_context"]
-    if kind in ("yarn", "longrope"):
-        found.setdefault("factor", max_context / found["original_context"])
-    for field in ("factor", "low_freq_factor", "high_freq_factor", "short_factors", "long_factors"):
-        if field in SCALING_FIELDS[kind] and field not in found:
-            raise parameters.error(
-                SCALING_FACTS[field].hf, "must be a number, or a list of them: it is missing"
-            )
-    return found
-
-
-def _scaling_keys(rope: RopeConfig) -> dict[str, Any]:
-    """`rope_scaling` of a configuration."""
-    scaling = rope.scaling
-    assert scaling is not None
-    if scaling.factors:
-        scaling = _llama3_parameters(rope, scaling)
-    # original_context of dynamic follows from the model's context, factor of longrope from both
-    left_out = {"dynamic": "original_context", "longrope": "factor"}.get(scaling.kind)
-    fields = [field for field in SCALING_FIELDS[scaling.kind] if field != left_out]
-    defaults = RopeScaling("linear")
-    unsaid = [
-        f for f in ("mscale", "mscale_all_dim", "truncate") if getattr(scaling, f) == getattr(defaults, f)
-    ]
-    stated = write_scaling(scaling, "hf", tuple(field for field in fields if field not in unsaid))
-    return {"rope_type": scaling.kind, **stated}
-
-
-def _llama3_parameters(rope: RopeConfig, scaling: RopeScaling) -> RopeScaling:
-    """The parameters that give the divisors of a GGUF file, which holds those alone."""
-    for power in range(3, 21):
-        trial = RopeScaling("llama3", round(max(scaling.factors), 3), 1 << power)
-        made = llama3_divisors(rope.theta, rope.rotary_dim, trial).astype(np.float32)
-        if np.allclose(made, scaling.factors, rtol=1e-5):
-            return trial
-    raise UnsupportedError("the divisors in rope_freqs.weight are not those of Llama 3's formula")

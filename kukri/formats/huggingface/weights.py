@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
-from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief
+from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
@@ -33,7 +33,6 @@ _HEADS = (
 )  # outside of the model below them
 _RUNS = ("F32", "F16", "BF16")
 _BYTES = ("U8",)
-_MAX_LISTED = 8
 
 # Tensors that old checkpoints carry and that follow from the configuration: frequencies and causal masks.
 _IGNORABLE = re.compile(
@@ -182,10 +181,9 @@ class SafetensorsWeights:
             and not re.fullmatch(self._architecture.unused, canonical_name(name, self._prefix))
         ]
         if unused:
-            listed = ", ".join(map(brief, unused[:_MAX_LISTED]))
-            more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
+            listed = brief_list([*map(brief, unused)])
             raise UnusedTensorError(
-                f"holds tensors that no layer of {self._config.architecture} takes: {listed}{more}; "
+                f"holds tensors that no layer of {self._config.architecture} takes: {listed}; "
                 "check model_type in config.json, or save the checkpoint without them",
                 path=self.path,
             )
@@ -281,7 +279,7 @@ def _fused(name: str) -> tuple[str, int, int]:
 
 
 def _turn(module: str) -> tuple[str, slice]:
-    """Of an interleaved tensor of experts, the name, and which of its outputs are a module's."""
+    """The name of an interleaved tensor of experts, and which of its outputs are a module's."""
     layer, _, part = module.rpartition(".")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     return f"{layer}.{_FUSED.get(part, part)}", turns.get(part, slice(None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,82 +15,29 @@ from kukri.config import ModelConfig
 from kukri.errors import FormatError
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
-from kukri.formats.huggingface.weights import (
-    is_decay,
-    joined_name,
-    norm_offset,
-    parameter_name,
-    stored_shape,
-)
+from kukri.formats.huggingface.weights import is_decay, joined_name, norm_offset, parameter_name, stored_shape
 from kukri.formats.unfinished import unfinished
-from kukri.kernels.arrays import ByteArray, FloatArray
+from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.cpu.quantize import requantize
 from kukri.mapped_files import release_pages
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order
-from kukri.models.weights import WeightSource, expert_name
+from kukri.models.weights import TakenWeights, expert_name
 from kukri.quant.types import QUANT_TYPES, QuantType
-
-
-class NamedWeights:
-    """A `WeightSource` that passes on another's tensors, and records those that a model takes.
-
-    Attributes: matrices, stacks, stacked_vectors and vectors, the shape of each by name.
-    """
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self.matrices: dict[str, tuple[int, int]] = {}
-        self.stacks: dict[str, tuple[int, int, int]] = {}  # of experts
-        self.stacked_vectors: dict[str, tuple[int, int]] = {}  # biases of experts
-        self.vectors: dict[str, int] = {}
-
-    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix as it is stored."""
-        self.matrices[name] = shape
-        return self._source.matrix(name, shape)
-
-    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """Experts' matrices as they are stored."""
-        self.stacks[name] = shape
-        return self._source.experts(name, shape)
-
-    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """Biases of experts, float32 (experts, out)."""
-        self.stacked_vectors[name] = shape
-        return self._source.expert_vectors(name, shape)
-
-    def vector(self, name: str, size: int) -> FloatArray:
-        """A vector as float32 [size]."""
-        self.vectors[name] = size
-        return self._source.vector(name, size)
-
-    def has(self, name: str) -> bool:
-        """True if there is such a tensor."""
-        return self._source.has(name)
-
-    def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that no layer took."""
-        self._source.done()
-
 
 Tensors = dict[str, tuple[str, tuple[int, ...], Callable[[], ByteArray]]]
 
 
-def _interleaved(weights: NamedWeights, target: QuantType, on_tensor: Callable[[str], None]) -> Tensors:
+def _interleaved(weights: TakenWeights, target: QuantType, on_tensor: Callable[[str], None]) -> Tensors:
     """Experts as tensors of all: matrices (experts, in, out), biases (experts, out), gate and up in turns."""
 
     def stack(name: str) -> npt.NDArray[Any]:
         """Numbers [experts, in, out] of the target's width."""
         on_tensor(name)
-        experts = weights.experts(name, weights.stacks[name])
-        rows = [requantize(w.data, w.type, target, tensor=w.name) for w in experts.weights]
+        rows = [requantize(w.data, w.type, target, tensor=w.name) for w in weights.stacks[name].weights]
         return np.stack(rows).view(f"u{target.block_bytes}").swapaxes(1, 2)
-
-    def bias(name: str) -> npt.NDArray[Any]:
-        return weights.expert_vectors(name, weights.stacked_vectors[name])
 
     def in_turns(make: Callable[[str], npt.NDArray[Any]], names: list[str]) -> Callable[[], ByteArray]:
         def made() -> ByteArray:
@@ -100,7 +47,9 @@ def _interleaved(weights: NamedWeights, target: QuantType, on_tensor: Callable[[
         return made
 
     tensors: Tensors = {}
-    for name, (n, n_out, n_in) in weights.stacks.items():
+    biases = weights.stacked_vectors.__getitem__
+    for name, experts in weights.stacks.items():
+        n, n_out, n_in = experts.shape
         layer, _, part = name.removesuffix(".weight").rpartition(".")
         if part == "up_proj":
             continue  # gate's tensor has it
@@ -108,7 +57,7 @@ def _interleaved(weights: NamedWeights, target: QuantType, on_tensor: Callable[[
         fused, width = f"{layer}.{'down_proj' if len(parts) == 1 else 'gate_up_proj'}", len(parts) * n_out
         made = in_turns(stack, [f"{layer}.{p}.weight" for p in parts])
         tensors[fused] = (target.name, (n, n_in, width), made)
-        tensors[f"{fused}_bias"] = ("F32", (n, width), in_turns(bias, [f"{layer}.{p}.bias" for p in parts]))
+        tensors[f"{fused}_bias"] = ("F32", (n, width), in_turns(biases, [f"{layer}.{p}.bias" for p in parts]))
     return tensors
 
 
@@ -134,7 +83,7 @@ def _joined(tensors: Tensors, architecture: Architecture) -> Tensors:
 def write_directory(
     path: Path,
     config: ModelConfig,
-    weights: NamedWeights,
+    weights: TakenWeights,
     dtype: str,
     text: Mapping[str, Any],
     on_tensor: Callable[[str], None],
@@ -144,12 +93,8 @@ def write_directory(
     `weights` are those a model has taken, `text` the contents of its tokenizer's files by their names.
     Matrices become `dtype` (F32, F16 or BF16), vectors stay F32.
     """
-    target, names = (
-        QUANT_TYPES[dtype],
-        [*weights.matrices, *weights.stacks, *weights.stacked_vectors, *weights.vectors],
-    )
-
-    in_pairs = ARCHITECTURES[config.architecture].hf_interleaved_rope
+    target, architecture = QUANT_TYPES[dtype], ARCHITECTURES[config.architecture]
+    in_pairs = architecture.hf_interleaved_rope
 
     def stored_order(name: str, n_rows: int) -> tuple[Any, Any]:
         """The rows and the columns as transformers has them."""
@@ -170,46 +115,32 @@ def write_directory(
         release_pages(weight.stored)
         return rows
 
-    def matrix(name: str) -> Callable[[], ByteArray]:
-        return lambda: made(weights.matrix(name, weights.matrices[name]))
+    def all_made(experts: Experts) -> ByteArray:
+        return np.stack([made(weight) for weight in experts.weights])
 
-    def expert(name: str, i: int) -> Callable[[], ByteArray]:
-        return lambda: made(stack(name).weights[i])
+    def vector(name: str) -> ByteArray:
+        values = weights.vectors[name] - norm_offset(name, config)
+        values = np.log(-values) if is_decay(name) else values
+        return np.ascontiguousarray(values[stored_order(name, len(values))[0]]).view(np.uint8)
 
-    def all_of(name: str) -> Callable[[], ByteArray]:
-        return lambda: np.stack(
-            [made(weight) for weight in weights.experts(name, weights.stacks[name]).weights]
-        )
-
-    @lru_cache(maxsize=1)  # its experts come one after another
-    def stack(name: str) -> Experts:
-        return weights.experts(name, weights.stacks[name])
-
-    def vector(name: str) -> Callable[[], ByteArray]:
-        def make() -> ByteArray:
-            values = weights.vector(name, weights.vectors[name]) - norm_offset(name, config)
-            values = np.log(-values) if is_decay(name) else values
-            return np.ascontiguousarray(values[stored_order(name, len(values))[0]]).view(np.uint8)
-
-        return make
-
-    architecture = ARCHITECTURES[config.architecture]
     tensors: Tensors = {
-        name: (dtype, stored_shape(name, shape), matrix(name)) for name, shape in weights.matrices.items()
+        name: (dtype, stored_shape(name, weight.shape), partial(made, weight))
+        for name, weight in weights.matrices.items()
     }
-    experts = architecture.experts
     if architecture.joined:
-        stacks: Tensors = {name: (dtype, shape, all_of(name)) for name, shape in weights.stacks.items()}
-        tensors = _joined(tensors | stacks, architecture)
-    elif experts is not None and experts.is_interleaved:
+        for name, experts in weights.stacks.items():
+            tensors[name] = (dtype, experts.shape, partial(all_made, experts))
+        tensors = _joined(tensors, architecture)
+    elif architecture.experts is not None and architecture.experts.is_interleaved:
         tensors |= _interleaved(weights, target, on_tensor)
     else:
-        for name, (n, *shape) in weights.stacks.items():
-            tensors |= {expert_name(name, i): (dtype, tuple(shape), expert(name, i)) for i in range(n)}
-    for name, size in weights.vectors.items():
-        tensors[parameter_name(name)] = ("F32", (size,), vector(name))
+        for name, experts in weights.stacks.items():
+            for i, weight in enumerate(experts.weights):
+                tensors[expert_name(name, i)] = (dtype, weight.shape, partial(made, weight))
+    for name, values in weights.vectors.items():
+        tensors[parameter_name(name)] = ("F32", values.shape, partial(vector, name))
     torch_name = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
-    stated = {**hf_config(config, names), "torch_dtype": torch_name}
+    stated = {**hf_config(config, weights.parameters.keys()), "torch_dtype": torch_name}
     try:
         with unfinished(path, is_directory=True) as folder:
             for name, contents in {"config.json": stated, **text}.items():

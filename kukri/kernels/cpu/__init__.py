@@ -27,7 +27,7 @@ from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.kernel_cache import cache_dir
 from kukri.kernels.cpu.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.ops import ACTIVATIONS, RouteTable, Value
-from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, pack, pack_experts
+from kukri.kernels.cpu.pack import PackedWeight, pack, pack_experts
 from kukri.kernels.cpu.passes import run_passes
 from kukri.kernels.cpu.place import Plan, Segment
 from kukri.kernels.cpu.pool import shared_pool
@@ -56,7 +56,7 @@ class CpuBackend:
         self.pool = shared_pool(n_threads)
         self._sampling: CpuSampling | None = None
         self._packed: dict[tuple[Weight, ...], PackedWeight] = {}
-        self._packed_experts: dict[tuple[Experts, ...], PackedExperts] = {}
+        self._packed_experts: dict[tuple[Experts, ...], PackedWeight] = {}
         self._packed_updates: WeakKeyDictionary[LowRank, PackedLowRank] = WeakKeyDictionary()
         self.on_packed: Callable[[int], None] | None = None  # told the bytes of weights just packed
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
@@ -101,7 +101,7 @@ class CpuBackend:
         return self._sampling
 
     def close(self) -> None:
-        """Gives up the worker threads, which end with the last backend that uses them."""
+        """Releases the worker threads, which end with the last backend that uses them."""
         self._sampling = None
         self.__dict__.pop("pool", None)
 
@@ -113,7 +113,7 @@ class CpuBackend:
                 self.on_packed(sum(weight.stored.nbytes for weight in weights))
         return self._packed[weights]
 
-    def packed_experts(self, experts: tuple[Experts, ...]) -> PackedExperts:
+    def packed_experts(self, experts: tuple[Experts, ...]) -> PackedWeight:
         """The tiles of experts of one type, packed once."""
         if experts not in self._packed_experts:
             self._packed_experts[experts] = pack_experts(experts, self.pool)

@@ -59,7 +59,7 @@ def spin_pause(builder: Any) -> None:
 
 @operation(types.void)
 def yield_cpu(builder: Any) -> None:
-    """Lets another runnable thread have this CPU."""
+    """Yields this CPU to another runnable thread."""
     call_llvm(builder, "sched_yield", _I32)
 
 

@@ -3,7 +3,7 @@
 Keys are taken in *chunks* of 64, fixed in absolute position. A chunk gives a partial result per query row
 (its maximum, its sum of exponentials and its weighted values); partials are merged in chunk order, as in
 FlashAttention (Dao et al. 2022). Whether one thread runs over all chunks or several share them, and
-whatever the other rows are, a row's arithmetic is the same to the bit.
+whatever the other rows are, a row's result is bit-identical.
 
 Rows are (token, head) pairs that share a key head, so each key is widened to float32 once for all of
 them. Their tokens are of one sequence, or of several that decode from the same prefix. Scores of a page of
@@ -74,12 +74,7 @@ from kukri.kernels.cpu.simd import (
     store_f32x16,
     sum_lanes,
 )
-from kukri.kernels.cpu.tiles import (
-    tile_add_scaled,
-    tile_fma,
-    tile_store,
-    tile_zeros_f32,
-)
+from kukri.kernels.cpu.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
 _NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
@@ -234,10 +229,7 @@ def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
         together,
         lambda j: (
             lambda o, page, key, i, weights: tile_fma(
-                o[j],
-                load_value(page, key, i + j, d_head),
-                weights + j // span * next_scale,
-                4 * CHUNK_TOKENS,
+                o[j], load_value(page, key, i + j, d_head), weights + j // span * next_scale, 4 * CHUNK_TOKENS
             )
         ),
     )

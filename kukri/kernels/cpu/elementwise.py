@@ -11,23 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels.cpu.intrinsics import (
-    device,
-    f32_of_bits,
-    load_f32,
-    load_i32,
-    load_i64,
-    store_f32,
-)
-from kukri.kernels.cpu.layouts import (
-    Q8_BLOCK,
-    Q8_BLOCK_BYTES,
-)
-from kukri.kernels.cpu.panels import (
-    panel_of,
-    quantize_block,
-    row_kernel,
-)
+from kukri.kernels.cpu.intrinsics import device, f32_of_bits, load_f32, load_i32, load_i64, store_f32
+from kukri.kernels.cpu.layouts import Q8_BLOCK, Q8_BLOCK_BYTES
+from kukri.kernels.cpu.panels import panel_of, quantize_block, row_kernel
 from kukri.kernels.cpu.simd import (
     absolute,
     exponential,
@@ -101,9 +87,9 @@ def _centred(i, x, mean, factor, weight, bias):
 
 
 @device
-def _gated(i, gate, up):
+def _silu_gated(i, x, gate):
     a = load_f32x16(gate + i)
-    return a / (splat(1.0) + exponential(splat(0.0) - a)) * load_f32x16(up + i)
+    return a / (splat(1.0) + exponential(splat(0.0) - a)) * load_f32x16(x + i)
 
 
 @device
@@ -114,11 +100,6 @@ def _multiplied(i, x, gate):
 @device
 def _sigmoid_gated(i, x, gate):
     return load_f32x16(x + i) / (splat(1.0) + exponential(splat(0.0) - load_f32x16(gate + i)))
-
-
-@device
-def _silu_gated(i, x, gate):
-    return _gated(i, gate, x)
 
 
 @device
@@ -137,8 +118,8 @@ def _gelu_tanh(i, x):
 
 
 @device
-def _gelu_gated(i, gate, up):
-    return _gelu_tanh(i, gate) * load_f32x16(up + i)
+def _gelu_gated(i, x, gate):
+    return _gelu_tanh(i, gate) * load_f32x16(x + i)
 
 
 @device
@@ -172,13 +153,16 @@ def activation_parts(n):
     return (n + PART_COLUMNS - 1) // PART_COLUMNS
 
 
+@device
+def _columns(part, n):
+    """(the first byte of a part's columns, the byte behind its last)."""
+    start = 4 * PART_COLUMNS * part
+    return start, min(start + 4 * PART_COLUMNS, 4 * n)
+
+
 _write_scaled, _write_centred = _make_write(_scaled), _make_write(_centred)
 _write_scaled_and_added, _write_sum = _make_write(_scaled_and_added), _make_write(_sum)
-_write_gated, _write_gelu = _make_write(_gated), _make_write(_gelu_tanh)
-_write_gelu_gated, _write_clamped = _make_write(_gelu_gated), _make_write(_clamped)
-_write_multiplied, _write_sigmoid_gated = _make_write(_multiplied), _make_write(_sigmoid_gated)
-_write_silu_gated = _make_write(_silu_gated)
-_write_gelu_exact, _write_tanh = _make_write(_gelu_erf), _make_write(_tanh)
+_write_clamped = _make_write(_clamped)
 
 
 def rms_norm(row, width, x, x_stride, n, weight, eps, y, y_stride, panels):
@@ -205,16 +189,14 @@ def add(row, width, x, x_stride, n, residual, residual_stride, scale, y, y_strid
 
 def scale(row, part, x, x_stride, n, factor, y, y_stride):
     """y = x * factor, in whole vectors: rows have room for them."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    start, stop = _columns(part, n)
     for i in range(start, stop, 64):
         store_f32x16(y + row * y_stride + i, load_f32x16(x + row * x_stride + i) * splat(f32_of_bits(factor)))
 
 
 def softcap(row, part, x, x_stride, n, cap, y, y_stride):
     """y = cap * tanh(x / cap), in whole vectors: rows have room for them."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    start, stop = _columns(part, n)
     most = splat(f32_of_bits(cap))
     for i in range(start, stop, 64):
         value = hyperbolic_tangent(load_f32x16(x + row * x_stride + i) / most) * most
@@ -246,75 +228,38 @@ def layer_norm(row, width, x, x_stride, n, weight, bias, eps, y, y_stride, panel
     _write_centred(row, width, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
 
 
-def silu_mul(row, width, part, gate, up, x_stride, n, y, y_stride, panels):
-    """y = silu(gate) * up."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_gated(row, width, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride)
-
-
-def gated_itself(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
-    """y = x * gate."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    gates = gate + row * gate_stride
-    _write_multiplied(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
-
-
-def gated_sigmoid(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
-    """y = x * sigmoid(gate)."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    gates = gate + row * gate_stride
-    _write_sigmoid_gated(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
-
-
-def gated_silu(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
-    """y = x * silu(gate)."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    gates = gate + row * gate_stride
-    _write_silu_gated(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
-
-
-def gelu_mul(row, width, part, gate, up, x_stride, n, y, y_stride, panels):
-    """y = GELU of gate, tanh form, times up."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_gelu_gated(
-        row, width, start, stop, n, y, y_stride, panels, gate + row * x_stride, up + row * x_stride
-    )
-
-
 def clamped_swiglu(row, width, part, gate, up, x_stride, n, alpha, limit, y, y_stride, panels):
     """y = (up + 1) * gate * sigmoid(alpha * gate), clamped."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
+    start, stop = _columns(part, n)
     a = splat(f32_of_bits(alpha))
     most = splat(f32_of_bits(limit))
     xp = row * x_stride
     _write_clamped(row, width, start, stop, n, y, y_stride, panels, gate + xp, up + xp, a, most)
 
 
-def gelu(row, width, part, x, x_stride, n, y, y_stride, panels):
-    """y = GELU of x, tanh form."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_gelu(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
+def _make_gated(name: str, value: Callable[..., Any]) -> Callable[..., None]:
+    """The kernel of y = x times a function of gate."""
+    write = _make_write(value)
+
+    def gated(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
+        start, stop = _columns(part, n)
+        gates = gate + row * gate_stride
+        write(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
+
+    gated.__name__ = name
+    return gated
 
 
-def gelu_exact(row, width, part, x, x_stride, n, y, y_stride, panels):
-    """y = GELU of x by the error function."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_gelu_exact(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
+def _make_activation(name: str, value: Callable[..., Any]) -> Callable[..., None]:
+    """The kernel of y = a function of x."""
+    write = _make_write(value)
 
+    def activation(row, width, part, x, x_stride, n, y, y_stride, panels):
+        start, stop = _columns(part, n)
+        write(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
 
-def tanh(row, width, part, x, x_stride, n, y, y_stride, panels):
-    """y = the hyperbolic tangent of x."""
-    start = 4 * PART_COLUMNS * part
-    stop = min(start + 4 * PART_COLUMNS, 4 * n)
-    _write_tanh(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
+    activation.__name__ = name
+    return activation
 
 
 def fit_heads(row, x, x_stride, n_heads, d_head, y, y_stride, d_target):
@@ -335,11 +280,12 @@ def gather_rows(row, indices, x, x_stride, n, y, y_stride):
 
 _WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, fit_heads, gather_rows)
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
-_ROW_KERNELS += [
-    row_kernel(each, activation_parts)
-    for each in (
-        *(scale, softcap, silu_mul, gelu_mul, clamped_swiglu, gelu, gelu_exact, tanh),
-        *(gated_itself, gated_sigmoid, gated_silu),
-    )
+_ACTIVATIONS = {"gelu": _gelu_tanh, "gelu_exact": _gelu_erf, "tanh": _tanh}
+_GATES = {"itself": _multiplied, "sigmoid": _sigmoid_gated, "silu": _silu_gated, "gelu": _gelu_gated}
+_IN_PARTS: list[Callable[..., None]] = [
+    *(scale, softcap, clamped_swiglu),
+    *(_make_activation(name, value) for name, value in _ACTIVATIONS.items()),
+    *(_make_gated(f"gated_{by}", value) for by, value in _GATES.items()),
 ]
+_ROW_KERNELS += [row_kernel(each, activation_parts) for each in _IN_PARTS]
 KERNELS = {source.name: source for source in _ROW_KERNELS}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cpu.layouts import PanelKind, expert_kernel
 from kukri.kernels.cpu.ops import Addresses, Buffer, Op, RouteTable, Value, row_count, rows_of
-from kukri.kernels.cpu.pack import PackedExperts
+from kukri.kernels.cpu.pack import PackedWeight
 from kukri.kernels.specs import Routing
 
 
@@ -87,7 +87,7 @@ class ExpertLinear(Op):
     panels: Buffer
     table: RouteTable
     kind: PanelKind
-    weight: PackedExperts
+    weight: PackedWeight
     y: Value
     column: int
     bias: FloatArray | None  # float32 [E, whole tiles of all columns]

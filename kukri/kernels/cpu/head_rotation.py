@@ -1,4 +1,4 @@
-"""The rotation of a head's dimensions, for caches of 4 bits: `q4_cache.rotate_heads`, to the bit."""
+"""The rotation of a head's dimensions, for caches of 4 bits: bit-identical to `q4_cache.rotate_heads`."""
 
 from __future__ import annotations
 

@@ -9,21 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.kernels.cpu.abi import (
-    CONTEXT_LEN,
-    MASK,
-    MASK_HEAD_STRIDE,
-    MASK_STRIDE,
-    N_TOKENS,
-    PAGE_TABLE,
-)
-from kukri.kernels.cpu.intrinsics import (
-    f32_of_bits,
-    load_f32,
-    load_i32,
-    load_i64,
-    stack_bytes,
-)
+from kukri.kernels.cpu.abi import CONTEXT_LEN, MASK, MASK_HEAD_STRIDE, MASK_STRIDE, N_TOKENS, PAGE_TABLE
+from kukri.kernels.cpu.intrinsics import f32_of_bits, load_f32, load_i32, load_i64, stack_bytes
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.simd import (
     exponential,

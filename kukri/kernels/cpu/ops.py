@@ -32,7 +32,7 @@ from kukri.kernels.cpu.kernel_cache import float_bits
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, linear_kernel
 from kukri.kernels.cpu.memory import address_of
 from kukri.kernels.cpu.pack import PackedWeight
-from kukri.kernels.op_set import EmbedBy
+from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, Routing
@@ -270,11 +270,30 @@ class Activation(Producer):
 
 @dataclass(eq=False)
 class Gated(Producer):
-    """An activation of gate, times up, both columns of one buffer."""
+    """x times a gate, or a function of it."""
+
+    x: Value
+    gate: Value
+    by: GateBy
+
+    @property
+    def kernel(self) -> str:
+        return f"gated_{self.by}"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        gate = {"gate": at.of(self.gate), "gate_stride": self.gate.stride}
+        return rows_of(self.x, at) | gate | self.outputs(at)
+
+
+@dataclass(eq=False)
+class ClampedSwiGLU(Producer):
+    """(up + 1) * gate * sigmoid(alpha * gate), clamped to `limit`; gate and up are columns of one buffer."""
 
     gate: Value
     up: Value
-    kernel: str  # silu_mul or gelu_mul
+    alpha: float
+    limit: float
+    kernel = "clamped_swiglu"
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
@@ -283,18 +302,9 @@ class Gated(Producer):
             "up": at.of(self.up),
             "x_stride": self.gate.stride,
             "n": self.gate.width,
+            "alpha": float_bits(self.alpha),
+            "limit": float_bits(self.limit),
         } | self.outputs(at)
-
-
-@dataclass(eq=False)
-class ClampedSwiGLU(Gated):
-    """(up + 1) * gate * sigmoid(alpha * gate), clamped to `limit`."""
-
-    alpha: float
-    limit: float
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        return super().record(at) | {"alpha": float_bits(self.alpha), "limit": float_bits(self.limit)}
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,24 +28,15 @@ from kukri.quant.per_token import row_sums
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """Rows of one or more weights of one type as weight tiles: uint8, 16 rows a tile, padded with zeros."""
+    """Rows of one or more weights of one type as weight tiles: uint8, 16 rows a tile, padded with zeros.
+
+    Of experts the tiles are [experts, bytes], and the rest counts those of one.
+    """
 
     type_name: str
     panel: PanelKind  # the form that activations take
     tiles: ByteArray
     n_rows: int
-    n_row_tiles: int
-    n_blocks: int
-
-
-@dataclass(frozen=True, eq=False)
-class PackedExperts:
-    """The rows of experts of one type as weight tiles: uint8 [experts, bytes], else as PackedWeight."""
-
-    type_name: str
-    panel: PanelKind
-    tiles: ByteArray
-    n_rows: int  # of an expert, like the rest
     n_row_tiles: int
     n_blocks: int
 
@@ -66,38 +57,24 @@ def pack(weights: Sequence[Weight], pool: ThreadPool) -> PackedWeight:
 
     Pages of mapped files that were read are given back, so that a model does not lie in memory twice.
     """
-    tiles, n_blocks = _pack([weights], pool)
-    layout, n_rows = layout_of(weights[0]), sum(w.shape[0] for w in weights)
-    panel: PanelKind = "q8t" if _is_per_token(weights[0]) else layout.panel
-    return PackedWeight(weights[0].type.name, panel, tiles.reshape(-1), n_rows, -(-n_rows // ROWS), n_blocks)
+    packed = _pack([weights], pool)
+    return replace(packed, tiles=packed.tiles.reshape(-1))
 
 
-def pack_experts(experts: Sequence[Experts], pool: ThreadPool) -> PackedExperts:
+def pack_experts(experts: Sequence[Experts], pool: ThreadPool) -> PackedWeight:
     """Weight tiles for experts of one type, number and input width: of each expert, rows one after the other.
 
     Gives pages back as `pack` does.
     """
-    first = experts[0].weights[0]
-    tiles, n_blocks = _pack(list(zip(*(each.weights for each in experts), strict=True)), pool)
-    layout, n_rows = layout_of(first), sum(each.shape[1] for each in experts)
-    panel: PanelKind = "q8t" if _is_per_token(first) else layout.panel
-    return PackedExperts(first.type.name, panel, tiles, n_rows, -(-n_rows // ROWS), n_blocks)
+    return _pack(list(zip(*(each.weights for each in experts), strict=True)), pool)
 
 
-def _is_per_token(weight: Weight) -> bool:
-    return weight.per_token and weight.type.name == PER_TOKEN_TYPE
-
-
-def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> tuple[ByteArray, int]:
-    """(uint8 [groups, bytes], blocks of a row): the tiles of each group's rows, padded to whole tiles.
-
-    Groups are alike in shapes and types.
-    """
+def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> PackedWeight:
+    """The tiles of each group's rows, uint8 [groups, bytes]. Groups are alike in shapes and types."""
     first = groups[0][0]
-    layout = layout_of(first)
-    n_row_tiles = -(-sum(w.shape[0] for w in groups[0]) // ROWS)
-    n_blocks = first.shape[1] // layout.block_size
-    per_token = _is_per_token(first)
+    layout, n_rows = layout_of(first), sum(w.shape[0] for w in groups[0])
+    n_row_tiles, n_blocks = -(-n_rows // ROWS), first.shape[1] // layout.block_size
+    per_token = first.per_token and first.type.name == PER_TOKEN_TYPE
     blocks_bytes = n_blocks * layout.tile_block_bytes
     tile_bytes = blocks_bytes + (ROW_SUM_BYTES if per_token else 0)
     tiles = aligned_zeros(len(groups) * n_row_tiles * tile_bytes).reshape(len(groups), -1)
@@ -134,4 +111,5 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> tuple[ByteArr
     for weights in groups:
         for w in weights:
             release_pages(w.stored)
-    return tiles, n_blocks
+    panel: PanelKind = "q8t" if per_token else layout.panel
+    return PackedWeight(first.type.name, panel, tiles, n_rows, n_row_tiles, n_blocks)

@@ -13,13 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels.cpu.intrinsics import (
-    device,
-    load_f32,
-    load_i64,
-    store_f32,
-    store_i32,
-)
+from kukri.kernels.cpu.intrinsics import device, load_f32, load_i64, store_f32, store_i32
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import (
     F32_INPUT_BYTES,

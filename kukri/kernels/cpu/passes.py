@@ -31,7 +31,7 @@ def run_passes(ops: Sequence[Op], result: Value) -> list[Op]:
 
 
 def fuse_rope_store(ops: Sequence[Op]) -> list[Op]:
-    """Lets the op that rotates q and k write keys and values as well, if the next op does that."""
+    """Fuses the op that rotates q and k with the next, if that writes keys and values."""
     fused: list[Op] = []
     for op in ops:
         last = fused[-1] if fused else None
@@ -68,7 +68,7 @@ def fuse_add(ops: Sequence[Op]) -> list[Op]:
 
 
 def quantize_in_producer(ops: Sequence[Op]) -> list[Op]:
-    """Lets an op write its result's int8 panels itself, in place of an op that quantizes the result.
+    """Makes an op write its result's int8 panels itself, in place of an op that quantizes the result.
 
     Not if the result is edited between the two, as by a listener at a tap.
     """
@@ -88,7 +88,7 @@ def quantize_in_producer(ops: Sequence[Op]) -> list[Op]:
 
 
 def drop_unread(ops: Sequence[Op], result: Value) -> list[Op]:
-    """Lets ops that write panels not write a float result that nothing reads."""
+    """Drops float results that nothing reads from ops that write panels."""
     read: set[Buffer] = {result.buffer}.union(*(op.read_buffers() for op in ops))
     return [
         replace(op, y=None)

@@ -13,7 +13,7 @@ from kukri.errors import FormatError, ShapeError, UnsupportedError
 from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.cpu.jit import KernelLibrary
 from kukri.kernels.cpu.memory import address_of
-from kukri.quant.blocks import BLOCKS, WRITTEN, ByteArray, FloatArray, dequantize
+from kukri.quant.blocks import FLOAT_BYTES, WRITTEN, ByteArray, FloatArray, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType
 
 _CHUNK_WEIGHTS = 1 << 18  # weights converted at a time: temporaries stay in the cache
@@ -91,11 +91,11 @@ def _writer(type: QuantType) -> Callable[[FloatArray, FloatArray, ByteArray], No
         raise UnsupportedError(f"kukri does not quantize to {type.name}: use one of {', '.join(WRITTEN)}")
     if type.block_size > 1:
         return _encoder(type.name)
-    form = BLOCKS[type.name]
+    to_bytes = FLOAT_BYTES[type.name]
 
     def write(weights: FloatArray, importance: FloatArray, into: ByteArray) -> None:
         with np.errstate(all="ignore"):
-            into[:] = form.quantize_blocks(weights.reshape(-1, 1)).reshape(into.shape)
+            into[:] = to_bytes(weights.reshape(-1, 1)).reshape(into.shape)
 
     return write
 

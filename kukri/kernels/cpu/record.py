@@ -31,7 +31,7 @@ from kukri.kernels.cpu.adapter_ops import (
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.layouts import ROWS, TOKENS, PanelKind, panel_bytes
 from kukri.kernels.cpu.ops import Buffer, Op, RouteTable, Rows, Value
-from kukri.kernels.cpu.pack import PackedExperts, PackedWeight, layout_of
+from kukri.kernels.cpu.pack import PackedWeight, layout_of
 from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
@@ -65,7 +65,7 @@ class Recorder:
         limits: StepLimits,
         taps: frozenset[str],
         pack: Callable[[tuple[Weight, ...]], PackedWeight],
-        pack_experts: Callable[[tuple[Experts, ...]], PackedExperts],
+        pack_experts: Callable[[tuple[Experts, ...]], PackedWeight],
         rope_rows: Callable[[RopeFrequencies], RopeRows],
         pack_update: Callable[[LowRank], PackedLowRank],
         adapters: AdapterSlots = (),
@@ -157,25 +157,15 @@ class Recorder:
     def gated(self, x: Value, gate: Value, by: GateBy) -> Value:
         """See Ops.gated."""
         y = self._like(x)
-        self._add(state_ops.GatedBy(y, x, gate, by))
-        return y
-
-    def silu_mul(self, gate: Value, up: Value) -> Value:
-        """See Ops.silu_mul. Both must be column views of one buffer."""
-        y = self._gated(gate, up)
-        self._add(ops.Gated(y, gate, up, "silu_mul"))
-        return y
-
-    def gelu_mul(self, gate: Value, up: Value) -> Value:
-        """See Ops.gelu_mul. Both must be column views of one buffer."""
-        y = self._gated(gate, up)
-        self._add(ops.Gated(y, gate, up, "gelu_mul"))
+        self._add(ops.Gated(y, x, gate, by))
         return y
 
     def clamped_swiglu(self, gate: Value, up: Value, alpha: float, limit: float) -> Value:
         """See Ops.clamped_swiglu. Both must be column views of one buffer."""
-        y = self._gated(gate, up)
-        self._add(ops.ClampedSwiGLU(y, gate, up, "clamped_swiglu", alpha, limit))
+        if gate.stride != up.stride:
+            raise ShapeError("a gated activation needs gate and up side by side")
+        y = self._like(gate)
+        self._add(ops.ClampedSwiGLU(y, gate, up, alpha, limit))
         return y
 
     def linear(
@@ -420,11 +410,6 @@ class Recorder:
 
     def _like(self, x: Value) -> Value:
         return self._value(x.rows, x.width)
-
-    def _gated(self, gate: Value, up: Value) -> Value:
-        if gate.stride != up.stride:
-            raise ShapeError("a gated activation needs gate and up side by side")
-        return self._like(gate)
 
     def _value(self, rows: Rows, width: int, stored_width: int = 0) -> Value:
         """A new value; kernels store `stored_width` columns of it, if that is more."""

@@ -1,4 +1,4 @@
-"""The sampling kernel: the stages of `reference_sampling`, to the bit, without sorting a vocabulary.
+"""The sampling kernel: the stages of `reference_sampling`, bit-identical, without sorting a vocabulary.
 
 A row that is edited is copied to its thread's scratch, where it stays in a near cache. A stage is a function
 of a context (sampling_scratch.py): it edits or narrows the tokens in play, which are those of the whole row

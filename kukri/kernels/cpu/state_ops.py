@@ -6,26 +6,8 @@ from dataclasses import dataclass
 
 from kukri.kernels.cpu.kernel_cache import float_bits
 from kukri.kernels.cpu.memory import address_of
-from kukri.kernels.cpu.ops import Addresses, Op, Producer, Value, rows_of
-from kukri.kernels.op_set import GateBy
+from kukri.kernels.cpu.ops import Addresses, Op, Value
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
-
-
-@dataclass(eq=False)
-class GatedBy(Producer):
-    """x times a gate, or a function of it."""
-
-    x: Value
-    gate: Value
-    by: GateBy
-
-    @property
-    def kernel(self) -> str:
-        return f"gated_{self.by}"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        gate = {"gate": at.of(self.gate), "gate_stride": self.gate.stride}
-        return rows_of(self.x, at) | gate | self.outputs(at)
 
 
 @dataclass(eq=False)

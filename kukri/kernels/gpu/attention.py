@@ -169,7 +169,7 @@ def decode(
     """`rope_and_store` and `attention` of one new token a sequence, in one launch -> float32 [T, H, K].
 
     With n_chunks > 1, which must hold the longest context, each chunk of keys has its own program, and a
-    second launch merges them. All are equal to the bit.
+    second launch merges them. All are bit-identical.
     """
     n_sequences, is_split, width = len(context_len), n_chunks > 1, spec.d_head
     empty = partial(torch.empty, dtype=torch.float32, device=new.q.device)

@@ -85,7 +85,7 @@ def _prmt(a, b, selector):
 
 @triton.jit
 def iq4_selectors(word):
-    """Of 8 nibbles that number IQ4 values: each one's index in its half of the table, and which half."""
+    """The index in its half of the IQ4 table, and which half, for each of 8 nibbles."""
     return word & 0x77777777, ((word >> 1) & 0x44444444) | 0x32103210
 
 

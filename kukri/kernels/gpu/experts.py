@@ -40,7 +40,7 @@ def linear(x: Q8Rows, routes: Routes, matrix: Matrix, bias: Tensor | None) -> Te
     """x times the transposed matrix of each row's expert -> float32 [T * n_used, rows of an expert].
 
     x has T rows, or T * n_used. `matrix` has the experts' one above the other, `bias` [E * rows of one] too.
-    A row is the same to the bit for any T. Rows without an expert are undefined.
+    A row is bit-identical for any T. Rows without an expert are undefined.
     """
     out, n_experts = _output(routes, matrix.n_rows, bias)
     if len(routes.experts) <= tiles.MAX_GEMV_TOKENS:

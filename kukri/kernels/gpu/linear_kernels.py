@@ -322,7 +322,7 @@ def _block_bytes(quants8, high, row_pair, k, mask, TYPE: tl.constexpr, C: tl.con
 def _tile_rows(
     order, work, n_tokens, n_rows, rows_each, n_steps, BM: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
-    """Of a program of a GEMM: its rows of y and which of them there are [BM], their tokens, the rows above
+    """A GEMM program's rows of y and which of them there are [BM], their tokens, the rows above
     their matrix, and its steps, none if it has no rows.
 
     With EXPERTS these are rows of one expert, as in `gemv_of_experts`: `order` has them by expert, `work`

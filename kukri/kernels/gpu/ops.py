@@ -240,13 +240,12 @@ class TritonOps(TorchOps):
         states = self.cache.states[spec.layer]["delta"]
         return recurrent.delta_rule(q, k, v, decay, beta, states, spec, self.constants.vector, batch)
 
-    def gated(self, x: Any, gate: Any, by: GateBy) -> Tensor:
-        """See Ops.gated."""
-        return super().gated(self.floats(x), self.floats(gate), by)
-
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Any:
-        """See Ops.silu_mul."""
-        return Deferred(Recipe("silu_mul", gate, up))
+    def gated(self, x: Any, gate: Any, by: GateBy) -> Any:
+        """See Ops.gated. SwiGLU has a kernel, which takes the columns of one matrix."""
+        x, gate = self.floats(x), self.floats(gate)
+        if by == "silu" and x.stride() == gate.stride():
+            return Deferred(Recipe("silu_mul", gate, x))
+        return super().gated(x, gate, by)
 
     def route(self, logits: Any, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         """See Ops.route. A tap has PyTorch do it, which reads the device."""

@@ -97,7 +97,7 @@ def _room(plane: Words, n_rows: int, device: torch.device | str) -> Tensor:
 
 
 def linear(x: Q8Rows, matrix: Matrix, out: Output) -> None:
-    """Writes x Wᵀ. A row of the result is the same to the bit for any T."""
+    """Writes x Wᵀ. A row of the result is bit-identical for any T."""
     n_tokens = len(x.quants)
     if n_tokens <= tiles.MAX_GEMV_TOKENS:
         tile = tiles.gemv_tile(matrix.type_name, triton.next_power_of_2(n_tokens))

@@ -18,13 +18,7 @@ from torch import Tensor
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
-from kukri.kernels.host_step import (
-    StateStep,
-    StoppedError,
-    batch_activations,
-    check_routes,
-    state_steps,
-)
+from kukri.kernels.host_step import StateStep, StoppedError, batch_activations, check_routes, state_steps
 from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
@@ -322,15 +316,9 @@ class TorchOps:
         """x times the gate, or a function of it."""
         if by == "itself":
             return x * gate
+        if by == "gelu":
+            return x * self.gelu(gate)
         return x * (F.silu(gate) if by == "silu" else torch.sigmoid(gate))
-
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate * sigmoid(gate) * up."""
-        return F.silu(gate) * up
-
-    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up."""
-        return self.gelu(gate) * up
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""

@@ -3,7 +3,7 @@
 It takes the common stages in their usual order: bias, allowed and forbidden tokens; penalties and DRY; then
 top-k, top-p, min-p and temperature. Rows with other stages, or in another order, are brought to the host.
 
-Tokens and probabilities are those of `reference_sampling` to the bit, whatever the batch: a token's weight is
+Tokens and probabilities are bit-identical to `reference_sampling`'s, whatever the batch: a token's weight is
 a whole number, and sums of those are exact in any order (see `sampling_record`). So is the sum of exp for
 log-probabilities, of units of 2^-42, which is the definition's within 10^-7.
 """

@@ -1,6 +1,6 @@
 """Weights as tensors: a file's blocks are copied to the device, and dequantized once or at each use.
 
-The arithmetic is that of `kukri.quant.blocks`, in float32 and to the bit; block layouts are drawn there.
+The arithmetic is that of `kukri.quant.blocks`, float32 and bit-identical; block layouts are drawn there.
 """
 
 from __future__ import annotations

@@ -1,0 +1,180 @@
+"""RoPE in GGUF files: its keys, and the tensors that are configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kukri.config import MAX_CONTEXT, MAX_HEAD, ModelConfig, RopeConfig, RopeScaling
+from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
+from kukri.formats.facts import SCALING_FACTS, write_scaling
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.keys import Keys
+from kukri.models import Architecture
+from kukri.models.rope import attention_factor
+
+# Tensors that are configuration: divisors of RoPE's frequencies.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+# kukri's own: llama.cpp stops at a kind of scaling it does not know
+DYNAMIC_KEY = "rope.scaling.dynamic_factor"
+_ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
+ROPE_KEYS = frozenset(
+    [
+        *("rope.dimension_count", "rope.freq_base", "rope.scaling.type", DYNAMIC_KEY, *_ATTENTION_FACTORS),
+        *(fact.gguf for fact in SCALING_FACTS.values()),
+    ]
+)
+
+
+def read_rope(
+    keys: Keys, gguf: GGUFFile, architecture: Architecture, d_head: int, max_context: int
+) -> RopeConfig:
+    """The RoPE of all layers but those that have one of their own. Raises FormatError, UnsupportedError."""
+    rotary_dim = keys.whole("rope.dimension_count", d_head, most=d_head)
+    if rotary_dim % 2:
+        raise keys.error("rope.dimension_count", f"is {rotary_dim}, which is odd")
+    theta = keys.positive("rope.freq_base", 10000.0)
+    try:
+        return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context))
+    except ConfigError as error:
+        raise FormatError(str(error), path=keys.path) from None
+
+
+def stretched(scaling: RopeScaling | None, max_context: int) -> int:
+    """max_context, or YaRN's reach if that is more: some files give the context before it."""
+    if scaling is None or scaling.kind != "yarn":
+        return max_context
+    return max(max_context, min(int(scaling.original_context * scaling.factor), MAX_CONTEXT))
+
+
+def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context: int) -> RopeScaling | None:
+    kind = _scaling_kind(keys, gguf)
+    if kind == "llama3":
+        return RopeScaling(kind, factors=_divisors(gguf, "factors"))
+    original_key = SCALING_FACTS["original_context"].gguf
+    original = keys.whole(original_key, max_context, least=0, most=MAX_CONTEXT) or max_context
+    if kind == "longrope":
+        return RopeScaling(
+            kind,
+            max_context / original,
+            original,
+            attention_factor=_attention_factor(keys, 1.0),
+            short_factors=_divisors(gguf, "short_factors"),
+            long_factors=_divisors(gguf, "long_factors"),
+        )
+    factor_key = DYNAMIC_KEY if keys.has(DYNAMIC_KEY) else SCALING_FACTS["factor"].gguf
+    if kind == "none" or keys.value(factor_key) == 0:  # 0 is none, as in llama.cpp
+        return None
+    factor = keys.positive(factor_key)
+    if kind == "linear":
+        return RopeScaling(kind, factor)
+    scaling = RopeScaling(kind, factor, original)
+    if kind == "dynamic":
+        return scaling
+    return replace(
+        scaling,
+        attention_factor=_attention_factor(keys, attention_factor(scaling)),
+        beta_fast=SCALING_FACTS["beta_fast"].read(keys, "gguf", scaling.beta_fast),
+        beta_slow=SCALING_FACTS["beta_slow"].read(keys, "gguf", scaling.beta_slow),
+        truncate=architecture.yarn_truncates,
+    )
+
+
+def _scaling_kind(keys: Keys, gguf: GGUFFile) -> str:
+    """The kind that the file names, or that its tensors of divisors imply: converters then write none."""
+    tensors = gguf.tensors.keys()
+    by_tensors = "llama3" if ROPE_TENSORS[0] in tensors else ""
+    by_tensors = by_tensors or ("longrope" if tensors & set(ROPE_TENSORS[1:]) else "")
+    default = "linear" if keys.has("rope.scaling.factor") else "none"  # llama.cpp's
+    default = "dynamic" if keys.has(DYNAMIC_KEY) else default
+    kind = keys.text("rope.scaling.type", by_tensors or default)
+    if kind == "linear" and keys.value("rope.scaling.factor") == 0:  # as llama.cpp saves it
+        kind = "none"
+    if by_tensors:
+        if kind not in (by_tensors, "none"):
+            message = f"is {brief(kind)} in a file with {by_tensors} factors"
+            raise keys.unsupported("rope.scaling.type", message)
+        return by_tensors
+    if kind not in ("none", "linear", "dynamic", "yarn"):
+        message = "kukri runs none, linear, dynamic and yarn, and others by their factors"
+        raise keys.unsupported("rope.scaling.type", f"is {brief(kind)}: {message}")
+    return kind
+
+
+def _attention_factor(keys: Keys, base: float) -> float | None:
+    """The file's attention factor, which multiplies `base`; None if it says nothing."""
+    for key in _ATTENTION_FACTORS:
+        if keys.has(key):
+            return keys.positive(key) * base
+    return None
+
+
+def _divisors(gguf: GGUFFile, field: str) -> tuple[float, ...]:
+    """The divisors of RoPE's frequencies in the tensor of a field."""
+    name = SCALING_FACTS[field].gguf
+    tensor = gguf.tensors.get(name)
+    if tensor is None:
+        raise FormatError("is missing", path=gguf.path, tensor=name)
+    if len(tensor.shape) != 1 or tensor.type.name != "F32" or tensor.shape[0] > MAX_HEAD:
+        raise FormatError("must be a list of F32 factors", path=gguf.path, tensor=name)
+    return tuple(gguf.array(name).tolist())
+
+
+def rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """The keys of a configuration's RoPE. Raises UnsupportedError for a scaling without a key."""
+    rope = config.rope
+    keys = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.rotary_dim}
+    return keys | (_scaling_keys(rope.scaling, architecture) if rope.scaling else {})
+
+
+def _scaling_keys(scaling: RopeScaling, architecture: Architecture) -> dict[str, Any]:
+    if scaling.kind == "llama3":
+        return {}  # its tensor says all
+    if scaling.kind == "dynamic":
+        return {DYNAMIC_KEY: float(scaling.factor), **write_scaling(scaling, "gguf", ("original_context",))}
+    if scaling.kind == "longrope":
+        factor = attention_factor(scaling)
+        return {_ATTENTION_FACTORS[0]: factor, **write_scaling(scaling, "gguf", ("original_context",))}
+    fields: tuple[str, ...] = ("factor",)
+    if scaling.kind == "yarn":
+        fields = ("factor", "original_context", "beta_fast", "beta_slow")
+    keys = {"rope.scaling.type": scaling.kind, **write_scaling(scaling, "gguf", fields)}
+    return keys | _yarn_factor(scaling, architecture) if scaling.kind == "yarn" else keys
+
+
+def _yarn_factor(scaling: RopeScaling, architecture: Architecture) -> dict[str, Any]:
+    """The attention factor over that of the paper, which readers multiply it by, unless it is the paper's."""
+    if scaling.truncate != architecture.yarn_truncates:
+        usual = "with" if architecture.yarn_truncates else "without"
+        raise UnsupportedError(
+            f"GGUF has no key for YaRN's truncate: readers take {architecture.name}'s bounds {usual} rounding"
+        )
+    base = attention_factor(RopeScaling("yarn", scaling.factor, scaling.original_context))
+    wanted = attention_factor(scaling)
+    return {} if math.isclose(wanted, base) else {_ATTENTION_FACTORS[0]: wanted / base}
+
+
+def rope_tensors(config: ModelConfig) -> dict[str, npt.NDArray[np.float32]]:
+    """The tensors that are configuration: divisors of RoPE's frequencies, for llama3 and longrope."""
+    scaling = config.rope.scaling
+    if scaling is None or scaling.kind not in ("llama3", "longrope"):
+        return {}
+    if scaling.kind == "longrope":
+        values = write_scaling(scaling, "gguf", ("short_factors", "long_factors"))
+        return {name: np.array(factors, np.float32) for name, factors in values.items()}
+    factors = scaling.factors or llama3_divisors(config.rope.theta, config.rope.rotary_dim, scaling)
+    return {ROPE_TENSORS[0]: np.array(factors, np.float32)}
+
+
+def llama3_divisors(theta: float, rotary_dim: int, scaling: RopeScaling) -> npt.NDArray[np.float64]:
+    """Slow frequencies divided by the factor, fast ones by 1, a blend between (Llama 3.1)."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+    turns = scaling.original_context / wavelengths
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    factors: npt.NDArray[np.float64] = 1 / ((1 - kept) / scaling.factor + kept)
+    return factors
