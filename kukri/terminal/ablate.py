@@ -21,8 +21,8 @@ _COLUMNS = ("without", "with", "gain", "expected")
 
 def show_ablation(
     model: str | None,
-    only: Sequence[str],
     *,
+    only: Sequence[str] | None = None,
     n_threads: int | None,
     repetitions: int,
     plot: Path | None,
@@ -44,7 +44,7 @@ def show_ablation(
     for path in charts:
         require_plots(path)
     threads, sizes = n_threads or usable_cores(), sizes or Sizes()
-    techniques = chosen(only, threads)
+    techniques = chosen(only or (), threads)
     with progress_bar(n_rounds(techniques, repetitions, sizes)) as advance:
         report = ablate(
             model,

@@ -1,88 +1,22 @@
-"""Options of the command line, each declared once, in dataclasses whose fields carry flags and help.
+"""Options of the command line, each declared once, in dataclasses that commands take as parameters.
 
-A command takes them as parameters; `command` expands their fields into options of that command. Fields have
-the names that `LLM`, `SamplingParams` and the commands' functions use, so `given` passes them on as they are.
-Annotations are evaluated here, not postponed: typer reads them at each start. The dataclasses have no
-`__repr__`, and no `__eq__` if nobody compares them: half a millisecond each.
+Fields have the names that `LLM`, `SamplingParams` and the commands' functions use, so `given` passes them on
+as they are. The dataclasses have no `__repr__`, and no `__eq__` if nobody compares them: half a millisecond
+each.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields, is_dataclass
-from inspect import Parameter, Signature, signature
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.terminal.command import argument, option
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-    """Registers a function as a command of `app`; its parameters may be the dataclasses of this module.
-
-    `name` is the function's unless given; `settings` are `typer.Typer.command`'s.
-    """
-
-    def register(function: Any) -> Any:
-        app.command(name, **settings)(expanded(function))
-        return function
-
-    return register
-
-
-def expanded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with each parameter that is a dataclass replaced by keyword parameters for its fields."""
-    groups: dict[str, Any] = {}
-    parameters: list[Parameter] = []
-    for parameter in signature(function).parameters.values():
-        if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            parameters += map(_as_parameter, fields(parameter.annotation))
-        else:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-
-    def call(**values: Any) -> Any:
-        for name, group in groups.items():
-            values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
-        return function(**values)
-
-    call.__name__, call.__doc__ = function.__name__, function.__doc__
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return call
-
-
-def _as_parameter(one: Field[Any]) -> Parameter:
-    annotation = Annotated[one.type, one.metadata["option"]]  # type: ignore[name-defined]
-    return Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=annotation)
-
-
-def option(
-    help: str,
-    *flags: str,
-    default: Any = None,
-    convert: Callable[[Any], Any] | None = None,
-    **settings: Any,
-) -> Any:
-    """A dataclass field that is an option; `flags` and `settings` are `typer.Option`'s.
-
-    Without flags the option is named like the field. `given` passes on what `convert` makes of the value.
-    """
-    made = typer.Option(*flags, help=help, **settings)
-    return field(default=default, metadata={"option": made, "convert": convert})
-
-
-def given(options: Any) -> dict[str, Any]:
-    """Fields of a dataclass that the command line set: those that are neither None, False nor empty."""
-    found: dict[str, Any] = {}
-    for one in fields(options):
-        value, convert = getattr(options, one.name), one.metadata["convert"]
-        if not (value is None or value is False or value == []):
-            found[one.name] = value if convert is None else convert(value)
-    return found
 
 
 def named_paths(values: Sequence[str], flag: str) -> dict[str, str]:
@@ -119,18 +53,50 @@ def _model_names(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-MODEL_HELP = (
+_MODEL_HELP = (
     "Name (see kukri list), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors directory."
 )
-ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=_model_names)
-]
-NeededModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=_model_names)
-]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The model, instead of the argument.")
-]
+
+
+@dataclass(eq=False, repr=False)
+class ModelName:
+    """The model of a command, None for the default model; `NeededModel` is that of a command without one."""
+
+    model: str | None = argument(_MODEL_HELP, metavar="[MODEL]", autocompletion=_model_names)
+    model_option: str | None = option("The model, instead of the argument.", "--model", "-m", metavar="MODEL")
+    is_needed = False
+
+    @property
+    def name(self) -> str | None:
+        """The model. Raises ConfigError if it is given twice."""
+        return one_model(self.model, self.model_option)
+
+    def and_arguments(self, names: str, *arguments: str | None) -> list[Any]:
+        """The model and the arguments behind it: see `model_and`."""
+        return model_and(self.model_option, self.model, *arguments, names=names, needs_model=self.is_needed)
+
+
+@dataclass(eq=False, repr=False)
+class NeededModel(ModelName):
+    """The model of a command that reads no other than the one it is given."""
+
+    model: str | None = argument(_MODEL_HELP, metavar="MODEL", autocompletion=_model_names)
+    is_needed = True
+
+
+@dataclass(eq=False, repr=False)
+class ServedModels:
+    """The models of `kukri serve`: an argument, and as many -m as wanted."""
+
+    model: str | None = argument(_MODEL_HELP, metavar="[MODEL]", autocompletion=_model_names)
+    others: list[str] | None = option(
+        "A model, loaded when it is needed; repeatable.", "--model", "-m", metavar="[NAME=]MODEL"
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [*([self.model] if self.model else []), *(self.others or [])]
 
 
 def one_model(argument: str | None, option: str | None) -> str | None:
@@ -165,18 +131,18 @@ System = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Threads. [default: usable cores]")
 ]
-Alias = Annotated[
-    list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name of the model; repeatable.")
-]
-Imatrix = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Importance matrix of `kukri imatrix` or llama.cpp.")
-]
-ServerURL = Annotated[str, typer.Option(metavar="URL", help="URL of the server.")]
-APIKey = Annotated[str | None, typer.Option(metavar="KEY", envvar="KUKRI_API_KEY", help="API key.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the result's size and types; write nothing.")]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
+class RunningServer:
+    """Options of asking a running server."""
+
+    url: str = option("URL of the server.", default="http://127.0.0.1:8000", metavar="URL")
+    api_key: str | None = option("API key.", metavar="KEY", envvar="KUKRI_API_KEY")
+
+
+@dataclass(eq=False, repr=False)
 class ModelOptions:
     """Options of loading that every command with an engine has."""
 
@@ -202,7 +168,7 @@ class ModelOptions:
     rope_factor: float | None = option("Factor of --rope-scaling: 4 for four times the context.", metavar="X")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class LoadOptions(ModelOptions):
     """Options of loading a model to generate with."""
 
@@ -252,36 +218,31 @@ def _stages(text: str) -> Any:
     return int(text) if text.isdecimal() else tuple(text.split(","))
 
 
-def _named_file(text: str) -> tuple[str, str]:
-    """The name and the path of NAME=PATH."""
-    name, separator, path = text.partition("=")
-    if not separator or not name or not path:
-        raise ConfigError(f"a file is given as NAME=PATH, not {text!r}")
-    return name, path
-
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class ReaderOptions:
-    """Options of what steers a model and reads its activations."""
+    """Options of what steers a model and reads its activations: files by name."""
 
     control_vectors: list[str] | None = option(
-        "Control vector (GGUF) that requests may name; repeatable.", "--control-vector", metavar="NAME=FILE"
+        "Control vector (GGUF) that requests may name; repeatable.",
+        "--control-vector",
+        metavar="NAME=FILE",
+        convert=lambda values: named_paths(values, "--control-vector"),
     )
     probes: list[str] | None = option(
-        "Linear probe (.safetensors) that requests may name; repeatable.", "--probe", metavar="NAME=FILE"
+        "Linear probe (.safetensors) that requests may name; repeatable.",
+        "--probe",
+        metavar="NAME=FILE",
+        convert=lambda values: named_paths(values, "--probe"),
     )
     saes: list[str] | None = option(
-        "Sparse autoencoder of SAELens that requests may name; repeatable.", "--sae", metavar="NAME=DIR"
+        "Sparse autoencoder of SAELens that requests may name; repeatable.",
+        "--sae",
+        metavar="NAME=DIR",
+        convert=lambda values: named_paths(values, "--sae"),
     )
 
-    def files(self) -> dict[str, dict[str, str]]:
-        """The options of LLM: files by name. Raises ConfigError."""
-        return {
-            kind: dict(_named_file(text) for text in texts) for kind, texts in vars(self).items() if texts
-        }
 
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class SteeringOptions:
     """Options of control vectors that work on every answer."""
 
@@ -316,7 +277,7 @@ class SteeringOptions:
         return {"control_vectors": files}, interventions
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class ManyOptions(LoadOptions):
     """Options of loading a model for many requests at a time."""
 
@@ -329,7 +290,7 @@ class ManyOptions(LoadOptions):
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class SamplingOptions:
     """Sampling parameters; None means the default of the command or model."""
 
@@ -357,7 +318,7 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class ServeOptions:
     """Options of the HTTP server."""
 
@@ -426,7 +387,7 @@ class ServeOptions:
     log_level: str = option("debug, info, warning or error.", default="info", metavar="LEVEL")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(repr=False)
 class ClusterOptions:
     """Options of replicas on Ray."""
 
@@ -444,7 +405,7 @@ class ClusterOptions:
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class LoadOfUsers:
     """Options of `kukri plan`: what users send, and what they expect."""
 
@@ -473,7 +434,7 @@ def cluster_options(options: ClusterOptions, *, is_wanted: bool) -> ClusterOptio
     return options if is_wanted else None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class TextOptions:
     """Options of reading a text to measure on."""
 
@@ -483,7 +444,7 @@ class TextOptions:
     n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class LoadTestOptions:
     """Options of `kukri bench serve`."""
 
@@ -511,3 +472,89 @@ class LoadTestOptions:
     timeout_s: float = option("Longest time of an answer.", "--timeout", default=300.0, metavar="SECONDS")
     seed: int | None = option("Seed of prompts and arrivals. [default: random]", metavar="N")
     plot: Path | None = option("Draw latency over load as a PNG.", metavar="FILE")
+
+
+# --- options of one command
+
+
+@dataclass(eq=False, repr=False)
+class EmbedOptions:
+    """Options of `kukri embed`, as `LLM.embed` has them."""
+
+    prompt_name: str | None = option("The model's own prompt, such as query.", "--prompt", metavar="NAME")
+    dimensions: int | None = option("Cut vectors to N numbers.", metavar="N")
+    truncate: bool = option("Cut texts that are too long.", "--truncate", default=False)
+
+
+@dataclass(eq=False, repr=False)
+class RerankOptions:
+    """Options of `kukri rerank`, as `LLM.rerank` has them."""
+
+    top_n: int | None = option("Print the N best alone.", metavar="N")
+    truncate: bool = option("Cut texts that are too long.", "--truncate", default=False)
+
+
+@dataclass(eq=False, repr=False)
+class StoreOptions:
+    """Options of `kukri activations`."""
+
+    names: list[str] | None = option("Hook, such as resid_post14; repeatable.", metavar="NAME")
+    out: Path | None = option("Directory for the shards.", metavar="DIR")
+    context: int = option("Tokens of a window.", default=128, min=1, metavar="N")
+    shard_size: str = option("Size of a shard.", default="128MiB", metavar="SIZE")
+    shuffle: int | None = option("Random order of windows and of a shard's rows.", min=0, metavar="SEED")
+
+
+@dataclass(eq=False, repr=False)
+class BenchOptions:
+    """Options of `kukri bench`, as `run_bench` has them."""
+
+    model: str | None = option("The model, instead of the argument.", "--model", "-m", metavar="MODEL")
+    n_prompt: int = option("Tokens of the prompt.", "--prompt-tokens", "-p", default=512, metavar="N")
+    n_generate: int = option("Tokens to generate.", "--generate-tokens", "-g", default=128, metavar="N")
+    repetitions: int = option(
+        "Repetitions of each measurement.", "--repetitions", "-r", default=5, metavar="N"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class AblationOptions:
+    """Options of `kukri bench ablate`."""
+
+    only: list[str] | None = option("Measure one technique, such as kv-cache; repeatable.", metavar="NAME")
+    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
+    repetitions: int = option("Rounds.", "--repetitions", "-r", default=5, metavar="N")
+    plot: Path | None = option("Draw the gains as a PNG.", metavar="FILE")
+    page: Path | None = option("Write a Markdown page, with its chart beside it.", metavar="FILE")
+
+
+@dataclass(eq=False, repr=False)
+class InspectOptions:
+    """Options of `kukri inspect`, as `show_model` has them."""
+
+    with_tree: bool = option("Show the modules, as PyTorch prints them.", "--tree", default=False)
+    with_parameters: bool = option("Show the parameters of each layer.", "--params", default=False)
+    with_tensors: bool = option("List every tensor.", "--tensors", default=False)
+
+
+@dataclass(eq=False, repr=False)
+class CompareOptions:
+    """Options of `kukri compare`, as `compare_models` has them."""
+
+    types: str | None = option("Compare A with itself in these types: Q8_0,Q4_K_M.", metavar="LIST")
+    imatrix: Path | None = option("Importance matrix of `kukri imatrix` or llama.cpp.", metavar="FILE")
+    plot: Path | None = option("Draw a PNG: error by layer, or loss by size.", metavar="FILE")
+
+
+@dataclass(eq=False, repr=False)
+class TuneOptions:
+    """Options of `kukri tune-recipe`."""
+
+    size: str = option("Size of all weights, such as 90MB.", default=..., metavar="SIZE")
+    output: Path = option("Recipe to write, .yaml or .json.", "--output", "-o", default=..., metavar="FILE")
+    text: Path | None = option("UTF-8 text. [default: the opening of a novel]", metavar="FILE")
+    types: str = option(
+        "Types to choose from.", default="Q2_K,Q3_K,IQ4_XS,Q4_K,Q5_K,Q6_K,Q8_0", metavar="LIST"
+    )
+    max_tokens: int = option("Most tokens of the text to read.", "--tokens", default=512, metavar="N")
+    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")

@@ -12,16 +12,14 @@ from kukri import LLM, SamplingParams
 from kukri.bench.load import LoadOptions as LoadSettings
 from kukri.cli import app
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.terminal.command import command, given, option
 from kukri.terminal.options import (
     LoadOptions,
     LoadTestOptions,
     ManyOptions,
     SamplingOptions,
-    command,
-    given,
     model_and,
     one_model,
-    option,
 )
 
 
