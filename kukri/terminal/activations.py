@@ -9,6 +9,7 @@ from typing import Any
 
 from kukri.errors import ConfigError
 from kukri.llm import LLM
+from kukri.terminal.files import read_text
 from kukri.terminal.options import StoreOptions, size_bytes
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import loading_bar, token_bar
@@ -48,10 +49,7 @@ def store_activations(
 
 def read_texts(source: Path) -> list[str]:
     """The texts of a file: of JSON lines the field `text`, else the whole. Raises ConfigError."""
-    try:
-        whole = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} cannot be read: {error}") from None
+    whole = read_text(source)
     if source.suffix not in (".jsonl", ".ndjson"):
         return [whole]
     texts: list[str] = []

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.batch_files import BatchLine, Results, files_of, read_batch
 from kukri.errors import ConfigError
+from kukri.terminal.files import check_parent
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.serve import require_web_stack
 from kukri.terminal.tables import print_facts
@@ -63,8 +64,7 @@ def run_batch(
     require_web_stack("kukri batch")
     if source.resolve() in {path.resolve() for path in files_of(target)}:
         raise ConfigError("the output, its .part or its .new would replace the input: name another file")
-    if not target.parent.is_dir():
-        raise ConfigError(f"there is no directory {target.parent}")
+    check_parent(target)
     from kukri.server.settings import default_name
 
     name = default_name(model)

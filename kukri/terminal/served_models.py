@@ -10,7 +10,8 @@ from typing import Any, cast
 from kukri.errors import ConfigError
 from kukri.loading import ModelOptions
 from kukri.server.settings import ServedModel, default_name, duration_s
-from kukri.terminal.config_file import read_config, text_of
+from kukri.terminal.config_file import MAX_BYTES, read_config
+from kukri.terminal.files import read_text
 from kukri.terminal.options import ManyOptions, ReaderOptions, ServeOptions, size_bytes
 
 _TABLES = ("adapters",)  # options of names and paths
@@ -100,7 +101,7 @@ def _model(file: Path, name: str, table: Any) -> ServedModel:
         options[field] = _value(f"{where}.{key}", field, value)
     template = table.get("chat-template-file")
     if template is not None:
-        options["chat_template"] = text_of(file.parent / str(template))
+        options["chat_template"] = read_text(file.parent / str(template), MAX_BYTES)
     keep_alive = table.get("keep-alive")
     return ServedModel(
         (name, *cast("list[str]", aliases)),
