@@ -404,9 +404,9 @@ def bench(
     """Measure prefill and decode speed, or load a server."""
     if context.invoked_subcommand is not None:
         return
-    from kukri.bench.offline import run_bench
+    from kukri.terminal.bench import run_bench
 
-    run_bench(**vars(options), json_only=json, **given(loading))
+    run_bench(**vars(options), as_json=json, **given(loading))
 
 
 @command(bench_app, "serve")
