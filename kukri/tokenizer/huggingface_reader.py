@@ -209,7 +209,7 @@ class Parts:
             charsmap = b64decode(stated or "", validate=True)
         except (TypeError, ValueError):
             raise self._error("has a precompiled_charsmap that is not base64") from None
-        check_charsmap(charsmap, self.files.path)
+        check_charsmap(charsmap, self._error)
 
     def _unknown_piece(self) -> str:
         i = self.model.get("unk_id")
