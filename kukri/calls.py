@@ -6,9 +6,8 @@ engine for all (`kukri.engine.turns`).
 
 from __future__ import annotations
 
-import difflib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kukri.answer import Answer
 from kukri.engine import Engine, Request, RequestState
 from kukri.engine.turns import EngineTurns
-from kukri.errors import KukriError, RequestError, UnsupportedError
+from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
 from kukri.kernels.arrays import FloatArray
 from kukri.loading import LoadedModel
 from kukri.results import Chunk, FinishReason, Output, Result
@@ -504,9 +503,3 @@ def _first_is(prompt: Any, kind: Any) -> bool:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return False
     return isinstance(prompt[0], kind)
-
-
-def close_matches(name: str, names: Iterable[str]) -> str:
-    """The end of an error about an unknown name: ': did you mean …?', or nothing."""
-    close = difflib.get_close_matches(str(name), names, n=3)
-    return f": did you mean {' or '.join(close)}?" if close else ""

@@ -20,6 +20,8 @@ KukriError
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class KukriError(Exception):
@@ -125,3 +127,9 @@ def brief(value: object) -> str:
     """A file's text or value as an error message shows it: quoted, on one line, short."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def close_matches(name: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown name: ': did you mean …?', or nothing."""
+    close = get_close_matches(str(name), names, n=3)
+    return f": did you mean {' or '.join(close)}?" if close else ""

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from kukri.calls import EngineCalls, Message, Prompt, close_matches, is_many
+from kukri.calls import EngineCalls, Message, Prompt, is_many
 from kukri.config import Pooling, Speculation
 from kukri.embedding import Ranked, check_pooling, ranked
 from kukri.engine import Engine
-from kukri.errors import HookError, KukriError, RequestError
+from kukri.errors import HookError, KukriError, RequestError, close_matches
 from kukri.formats.adapters import read_adapter
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType

@@ -8,7 +8,6 @@ the same.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kukri.errors import HookError
+from kukri.errors import HookError, close_matches
 from kukri.interp.trace import Matrix, Norm, Trace
 from kukri.kernels.arrays import FloatArray
 
@@ -378,9 +377,7 @@ def find(name: str, known: Mapping[str, Point]) -> Point:
     """The point of a full name. Raises HookError with near names."""
     point = known.get(name)
     if point is None:
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f": did you mean {' or '.join(close)}?" if close else ""
-        raise HookError(f"the model has no hook {name!r}{hint}")
+        raise HookError(f"the model has no hook {name!r}{close_matches(name, known)}")
     return point
 
 
