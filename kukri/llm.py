@@ -241,12 +241,12 @@ class LLM:
         model, or no plain LoRA, ConfigError on a name that is taken.
         """
         adapter = read_adapter(Path(path).expanduser(), self.model)
-        with self.calls.alone():
+        with self.calls.turns.alone():
             self.engine.load_adapter(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Unloads an adapter; running requests keep it to their end. Raises RequestError if it is unknown."""
-        with self.calls.alone():
+        with self.calls.turns.alone():
             self.engine.unload_adapter(name)
 
     @property
@@ -379,14 +379,14 @@ class LLM:
             if not callable(hook):
                 raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
         listening = dict(hooks)
-        with self.calls.alone():
+        with self.calls.turns.alone():
             listened: list[Forward | Engine] = [self.calls.engine, self.model.bound]
             for runner in listened:
                 runner.add_hooks(listening)
         try:
             yield
         finally:
-            with self.calls.alone():
+            with self.calls.turns.alone():
                 for runner in listened:
                     runner.remove_hooks(listening)
 
@@ -497,7 +497,7 @@ class LLM:
 
         @contextmanager
         def alone() -> Iterator[None]:
-            with self.calls.alone():
+            with self.calls.turns.alone():
                 _ = self.calls.engine  # an error once closed
                 yield
 
@@ -547,7 +547,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends all calls under way with an error, and the backend's threads. Later calls raise KukriError."""
-        with self.calls.alone():
+        with self.calls.turns.alone():
             self.calls.close()
             self.model.bind(None)
             close = getattr(self._backend, "close", None)
