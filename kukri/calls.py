@@ -168,7 +168,7 @@ class EngineCalls:
             self.turns.submit(lambda: self.end(left))
 
     def check_generates(self) -> None:
-        """Raises UnsupportedError if the head is no language model's."""
+        """Raises UnsupportedError if the head is not a language model's."""
         kind = self._head.kind
         if kind != "language_model":
             head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"

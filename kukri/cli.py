@@ -232,7 +232,7 @@ def stage(
 
 @command(app)
 def plan(*, named: ModelName, load: LoadOfUsers, loading: ManyOptions, json: Json = False) -> None:
-    """Tell how many replicas a load needs.
+    """Estimate how many replicas a load needs.
 
     Measures the engine's steps on this machine and simulates replicas with them.
     """
@@ -302,7 +302,7 @@ def rerank(
     *,
     named: ModelName,
     query: Annotated[
-        str | None, typer.Argument(metavar="QUERY", help="What the documents are to answer.")
+        str | None, typer.Argument(metavar="QUERY", help="What the documents should answer.")
     ] = None,
     documents: Annotated[
         list[str] | None,
@@ -578,7 +578,8 @@ def imatrix(
 @command(app)
 def doctor(
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Check the kernels on a GPU against the CPU instead: a minute.")
+        bool,
+        typer.Option("--gpu", help="Check the kernels on a GPU against the CPU instead; takes a minute."),
     ] = False,
     device: Annotated[str, typer.Option(metavar="NAME", help="The device of --gpu.")] = "auto",
     json: Json = False,

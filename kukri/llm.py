@@ -467,7 +467,7 @@ class LLM:
 
         A hook is called as hook(value [1, pos, ...], hook=point) for each chunk of the prompt and each token
         generated; `point.start` is the first one's position. `names` are captured of every token but the
-        last, which is no input. Requests beside them in the batch keep their tokens to the bit, drafts and
+        last, which is no input. Requests beside them in the batch keep bit-identical tokens, drafts and
         prefixes; an error in a hook ends its request alone. Scores and patterns are read, and take no hooks
         here.
         """

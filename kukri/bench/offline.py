@@ -193,7 +193,7 @@ def measure_speed(
     repetitions: int,
     say: Callable[[str], None],
 ) -> BenchReport:
-    """Measures a model, opened with `options` of LLM; `say` hears what is done next."""
+    """Measures a model, opened with `options` of LLM; `say` is told what is done next."""
     context = max(n_prompt, FIRST_TOKEN_PROMPT, n_generate + 1)
     say("loading the model; the first time, its kernels are compiled")
     started = time.perf_counter()

@@ -186,7 +186,7 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
                 found[prefix + name] = Point(prefix + name, matrix.source, form, layer, "", of_norm, matrix)
 
     def add_head_inputs(layer: int) -> None:
-        """Inputs of each head's query, key and value, before the norm: an edit makes these anew."""
+        """Inputs of each head's query, key and value, before the norm; an edit recomputes these."""
         for x in "qkv":
             edit_tap = f"blocks.{layer}.attn.hook_{x}"
             matrix = trace.matrices.get(edit_tap)

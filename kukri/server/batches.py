@@ -1,7 +1,7 @@
 """/v1/files and /v1/batches: files of requests that clients leave here, and their results.
 
 Both lie in a directory of this server, with what is known of them beside as JSON, so that they outlive it: a
-batch that a restart interrupts goes on from its last result. Everything belongs to the key that made it.
+batch that a restart interrupts resumes from its last result. Everything belongs to the key that made it.
 Batches run one after another, a few requests at a time, behind the requests of others.
 """
 
@@ -127,7 +127,7 @@ class Batches:
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
     async def stop(self) -> None:
-        """Interrupts the work; it goes on with the next start."""
+        """Interrupts the work; the next start resumes it."""
         if self._worker is not None:
             self._worker.cancel()
             with suppress(asyncio.CancelledError):

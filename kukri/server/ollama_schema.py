@@ -189,7 +189,7 @@ class OllamaGenerateBody(GenerationBody):
     }
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = None  # the prompt is no message
+    raw: bool | None = None  # the prompt is not a message
 
 
 class OllamaEmbedBody(KeepAlive):

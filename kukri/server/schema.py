@@ -22,7 +22,7 @@ from kukri.server.chat_request import only_grammar
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
-TEXT_ONLY = "the model reads and writes text alone"
+TEXT_ONLY = "the model reads and writes only text"
 NO_CALLS = "this server calls no tools itself"
 NO_STORE = "nothing is stored on this server"
 # fields of vLLM and llama.cpp, with the values that change nothing here
@@ -438,7 +438,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None  # the answer goes on with the last message
+    continue_final_message: bool | None = None  # the answer continues the last message
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
 

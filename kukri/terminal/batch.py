@@ -76,7 +76,7 @@ def run_batch(
         _answer_all(lines, results, counts, partial(opened, model, names, loading))
     except KeyboardInterrupt:
         print(
-            f"\n{len(results)} of {len(lines)} are done: the same command goes on from there", file=sys.stderr
+            f"\n{len(results)} of {len(lines)} are done: the same command resumes from there", file=sys.stderr
         )
         raise
     finally:

@@ -48,8 +48,8 @@ def option_defaults(file: Path, parameters: Sequence[Any]) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The contents of a file. Raises ConfigError if it is no TOML."""
+    """The contents of a file. Raises ConfigError if it is not valid TOML."""
     try:
         return tomllib.loads(read_text(file, MAX_BYTES))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is no TOML: {error}") from None
+        raise ConfigError(f"{file} is not valid TOML: {error}") from None

@@ -72,7 +72,7 @@ class ModelName:
         return one_model(self.model, self.model_option)
 
     def and_arguments(self, names: str, *arguments: str | None) -> list[Any]:
-        """The model and the arguments behind it: see `model_and`."""
+        """The model and the arguments after it: see `model_and`."""
         return model_and(self.model_option, self.model, *arguments, names=names, needs_model=self.is_needed)
 
 
@@ -107,7 +107,7 @@ def one_model(argument: str | None, option: str | None) -> str | None:
 
 
 def model_and(option: str | None, *arguments: str | None, names: str, needs_model: bool = True) -> list[Any]:
-    """The model and the arguments behind it, of which the model comes first or is given as -m.
+    """The model and the arguments after it, of which the model comes first or is given as -m.
 
     `names` are those of the arguments, separated by spaces, for errors. Without `needs_model` the model may
     be missing: the result then begins with None.
@@ -154,7 +154,7 @@ class ModelOptions:
         "How to compute there; torch is PyTorch without Triton. [default: by the device]"
     )
     stages: str | None = option(
-        "Cut the model into so many processes, HOST:PORT,… of kukri stage and this one, or ray:N.",
+        "Split the model among N processes, HOST:PORT,… of kukri stage and this one, or ray:N.",
         metavar="N",
         convert=lambda text: _stages(text),
     )
@@ -250,7 +250,7 @@ class SteeringOptions:
         "Control vector (GGUF) to add; repeatable.", metavar="FILE[:STRENGTH]"
     )
     control_vector_layers: str | None = option(
-        "First and last layer that it works on. [default: all]", metavar="FIRST-LAST"
+        "First and last layer it applies to. [default: all]", metavar="FIRST-LAST"
     )
 
     def files_and_interventions(self) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
@@ -294,7 +294,9 @@ class ManyOptions(LoadOptions):
 class SamplingOptions:
     """Sampling parameters; None means the default of the command or model."""
 
-    max_tokens: int | None = option("Most tokens to generate.", "--max-tokens", "-n", metavar="N")
+    max_tokens: int | None = option(
+        "Maximum number of tokens to generate.", "--max-tokens", "-n", metavar="N"
+    )
     temperature: float | None = option(
         "Sampling temperature; 0 is greedy.", "--temperature", "-t", metavar="T"
     )
@@ -341,7 +343,7 @@ class ServeOptions:
     max_loaded: int = option("Models in memory at a time.", default=3, min=1, metavar="N")
     memory: str | None = option("Memory for models. [default: nine tenths of what is free]", metavar="SIZE")
     idle_unload: str | None = option(
-        "Unload models that were idle for so long, such as 10m. [default: never]", metavar="TIME"
+        "Unload models idle for this long, such as 10m. [default: never]", metavar="TIME"
     )
     manage_models: bool = option(
         "Let clients pull and delete models; serve those in the cache.", "--manage-models", default=False
@@ -392,9 +394,9 @@ class ClusterOptions:
     """Options of replicas on Ray."""
 
     n_replicas: int = option("Replicas of the model.", "--replicas", "-r", default=1, min=0, metavar="N")
-    max_replicas: int | None = option("Let their number follow the load, up to N.", metavar="N")
+    max_replicas: int | None = option("Scale with the load, up to N replicas.", metavar="N")
     spare_s: float = option(
-        "Time without need of a replica until it goes.", "--spare", default=120.0, min=0, metavar="SECONDS"
+        "How long a replica that is not needed is kept.", "--spare", default=120.0, min=0, metavar="SECONDS"
     )
     cpus: float | None = option(
         "Processors for each replica. [default: its threads, or a machine's]", metavar="N"
@@ -416,13 +418,13 @@ class LoadOfUsers:
     tokens: int = option("Tokens of an answer.", "--tokens", "-n", default=200, metavar="N")
     prefixes: int = option("Different system prompts.", default=1, min=1, metavar="N")
     prefix_tokens: int = option("Tokens of a system prompt.", default=256, min=0, metavar="N")
-    own_tokens: int = option("Tokens of a prompt behind it.", default=128, metavar="N")
+    own_tokens: int = option("Tokens of a prompt after the system prompt.", default=128, metavar="N")
     first_token_s: float = option(
         "Time to the first token that 99% must have.", "--first-token", default=1.0, metavar="SECONDS"
     )
     tokens_per_s: float = option("Speed that the median answer must have.", default=10.0, metavar="N")
     costs: str | None = option(
-        "Milliseconds of a step itself, a sequence, a prompt token. [default: measured here]", metavar="A,B,C"
+        "Milliseconds per step, sequence and prompt token. [default: measured here]", metavar="A,B,C"
     )
     n_requests: int = option("Requests to simulate.", "--requests", default=2000, min=1, metavar="N")
 
@@ -462,13 +464,15 @@ class LoadTestOptions:
         "Tokens of a prompt of random words.", "--prompt-tokens", "-p", default=128, metavar="N"
     )
     prompts: Path | None = option("JSON lines with prompt or messages, to use instead.", metavar="FILE")
-    max_tokens: int = option("Most tokens of an answer.", "--max-tokens", "-g", default=64, metavar="N")
+    max_tokens: int = option(
+        "Maximum number of tokens of an answer.", "--max-tokens", "-g", default=64, metavar="N"
+    )
     ignore_eos: bool = option(
         "Generate all of them, on servers that know ignore_eos.", "--ignore-eos", default=False
     )
     extra_body: str | None = option("More fields of requests; null removes one.", metavar="JSON")
     slo: str | None = option("Goodput limits in ms: ttft:500,tpot:50,e2e:5000.", metavar="LIMITS")
-    n_warm_up: int = option("Requests before, not counted.", "--warm-up", default=2, metavar="N")
+    n_warm_up: int = option("Requests to warm up with, not counted.", "--warm-up", default=2, metavar="N")
     timeout_s: float = option("Longest time of an answer.", "--timeout", default=300.0, metavar="SECONDS")
     seed: int | None = option("Seed of prompts and arrivals. [default: random]", metavar="N")
     plot: Path | None = option("Draw latency over load as a PNG.", metavar="FILE")
@@ -490,7 +494,7 @@ class EmbedOptions:
 class RerankOptions:
     """Options of `kukri rerank`, as `LLM.rerank` has them."""
 
-    top_n: int | None = option("Print the N best alone.", metavar="N")
+    top_n: int | None = option("Print only the N best.", metavar="N")
     truncate: bool = option("Cut texts that are too long.", "--truncate", default=False)
 
 
@@ -556,5 +560,5 @@ class TuneOptions:
     types: str = option(
         "Types to choose from.", default="Q2_K,Q3_K,IQ4_XS,Q4_K,Q5_K,Q6_K,Q8_0", metavar="LIST"
     )
-    max_tokens: int = option("Most tokens of the text to read.", "--tokens", default=512, metavar="N")
+    max_tokens: int = option("Maximum number of tokens to read.", "--tokens", default=512, metavar="N")
     n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")

@@ -348,7 +348,7 @@ def _bpe(
 
 
 def merges_from_scores(vocabulary: Vocabulary, keys: TokenizerKeys) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores amount to: each way to cut a token into two, best token first.
+    """The merges that SentencePiece's scores imply: each way to cut a token into two, best token first.
 
     Ties go by length and then by id, as in `generate_merges` (transformers 5.23, tokenization_utils_base.py).
     """

@@ -41,7 +41,7 @@ def unigram(
         text = tokenizers.Tokenizer(models.Unigram(pieces, unknown, byte_fallback=BYTE in vocabulary.types))
         steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
     except Exception as raised:  # `tokenizers` raises no narrower one
-        raise error(f"is no tokenizer: {' '.join(str(raised).split())[:200]}") from None
+        raise error(f"is not a tokenizer: {' '.join(str(raised).split())[:200]}") from None
     if joins_spaces:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     elif adds_space:  # Metaspace puts none before another
@@ -49,7 +49,7 @@ def unigram(
     if steps:
         text.normalizer = normalizers.Sequence(steps)
     scheme = "always" if adds_space and joins_spaces else "never"
-    splits = not any(SPACE_MARK in token[1:] for token in ids)  # no piece goes on behind a space
+    splits = not any(SPACE_MARK in token[1:] for token in ids)  # no piece continues after a space
     text.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, scheme, splits)
     return text
 

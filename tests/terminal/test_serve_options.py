@@ -84,7 +84,7 @@ def test_a_configuration_file_sets_options_and_models(tmp_path):
         ("no-page = 'yes'", "no-page must be true or false"),
         ("port = true", "port must not be true or false"),
         ("model = 'a'", "models have a table"),
-        ("port = = 1", "is no TOML"),
+        ("port = = 1", "is not valid TOML"),
     ],
 )
 def test_wrong_options_of_a_file_are_named(tmp_path, text, words):
