@@ -9,7 +9,7 @@ the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -153,87 +153,99 @@ class Point:
 
 def points(trace: Trace, n_layers: int) -> dict[str, Point]:
     """Every point of a model by its name, in the order of a step."""
+    taps = set(trace.taps)
     found: dict[str, Point] = {}
 
-    def add(
-        name: str, tap: str | None, form: Form, edits: str, layer: int | None, norm: Norm | None = None
-    ) -> None:
-        # a norm may stand between the heads' matrix and the stream
-        is_lacking = form == "result" and f"blocks.{layer}.hook_attn_out" not in trace.matrices
-        if tap is not None and (not tap or tap in taps) and not is_lacking:
-            found[name] = Point(name, tap, form, layer, edits, norm)
+    def add(of_a_part: Iterable[Point]) -> None:
+        found.update((point.name, point) for point in of_a_part if not point.tap or point.tap in taps)
 
-    def add_products(layer: int) -> None:
-        """Outputs of attention and MLP before a norm or a factor, and that norm: no tap shows them."""
-        prefix = f"blocks.{layer}."
-        parts = [("hook_attn_out", "attn", "attn.o", "ln1"), ("hook_mlp_out", "mlp", "mlp.out", "ln2")]
-        for tap, part, last, ln in parts:
-            matrix = trace.products.get(prefix + tap)
-            if matrix is None or matrix.source is None or prefix + tap in trace.matrices:
-                continue
-            rows: list[tuple[str, Form, Norm | None]]
-            rows = [(f"{last}.hook_out", "plain", None), (f"{part}.hook_out", "plain", None)]
-            for tapped in (f"{prefix}{ln}_post.hook_normalized", f"{prefix}{ln}.hook_normalized"):
-                norm = trace.norms.get(tapped)
-                if norm is not None and norm.source is None:
-                    rows.append((f"{ln}_post.hook_in", "plain", None))
-                    rows.append((f"{ln}_post.hook_scale", "scale", norm))
-                    rows.append((f"{ln}_post.hook_normalized", "normalized", norm))
-                    found[f"{prefix}{ln}_post.hook_out"] = Point(
-                        f"{prefix}{ln}_post.hook_out", tapped, "plain", layer, tapped
-                    )
-            for name, form, of_norm in rows:
-                found[prefix + name] = Point(prefix + name, matrix.source, form, layer, "", of_norm, matrix)
+    add(_embedding_points(trace))
+    for layer in range(n_layers):
+        add(_block_points(trace, layer))
+        add(_product_points(trace, layer))
+        add(_head_input_points(trace, layer))
+        for tap in trace.taps:  # taps that the tables do not know have their own name
+            if tap.startswith(f"blocks.{layer}.") and tap not in found:
+                add([Point(tap.replace("hook_normalized", "hook_out"), tap, "plain", layer, tap)])
+    add(_final_points(trace))
+    return found
 
-    def add_head_inputs(layer: int) -> None:
-        """Inputs of each head's query, key and value, before the norm; an edit recomputes these."""
-        for x in "qkv":
-            edit_tap = f"blocks.{layer}.attn.hook_{x}"
-            matrix = trace.matrices.get(edit_tap)
-            if matrix is None or matrix.source is None:
-                continue
-            norm = trace.norms.get(matrix.source)
-            tap = matrix.source if norm is None else norm.source
-            for name in (f"{edit_tap}_input", f"blocks.{layer}.hook_{x}_input"):
-                if tap is not None:
-                    found[name] = Point(name, tap, "head_inputs", layer, edit_tap, norm, matrix)
 
-    taps = set(trace.taps)
-    add(TOKENS, "", "tokens", "", None)
+def _embedding_points(trace: Trace) -> Iterator[Point]:
+    yield Point(TOKENS, "", "tokens")
     first = "embed_ln.hook_out" if "hook_embed" in trace.norms else "embed.hook_out"
     for name in (first, "hook_embed"):
-        add(name, "hook_embed", "plain", "hook_embed", None)
+        yield Point(name, "hook_embed", "plain", edit_tap="hook_embed")
     if any(heads.rope is not None for heads in trace.heads.values()):
-        add("rotary_emb.hook_in", "hook_embed", "plain", "", None)
-        add("rotary_emb.hook_cos", "", "cos", "", None)
-        add("rotary_emb.hook_sin", "", "sin", "", None)
-    for layer in range(n_layers):
-        prefix = f"blocks.{layer}."
-        block = _post_norm_block if f"{prefix}ln2.hook_in" in taps else _block
-        for name, tap, form, is_editable, norm in block(trace, layer):
-            full_tap = f"{prefix}{tap}" if tap else ""
-            edit_tap = full_tap if is_editable else ""
-            if form in ("scores", "pattern"):
-                edit_tap = f"{prefix}attn.hook_ungated_z"
-                if edit_tap not in taps:
-                    edit_tap = f"{prefix}attn.hook_z"
-            read_tap = norm.source if form == "normalized" and norm is not None else full_tap
-            add(f"{prefix}{name}", read_tap, form, edit_tap, layer, norm)
-        add_products(layer)
-        add_head_inputs(layer)
-        for tap in trace.taps:  # taps that the tables do not know have their own name
-            if tap.startswith(prefix) and tap not in found:
-                add(tap.replace("hook_normalized", "hook_out"), tap, "plain", tap, layer)
-    final = trace.norms.get(FINAL)
-    if final is not None:
-        add("ln_final.hook_in", final.source, "plain", "", None)
-        add("ln_final.hook_scale", final.source, "scale", "", None, final)
-        add("ln_final.hook_normalized", final.source, "normalized", FINAL, None, final)
-        add("ln_final.hook_out", final.source, "norm_out", FINAL, None, final)
-        add("unembed.hook_in", final.source, "norm_out", FINAL, None, final)
+        yield Point("rotary_emb.hook_in", "hook_embed", "plain")
+        yield Point("rotary_emb.hook_cos", "", "cos")
+        yield Point("rotary_emb.hook_sin", "", "sin")
+
+
+def _final_points(trace: Trace) -> Iterator[Point]:
+    """Those of the last norm and of the logits."""
+    norm = trace.norms.get(FINAL)
+    if norm is not None and norm.source is not None:
+        yield Point("ln_final.hook_in", norm.source, "plain")
+        yield Point("ln_final.hook_scale", norm.source, "scale", norm=norm)
+        yield Point("ln_final.hook_normalized", norm.source, "normalized", edit_tap=FINAL, norm=norm)
+        for name in ("ln_final.hook_out", "unembed.hook_in"):
+            yield Point(name, norm.source, "norm_out", edit_tap=FINAL, norm=norm)
     for name in (LOGITS, "hook_unembed"):
-        add(name, "", "logits", LOGITS, None)
-    return found
+        yield Point(name, "", "logits", edit_tap=LOGITS)
+
+
+def _block_points(trace: Trace, layer: int) -> Iterator[Point]:
+    """Those that the tables list."""
+    prefix = f"blocks.{layer}."
+    block = _post_norm_block if f"{prefix}ln2.hook_in" in trace.taps else _block
+    for name, tap, form, is_editable, norm in block(trace, layer):
+        full_tap = f"{prefix}{tap}" if tap else ""
+        edit_tap = full_tap if is_editable else ""
+        if form in ("scores", "pattern"):
+            edit_tap = f"{prefix}attn.hook_ungated_z"
+            if edit_tap not in trace.taps:
+                edit_tap = f"{prefix}attn.hook_z"
+        elif form == "result" and f"{prefix}hook_attn_out" not in trace.matrices:
+            continue  # a norm may stand between the heads' matrix and the stream
+        read_tap = norm.source if form == "normalized" and norm is not None else full_tap
+        if read_tap is not None:
+            yield Point(f"{prefix}{name}", read_tap, form, layer, edit_tap, norm)
+
+
+def _product_points(trace: Trace, layer: int) -> Iterator[Point]:
+    """Outputs of attention and MLP before a norm or a factor, and that norm: no tap shows them."""
+    prefix = f"blocks.{layer}."
+    parts = [("hook_attn_out", "attn", "attn.o", "ln1"), ("hook_mlp_out", "mlp", "mlp.out", "ln2")]
+    for tap, part, last, ln in parts:
+        matrix = trace.products.get(prefix + tap)
+        if matrix is None or matrix.source is None or prefix + tap in trace.matrices:
+            continue
+        rows: list[tuple[str, Form, Norm | None]]
+        rows = [(f"{last}.hook_out", "plain", None), (f"{part}.hook_out", "plain", None)]
+        for tapped in (f"{prefix}{ln}_post.hook_normalized", f"{prefix}{ln}.hook_normalized"):
+            norm = trace.norms.get(tapped)
+            if norm is not None and norm.source is None:
+                rows.append((f"{ln}_post.hook_in", "plain", None))
+                rows.append((f"{ln}_post.hook_scale", "scale", norm))
+                rows.append((f"{ln}_post.hook_normalized", "normalized", norm))
+                yield Point(f"{prefix}{ln}_post.hook_out", tapped, "plain", layer, tapped)
+        for name, form, of_norm in rows:
+            yield Point(prefix + name, matrix.source, form, layer, "", of_norm, matrix)
+
+
+def _head_input_points(trace: Trace, layer: int) -> Iterator[Point]:
+    """Inputs of each head's query, key and value, before the norm; an edit recomputes these."""
+    for x in "qkv":
+        edit_tap = f"blocks.{layer}.attn.hook_{x}"
+        matrix = trace.matrices.get(edit_tap)
+        if matrix is None or matrix.source is None:
+            continue
+        norm = trace.norms.get(matrix.source)
+        tap = matrix.source if norm is None else norm.source
+        for name in (f"{edit_tap}_input", f"blocks.{layer}.hook_{x}_input"):
+            if tap is not None:
+                yield Point(name, tap, "head_inputs", layer, edit_tap, norm, matrix)
 
 
 def _block(trace: Trace, layer: int) -> list[_Row]:
