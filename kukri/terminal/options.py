@@ -63,7 +63,13 @@ class ModelName:
     """The model of a command, None for the default model; `NeededModel` is that of a command without one."""
 
     model: str | None = argument(_MODEL_HELP, metavar="[MODEL]", autocompletion=_model_names)
-    model_option: str | None = option("The model, instead of the argument.", "--model", "-m", metavar="MODEL")
+    model_option: str | None = option(
+        "The model, instead of the argument.",
+        "--model",
+        "-m",
+        metavar="MODEL",
+        autocompletion=_model_names,
+    )
     is_needed = False
 
     @property
@@ -90,7 +96,11 @@ class ServedModels:
 
     model: str | None = argument(_MODEL_HELP, metavar="[MODEL]", autocompletion=_model_names)
     others: list[str] | None = option(
-        "A model, loaded when it is needed; repeatable.", "--model", "-m", metavar="[NAME=]MODEL"
+        "A model, loaded when it is needed; repeatable.",
+        "--model",
+        "-m",
+        metavar="[NAME=]MODEL",
+        autocompletion=_model_names,
     )
 
     @property
