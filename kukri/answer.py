@@ -62,7 +62,7 @@ class Answer:
         if token is not None:
             self.n_tokens += 1
             self.cumulative_logprob += token.logprob or 0.0
-            if finish_reason != "stop":  # a stop token is no part of the text
+            if finish_reason != "stop":  # a stop token is not part of the text
                 if self._has_stops:
                     stop = self._add(token)
                 else:

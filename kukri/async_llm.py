@@ -142,7 +142,7 @@ class AsyncLLM:
     async def aclose(self) -> None:
         """Ends all calls in progress with an error, and closes the LLM if it was opened here."""
         self._is_open = False
-        self.llm.calls.submit(self._end_live)
+        self.llm.calls.turns.submit(self._end_live)
         if self._owns_llm:
             await asyncio.to_thread(self.llm.close)
 
@@ -176,11 +176,11 @@ class AsyncLLM:
 
     def _start(self, calls: list[Call]) -> None:
         """Queues the calls' requests before the next step."""
-        self.llm.calls.submit(lambda: self._add(calls))
+        self.llm.calls.turns.submit(lambda: self._add(calls))
 
     def _drop(self, calls: list[Call]) -> None:
         """Aborts, before the next step, the requests of calls that have not ended."""
-        self.llm.calls.submit(lambda: self._end(calls))
+        self.llm.calls.turns.submit(lambda: self._end(calls))
 
     # The methods below belong to the thread that holds the turn.
 
@@ -217,10 +217,10 @@ class AsyncLLM:
         while is_left:
             error: Exception | None = None
             try:
-                self.llm.calls.wait(self._is_idle)
+                self.llm.calls.turns.wait(self._is_idle)
             except BaseException as raised:  # by a step, and no request's own error
                 error = raised if isinstance(raised, Exception) else KukriError(f"a step ended by {raised!r}")
-            with self.llm.calls.alone():
+            with self.llm.calls.turns.alone():
                 if error is not None:
                     self._end_live(error)
                 is_left = self._is_stepping = not self._is_idle()

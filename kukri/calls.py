@@ -6,10 +6,8 @@ engine for all (`kukri.engine.turns`).
 
 from __future__ import annotations
 
-import difflib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kukri.answer import Answer
 from kukri.engine import Engine, Request, RequestState
 from kukri.engine.turns import EngineTurns
-from kukri.errors import KukriError, RequestError, UnsupportedError
+from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
 from kukri.kernels.arrays import FloatArray
 from kukri.loading import LoadedModel
 from kukri.results import Chunk, FinishReason, Output, Result
@@ -40,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class EngineCalls:
-    """Every call under way on the engine of one loaded model."""
+    """Every call under way on the engine of one loaded model. `turns` decides which thread steps it."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.tokenizer = loaded.tokenizer
         self._path, self._head, self._default_params = loaded.path, loaded.config.head, loaded.default_params
         self._engine: Engine | None = loaded.engine  # None once closed
-        self._turns = EngineTurns(self._step)
+        self.turns = EngineTurns(self._step)
         self._running: dict[int, tuple[Answer, Call]] = {}  # by request id; for the holder of the turn
         self._batches: list[_OutputBatch] = []  # for the holder of the turn
 
@@ -114,52 +112,38 @@ class EngineCalls:
     def run(self, calls: list[Call]) -> list[Result]:
         """The result of each call, in order. Raises the error that ended one."""
         try:
-            self.start(calls)
+            self._start(calls)
             return [self._finished(call) for call in calls]
         finally:
-            self.drop(calls)
+            self._drop(calls)
 
     def _finished(self, call: Call) -> Result:
-        self._turns.wait(lambda: call.is_done)
+        self.turns.wait(lambda: call.is_done)
         return call.result_or_error()
 
     def chunks(self, call: Call) -> Iterator[Chunk]:
         """The chunks of a stream, started with the first. Raises the error that ended it."""
         try:
-            self.start([call])
+            self._start([call])
             chunk: Chunk | None = None
             while chunk is None or chunk.result is None:
-                self._turns.wait(lambda: call.is_done or bool(call.chunks))
+                self.turns.wait(lambda: call.is_done or bool(call.chunks))
                 if not call.chunks:
                     call.result_or_error()  # raises: a result comes with a chunk
                 yield (chunk := call.chunks.popleft())
         finally:
-            self.drop([call])
+            self._drop([call])
 
     def compute(self, requests: list[Request]) -> list[FloatArray]:
         """Runs requests for rows of output, and gives the rows of each. Raises the error that ended one."""
         batch = _OutputBatch(requests)
         try:
-            self._turns.submit(lambda: self._add_batch(batch))
-            self._turns.wait(lambda: batch.is_done)
+            self.turns.submit(lambda: self._add_batch(batch))
+            self.turns.wait(lambda: batch.is_done)
         finally:
             if not batch.is_done:
-                self._turns.submit(lambda: self._end_batch(batch))
+                self.turns.submit(lambda: self._end_batch(batch))
         return batch.rows_or_error()
-
-    def submit(self, command: Callable[[], None]) -> None:
-        """Runs a command between two steps, soon; never blocks (`EngineTurns.submit`)."""
-        self._turns.submit(command)
-
-    def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Steps the engine, or sleeps while another thread does, until `is_ready()`."""
-        self._turns.wait(is_ready)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within the block no step runs."""
-        with self._turns.alone():
-            yield
 
     def close(self) -> None:
         """Ends all calls under way, with an error; within `alone`. Every later use raises KukriError."""
@@ -173,18 +157,18 @@ class EngineCalls:
             self._engine.close()
         self._engine = None
 
-    def start(self, calls: list[Call]) -> None:
+    def _start(self, calls: list[Call]) -> None:
         """Queues the calls' requests before the next step."""
-        self._turns.submit(lambda: self.add(calls))
+        self.turns.submit(lambda: self.add(calls))
 
-    def drop(self, calls: list[Call]) -> None:
+    def _drop(self, calls: list[Call]) -> None:
         """Aborts, before the next step, the requests of calls whose caller has gone."""
         left = [call for call in calls if call.result is None]
         if left:
-            self._turns.submit(lambda: self.end(left))
+            self.turns.submit(lambda: self.end(left))
 
     def check_generates(self) -> None:
-        """Raises UnsupportedError if the head is no language model's."""
+        """Raises UnsupportedError if the head is not a language model's."""
         kind = self._head.kind
         if kind != "language_model":
             head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
@@ -224,8 +208,8 @@ class EngineCalls:
         self,
         prompt_ids: Any,
         params: SamplingParams,
-        adapter: str | None = None,
-        intervene: Intervene | None = None,
+        adapter: str | None,
+        intervene: Intervene | None,
         *,
         streams: bool = False,
     ) -> Call:
@@ -504,9 +488,3 @@ def _first_is(prompt: Any, kind: Any) -> bool:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return False
     return isinstance(prompt[0], kind)
-
-
-def close_matches(name: str, names: Iterable[str]) -> str:
-    """The end of an error about an unknown name: ': did you mean …?', or nothing."""
-    close = difflib.get_close_matches(str(name), names, n=3)
-    return f": did you mean {' or '.join(close)}?" if close else ""

@@ -1,8 +1,7 @@
-"""The `kukri` command: one function per command, with its arguments and help.
+"""The `kukri` command: one function per command, whose options are declared in `kukri.terminal.options`.
 
 The commands' work is in `kukri.terminal`, imported when a command runs, so that `kukri run` pays for nothing
-else; options that several share are in `kukri.terminal.options`. Annotations are not postponed: typer would
-evaluate their text at each start.
+else. Annotations are not postponed: typer would evaluate their text at each start.
 """
 
 import gc
@@ -13,37 +12,38 @@ from typing import Annotated, Literal
 import typer
 
 from kukri.terminal import DEFAULT_SYSTEM
+from kukri.terminal.command import command, expanded, given
 from kukri.terminal.errors import BenchGroup, ErrorReportingGroup
 from kukri.terminal.options import (
-    Alias,
-    APIKey,
+    AblationOptions,
+    BenchOptions,
     ClusterOptions,
+    CompareOptions,
     DryRun,
-    Imatrix,
+    EmbedOptions,
+    InspectOptions,
     Json,
     LoadOfUsers,
     LoadOptions,
     LoadTestOptions,
     ManyOptions,
-    ModelArgument,
-    ModelOption,
+    ModelName,
     ModelOptions,
     NeededModel,
     ReaderOptions,
+    RerankOptions,
+    RunningServer,
     SamplingOptions,
+    ServedModels,
     ServeOptions,
-    ServerURL,
     SteeringOptions,
+    StoreOptions,
     System,
     TextOptions,
     Threads,
+    TuneOptions,
     cluster_options,
-    command,
-    expanded,
-    given,
-    model_and,
     one_model,
-    size_bytes,
 )
 
 _GC_THRESHOLD = (
@@ -108,19 +108,18 @@ def options(
 
 @command(app)
 def run(
-    model: ModelArgument = None,
+    *,
+    named: ModelName,
     prompt: Annotated[
         str | None,
         typer.Argument(
             metavar="[PROMPT]", help="Prompt; a single argument is the prompt. Piped text is appended."
         ),
     ] = None,
-    model_option: ModelOption = None,
     system: System = DEFAULT_SYSTEM,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as is, without a chat template.")
     ] = False,
-    *,
     sampling: SamplingOptions,
     loading: LoadOptions,
     steering: SteeringOptions,
@@ -131,12 +130,12 @@ def run(
     gc.set_threshold(_GC_THRESHOLD)
     from kukri.terminal.run import answer_prompt, is_model_file
 
-    if prompt is None and not is_model_file(model):
-        model, prompt = None, model
+    if prompt is None and not is_model_file(named.model):
+        named.model, prompt = None, named.model
     files, interventions = steering.files_and_interventions()
     answer_prompt(
         prompt,
-        model=one_model(model, model_option),
+        model=named.name,
         system=system,
         raw=raw,
         sampling=given(sampling),
@@ -149,11 +148,10 @@ def run(
 
 @command(app)
 def chat(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
+    *,
+    named: ModelName,
     system: System = DEFAULT_SYSTEM,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the last conversation.")] = False,
-    *,
     sampling: SamplingOptions,
     loading: LoadOptions,
     steering: SteeringOptions,
@@ -164,7 +162,7 @@ def chat(
 
     files, interventions = steering.files_and_interventions()
     talk(
-        model=one_model(model, model_option),
+        model=named.name,
         system=system,
         sampling=given(sampling),
         loading=given(loading) | files,
@@ -175,17 +173,7 @@ def chat(
 
 @command(app)
 def serve(
-    model: ModelArgument = None,
-    model_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", "-m", metavar="[NAME=]MODEL", help="Model to serve, loaded on demand; repeatable."
-        ),
-    ] = None,
-    *,
-    serving: ServeOptions,
-    loading: ManyOptions,
-    readers: ReaderOptions,
+    *, named: ServedModels, serving: ServeOptions, loading: ManyOptions, readers: ReaderOptions
 ) -> None:
     """Serve the OpenAI, Anthropic and Ollama APIs and a chat page.
 
@@ -193,31 +181,20 @@ def serve(
     """
     from kukri.terminal.serve import serve_models
 
-    serve_models(
-        [*([model] if model else []), *(model_option or [])], serving, given(loading) | readers.files()
-    )
+    serve_models(named.names, serving, given(loading) | given(readers))
 
 
 @command(app)
-def ps(
-    url: ServerURL = "http://127.0.0.1:8000",
-    api_key: APIKey = None,
-    json: Json = False,
-) -> None:
+def ps(*, server: RunningServer, json: Json = False) -> None:
     """List a running server's models and their state."""
     from kukri.terminal.ps import show_served_models
 
-    show_served_models(url, api_key, as_json=json)
+    show_served_models(server.url, server.api_key, as_json=json)
 
 
 @command(cluster_app, "serve")
 def cluster_serve(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
-    *,
-    replicas: ClusterOptions,
-    serving: ServeOptions,
-    loading: ManyOptions,
+    *, named: ModelName, replicas: ClusterOptions, serving: ServeOptions, loading: ManyOptions
 ) -> None:
     """Serve one model with replicas on Ray and the `kukri serve` API.
 
@@ -225,19 +202,15 @@ def cluster_serve(
     """
     from kukri.terminal.cluster import serve_cluster
 
-    serve_cluster(one_model(model, model_option), replicas, serving, given(loading))
+    serve_cluster(named.name, replicas, serving, given(loading))
 
 
 @command(cluster_app)
-def status(
-    url: ServerURL = "http://127.0.0.1:8000",
-    api_key: APIKey = None,
-    json: Json = False,
-) -> None:
+def status(*, server: RunningServer, json: Json = False) -> None:
     """List a running server's replicas and their load."""
     from kukri.terminal.cluster import show_cluster
 
-    show_cluster(url, api_key, as_json=json)
+    show_cluster(server.url, server.api_key, as_json=json)
 
 
 @command(app)
@@ -262,38 +235,32 @@ def stage(
 
 
 @command(app)
-def plan(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
-    *,
-    load: LoadOfUsers,
-    loading: ManyOptions,
-    json: Json = False,
-) -> None:
+def plan(*, named: ModelName, load: LoadOfUsers, loading: ManyOptions, json: Json = False) -> None:
     """Estimate how many replicas a load needs.
 
     Measures the engine's steps on this machine and simulates replicas with these costs.
     """
     from kukri.terminal.plan import plan as print_plan
 
-    print_plan(one_model(model, model_option), load, given(loading), as_json=json)
+    print_plan(named.name, load, given(loading), as_json=json)
 
 
 @command(app)
 def batch(
-    model: ModelArgument = None,
+    *,
+    named: ModelName,
     source: Annotated[
         str | None, typer.Argument(metavar="SOURCE", help="Requests in OpenAI's batch format, JSON lines.")
     ] = None,
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help="File to write the results to, in the same order.")
     ] = None,
-    model_option: ModelOption = None,
-    alias: Alias = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Another name for the model; repeatable.")
+    ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="Answer with replicas on Ray; enables the replica options.")
     ] = False,
-    *,
     replicas: ClusterOptions,
     loading: ManyOptions,
     json: Json = False,
@@ -304,9 +271,7 @@ def batch(
     """
     from kukri.terminal.batch import run_batch
 
-    model, source, target = model_and(
-        model_option, model, source, target, names="MODEL SOURCE TARGET", needs_model=False
-    )
+    model, source, target = named.and_arguments("MODEL SOURCE TARGET", source, target)
     run_batch(
         Path(str(source)),
         Path(str(target)),
@@ -320,52 +285,35 @@ def batch(
 
 @command(app)
 def embed(
-    model: ModelArgument = None,
+    *,
+    named: ModelName,
     texts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[TEXT]...", help="Texts to embed. [default: lines of piped text]"),
     ] = None,
-    model_option: ModelOption = None,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Named prompt of the model, such as query.")
-    ] = None,
-    dimensions: Annotated[
-        int | None, typer.Option(metavar="N", help="Truncate vectors to N dimensions.")
-    ] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Truncate texts that are too long.")] = False,
-    *,
+    options: EmbedOptions,
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
     """Embed texts and print their vectors (default model: minilm)."""
     from kukri.terminal.embed import model_and_texts, show_vectors
 
-    model, texts = model_and_texts(model_option, [model, *(texts or [])])
-    show_vectors(
-        texts,
-        model=model,
-        prompt_name=prompt,
-        dimensions=dimensions,
-        truncate=truncate,
-        loading=given(loading),
-        as_json=json,
-    )
+    model, texts = model_and_texts(named.model_option, [named.model, *(texts or [])])
+    show_vectors(texts, model, options, given(loading), as_json=json)
 
 
 @command(app)
 def rerank(
-    model: ModelArgument = None,
+    *,
+    named: ModelName,
     query: Annotated[
-        str | None, typer.Argument(metavar="QUERY", help="Query to rank the documents by.")
+        str | None, typer.Argument(metavar="QUERY", help="What the documents should answer.")
     ] = None,
     documents: Annotated[
         list[str] | None,
         typer.Argument(metavar="[DOCUMENT]...", help="Documents to rank. [default: lines of piped text]"),
     ] = None,
-    model_option: ModelOption = None,
-    top_n: Annotated[int | None, typer.Option("--top-n", metavar="N", help="Print only the best N.")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Truncate texts that are too long.")] = False,
-    *,
+    options: RerankOptions,
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
@@ -375,36 +323,19 @@ def rerank(
     """
     from kukri.terminal.embed import model_and_texts, show_ranking
 
-    model, texts = model_and_texts(model_option, [model, query, *(documents or [])])
-    show_ranking(
-        texts,
-        model=model,
-        top_n=top_n,
-        truncate=truncate,
-        loading=given(loading),
-        as_json=json,
-    )
+    model, texts = model_and_texts(named.model_option, [named.model, query, *(documents or [])])
+    show_ranking(texts, model, options, given(loading), as_json=json)
 
 
 @command(app)
 def activations(
-    model: ModelArgument = None,
+    *,
+    named: ModelName,
     texts: Annotated[
         str | None,
         typer.Argument(metavar="TEXTS", help='Text file, or JSON lines with a "text" each (.jsonl).'),
     ] = None,
-    model_option: ModelOption = None,
-    names: Annotated[
-        list[str] | None,
-        typer.Option("--names", metavar="NAME", help="Hook to record, such as resid_post14; repeatable."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write shards to.")] = None,
-    context: Annotated[int, typer.Option(metavar="N", help="Tokens per window.", min=1)] = 128,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of each shard.")] = "128MiB",
-    shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Shuffle windows, and rows within a shard.", min=0)
-    ] = None,
-    *,
+    options: StoreOptions,
     loading: ModelOptions,
     json: Json = False,
 ) -> None:
@@ -413,29 +344,16 @@ def activations(
     Writes float16 safetensors shards with tokens and positions, for training autoencoders. Run the same
     command to resume an interrupted run.
     """
-    from kukri.errors import ConfigError
     from kukri.terminal.activations import store_activations
 
-    model, source = model_and(model_option, model, texts, names="MODEL TEXTS", needs_model=False)
-    if not names or out is None:
-        raise ConfigError("give the hooks and a directory: --names resid_post14 --out DIR")
-    store_activations(
-        Path(str(source)),
-        out,
-        model=model,
-        names=names,
-        context=context,
-        shard_bytes=size_bytes(shard_size, "--shard-size"),
-        shuffle=shuffle,
-        loading=given(loading),
-        as_json=json,
-    )
+    model, source = named.and_arguments("MODEL TEXTS", texts)
+    store_activations(Path(str(source)), model, options, given(loading), as_json=json)
 
 
 @command(app)
 def pull(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
+    *,
+    named: ModelName,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Check the cached file's hash and download it again if it is damaged."),
@@ -445,7 +363,7 @@ def pull(
     """Download a model into the cache and print its path."""
     from kukri.terminal.pull import pull_model
 
-    pull_model(one_model(model, model_option), verify=verify, as_json=json)
+    pull_model(named.name, verify=verify, as_json=json)
 
 
 @command(app, "list")
@@ -466,55 +384,35 @@ def rm(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="Cached models, as named by kukri list.")
     ] = None,
-    model_option: ModelOption = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Model, instead of the argument.")
+    ] = None,
 ) -> None:
     """Remove models from the cache."""
-    from kukri.errors import ConfigError
     from kukri.terminal.models import remove_models
 
-    names = [*(models or []), *([model_option] if model_option else [])]
-    if not names:
-        raise ConfigError("missing argument MODEL: kukri list shows the cached models")
-    remove_models(names)
+    remove_models([*(models or []), *([model_option] if model_option else [])])
 
 
 @command(app)
-def show(model: ModelArgument = None, model_option: ModelOption = None, json: Json = False) -> None:
+def show(*, named: ModelName, json: Json = False) -> None:
     """Show a cached model: architecture, size, context, types."""
     from kukri.terminal.models import show_cached_model
 
-    show_cached_model(one_model(model, model_option), as_json=json)
+    show_cached_model(named.name, as_json=json)
 
 
 @bench_app.callback(invoke_without_command=True)
 @expanded
 def bench(
-    context: typer.Context,
-    model: ModelOption = None,
-    n_prompt: Annotated[int, typer.Option("--prompt-tokens", "-p", metavar="N", help="Prompt tokens.")] = 512,
-    n_generate: Annotated[
-        int, typer.Option("--generate-tokens", "-g", metavar="N", help="Tokens to generate.")
-    ] = 128,
-    repetitions: Annotated[
-        int, typer.Option("--repetitions", "-r", metavar="N", help="Repetitions per measurement.")
-    ] = 5,
-    *,
-    loading: ModelOptions,
-    json: Json = False,
+    context: typer.Context, *, options: BenchOptions, loading: ModelOptions, json: Json = False
 ) -> None:
     """Measure prefill and decode speed, or load-test a server."""
     if context.invoked_subcommand is not None:
         return
-    from kukri.bench.offline import run_bench
+    from kukri.terminal.bench import run_bench
 
-    run_bench(
-        model,
-        n_prompt=n_prompt,
-        n_generate=n_generate,
-        repetitions=repetitions,
-        json_only=json,
-        **given(loading),
-    )
+    run_bench(**vars(options), as_json=json, **given(loading))
 
 
 @command(bench_app, "serve")
@@ -526,65 +424,28 @@ def bench_serve(*, load: LoadTestOptions, json: Json = False) -> None:
 
 
 @command(bench_app)
-def ablate(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Measure only this technique, such as kv-cache; repeatable."),
-    ] = None,
-    threads: Threads = None,
-    repetitions: Annotated[
-        int, typer.Option("--repetitions", "-r", metavar="N", help="Rounds per technique.")
-    ] = 5,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the gains as a PNG.")] = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Markdown page and its chart.")
-    ] = None,
-    json: Json = False,
-) -> None:
+def ablate(*, named: ModelName, options: AblationOptions, json: Json = False) -> None:
     """Measure the speedup of each technique on this machine."""
     from kukri.terminal.ablate import show_ablation
 
-    show_ablation(
-        one_model(model, model_option),
-        only or [],
-        n_threads=threads,
-        repetitions=repetitions,
-        plot=plot,
-        page=page,
-        as_json=json,
-    )
+    show_ablation(named.name, **vars(options), as_json=json)
 
 
 @command(app)
-def inspect(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
-    tree: Annotated[bool, typer.Option("--tree", help="Show the module tree, as PyTorch prints it.")] = False,
-    params: Annotated[bool, typer.Option("--params", help="Show parameters per layer.")] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    json: Json = False,
-) -> None:
+def inspect(*, named: ModelName, options: InspectOptions, json: Json = False) -> None:
     """Show a model's configuration, modules and parameters."""
     from kukri.terminal.inspect import show_model
 
-    show_model(
-        one_model(model, model_option),
-        with_tree=tree,
-        with_parameters=params,
-        with_tensors=tensors,
-        as_json=json,
-    )
+    show_model(named.name, **vars(options), as_json=json)
 
 
 @command(app)
 def convert(
-    model: NeededModel = None,
+    *,
+    named: NeededModel,
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help=".gguf file to write, or a directory with --to hf.")
     ] = None,
-    model_option: ModelOption = None,
     type: Annotated[
         str | None,
         typer.Option(
@@ -603,7 +464,7 @@ def convert(
     """Convert between safetensors and GGUF."""
     from kukri.terminal.convert import convert_model, convert_to_directory, source_path
 
-    model, target = model_and(model_option, model, target, names="MODEL TARGET")
+    model, target = named.and_arguments("MODEL TARGET", target)
     source = source_path(model)
     if to == "hf":
         return convert_to_directory(source, Path(str(target)), type, as_json=json)
@@ -612,11 +473,11 @@ def convert(
 
 @command(app)
 def merge(
-    model: NeededModel = None,
+    *,
+    named: NeededModel,
     adapter: Annotated[
         str | None, typer.Argument(metavar="ADAPTER", help="LoRA adapter: a PEFT directory or GGUF file.")
     ] = None,
-    model_option: ModelOption = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="TARGET", help=".gguf file or directory to write."),
@@ -624,25 +485,24 @@ def merge(
     json: Json = False,
 ) -> None:
     """Merge a LoRA adapter into a model's weights."""
-    from kukri.errors import ConfigError
     from kukri.terminal.merge import merge_model
 
-    model, adapter = model_and(model_option, model, adapter, names="MODEL ADAPTER")
-    if output is None:
-        raise ConfigError("missing option -o TARGET: a .gguf file, or a directory, to write")
+    model, adapter = named.and_arguments("MODEL ADAPTER", adapter)
     merge_model(model, Path(str(adapter)), output, as_json=json)
 
 
 @command(app)
 def quantize(
-    model: NeededModel = None,
+    *,
+    named: NeededModel,
     target: Annotated[str | None, typer.Argument(metavar="TARGET", help=".gguf file to write.")] = None,
     type: Annotated[
         str | None,
         typer.Argument(metavar="TYPE", help="Q4_K_M, Q8_0, IQ4_XS … (as in llama.cpp) or a recipe."),
     ] = None,
-    model_option: ModelOption = None,
-    imatrix: Imatrix = None,
+    imatrix: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Importance matrix from `kukri imatrix` or llama.cpp.")
+    ] = None,
     dry_run: DryRun = False,
     list_recipes: Annotated[
         bool,
@@ -658,22 +518,16 @@ def quantize(
     """Quantize a model to another weight type."""
     from kukri.terminal.convert import convert_model, source_path
 
-    model, target, type = model_and(model_option, model, target, type, names="MODEL TARGET TYPE")
+    model, target, type = named.and_arguments("MODEL TARGET TYPE", target, type)
     convert_model(source_path(model), Path(str(target)), type, dry_run=dry_run, as_json=json, imatrix=imatrix)
 
 
 @command(app)
-def perplexity(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
-    *,
-    reading: TextOptions,
-    json: Json = False,
-) -> None:
+def perplexity(*, named: ModelName, reading: TextOptions, json: Json = False) -> None:
     """Measure a model's perplexity on a text."""
     from kukri.terminal.evaluate import Reading, show_perplexity
 
-    show_perplexity(one_model(model, model_option), Reading(**vars(reading)), as_json=json)
+    show_perplexity(named.name, Reading(**vars(reading)), as_json=json)
 
 
 @command(app)
@@ -686,14 +540,8 @@ def compare(
         str | None,
         typer.Option("--model", "-m", metavar="MODEL", help="Baseline model, instead of A."),
     ] = None,
-    types: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Compare A with its own quantizations: Q8_0,Q4_K_M.")
-    ] = None,
-    imatrix: Imatrix = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot a PNG: error by layer, or loss by size.")
-    ] = None,
     *,
+    options: CompareOptions,
     reading: TextOptions,
     json: Json = False,
 ) -> None:
@@ -705,54 +553,27 @@ def compare(
 
     if model_option is not None:
         a, b = model_option, a if b is None else one_model(a, model_option)
-    compare_models(a, b, Reading(**vars(reading)), types=types, imatrix=imatrix, plot=plot, as_json=json)
+    compare_models(a, b, Reading(**vars(reading)), **vars(options), as_json=json)
 
 
 @command(app, "tune-recipe")
-def tune_recipe(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
-    *,
-    size: Annotated[str, typer.Option(metavar="SIZE", help="Size limit for all weights, such as 90MB.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Recipe to write, .yaml or .json.")
-    ],
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="UTF-8 text file. [default: the opening of a novel]")
-    ] = None,
-    types: Annotated[
-        str, typer.Option(metavar="LIST", help="Types to choose from.")
-    ] = "Q2_K,Q3_K,IQ4_XS,Q4_K,Q5_K,Q6_K,Q8_0",
-    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the text to read, at most.")] = 512,
-    threads: Threads = None,
-    json: Json = False,
-) -> None:
+def tune_recipe(*, named: ModelName, options: TuneOptions, json: Json = False) -> None:
     """Choose a weight type for each tensor by measuring.
 
     Writes a recipe for `kukri quantize` that fits the weights into --size.
     """
     from kukri.terminal.tune import write_tuned_recipe
 
-    write_tuned_recipe(
-        one_model(model, model_option),
-        size,
-        output,
-        text,
-        types,
-        max_tokens=tokens,
-        n_threads=threads,
-        as_json=json,
-    )
+    write_tuned_recipe(named.name, options, as_json=json)
 
 
 @command(app)
 def imatrix(
-    model: ModelArgument = None,
+    *,
+    named: ModelName,
     text: Annotated[
         str | None, typer.Argument(metavar="TEXT", help="UTF-8 text similar to what the model will read.")
     ] = None,
-    model_option: ModelOption = None,
-    *,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")],
     chunk: Annotated[int, typer.Option(metavar="N", help="Tokens per chunk.")] = 512,
     threads: Threads = None,
@@ -761,14 +582,15 @@ def imatrix(
     """Write an importance matrix for `kukri quantize`."""
     from kukri.terminal.evaluate import write_importances
 
-    model, text = model_and(model_option, model, text, names="MODEL TEXT", needs_model=False)
+    model, text = named.and_arguments("MODEL TEXT", text)
     write_importances(model, Path(str(text)), output, chunk, n_threads=threads, as_json=json)
 
 
 @command(app)
 def doctor(
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Check a GPU's kernels against the CPU instead; takes a minute.")
+        bool,
+        typer.Option("--gpu", help="Check the kernels on a GPU against the CPU instead; takes a minute."),
     ] = False,
     device: Annotated[str, typer.Option(metavar="NAME", help="Device for --gpu.")] = "auto",
     json: Json = False,

@@ -20,6 +20,8 @@ KukriError
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class KukriError(Exception):
@@ -131,3 +133,9 @@ def brief_list(texts: list[str], most: int = 8) -> str:
     """The first of some texts, separated by commas, and how many more there are."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def close_matches(name: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown name: ': did you mean …?', or nothing."""
+    close = get_close_matches(str(name), names, n=3)
+    return f": did you mean {' or '.join(close)}?" if close else ""

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from kukri.calls import EngineCalls, Message, Prompt, close_matches, is_many
+from kukri.calls import EngineCalls, Message, Prompt, is_many
 from kukri.config import Pooling, Speculation
 from kukri.embedding import Ranked, check_pooling, ranked
 from kukri.engine import Engine
-from kukri.errors import HookError, KukriError, RequestError
+from kukri.errors import HookError, KukriError, RequestError, close_matches
 from kukri.formats.adapters import read_adapter
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
@@ -241,12 +241,12 @@ class LLM:
         model, or no plain LoRA, ConfigError on a name that is taken.
         """
         adapter = read_adapter(Path(path).expanduser(), self.model)
-        with self.calls.alone():
+        with self.calls.turns.alone():
             self.engine.load_adapter(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Unloads an adapter; running requests keep it to their end. Raises RequestError if it is unknown."""
-        with self.calls.alone():
+        with self.calls.turns.alone():
             self.engine.unload_adapter(name)
 
     @property
@@ -379,14 +379,14 @@ class LLM:
             if not callable(hook):
                 raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
         listening = dict(hooks)
-        with self.calls.alone():
+        with self.calls.turns.alone():
             listened: list[Forward | Engine] = [self.calls.engine, self.model.bound]
             for runner in listened:
                 runner.add_hooks(listening)
         try:
             yield
         finally:
-            with self.calls.alone():
+            with self.calls.turns.alone():
                 for runner in listened:
                     runner.remove_hooks(listening)
 
@@ -467,7 +467,7 @@ class LLM:
 
         A hook is called as hook(value [1, pos, ...], hook=point) for each chunk of the prompt and each token
         generated; `point.start` is the first one's position. `names` are captured of every token but the
-        last, which is no input. Requests beside them in the batch keep their tokens to the bit, drafts and
+        last, which is no input. Requests beside them in the batch keep bit-identical tokens, drafts and
         prefixes; an error in a hook ends its request alone. Scores and patterns are read, and take no hooks
         here.
         """
@@ -497,7 +497,7 @@ class LLM:
 
         @contextmanager
         def alone() -> Iterator[None]:
-            with self.calls.alone():
+            with self.calls.turns.alone():
                 _ = self.calls.engine  # an error once closed
                 yield
 
@@ -547,7 +547,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends all calls under way with an error, and the backend's threads. Later calls raise KukriError."""
-        with self.calls.alone():
+        with self.calls.turns.alone():
             self.calls.close()
             self.model.bind(None)
             close = getattr(self._backend, "close", None)

@@ -358,7 +358,7 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
     headers = read_headers(hub.resolve(options.model))
     config = headers.config
     if config is None or headers.problem is not None:
-        raise headers.problem or UnsupportedError(f"{headers.path} is no model that kukri runs")
+        raise headers.problem or UnsupportedError(f"{headers.path} is not a model that kukri runs")
     context = min(options.max_context or config.max_context, config.max_context)
     n_requests = options.max_requests or _MAX_REQUESTS
     layers = (config.attention(i) for i, layer in enumerate(config.layers) if not layer.is_recurrent)
@@ -436,7 +436,7 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
 
 
 def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer) -> Model:
-    """Loads a draft model. Raises ConfigError if it has other tokens, or is no language model."""
+    """Loads a draft model. Raises ConfigError if it has other tokens, or is not a language model."""
     path = hub.resolve(model)
     with open_checkpoint(path, None) as checkpoint:
         config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)

@@ -70,7 +70,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
             quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
         else:
             quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-        if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1 are no limit
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1 are not limits
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 

@@ -31,20 +31,20 @@ def check_private(directory: Path) -> None:
     """Raises ConfigError if another user owns a directory or may write to it, OSError if it is not there."""
     found = directory.stat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{directory} is no directory: choose another path")
+        raise ConfigError(f"{directory} is not a directory: choose another path")
     _check(found, directory)
 
 
 def open_private(path: Path) -> BinaryIO:
     """A file opened to read, unbuffered.
 
-    Raises ConfigError if it is no regular file, another user owns it or may write to it; OSError.
+    Raises ConfigError if it is not a regular file, another user owns it or may write to it; OSError.
     """
     descriptor = open_carefully(path)
     try:
         found = os.fstat(descriptor)  # of what is open: the path may name another file by now
         if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{path} is no regular file: remove it")
+            raise ConfigError(f"{path} is not a regular file: remove it")
         _check(found, path)
         return os.fdopen(descriptor, "rb", buffering=0)
     except BaseException:

@@ -97,7 +97,7 @@ def classify(model: Model, outputs: Outputs, tokenizer: Tokenizer, text: str) ->
     head = _require(model, "sequence_classification")
     ids = tokenizer.encode(text, add_special=True)
     _check_length(model, ids)
-    # an encoder's first token stands for the text, the last one in a model that sees earlier tokens alone
+    # an encoder's first token stands for the text, the last one in a model that sees only earlier tokens
     logits = outputs(ids)[last_token(ids, head.pad_id) if model.config.is_causal else 0]
     if head.problem_type == "regression":
         scores: npt.NDArray[np.float64] = logits.astype(np.float64)

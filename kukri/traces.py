@@ -2,7 +2,7 @@
 
 A request over HTTP is a span. Beneath it each answer has the spans `queue`, `prefill` and `decode`, written
 when it ends, from the times that a request keeps anyway: a step of the engine does nothing for a trace.
-Between processes a trace goes on by the text of W3C Trace Context, `traceparent`.
+Between processes a trace continues by the text of W3C Trace Context, `traceparent`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def run(main: Any) -> Any:
 
 
 def assert_idle(llm: LLM) -> None:
-    with llm.calls.alone():
+    with llm.calls.turns.alone():
         assert not llm.engine.has_work
         llm.engine.check_integrity()
         assert llm.engine.pool.n_free == llm.engine.pool.n_pages
@@ -132,7 +132,7 @@ def test_cancelled_and_closed_calls_free_their_pages(slow: LLM) -> None:
                 cancelled.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await cancelled
-            with slow.calls.alone():  # before the next step
+            with slow.calls.turns.alone():  # before the next step
                 assert len(slow.calls._running) <= 1
                 assert len(slow.engine.scheduler.running) <= 1
             async for _ in wrapped.stream("left", GREEDY, max_tokens=None):

@@ -1,7 +1,7 @@
 """Correctness of the torch and gpu backends on a device, against the reference: `kukri doctor --gpu`.
 
 Products, attention and a small random model run on the device and in NumPy; then the promises of the gpu
-backend are tried to the bit: the same step twice, a sequence alone and in a batch, graphs and eager steps.
+backend must be bit-identical: the same step twice, a sequence alone and in a batch, graphs and eager steps.
 Whoever has a GPU can so check what was written without one.
 """
 
@@ -190,7 +190,7 @@ def _check_attention(
 def _check_model(
     backend: Backend, reference: Backend, eager: Backend | None, sizes: Sizes
 ) -> Iterator[Check]:
-    """A small random Llama with head norms: logits, then equality to the bit."""
+    """A small random Llama with head norms: logits, then bit-identical results."""
     model = load_model(_RandomSource(), _config(sizes.n_layers))
     ids = np.random.default_rng(4).integers(0, model.config.n_vocab, 40).astype(np.int32)
     alone, beside = _Sequence(ids, 0), _Sequence(ids, 3)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 Kind = Literal["chat", "completions"]
 
 _PATHS: dict[Kind, str] = {"chat": "chat/completions", "completions": "completions"}
-_MAX_LINE_BYTES = 1 << 20  # of an event; what is longer is no answer
+_MAX_LINE_BYTES = 1 << 20  # of an event; what is longer is not an answer
 _MAX_ERROR_BYTES = 1 << 16  # of a body that says what went wrong
-_MAX_COUNT = 1 << 40  # tokens; what is more is no count
+_MAX_COUNT = 1 << 40  # tokens; what is more is not a count
 _KEEP_ALIVE_S = 4.0  # shorter than uvicorn's 5 s, so that no request meets a connection as it is closed
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")  # of a chat's delta
 

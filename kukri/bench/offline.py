@@ -6,14 +6,12 @@ mean and deviation over 5 after a warm-up. Unlike there, scheduling, sampling an
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,16 +25,12 @@ from kukri.bench.card import (
 )
 from kukri.errors import ConfigError
 from kukri.formats import hub
-from kukri.kernels import choose_backend
 from kukri.kernels.backend import Logits
 from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.step import ForwardBatch
 from kukri.kernels.taps import Hook
 from kukri.machine import peak_rss_bytes
 from kukri.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 FIRST_TOKEN_PROMPT = 128  # tokens of the prompt that first-token latency is measured with
 
@@ -161,53 +155,19 @@ class BenchReport:
     peak_rss_bytes: int
 
 
-def run_bench(
-    model: str | None,
-    *,
-    n_threads: int | None = None,
-    device: str | None = None,
-    backend: str | None = None,
-    quantize: str | None = None,
-    rope_scaling: str | None = None,
-    rope_factor: float | None = None,
-    n_prompt: int = 512,
-    n_generate: int = 128,
-    repetitions: int = 5,
-    json_only: bool = False,
-) -> None:
-    """Prints the cards, measures, and prints the results; the last line is one JSON object, the BenchReport.
+def cards(
+    model: str | None, n_threads: int | None, device: str | None, quantize: str | None
+) -> tuple[MachineCard, ModelCard]:
+    """The facts of the machine, or of a device of PyTorch, and of a model. Raises ConfigError.
 
-    With `json_only` that line is all. Raises ConfigError on counts below 1.
+    `quantize` is the type that a directory's matrices are packed to.
     """
-    from rich.console import Console
-
-    for name, value in (("n_prompt", n_prompt), ("n_generate", n_generate), ("repetitions", repetitions)):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}")
-    if n_threads is not None and n_threads < 1:
-        raise ConfigError(f"n_threads must be at least 1, not {n_threads}")
-    backend, found = choose_backend(backend, device)
-    console = Console(quiet=json_only, highlight=False)
     path = hub.resolve(model)
     if quantize is not None and not path.is_dir():
         raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
-    threads = n_threads or usable_cores()
     facts = model_card(path, quantize)
-    with _spinner(console, "measuring memory bandwidth"):
-        machine = machine_card(threads)
-    if found is not None:
-        machine = _on_device(machine, str(found))
-    _print_cards(console, machine, facts)
-    options = {
-        "device": found,
-        "backend": backend,
-        "quantize": quantize,
-        "rope_scaling": rope_scaling,
-        "rope_factor": rope_factor,
-    }
-    report = _measure(console, machine, facts, options, n_prompt, n_generate, repetitions)
-    _print_results(console, report)
-    print(json.dumps(asdict(report)))
+    machine = machine_card(n_threads or usable_cores())
+    return (machine if device is None else _on_device(machine, device)), facts
 
 
 def _on_device(machine: MachineCard, name: str) -> MachineCard:
@@ -224,19 +184,20 @@ def _on_device(machine: MachineCard, name: str) -> MachineCard:
     )
 
 
-def _measure(
-    console: Console,
+def measure_speed(
     machine: MachineCard,
     model: ModelCard,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     n_prompt: int,
     n_generate: int,
     repetitions: int,
+    say: Callable[[str], None],
 ) -> BenchReport:
+    """Measures a model, opened with `options` of LLM; `say` is told what is done next."""
     context = max(n_prompt, FIRST_TOKEN_PROMPT, n_generate + 1)
+    say("loading the model; the first time, its kernels are compiled")
     started = time.perf_counter()
-    with _spinner(console, "loading the model; the first time, its kernels are compiled"):
-        kukri = Kukri(model.path, machine.n_threads, context, **options)
+    kukri = Kukri(model.path, machine.n_threads, context, **options)
     load_s = time.perf_counter() - started
     read_gb_per_s: list[float] = []
 
@@ -246,11 +207,10 @@ def _measure(
             read_gb_per_s.append(card.read_bandwidth_of_a_fresh_process(machine.n_threads))
         return n_generate / kukri.decode_s(n_generate)
 
-    with _spinner(console, f"measuring pp{n_prompt}, tg{n_generate} and the first token") as say:
-        prefill = _repeated(lambda: n_prompt / kukri.prefill_s(n_prompt), repetitions, say, f"pp{n_prompt}")
-        decode = _repeated(decode_speed, repetitions, say, f"tg{n_generate}")
-        first = _repeated(lambda: 1e3 * kukri.prefill_s(FIRST_TOKEN_PROMPT), repetitions, say, "first token")
-        overhead = _repeated(lambda: kukri.engine_overhead(n_generate), repetitions, say, "engine overhead")
+    prefill = _repeated(lambda: n_prompt / kukri.prefill_s(n_prompt), repetitions, say, f"pp{n_prompt}")
+    decode = _repeated(decode_speed, repetitions, say, f"tg{n_generate}")
+    first = _repeated(lambda: 1e3 * kukri.prefill_s(FIRST_TOKEN_PROMPT), repetitions, say, "first token")
+    overhead = _repeated(lambda: kukri.engine_overhead(n_generate), repetitions, say, "engine overhead")
     kukri.close()
     if read_gb_per_s:
         machine = replace(machine, read_gb_per_s=fmean(read_gb_per_s[1:]))  # without the warm-up's
@@ -281,75 +241,3 @@ def _repeated(measure: Callable[[], float], n: int, say: Callable[[str], None], 
         samples.append(measure())
     kept = tuple(samples[1:])
     return Measured(fmean(kept), stdev(kept) if n > 1 else 0.0, kept)
-
-
-@contextmanager
-def _spinner(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Shows a status line within the `with` block; yields a function that changes it."""
-    if console.quiet:
-        yield lambda text: None
-        return
-    with console.status(text) as status:
-        yield status.update
-
-
-def _print_cards(console: Console, machine: MachineCard, model: ModelCard) -> None:
-    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
-    types = ", ".join(f"{name} {_megabytes(size)}" for name, size in model.bytes_by_type.items())
-    _print_table(
-        console,
-        "machine",
-        ("cpu", f"{machine.cpu}, {machine.n_cores} cores usable, {machine.n_threads} threads used"),
-        ("features", " ".join(machine.features)),
-        *([("device", machine.device)] if machine.device else []),
-        ("memory", f"{machine.memory_bytes / 2**30:.1f} GiB"),
-        ("read bandwidth", f"{machine.read_gb_per_s:.1f} GB/s measured"),
-        ("system", machine.system),
-        ("versions", versions),
-    )
-    _print_table(
-        console,
-        "model",
-        ("name", f"{model.name} ({model.architecture}, {model.n_layers} layers)"),
-        ("file", f"{model.path} ({_megabytes(model.file_bytes)})"),
-        ("parameters", f"{model.n_parameters:,}"),
-        ("weights", types),
-        ("read per token", f"{_megabytes(model.bytes_per_token)} of weights"),
-        *(
-            [("states", f"{_megabytes(model.state_bytes)} read and written per token")]
-            if model.state_bytes
-            else []
-        ),
-        ("cache per token", f"{model.kv_bytes_per_token:,} bytes"),
-        ("ceiling", f"{ceiling_tokens_per_s(machine, model):.0f} tokens/s = bandwidth / read per token"),
-    )
-
-
-def _print_results(console: Console, report: BenchReport) -> None:
-    prefill, decode, first = report.prefill_tokens_per_s, report.decode_tokens_per_s, report.first_token_ms
-    _print_table(
-        console,
-        "results",
-        (f"pp{report.n_prompt}", f"{prefill.mean:.1f} ± {prefill.deviation:.1f} tokens/s"),
-        (f"tg{report.n_generate}", f"{decode.mean:.1f} ± {decode.deviation:.1f} tokens/s"),
-        ("of the ceiling", f"{report.share_of_ceiling:.0%} of {report.ceiling_tokens_per_s:.0f} tokens/s"),
-        ("first token", f"{first.mean:.1f} ± {first.deviation:.1f} ms, {FIRST_TOKEN_PROMPT}-token prompt"),
-        ("engine overhead", f"{report.engine_overhead:.1%} of a decode step"),
-        ("peak memory", f"{_megabytes(report.peak_rss_bytes)} resident"),
-        ("load", f"{report.load_s:.2f} s"),
-    )
-
-
-def _print_table(console: Console, title: str, *rows: tuple[str, str]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in rows:
-        table.add_row(Text(name, style="cyan"), Text(value))
-    console.print(table)
-    console.print()
-
-
-def _megabytes(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:.1f} MB"

@@ -27,7 +27,7 @@ class Comparison:
 
     `delta_p` is B's probability of the token that came less A's. `perplexity_ratio` is B's over A's; its
     error, like `kl_error`, is one standard error of a mean over tokens. `layers` holds for each block the
-    root mean square, over tokens, of |B - A| / |A| of the residual stream behind it; None if shapes differ.
+    root mean square, over tokens, of |B - A| / |A| of the residual stream after it; None if shapes differ.
     """
 
     n_tokens: int

@@ -74,7 +74,7 @@ def tune(
 ) -> Tuned:
     """The Tuned whose weights take at most `n_bytes`, by the first `max_tokens` tokens of `text`.
 
-    Writes no file. `on_trial` hears which trial of how many begins. Raises ConfigError for a size that no
+    Writes no file. `on_trial` is told which trial of how many begins. Raises ConfigError for a size that no
     choice of these types keeps.
     """
     with LLM(path, max_context=max_tokens, max_step_tokens=STEP_TOKENS, n_threads=n_threads) as llm:

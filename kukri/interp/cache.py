@@ -332,7 +332,7 @@ class ActivationCache(Mapping[str, Any]):
         return self._model.trace.norms["ln_final.hook_normalized"]
 
     def _check_sum(self) -> None:
-        """Raises RequestError if the stream is no sum of what the layers add."""
+        """Raises RequestError if the stream is not the sum of what the layers add."""
         if "blocks.0.ln2.hook_in" in self._model.trace.taps:
             raise RequestError(
                 "norms follow each sum in this encoder: its stream has no parts that sum to it"

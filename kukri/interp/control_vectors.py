@@ -48,19 +48,20 @@ class ControlVector:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ControlVector:
-        """Reads a GGUF file. Raises FormatError if it is no control vector."""
+        """Reads a GGUF file. Raises FormatError if it is not a control vector."""
         with GGUFFile(path) as file:
             architecture = file.metadata.get("general.architecture")
             if architecture != _ARCHITECTURE:
                 raise FormatError(
-                    f"is no control vector: its architecture is {brief(architecture)}, not {_ARCHITECTURE!r}",
+                    f"is not a control vector: its architecture is {brief(architecture)}, "
+                    f"not {_ARCHITECTURE!r}",
                     path=path,
                 )
             found: dict[int, FloatArray] = {}
             for name in file.tensors:
                 number = name.removeprefix(_PREFIX)
                 if not name.startswith(_PREFIX) or not number.isascii() or not number.isdigit():
-                    raise FormatError("is no direction: names are direction.N", path=path, tensor=name)
+                    raise FormatError("is not a direction: names are direction.N", path=path, tensor=name)
                 found[int(number[:9])] = np.array(file.array(name))
         try:
             return cls(found)

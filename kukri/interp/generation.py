@@ -22,7 +22,7 @@ class RequestTaps:
     """The taps of one request: see `kukri.kernels.taps.SequenceTaps`.
 
     Captures are of each token that was an input, the prompt's and all generated but the last; edits are made
-    to each chunk of the prompt and to each token. A request that is preempted is computed anew, edits
+    to each chunk of the prompt and to each token. A request that is preempted is recomputed, edits
     included. More than `max_bytes` of captured activations end it with ActivationLimitError; None is no
     limit.
     """

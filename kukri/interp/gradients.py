@@ -14,7 +14,7 @@ import numpy as np
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.names import LOGITS, Point
-from kukri.interp.patching import Axes, HasInterp
+from kukri.interp.patching import Axes, HasInterp, check_axes
 from kukri.interp.session import NamesFilter, Session
 from kukri.interp.tape import TextRows
 from kukri.interp.values import Rows
@@ -109,13 +109,7 @@ def attribution_patch(
     """
     session = llm.interp
     names = [session.point((name, i)).name for i in range(session.config.n_layers)]
-    is_by_head = axes != "layer pos"
-    if (session.point(names[0]).form == "heads") != is_by_head or axes not in (
-        "layer pos",
-        "layer head",
-        "layer pos head",
-    ):
-        raise RequestError(f"{name} is not patched by {axes}", param="axes")
+    check_axes(session, name, axes)
     _, corrupted, grads = run_with_gradients(llm, corrupted_tokens, metric, names)
     _, clean, _ = run_with_gradients(llm, clean_tokens, metric, names)
     if corrupted.tokens.shape != clean.tokens.shape:

@@ -128,7 +128,7 @@ class Edit:
         if first >= stop:
             return
         rows = x[n * first : n * stop]
-        with np.errstate(all="ignore"):  # logits that are no numbers end the request
+        with np.errstate(all="ignore"):  # logits that are not numbers end the request
             if self.columns is None:
                 self._edit(rows)
             else:
@@ -253,14 +253,14 @@ def _point(name: Any, model: Model) -> Point:
         raise RequestError("the intervention needs a name, such as blocks.3.hook_resid_post")
     point = find(full_name(name, model.config.n_layers), model.points)
     if point.form in ("tokens", "cos", "sin", "logits"):
-        raise RequestError(f"{point.name} is no activation of a request")
+        raise RequestError(f"{point.name} is not an activation of a request")
     return point
 
 
 def _edit(one: Intervention, model: Model, span: tuple[int, int]) -> Edit:
     point = _point(one.name, model)
     if point.form not in ("plain", "heads") or point.tap != point.edit_tap or _sees_logit_rows(point):
-        raise RequestError(f"{point.name} can be captured, and takes no edit here")
+        raise RequestError(f"{point.name} can be captured but not edited")
     width, d_head = model.trace.widths[point.tap], 0
     if point.form == "heads":
         assert point.layer is not None

@@ -101,7 +101,7 @@ class StepListener:
         x[is_edited] = self._model.edited(point, after, self._rows)[is_edited]
 
     def _edit_attention(self, listening: Listening, z: FloatArray) -> None:
-        """Computes z anew for the heads and queries whose pattern a hook has changed."""
+        """Recomputes z for the heads and queries whose pattern a hook has changed."""
         point, model, rows = listening.point, self._model, self._rows
         before = model.scores(point, self.kept, rows)
         if point.form == "pattern":
@@ -118,7 +118,7 @@ class StepListener:
         _replace_heads(z, wanted, model.heads(mixed, spec.d_head)[wanted])
 
     def _edit_head_inputs(self, listening: Listening, x: FloatArray) -> None:
-        """Computes queries, keys or values x [rows, H*K] anew for heads whose input a hook has changed."""
+        """Computes queries, keys or values x [rows, H*K] again for heads whose input a hook has changed."""
         point, model = listening.point, self._model
         before = np.array(model.value(point, self.kept, self._rows, self._ids), np.float32)
         after = self._call(listening, before.copy())

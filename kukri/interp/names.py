@@ -8,15 +8,14 @@ the same.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kukri.errors import HookError
+from kukri.errors import HookError, close_matches
 from kukri.interp.trace import Matrix, Norm, Trace
 from kukri.kernels.arrays import FloatArray
 
@@ -43,83 +42,80 @@ LOGITS = "unembed.hook_out"  # a point without a tap: the program's result
 TOKENS = "embed.hook_in"
 FINAL = "ln_final.hook_normalized"  # kukri's tap, which sees the rows with logits, after the norm's weight
 
-# (name, tap, form, whether an edit of it means what it says)
-_Row = tuple[str, str, Form, bool]
-_BlockRow = tuple[str, str, Form, bool, Norm | None]
-_ATTENTION: tuple[_Row, ...] = (
-    ("attn.q.hook_out", "attn.hook_q", "heads", True),
-    ("attn.hook_q", "attn.hook_q", "heads", True),
-    ("attn.k.hook_out", "attn.hook_k", "heads", True),
-    ("attn.hook_k", "attn.hook_k", "heads", True),
-    ("attn.v.hook_out", "attn.hook_v", "heads", True),
-    ("attn.hook_v", "attn.hook_v", "heads", True),
-    ("attn.hook_rot_q", "attn.hook_rot_q", "heads", True),
-    ("attn.hook_rot_k", "attn.hook_rot_k", "heads", True),
-    ("attn.hook_attn_scores", "attn.hook_rot_q", "scores", True),
-    ("attn.hook_pattern", "attn.hook_rot_q", "pattern", True),
-    ("attn.o.hook_in", "attn.hook_z", "heads", True),
-    ("attn.hook_z", "attn.hook_z", "heads", True),
-    ("attn.hook_ungated_z", "attn.hook_ungated_z", "heads", True),
-    ("attn.hook_q_gate", "attn.hook_gate", "plain", True),
-    ("attn.hook_result", "attn.hook_z", "result", False),
-    ("attn.o.hook_out", "hook_attn_out", "plain", True),
-    ("attn.hook_out", "hook_attn_out", "plain", True),
-    ("hook_attn_out", "hook_attn_out", "plain", True),
+
+class _Row(NamedTuple):
+    """One name of a block's activation, without the block's prefix, as the tap too."""
+
+    name: str
+    tap: str
+    form: Form = "plain"
+    is_editable: bool = True  # an edit of it means what it says
+    norm: Norm | None = None
+
+
+def _rows(tap: str, *names: str, form: Form = "plain", is_editable: bool = True) -> tuple[_Row, ...]:
+    """All names of what one tap shows."""
+    return tuple(_Row(name, tap, form, is_editable) for name in names)
+
+
+_QUERY_AND_KEY = (
+    *_rows("attn.hook_q", "attn.q.hook_out", "attn.hook_q", form="heads"),
+    *_rows("attn.hook_k", "attn.k.hook_out", "attn.hook_k", form="heads"),
 )
-_GATED_MLP: tuple[_Row, ...] = (
-    ("mlp.gate.hook_out", "mlp.hook_pre", "plain", True),
-    ("mlp.hook_pre", "mlp.hook_pre", "plain", True),
-    ("mlp.in.hook_out", "mlp.hook_pre_linear", "plain", True),
-    ("mlp.hook_pre_linear", "mlp.hook_pre_linear", "plain", True),
+_ATTENTION = (
+    *_rows("attn.hook_v", "attn.v.hook_out", "attn.hook_v", form="heads"),
+    *_rows("attn.hook_rot_q", "attn.hook_rot_q", form="heads"),
+    *_rows("attn.hook_rot_k", "attn.hook_rot_k", form="heads"),
+    *_rows("attn.hook_rot_q", "attn.hook_attn_scores", form="scores"),
+    *_rows("attn.hook_rot_q", "attn.hook_pattern", form="pattern"),
+    *_rows("attn.hook_z", "attn.o.hook_in", "attn.hook_z", form="heads"),
+    *_rows("attn.hook_ungated_z", "attn.hook_ungated_z", form="heads"),
+    *_rows("attn.hook_gate", "attn.hook_q_gate"),
+    *_rows("attn.hook_z", "attn.hook_result", form="result", is_editable=False),
+    *_rows("hook_attn_out", "attn.o.hook_out", "attn.hook_out", "hook_attn_out"),
 )
-_MLP: tuple[_Row, ...] = (
-    ("mlp.in.hook_out", "mlp.hook_pre", "plain", True),
-    ("mlp.hook_pre", "mlp.hook_pre", "plain", True),
+_MLP = _rows("mlp.hook_pre", "mlp.in.hook_out", "mlp.hook_pre")
+_GATED_MLP = (
+    *_rows("mlp.hook_pre", "mlp.gate.hook_out", "mlp.hook_pre"),
+    *_rows("mlp.hook_pre_linear", "mlp.in.hook_out", "mlp.hook_pre_linear"),
 )
-_EXPERTS: tuple[_Row, ...] = (
-    ("mlp.hook_router_logits", "mlp.hook_router_logits", "plain", True),
-    ("mlp.gate.hook_out", "mlp.hook_router_logits", "plain", True),
-    ("mlp.router.hook_out", "mlp.hook_router_logits", "plain", True),
-    ("mlp.hook_expert_weights", "mlp.hook_expert_weights", "plain", True),
-    ("mlp.gate.hook_expert_weights", "mlp.hook_expert_weights", "plain", True),
-    ("mlp.router.hook_expert_weights", "mlp.hook_expert_weights", "plain", True),
-    ("mlp.hook_expert_indices", "mlp.hook_expert_weights", "expert_indices", False),
-    ("mlp.gate.hook_expert_indices", "mlp.hook_expert_weights", "expert_indices", False),
-    ("mlp.router.hook_expert_indices", "mlp.hook_expert_weights", "expert_indices", False),
-    ("mlp.hook_router_scores", "mlp.hook_expert_weights", "expert_scores", False),
-    ("mlp.experts.hook_pre", "mlp.experts.hook_pre", "plain", True),
-    ("mlp.experts.hook_pre_linear", "mlp.experts.hook_pre_linear", "plain", True),
-    ("mlp.experts.hook_post", "mlp.experts.hook_post", "plain", True),
-    ("mlp.hook_post", "hook_mlp_out", "plain", True),
+_MLP_END = (
+    *_rows("mlp.hook_post", "mlp.out.hook_in", "mlp.hook_post"),
+    *_rows("hook_mlp_out", "mlp.out.hook_out", "mlp.hook_out", "hook_mlp_out"),
 )
-_CONVOLUTION: tuple[_Row, ...] = (
-    ("conv.in.hook_out", "conv.hook_in_proj", "plain", True),
-    ("conv.hook_in_proj", "conv.hook_in_proj", "plain", True),
-    ("conv.hook_conv_in", "conv.hook_conv_in", "plain", True),
-    ("conv.hook_conv_out", "conv.hook_conv_out", "plain", True),
-    ("conv.out.hook_in", "conv.hook_gated", "plain", True),
-    ("conv.hook_gated", "conv.hook_gated", "plain", True),
-    ("conv.out.hook_out", "hook_mixer_out", "plain", True),
-    ("conv.hook_out", "hook_mixer_out", "plain", True),
-    ("hook_mixer_out", "hook_mixer_out", "plain", True),
+_ROUTERS = ("mlp", "mlp.gate", "mlp.router")  # where TransformerLens' classes have the router
+_EXPERTS = (
+    *_rows("mlp.hook_router_logits", "mlp.hook_router_logits", "mlp.gate.hook_out", "mlp.router.hook_out"),
+    *_rows("mlp.hook_expert_weights", *(f"{router}.hook_expert_weights" for router in _ROUTERS)),
+    *_rows(
+        "mlp.hook_expert_weights",
+        *(f"{router}.hook_expert_indices" for router in _ROUTERS),
+        form="expert_indices",
+        is_editable=False,
+    ),
+    *_rows("mlp.hook_expert_weights", "mlp.hook_router_scores", form="expert_scores", is_editable=False),
+    *_rows("mlp.experts.hook_pre", "mlp.experts.hook_pre"),
+    *_rows("mlp.experts.hook_pre_linear", "mlp.experts.hook_pre_linear"),
+    *_rows("mlp.experts.hook_post", "mlp.experts.hook_post"),
+    *_rows("hook_mlp_out", "mlp.hook_post", "mlp.hook_out", "hook_mlp_out"),
 )
-_DELTA_RULE: tuple[_Row, ...] = (
-    ("linear_attn.hook_qkv", "linear_attn.hook_qkv", "plain", True),
-    ("linear_attn.hook_read", "linear_attn.hook_read", "plain", True),
-    ("linear_attn.hook_out", "hook_mixer_out", "plain", True),
-    ("linear_attn.hook_linear_attn_out", "hook_mixer_out", "plain", True),
-    ("linear_attn.hook_ssm_out", "hook_mixer_out", "plain", True),
-    ("hook_mixer_out", "hook_mixer_out", "plain", True),
+_CONVOLUTION = (
+    *_rows("conv.hook_in_proj", "conv.in.hook_out", "conv.hook_in_proj"),
+    *_rows("conv.hook_conv_in", "conv.hook_conv_in"),
+    *_rows("conv.hook_conv_out", "conv.hook_conv_out"),
+    *_rows("conv.hook_gated", "conv.out.hook_in", "conv.hook_gated"),
+    *_rows("hook_mixer_out", "conv.out.hook_out", "conv.hook_out", "hook_mixer_out"),
 )
-_MLP_OUT: tuple[_Row, ...] = (
-    ("mlp.out.hook_in", "mlp.hook_post", "plain", True),
-    ("mlp.hook_post", "mlp.hook_post", "plain", True),
-    ("mlp.out.hook_out", "hook_mlp_out", "plain", True),
-    ("mlp.hook_out", "hook_mlp_out", "plain", True),
-    ("hook_mlp_out", "hook_mlp_out", "plain", True),
-    ("hook_out", "hook_resid_post", "plain", True),
-    ("hook_resid_post", "hook_resid_post", "plain", True),
+_DELTA_RULE = (
+    *_rows("linear_attn.hook_qkv", "linear_attn.hook_qkv"),
+    *_rows("linear_attn.hook_read", "linear_attn.hook_read"),
+    *_rows(
+        "hook_mixer_out",
+        *(f"linear_attn.{name}" for name in ("hook_out", "hook_linear_attn_out", "hook_ssm_out")),
+        "hook_mixer_out",
+    ),
 )
+_BLOCK_OUT = _rows("hook_resid_post", "hook_out", "hook_resid_post")
 _KINDS = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
 _PARTS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
 _IN_ATTENTION = {"k", "v", "q", "z", "result", "pattern", "attn_scores", "rot_q", "rot_k"}
@@ -157,185 +153,190 @@ class Point:
 
 def points(trace: Trace, n_layers: int) -> dict[str, Point]:
     """Every point of a model by its name, in the order of a step."""
+    taps = set(trace.taps)
     found: dict[str, Point] = {}
 
-    def add(
-        name: str, tap: str | None, form: Form, edits: str, layer: int | None, norm: Norm | None = None
-    ) -> None:
-        # a norm may stand between the heads' matrix and the stream
-        is_lacking = form == "result" and f"blocks.{layer}.hook_attn_out" not in trace.matrices
-        if tap is not None and (not tap or tap in taps) and not is_lacking:
-            found[name] = Point(name, tap, form, layer, edits, norm)
+    def add(of_a_part: Iterable[Point]) -> None:
+        found.update((point.name, point) for point in of_a_part if not point.tap or point.tap in taps)
 
-    def add_products(layer: int) -> None:
-        """Outputs of attention and MLP before a norm or a factor, and that norm: no tap shows them."""
-        prefix = f"blocks.{layer}."
-        parts = [("hook_attn_out", "attn", "attn.o", "ln1"), ("hook_mlp_out", "mlp", "mlp.out", "ln2")]
-        for tap, part, last, ln in parts:
-            matrix = trace.products.get(prefix + tap)
-            if matrix is None or matrix.source is None or prefix + tap in trace.matrices:
-                continue
-            rows: list[tuple[str, Form, Norm | None]]
-            rows = [(f"{last}.hook_out", "plain", None), (f"{part}.hook_out", "plain", None)]
-            for tapped in (f"{prefix}{ln}_post.hook_normalized", f"{prefix}{ln}.hook_normalized"):
-                norm = trace.norms.get(tapped)
-                if norm is not None and norm.source is None:
-                    rows.append((f"{ln}_post.hook_in", "plain", None))
-                    rows.append((f"{ln}_post.hook_scale", "scale", norm))
-                    rows.append((f"{ln}_post.hook_normalized", "normalized", norm))
-                    found[f"{prefix}{ln}_post.hook_out"] = Point(
-                        f"{prefix}{ln}_post.hook_out", tapped, "plain", layer, tapped
-                    )
-            for name, form, of_norm in rows:
-                found[prefix + name] = Point(prefix + name, matrix.source, form, layer, "", of_norm, matrix)
-
-    def add_head_inputs(layer: int) -> None:
-        """Inputs of each head's query, key and value, before the norm: an edit makes these anew."""
-        for x in "qkv":
-            edit_tap = f"blocks.{layer}.attn.hook_{x}"
-            matrix = trace.matrices.get(edit_tap)
-            if matrix is None or matrix.source is None:
-                continue
-            norm = trace.norms.get(matrix.source)
-            tap = matrix.source if norm is None else norm.source
-            for name in (f"{edit_tap}_input", f"blocks.{layer}.hook_{x}_input"):
-                if tap is not None:
-                    found[name] = Point(name, tap, "head_inputs", layer, edit_tap, norm, matrix)
-
-    taps = set(trace.taps)
-    add(TOKENS, "", "tokens", "", None)
-    first = "embed_ln.hook_out" if "hook_embed" in trace.norms else "embed.hook_out"
-    for name in (first, "hook_embed"):
-        add(name, "hook_embed", "plain", "hook_embed", None)
-    if any(heads.rope is not None for heads in trace.heads.values()):
-        add("rotary_emb.hook_in", "hook_embed", "plain", "", None)
-        add("rotary_emb.hook_cos", "", "cos", "", None)
-        add("rotary_emb.hook_sin", "", "sin", "", None)
+    add(_embedding_points(trace))
     for layer in range(n_layers):
-        prefix = f"blocks.{layer}."
-        block = _post_norm_block if f"{prefix}ln2.hook_in" in taps else _block
-        for name, tap, form, is_editable, norm in block(trace, layer):
-            full_tap = f"{prefix}{tap}" if tap else ""
-            edit_tap = full_tap if is_editable else ""
-            if form in ("scores", "pattern"):
-                edit_tap = f"{prefix}attn.hook_ungated_z"
-                if edit_tap not in taps:
-                    edit_tap = f"{prefix}attn.hook_z"
-            read_tap = norm.source if form == "normalized" and norm is not None else full_tap
-            add(f"{prefix}{name}", read_tap, form, edit_tap, layer, norm)
-        add_products(layer)
-        add_head_inputs(layer)
+        add(_block_points(trace, layer))
+        add(_product_points(trace, layer))
+        add(_head_input_points(trace, layer))
         for tap in trace.taps:  # taps that the tables do not know have their own name
-            if tap.startswith(prefix) and tap not in found:
-                add(tap.replace("hook_normalized", "hook_out"), tap, "plain", tap, layer)
-    final = trace.norms.get(FINAL)
-    if final is not None:
-        add("ln_final.hook_in", final.source, "plain", "", None)
-        add("ln_final.hook_scale", final.source, "scale", "", None, final)
-        add("ln_final.hook_normalized", final.source, "normalized", FINAL, None, final)
-        add("ln_final.hook_out", final.source, "norm_out", FINAL, None, final)
-        add("unembed.hook_in", final.source, "norm_out", FINAL, None, final)
-    for name in (LOGITS, "hook_unembed"):
-        add(name, "", "logits", LOGITS, None)
+            if tap.startswith(f"blocks.{layer}.") and tap not in found:
+                add([Point(tap.replace("hook_normalized", "hook_out"), tap, "plain", layer, tap)])
+    add(_final_points(trace))
     return found
 
 
-def _block(trace: Trace, layer: int) -> list[_BlockRow]:
-    """(name, tap, form, is editable, norm) of a layer's points, without their prefix."""
+def _embedding_points(trace: Trace) -> Iterator[Point]:
+    yield Point(TOKENS, "", "tokens")
+    first = "embed_ln.hook_out" if "hook_embed" in trace.norms else "embed.hook_out"
+    for name in (first, "hook_embed"):
+        yield Point(name, "hook_embed", "plain", edit_tap="hook_embed")
+    if any(heads.rope is not None for heads in trace.heads.values()):
+        yield Point("rotary_emb.hook_in", "hook_embed", "plain")
+        yield Point("rotary_emb.hook_cos", "", "cos")
+        yield Point("rotary_emb.hook_sin", "", "sin")
+
+
+def _final_points(trace: Trace) -> Iterator[Point]:
+    """Those of the last norm and of the logits."""
+    norm = trace.norms.get(FINAL)
+    if norm is not None and norm.source is not None:
+        yield Point("ln_final.hook_in", norm.source, "plain")
+        yield Point("ln_final.hook_scale", norm.source, "scale", norm=norm)
+        yield Point("ln_final.hook_normalized", norm.source, "normalized", edit_tap=FINAL, norm=norm)
+        for name in ("ln_final.hook_out", "unembed.hook_in"):
+            yield Point(name, norm.source, "norm_out", edit_tap=FINAL, norm=norm)
+    for name in (LOGITS, "hook_unembed"):
+        yield Point(name, "", "logits", edit_tap=LOGITS)
+
+
+def _block_points(trace: Trace, layer: int) -> Iterator[Point]:
+    """Those that the tables list."""
+    prefix = f"blocks.{layer}."
+    block = _post_norm_block if f"{prefix}ln2.hook_in" in trace.taps else _block
+    for name, tap, form, is_editable, norm in block(trace, layer):
+        full_tap = f"{prefix}{tap}" if tap else ""
+        edit_tap = full_tap if is_editable else ""
+        if form in ("scores", "pattern"):
+            edit_tap = f"{prefix}attn.hook_ungated_z"
+            if edit_tap not in trace.taps:
+                edit_tap = f"{prefix}attn.hook_z"
+        elif form == "result" and f"{prefix}hook_attn_out" not in trace.matrices:
+            continue  # a norm may stand between the heads' matrix and the stream
+        read_tap = norm.source if form == "normalized" and norm is not None else full_tap
+        if read_tap is not None:
+            yield Point(f"{prefix}{name}", read_tap, form, layer, edit_tap, norm)
+
+
+def _product_points(trace: Trace, layer: int) -> Iterator[Point]:
+    """Outputs of attention and MLP before a norm or a factor, and that norm: no tap shows them."""
+    prefix = f"blocks.{layer}."
+    parts = [("hook_attn_out", "attn", "attn.o", "ln1"), ("hook_mlp_out", "mlp", "mlp.out", "ln2")]
+    for tap, part, last, ln in parts:
+        matrix = trace.products.get(prefix + tap)
+        if matrix is None or matrix.source is None or prefix + tap in trace.matrices:
+            continue
+        rows: list[tuple[str, Form, Norm | None]]
+        rows = [(f"{last}.hook_out", "plain", None), (f"{part}.hook_out", "plain", None)]
+        for tapped in (f"{prefix}{ln}_post.hook_normalized", f"{prefix}{ln}.hook_normalized"):
+            norm = trace.norms.get(tapped)
+            if norm is not None and norm.source is None:
+                rows.append((f"{ln}_post.hook_in", "plain", None))
+                rows.append((f"{ln}_post.hook_scale", "scale", norm))
+                rows.append((f"{ln}_post.hook_normalized", "normalized", norm))
+                yield Point(f"{prefix}{ln}_post.hook_out", tapped, "plain", layer, tapped)
+        for name, form, of_norm in rows:
+            yield Point(prefix + name, matrix.source, form, layer, "", of_norm, matrix)
+
+
+def _head_input_points(trace: Trace, layer: int) -> Iterator[Point]:
+    """Inputs of each head's query, key and value, before the norm; an edit recomputes these."""
+    for x in "qkv":
+        edit_tap = f"blocks.{layer}.attn.hook_{x}"
+        matrix = trace.matrices.get(edit_tap)
+        if matrix is None or matrix.source is None:
+            continue
+        norm = trace.norms.get(matrix.source)
+        tap = matrix.source if norm is None else norm.source
+        for name in (f"{edit_tap}_input", f"blocks.{layer}.hook_{x}_input"):
+            if tap is not None:
+                yield Point(name, tap, "head_inputs", layer, edit_tap, norm, matrix)
+
+
+def _block(trace: Trace, layer: int) -> list[_Row]:
+    """The rows of a layer whose norms precede what reads the stream, or that has none."""
     prefix = f"blocks.{layer}."
     is_parallel = f"{prefix}hook_resid_mid" not in trace.taps
-    rows: list[_BlockRow] = []
-
-    def extend(table: tuple[_Row, ...]) -> None:
-        rows.extend((*row, None) for row in table)
-
-    def norm(name: str, source: str) -> None:
-        found = trace.norms.get(f"{prefix}{name}.hook_normalized")
-        if found is not None and found.source is not None:
-            tap = f"{name}.hook_normalized"
-            rows.append((f"{name}.hook_in", source, "plain", False, None))
-            rows.append((f"{name}.hook_scale", source, "scale", False, found))
-            rows.append((f"{name}.hook_normalized", tap, "normalized", True, found))
-            rows.append((f"{name}.hook_out", tap, "plain", True, None))
-
-    rows.append(("hook_in", "hook_resid_pre", "plain", True, None))
-    rows.append(("hook_resid_pre", "hook_resid_pre", "plain", True, None))
-    norm("ln1", "hook_resid_pre")
+    rows = [
+        *_rows("hook_resid_pre", "hook_in", "hook_resid_pre"),
+        *_norm(trace, prefix, "ln1", "hook_resid_pre"),
+    ]
     read = _read_by("ln1", trace, prefix) or "hook_resid_pre"
     is_read_once = not is_parallel and read != "hook_resid_pre"
     if layer in trace.heads:
-        rows.append(("attn.hook_in", read, "plain", is_read_once, None))
-        rows.extend(_attention(trace, layer, read))
+        rows += _rows(read, "attn.hook_in", is_editable=is_read_once)
+        rows += _attention(trace, layer, read)
     elif f"{prefix}conv.hook_in_proj" in trace.taps:
-        rows.append(("conv.hook_in", read, "plain", is_read_once, None))
-        rows.append(("conv.in.hook_in", read, "plain", False, None))
-        extend(_CONVOLUTION)
+        rows += _rows(read, "conv.hook_in", is_editable=is_read_once)
+        rows += _rows(read, "conv.in.hook_in", is_editable=False)
+        rows += _CONVOLUTION
     elif f"{prefix}linear_attn.hook_qkv" in trace.taps:
-        rows += [
-            (f"linear_attn.{name}", read, "plain", is_read_once, None)
-            for name in ("hook_in", "hook_linear_attn_in")
-        ]
-        extend(_DELTA_RULE)
+        reads = ("linear_attn.hook_in", "linear_attn.hook_linear_attn_in")
+        rows += _rows(read, *reads, is_editable=is_read_once)
+        rows += _DELTA_RULE
     if not is_parallel:
-        rows.append(("hook_resid_mid", "hook_resid_mid", "plain", True, None))
-        norm("ln2", "hook_resid_mid")
+        rows += _rows("hook_resid_mid", "hook_resid_mid")
+        rows += _norm(trace, prefix, "ln2", "hook_resid_mid")
     stream = "ln1.hook_normalized" if is_parallel else "hook_resid_mid"
     read = _read_by("ln2", trace, prefix) or stream
-    rows.append(("mlp.hook_in", read, "plain", read != stream, None))
-    is_gated = f"{prefix}mlp.hook_pre_linear" in trace.taps
+    rows += _rows(read, "mlp.hook_in", is_editable=read != stream)
     if f"{prefix}mlp.hook_router_logits" in trace.taps:  # hook_pre and hook_post are TransformerLens' aliases
-        rows.append(("mlp.hook_pre", read, "plain", False, None))
-        rows += [(f"mlp.{router}.hook_in", read, "plain", False, None) for router in ("gate", "router")]
-        extend(_EXPERTS)
-        extend(_MLP_OUT[3:])
-        return rows
-    if is_gated:
-        rows.append(("mlp.gate.hook_in", read, "plain", False, None))
-    rows.append(("mlp.in.hook_in", read, "plain", False, None))
-    extend(_GATED_MLP if is_gated else _MLP)
-    extend(_MLP_OUT)
-    return rows
+        rows += _rows(read, "mlp.hook_pre", "mlp.gate.hook_in", "mlp.router.hook_in", is_editable=False)
+        rows += _EXPERTS
+    elif f"{prefix}mlp.hook_pre_linear" in trace.taps:
+        rows += _rows(read, "mlp.gate.hook_in", "mlp.in.hook_in", is_editable=False)
+        rows += _GATED_MLP + _MLP_END
+    else:
+        rows += _rows(read, "mlp.in.hook_in", is_editable=False)
+        rows += _MLP + _MLP_END
+    return [*rows, *_BLOCK_OUT]
 
 
-def _post_norm_block(trace: Trace, layer: int) -> list[_BlockRow]:
+def _norm(trace: Trace, prefix: str, name: str, source: str) -> list[_Row]:
+    """The rows of a norm of the tap `source`; none if the layer lacks it."""
+    norm = trace.norms.get(f"{prefix}{name}.hook_normalized")
+    if norm is None or norm.source is None:
+        return []
+    return [
+        _Row(f"{name}.hook_in", source, is_editable=False),
+        *_normed(name, source, f"{name}.hook_normalized", norm),
+    ]
+
+
+def _normed(name: str, source: str, tap: str, norm: Norm) -> list[_Row]:
+    """What a norm makes of `source`; `tap` shows its result."""
+    return [
+        _Row(f"{name}.hook_scale", source, "scale", False, norm),
+        _Row(f"{name}.hook_normalized", tap, "normalized", True, norm),
+        _Row(f"{name}.hook_out", tap),
+    ]
+
+
+def _post_norm_block(trace: Trace, layer: int) -> list[_Row]:
     """The rows of a block whose norms follow each sum, as in BERT: its stream is what the second makes."""
     prefix = f"blocks.{layer}."
-    rows: list[_BlockRow] = [
-        ("hook_in", "hook_resid_pre", "plain", True, None),
-        ("hook_resid_pre", "hook_resid_pre", "plain", True, None),
-        ("attn.hook_in", "hook_resid_pre", "plain", False, None),
+    rows = [
+        *_rows("hook_resid_pre", "hook_in", "hook_resid_pre"),
+        *_rows("hook_resid_pre", "attn.hook_in", is_editable=False),
     ]
-    normed = {"attn.hook_out", "hook_attn_out"}  # TransformerLens' attention has the norm in it
-    rows += [row for row in _attention(trace, layer, "hook_resid_pre") if row[0] not in normed]
-    for name, source, tap in (
-        ("ln1", "ln1.hook_in", "ln1.hook_normalized"),
-        ("ln2", "ln2.hook_in", "hook_resid_post"),
-    ):
-        norm = trace.norms[prefix + tap]
-        rows.append((f"{name}.hook_in", source, "plain", True, None))
-        rows.append((f"{name}.hook_scale", source, "scale", False, norm))
-        rows.append((f"{name}.hook_normalized", tap, "normalized", True, norm))
-        rows.append((f"{name}.hook_out", tap, "plain", True, None))
-    rows += [(name, "ln1.hook_normalized", "plain", True, None) for name in sorted(normed)]
+    normed = ("attn.hook_out", "hook_attn_out")  # TransformerLens' attention has the norm in it
+    rows += [row for row in _attention(trace, layer, "hook_resid_pre") if row.name not in normed]
+    for name, tap in (("ln1", "ln1.hook_normalized"), ("ln2", "hook_resid_post")):
+        source = f"{name}.hook_in"
+        rows += [_Row(source, source), *_normed(name, source, tap, trace.norms[prefix + tap])]
+    rows += _rows("ln1.hook_normalized", *normed)
     reads = ["mlp.hook_in", "hook_mlp_in", "mlp.in.hook_in"]
     is_gated = f"{prefix}mlp.hook_pre_linear" in trace.taps
     reads += ["mlp.gate.hook_in"] if is_gated else []
-    rows += [(name, "ln1.hook_normalized", "plain", False, None) for name in reads]
-    rows += [(*row, None) for row in (*(_GATED_MLP if is_gated else _MLP), *_MLP_OUT[:5])]
-    rows.append(("hook_resid_mid", "ln2.hook_in", "plain", True, None))
-    rows += [(name, "hook_resid_post", "plain", True, None) for name in ("hook_out", "hook_resid_post")]
-    return rows
+    rows += _rows("ln1.hook_normalized", *reads, is_editable=False)
+    rows += (_GATED_MLP if is_gated else _MLP) + _MLP_END
+    return [*rows, *_rows("ln2.hook_in", "hook_resid_mid"), *_BLOCK_OUT]
 
 
-def _attention(trace: Trace, layer: int, read: str) -> list[_BlockRow]:
+def _attention(trace: Trace, layer: int, read: str) -> list[_Row]:
     """The rows of a layer's attention, which reads the tap `read`."""
     prefix = f"blocks.{layer}."
-    rows: list[_BlockRow] = []
+    rows: list[_Row] = []
     query = trace.matrices.get(f"{prefix}attn.hook_q")
     if query is not None and len(query.weights) == 1:  # q, k and v are one matrix
-        rows.append(("attn.hook_hidden_states", "hook_attn_out", "plain", False, None))
-    rows += [(f"attn.{x}.hook_in", read, "plain", False, None) for x in "qkv"]
-    rows += [(*row, None) for row in _ATTENTION[:4]]
+        rows += _rows("hook_attn_out", "attn.hook_hidden_states", is_editable=False)
+    rows += _rows(read, *(f"attn.{x}.hook_in" for x in "qkv"), is_editable=False)
+    rows += _QUERY_AND_KEY
     for x in "qk":
         found = trace.head_norms.get(f"{prefix}attn.hook_{x}")
         if found is not None:
@@ -344,12 +345,12 @@ def _attention(trace: Trace, layer: int, read: str) -> list[_BlockRow]:
             if len(found.weight) != trace.heads[layer].spec.d_head:  # one norm for all heads together
                 forms = ("plain", "scale", "normalized", "norm_out")
             names = [f"attn.{x}_norm.hook_{what}" for what in ("in", "scale", "normalized", "out")]
-            rows += [(name, tap, form, False, found) for name, form in zip(names, forms)]
-            rows.append((f"attn.hook_{x}_normed", tap, forms[3], False, found))
+            rows += [_Row(name, tap, form, False, found) for name, form in zip(names, forms)]
+            rows.append(_Row(f"attn.hook_{x}_normed", tap, forms[3], False, found))
     if trace.heads[layer].rope is not None:
-        rows.append(("attn.hook_cos", "", "cos", False, None))
-        rows.append(("attn.hook_sin", "", "sin", False, None))
-    return [*rows, *((*row, None) for row in _ATTENTION[4:])]
+        rows += _rows("", "attn.hook_cos", form="cos", is_editable=False)
+        rows += _rows("", "attn.hook_sin", form="sin", is_editable=False)
+    return [*rows, *_ATTENTION]
 
 
 def _read_by(name: str, trace: Trace, prefix: str) -> str:
@@ -388,9 +389,7 @@ def find(name: str, known: Mapping[str, Point]) -> Point:
     """The point of a full name. Raises HookError with near names."""
     point = known.get(name)
     if point is None:
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f": did you mean {' or '.join(close)}?" if close else ""
-        raise HookError(f"the model has no hook {name!r}{hint}")
+        raise HookError(f"the model has no hook {name!r}{close_matches(name, known)}")
     return point
 
 

@@ -7,9 +7,9 @@ them. The cells of a layer are sequences of one batch. Names are those of `trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -134,6 +134,17 @@ def get_act_patch_block_every(
     return np.stack([one(llm, corrupted_tokens, clean_cache, metric, **options) for one in sweeps])
 
 
+def check_axes(session: Session, name: str, axes: Axes) -> None:
+    """Raises RequestError unless the activation `name` of a layer has these axes."""
+    if axes not in get_args(Axes):
+        raise RequestError(
+            f"axes are 'layer pos', 'layer head' or 'layer pos head', not {axes!r}", param="axes"
+        )
+    form = session.point((name, 0)).form
+    if form != ("plain" if axes == "layer pos" else "heads") and (form, axes) != ("pattern", "layer head"):
+        raise RequestError(f"{name} is not patched by {axes}", param="axes")
+
+
 @dataclass(frozen=True)
 class _Cell:
     """A run: from `start` on, the activation of its first token, or of all, in these columns of the tap."""
@@ -157,18 +168,9 @@ class _Sweep:
         texts = session.tokens(tokens)
         if len({len(ids) for ids in texts}) > 1:
             raise RequestError("the texts of a sweep must be of one length", param="tokens")
-        if axes not in ("layer pos", "layer head", "layer pos head"):
-            raise RequestError(
-                f"axes are 'layer pos', 'layer head' or 'layer pos head', not {axes!r}", param="axes"
-            )
         if logits not in ("all", "last"):
             raise RequestError(f"logits must be all or last, not {logits!r}", param="logits")
-        point = session.point((name, 0))
-        by_head = axes != "layer pos"
-        if not ((point.form == "plain" and not by_head) or (point.form == "heads" and by_head)):
-            is_pattern = point.form == "pattern" and axes == "layer head"
-            if not is_pattern:
-                raise RequestError(f"{name} is not patched by {axes}", param="axes")
+        check_axes(session, name, axes)
         self.ids = np.stack(texts)  # [B, T]
         self.n_batch, self.n_tokens = self.ids.shape
         self.is_last = logits == "last"
@@ -328,12 +330,10 @@ class _Sweep:
         return np.cumsum(lengths, dtype=np.int32) - 1 if self.is_last else None
 
 
-def _shown(layers: Sequence[int], name: str, progress: bool) -> Iterator[int]:
-    """The layers, with a bar on a terminal that goes along."""
-    if not progress:
-        yield from layers
-        return
+def _shown(layers: Sequence[int], name: str, progress: bool) -> Iterable[int]:
+    """The layers, with a bar on a terminal that follows them."""
     from rich.console import Console
     from rich.progress import track
 
-    yield from track(layers, f"patching {name}", console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return track(layers, f"patching {name}", console=console, transient=True, disable=not progress)

@@ -55,7 +55,7 @@ def write_store(
 ) -> StoreReport:
     """Writes the activations of `names` on texts, which are read in windows of `context` tokens.
 
-    A store that was begun with the same texts and options goes on where it stopped; each shard, of about
+    A store that was begun with the same texts and options resumes where it stopped; each shard, of about
     `shard_bytes`, appears whole or not at all. `shuffle` is the seed of a random order of windows, and of
     rows within a shard; None keeps that of the texts. `model` is noted. `progress(done, total)` counts
     tokens. Raises ConfigError on a directory with another store, names without rows of tokens, no texts.
@@ -105,7 +105,7 @@ class ActivationStore:
         facts = read_json(self.folder / _INDEX)
         names, n_tokens = facts.get("names"), facts.get("n_tokens")
         if facts.get("format") != 1 or not isinstance(names, list) or not isinstance(n_tokens, int):
-            raise FormatError("is no store of activations", path=self.folder / _INDEX)
+            raise FormatError("is not a store of activations", path=self.folder / _INDEX)
         self.names: list[str] = [str(name) for name in names]
         self.n_tokens = n_tokens
         self.shards = sorted(self.folder.glob("activations-*.safetensors"))

@@ -124,7 +124,7 @@ class Tape:
         """Raises UnsupportedError: the op is not below."""
         if op.startswith("_"):
             raise AttributeError(op)
-        raise UnsupportedError(f"models with the op {op} have no gradients here")
+        raise UnsupportedError(f"kukri computes no gradients of models with the op {op}")
 
     def embed(
         self, weight: Weight, batch: TextRows, by: EmbedBy = "token_ids", residual: Variable | None = None

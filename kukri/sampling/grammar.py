@@ -52,7 +52,7 @@ class Grammar:
     def json(cls, schema: Mapping[str, Any] | None = None, *, param: str = "grammar") -> Grammar:
         """JSON that a schema accepts, with its properties in the schema's order; by default any object.
 
-        Raises RequestError if the schema is no JSON object.
+        Raises RequestError if the schema is not a JSON object.
         """
         wanted = {"type": "object"} if schema is None else schema
         if not isinstance(wanted, Mapping):
@@ -111,7 +111,7 @@ class Matcher:
         self._address, self._n_bytes = self.allowed.__array_interface__["data"][0], self.allowed.nbytes
 
     def update(self) -> str:
-        """Sets `allowed`: end-of-text alone if nothing may follow. Returns an error message, or ""."""
+        """Sets `allowed`: only end-of-text if nothing may follow. Returns an error message, or ""."""
         self._automaton.unsafe_compute_mask_ptr(self._address, self._n_bytes)
         return " ".join(self._automaton.get_error().split()) if self._automaton.is_error() else ""
 

@@ -1,4 +1,4 @@
-"""Texts in sampling parameters, made token ids if a tokenizer is at hand."""
+"""Texts in sampling parameters, converted to token ids if there is a tokenizer."""
 
 from __future__ import annotations
 

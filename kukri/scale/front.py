@@ -50,7 +50,7 @@ Invite = Callable[[str, int, str, int], Awaitable[None]]
 _ABSENT_S = 120.0  # without any replica, after which new requests are refused
 _MAX_DEATHS = 2  # of replicas, without a token in between, until a request counts as their cause
 _MAX_RUNS = 20  # of a request
-_SPARE = 1.25  # requests sent to a replica for each that it runs, so that the next are at hand
+_SPARE = 1.25  # requests sent to a replica for each that it runs, so that the next are there at once
 
 
 class _ElsewhereSampling:

@@ -88,7 +88,7 @@ class EngineReplica:
 
     @property
     def n_held_back(self) -> int:
-        """Requests that fronts hold back for want of room, at most: all replicas hear of the same."""
+        """Requests that fronts hold back for lack of room, at most: all replicas are told the same."""
         return max((front.n_waiting for front in self._fronts.values() if front is not None), default=0)
 
     def start(self) -> None:

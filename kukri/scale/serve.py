@@ -33,15 +33,8 @@ from kukri.traces import open_traces
 _REPLICA = "KukriReplica"
 _CALL_S = 10.0  # for a call of all replicas
 _FULL = 0.9  # of the KV pages, above which a replica counts as busy
-_TEXTS = (
-    "model",
-    "draft_model",
-    "chat_template",
-    "backend",
-    "device",
-    "quantize",
-    "traces",
-)  # options that are no number
+# options that are not numbers
+_TEXTS = ("model", "draft_model", "chat_template", "backend", "device", "quantize", "traces")
 _SLACK_S = 10.0  # of a replica that drains, to end
 
 
@@ -204,7 +197,7 @@ def inviting(handle: Any) -> Invite:
 
     async def invite(host: str, port: int, secret: str, n_waiting: int) -> None:
         response = handle.broadcast("connect", host, port, secret)
-        with suppress(Exception):  # of replicas that have just gone; the others have heard it
+        with suppress(Exception):  # of replicas that have just gone; the others were told
             await response.results_async(timeout_s=_CALL_S)
         if n_waiting and not waking:
             task = asyncio.get_running_loop().create_task(wake())

@@ -18,7 +18,7 @@ def check_interp(settings: ServerSettings, scope: Scope, param: str | None = Non
         )
     if "interp" not in scope["kukri.client"].scopes:
         raise ForbiddenError(
-            "the API key lacks the scope interp: write scope=interp behind it",
+            "the API key lacks the scope interp: write scope=interp after it",
             param=param,
             code="missing_scope",
         )

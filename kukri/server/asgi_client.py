@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from starlette.types import Message
 
+from kukri.batch_files import BatchLine, Results
 from kukri.server.keys import Client
 
 
@@ -20,13 +21,6 @@ class AppResponse(NamedTuple):
     status: int
     request_id: str
     body: Any  # of JSON
-
-
-@asynccontextmanager
-async def running(app: FastAPI) -> AsyncIterator[None]:
-    """The engine's thread of an application runs within the `async with` block."""
-    async with app.router.lifespan_context(app):
-        yield
 
 
 async def post(app: FastAPI, path: str, body: Mapping[str, Any], client: Client | None = None) -> AppResponse:
@@ -71,3 +65,37 @@ async def post(app: FastAPI, path: str, body: Mapping[str, Any], client: Client 
 
     await app(scope, receive, send)
     return AppResponse(status, request_id, json.loads(b"".join(parts)))
+
+
+async def answer_lines(
+    lines: Iterable[BatchLine],
+    results: Results,
+    n_at_once: int,
+    ask: Callable[[BatchLine], Awaitable[AppResponse]],
+    on_result: Callable[[Any], Awaitable[None]],
+) -> None:
+    """Answers the lines of a batch by `ask`, so many at a time; `on_result` gets each response's body.
+
+    An error of the system, such as a full disk, ends all. A line with an error of its own is not asked.
+    """
+    left = iter(lines)
+
+    async def answer() -> None:
+        for line in left:
+            response: dict[str, Any] | None = None
+            body: Any = {}
+            try:
+                if line.error is None:
+                    status, request_id, body = await ask(line)
+                    response = {"status_code": status, "request_id": request_id, "body": body}
+            except RecursionError:  # it could just be read, and cannot be written again
+                line = replace(line, error=("invalid_line", "the body is nested too deeply"))
+            results.add(line.result(response))
+            await on_result(body)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(n_at_once):
+                tasks.create_task(answer())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None

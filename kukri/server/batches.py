@@ -1,7 +1,7 @@
 """/v1/files and /v1/batches: files of requests that clients leave here, and their results.
 
 Both lie in a directory of this server, with what is known of them beside as JSON, so that they outlive it: a
-batch that a restart interrupts goes on from its last result. Everything belongs to the key that made it.
+batch that a restart interrupts resumes from its last result. Everything belongs to the key that made it.
 Batches run one after another, a few requests at a time, behind the requests of others.
 """
 
@@ -11,10 +11,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from kukri.batch_files import URLS, BatchLine, Results, read_batch
 from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.private_files import make_private, write_private
-from kukri.server.asgi_client import AppResponse, post
+from kukri.server.asgi_client import AppResponse, answer_lines, post
 from kukri.server.errors import NotFoundError
 from kukri.server.keys import Client
 
@@ -127,7 +127,7 @@ class Batches:
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
     async def stop(self) -> None:
-        """Interrupts the work; it goes on with the next start."""
+        """Interrupts the work; the next start resumes it."""
         if self._worker is not None:
             self._worker.cancel()
             with suppress(asyncio.CancelledError):
@@ -253,10 +253,16 @@ class Batches:
             if batch.status == "validating":
                 batch.enter("in_progress")
             await self._count(batch, results)
-            left = iter([line for line in lines if line.id not in results])
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(_N_AT_ONCE):
-                    tasks.create_task(self._answer(batch, left, results))
+            left = [line for line in lines if line.id not in results]
+            client = Client(**batch.client, scopes=frozenset())
+            client = replace(client, first_priority=max(client.first_priority or 0, _PRIORITY))
+            await answer_lines(
+                takewhile(lambda _: batch.status != "cancelling", left),
+                results,
+                _N_AT_ONCE,
+                lambda line: self._post(line, client),
+                lambda _: self._count_now_and_then(batch, results),
+            )
             was_cancelled = batch.status == "cancelling"
             for line in lines:
                 if line.id not in results:
@@ -265,30 +271,12 @@ class Batches:
                 batch.enter("finalizing")
             await self._count(batch, results)
             await asyncio.to_thread(results.finish)
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
         finally:
             results.close()
         await self._keep_results(batch, target)
         batch.enter("cancelled" if was_cancelled else "completed")
         self._save(batch)
         log.info("batch ended", extra={"batch": batch.id, "status": batch.status, **batch.request_counts})
-
-    async def _answer(self, batch: Batch, left: Iterator[BatchLine], results: Results) -> None:
-        """Answers requests until none is left or the batch is cancelled."""
-        client = Client(**batch.client, scopes=frozenset())
-        client = replace(client, first_priority=max(client.first_priority or 0, _PRIORITY))
-        for line in left:
-            if batch.status == "cancelling":
-                return
-            if line.error is not None:
-                results.add(line.result(None))
-            else:
-                status, request_id, body = await self._post(line, client)
-                results.add(line.result({"status_code": status, "request_id": request_id, "body": body}))
-            if time.monotonic() - self._saved_s > _SAVE_S:
-                self._saved_s = time.monotonic()
-                await self._count(batch, results)
 
     async def _post(self, line: BatchLine, client: Client) -> AppResponse:
         """The response to a line; one that finds no room is tried again."""
@@ -298,6 +286,11 @@ class Batches:
                 return response
             await asyncio.sleep(_PAUSE_S)
         return await post(self._app, line.url, line.body, client)
+
+    async def _count_now_and_then(self, batch: Batch, results: Results) -> None:
+        if time.monotonic() - self._saved_s > _SAVE_S:
+            self._saved_s = time.monotonic()
+            await self._count(batch, results)
 
     async def _count(self, batch: Batch, results: Results) -> None:
         counts = batch.request_counts

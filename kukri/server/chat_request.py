@@ -30,7 +30,7 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None  # without tools
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the answer goes on with the assistant's last message
+    continue_final_message: bool = False  # the answer continues the assistant's last message
     effort: str | None = None
     thinking_budget: int | None = None  # tokens
     template_variables: Mapping[str, Any] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from kukri.embedding import Encoded
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, KukriError, RequestError
 from kukri.kernels.arrays import FloatArray
-from kukri.server.loading_reply import disconnected
+from kukri.server.reply import disconnected
 from kukri.server.schema import Body, TokenIds
 from kukri.server.service import Service
 

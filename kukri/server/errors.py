@@ -85,7 +85,7 @@ def error_response(
 
 
 def response_of(error: KukriError) -> Response:
-    """The response to an error: 400 or so for a client's mistake, 503 if there is no room, else 500."""
+    """The response to an error: 4xx for a client's mistake, 503 if there is no room, else 500."""
     if isinstance(error, RequestError):
         kinds = ((NotFoundError, 404), (ForbiddenError, 403), (ActivationLimitError, 413))
         status = next((status for kind, status in kinds if isinstance(error, kind)), 400)
@@ -161,7 +161,7 @@ def _param(location: Sequence[str | int]) -> str | None:
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part == "list" or part.startswith("@"):  # a tag, behind which the place goes on
+        elif part == "list" or part.startswith("@"):  # a tag, after which the place continues
             continue
         elif part in _UNION_TAGS or not part.isidentifier():
             break

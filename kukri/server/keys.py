@@ -47,7 +47,7 @@ class Client:
 class KeyRing:
     """API keys, compared in a time that does not depend on how much of a key is right.
 
-    A key is written `KEY` or `NAME KEY`, perhaps with ` priority=N` and ` scope=NAME,...` behind it. Its
+    A key is written `KEY` or `NAME KEY`, perhaps with ` priority=N` and ` scope=NAME,...` after it. Its
     client has its name, or else a part of its hash. Unless `shares_prefixes`, keys share no prefixes with
     each other.
     """

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kukri.errors import KukriError
 from kukri.server.errors import response_of
 from kukri.server.registry import ModelRegistry
-from kukri.server.reply import EVENTS, StreamForm
+from kukri.server.reply import EVENTS, StreamForm, disconnected
 from kukri.server.service import Service
 
 
@@ -102,9 +102,3 @@ class LoadingReply(Response):
             body = self._form.failure(json.loads(message["body"]))
             message = {**message, "body": body}
         await self._send(message)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

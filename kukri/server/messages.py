@@ -303,7 +303,7 @@ class MessageWriter:
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """The arguments of a call; text that is no JSON object, cut off for example, under the key `_raw`."""
+    """The arguments of a call; text that is not a JSON object, such as one cut off, under the key `_raw`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

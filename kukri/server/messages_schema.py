@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
@@ -18,8 +18,8 @@ from kukri.server.schema import (
     Piece,
     Refused,
     Sampling,
+    TextOr,
     ToolName,
-    form_of,
 )
 
 _NO_TOOLSETS = "tools are functions with an input_schema"
@@ -63,18 +63,13 @@ class ToolUseBlock(Piece):
     cache_control: CacheControl | None = None
 
 
-Texts = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[TextBlock], Tag("list")], Discriminator(form_of)
-]
-
-
 class ToolResultBlock(Piece):
     """The result of a tool; `is_error` puts "Error: " before it."""
 
     refused: ClassVar[Refused] = {"toolset_name": ((), _NO_TOOLSETS)}
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: TextOr[list[TextBlock]] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -86,9 +81,7 @@ class TurnMessage(Piece):
     """A turn of a conversation. Calls and reasoning are the assistant's, results the user's."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("str")] | Annotated[list[Block], Tag("list")], Discriminator(form_of)
-    ]
+    content: TextOr[list[Block]]
 
     @model_validator(mode="after")
     def _agrees(self) -> TurnMessage:
@@ -188,7 +181,7 @@ class PromptBody(Body):
     ignored = HINTS
     model: str | None = None
     messages: Annotated[list[TurnMessage], Field(min_length=1)]
-    system: Texts | None = None
+    system: TextOr[list[TextBlock]] | None = None
     tools: Annotated[list[MessageTool], Field(max_length=128)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None

@@ -108,7 +108,7 @@ _COUNTERS = {
 
 
 class _EngineCollector(Collector):
-    """The engines' counts at the time of a scrape; those of a model begin anew each time it is loaded.
+    """The engines' counts at the time of a scrape; those of a model restart each time it is loaded.
 
     Engines with names have them in a label `replica`.
     """

@@ -1,4 +1,4 @@
-"""Ollama's routes about models: list, show, running, pull and delete."""
+"""The handlers of Ollama's routes about models: list, show, running, pull and delete."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -21,6 +22,7 @@ from kukri.formats.headers import read_headers
 from kukri.formats.model_cache import cached_path, remove
 from kukri.formats.repos import cache_folder, parse_name
 from kukri.server.errors import ModelNotFoundError
+from kukri.server.ollama_schema import OllamaBody, OllamaPullBody
 from kukri.server.registry import ModelEntry, ModelRegistry
 
 _POLL_S = 0.5  # between two looks at how much of a repository is there
@@ -82,8 +84,17 @@ def model_facts(entry: ModelEntry) -> ModelFacts | None:
     return ModelFacts(path, headers.file_bytes, modified_s, details, info, str(template))
 
 
-async def tags(registry: ModelRegistry) -> Response:
-    """The response of /api/tags: every model on this machine."""
+async def _registry(request: Request) -> ModelRegistry:
+    """The models of the application that a request came to."""
+    registry: ModelRegistry = request.app.state.registry
+    return registry
+
+
+Registry = Annotated[ModelRegistry, Depends(_registry)]
+
+
+async def ollama_tags(registry: Registry) -> Response:
+    """Lists the models on this machine."""
     models = []
     for entry in registry.listed():
         facts = await asyncio.to_thread(model_facts, entry)
@@ -92,8 +103,8 @@ async def tags(registry: ModelRegistry) -> Response:
     return JSONResponse({"models": models})
 
 
-async def running(registry: ModelRegistry) -> Response:
-    """The response of /api/ps: the loaded models."""
+async def ollama_ps(registry: Registry) -> Response:
+    """Lists the loaded models."""
     models = []
     for entry in registry.listed():
         facts = await asyncio.to_thread(model_facts, entry) if entry.service is not None else None
@@ -108,12 +119,12 @@ async def running(registry: ModelRegistry) -> Response:
     return JSONResponse({"models": models})
 
 
-async def show(registry: ModelRegistry, name: str) -> Response:
-    """The response of /api/show: what a model is."""
-    entry = registry.find(name)
+async def ollama_show(body: OllamaBody, registry: Registry) -> Response:
+    """Describes a model."""
+    entry = registry.find(body.model)
     facts = await asyncio.to_thread(model_facts, entry)
     if facts is None:
-        raise ModelNotFoundError(name, [])
+        raise ModelNotFoundError(body.model, [])
     capabilities = ["completion", "embedding"]
     if facts.template:
         capabilities.append("tools")
@@ -133,13 +144,14 @@ async def show(registry: ModelRegistry, name: str) -> Response:
     )
 
 
-async def pull(registry: ModelRegistry, name: str, *, stream: bool) -> Response:
-    """The response of /api/pull: fetches a model into the cache, and serves it; lines tell the progress."""
+async def ollama_pull(body: OllamaPullBody, registry: Registry) -> Response:
+    """Fetches a model, if clients may."""
     _check_allowed(registry)
+    name = body.model
     if name not in hub.MODELS and parse_name(name) is None:
         raise RequestError(f"there is no model {name[:100]!r} to pull: give org/repo:type", param="model")
     lines = _pulled(registry, name)
-    if stream:
+    if body.stream:
         encoded = (json.dumps(line).encode() + b"\n" async for line in lines)
         return StreamingResponse(encoded, media_type="application/x-ndjson")
     last: dict[str, Any] = {}
@@ -174,10 +186,10 @@ async def _pulled(registry: ModelRegistry, name: str) -> AsyncIterator[dict[str,
     yield {"status": "success"}
 
 
-async def delete(registry: ModelRegistry, name: str) -> Response:
-    """The response of /api/delete: removes a model from the cache, after its running answers."""
+async def ollama_delete(body: OllamaBody, registry: Registry) -> Response:
+    """Removes a model, if clients may."""
     _check_allowed(registry)
-    entry = registry.find(name)
+    entry = registry.find(body.model)
     if not entry.is_cached:
         raise RequestError(
             f"{entry.name} was given to the server at its start: it is not deleted", param="model"

@@ -15,13 +15,11 @@ from kukri.server.loading_reply import answered
 from kukri.server.ollama_schema import (
     GenerationBody,
     KeepAlive,
-    OllamaBody,
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
     OllamaErrorBody,
     OllamaGenerateBody,
-    OllamaPullBody,
 )
 from kukri.server.openapi import LINES, errors_in
 from kukri.server.registry import ModelRegistry
@@ -29,16 +27,20 @@ from kukri.server.service import Service
 
 _OLLAMA_VERSION = "0.12.0"  # whose API this is: clients ask for a least one
 _ERRORS = errors_in(OllamaErrorBody)
-_MANAGING_ERRORS = _ERRORS | {
-    403: {"model": OllamaErrorBody, "description": "Clients may not change the server's models"}
-}
 _Generation = TypeVar("_Generation", bound=GenerationBody)
 
 
 def add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Adds the routes, of which some change the server's models if clients may."""
     _add_generation_routes(app, registry)
-    _add_model_routes(app, registry)
+    errors = _ERRORS | {
+        403: {"model": OllamaErrorBody, "description": "Clients may not change the server's models"}
+    }
+    app.get("/api/tags", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_tags)
+    app.get("/api/ps", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_ps)
+    app.post("/api/show", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_show)
+    app.post("/api/pull", responses=LINES | errors)(ollama_models.ollama_pull)
+    app.delete("/api/delete", response_class=Response, responses=errors)(ollama_models.ollama_delete)
 
     @app.get("/api/version", responses=_ERRORS)
     async def ollama_version() -> JSONResponse:
@@ -103,30 +105,3 @@ def _add_generation_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def ollama_embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
         """A vector for one text, in Ollama's older form."""
         return await ollama.embed_one(await kept(body, request), body, request)
-
-
-def _add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    @app.get("/api/tags", response_class=JSONResponse, responses=_ERRORS)
-    async def ollama_tags() -> Response:
-        """Lists the models on this machine."""
-        return await ollama_models.tags(registry)
-
-    @app.get("/api/ps", response_class=JSONResponse, responses=_ERRORS)
-    async def ollama_ps() -> Response:
-        """Lists the loaded models."""
-        return await ollama_models.running(registry)
-
-    @app.post("/api/show", response_class=JSONResponse, responses=_ERRORS)
-    async def ollama_show(body: OllamaBody) -> Response:
-        """Describes a model."""
-        return await ollama_models.show(registry, body.model)
-
-    @app.post("/api/pull", responses=LINES | _MANAGING_ERRORS)
-    async def ollama_pull(body: OllamaPullBody) -> Response:
-        """Fetches a model, if clients may."""
-        return await ollama_models.pull(registry, body.model, stream=body.stream)
-
-    @app.delete("/api/delete", response_class=Response, responses=_MANAGING_ERRORS)
-    async def ollama_delete(body: OllamaBody) -> Response:
-        """Removes a model, if clients may."""
-        return await ollama_models.delete(registry, body.model)

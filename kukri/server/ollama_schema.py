@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kukri.errors import ConfigError, RequestError
 from kukri.sampling import Grammar
@@ -16,6 +16,7 @@ from kukri.server.schema import TEXT_ONLY, Body, Interventions, Refused, Tool
 from kukri.server.settings import duration_s
 
 _FOREVER_S = -1.0
+Streams = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
 
 # names of kukri's fields in errors, and Ollama's
 NAMES = {
@@ -28,10 +29,15 @@ NAMES = {
 }  # fmt: skip
 
 
-class Options(Body):
-    """Sampling options, and the context that a client counts on; those of loading a model are ignored."""
+class Lenient(Body):
+    """An object whose unknown fields are ignored, as Ollama ignores them."""
 
     model_config = ConfigDict(extra="ignore", strict=False)
+
+
+class Options(Lenient):
+    """Sampling options, and the context that a client counts on; those of loading a model are ignored."""
+
     refused: ClassVar[Refused] = {
         "tfs_z": ((1, 1.0), "there is no tail-free sampling"),
         "penalize_newline": ((True,), "penalties hold for all tokens"),
@@ -72,10 +78,9 @@ class Options(Body):
         return {**set_ones, "max_tokens": n_most}
 
 
-class OllamaBody(Body):
-    """A body of Ollama's API: unknown fields are ignored."""
+class OllamaBody(Lenient):
+    """A request about a model."""
 
-    model_config = ConfigDict(extra="ignore", strict=False)
     model: Annotated[str, Field(min_length=1)]
 
     @model_validator(mode="before")
@@ -107,18 +112,13 @@ class KeepAlive(OllamaBody):
 class GenerationBody(KeepAlive):
     """The fields that chat and generate share."""
 
-    stream: bool = True
+    stream: Streams = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     interventions: Interventions | None = None
-
-    @field_validator("stream", mode="before")
-    @classmethod
-    def _streams(cls, value: Any) -> Any:
-        return True if value is None else value
 
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that are set."""
@@ -145,25 +145,22 @@ class GenerationBody(KeepAlive):
         return self.think
 
 
-class CalledFunction(Body):
+class CalledFunction(Lenient):
     """A function that was called; its arguments are an object."""
 
-    model_config = ConfigDict(extra="ignore", strict=False)
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class OllamaCall(Body):
+class OllamaCall(Lenient):
     """A call of an earlier turn."""
 
-    model_config = ConfigDict(extra="ignore", strict=False)
     function: CalledFunction
 
 
-class OllamaMessage(Body):
+class OllamaMessage(Lenient):
     """A message of a conversation."""
 
-    model_config = ConfigDict(extra="ignore", strict=False)
     refused: ClassVar[Refused] = {"images": (([],), TEXT_ONLY)}
     role: str
     content: str | None = None
@@ -192,7 +189,7 @@ class OllamaGenerateBody(GenerationBody):
     }
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = None  # the prompt is no message
+    raw: bool | None = None  # the prompt is not a message
 
 
 class OllamaEmbedBody(KeepAlive):
@@ -212,12 +209,7 @@ class OllamaEmbeddingsBody(KeepAlive):
 class OllamaPullBody(OllamaBody):
     """A request to /api/pull."""
 
-    stream: bool = True
-
-    @field_validator("stream", mode="before")
-    @classmethod
-    def _streams(cls, value: Any) -> Any:
-        return True if value is None else value
+    stream: Streams = True
 
 
 class OllamaErrorBody(BaseModel):

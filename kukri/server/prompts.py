@@ -161,7 +161,7 @@ def _with_tool_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 def _with_calls_in_texts(messages: Sequence[Mapping[str, Any]], dialect: ToolDialect) -> list[dict[str, Any]]:
     """The messages with their calls at the end of the texts too.
 
-    Arguments that are no JSON objects are left to the template to refuse.
+    Arguments that are not JSON objects are left to the template to refuse.
     """
     written = []
     for message in map(dict, messages):

@@ -413,7 +413,7 @@ class ModelRegistry:
         left_s = self.expires_s(entry)
         if entry.is_idle and left_s is not None and left_s <= 0:
             self._run(self._unload_idle(entry))
-        elif not entry.n_leases:  # an answer goes on whose request has ended
+        elif not entry.n_leases:  # an answer is still computed after its request has ended
             assert self._loop is not None, "the server runs"
             entry.timer = self._loop.call_later(_CHECK_S, self._expire, entry)
 

@@ -243,8 +243,7 @@ class Reply(Response):
         return True
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self._call.leave()
 
     async def _keep_alive(self, send: Send) -> None:
@@ -263,3 +262,9 @@ class Reply(Response):
             if self._connection is not None:
                 self._call.push = self._push
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -19,8 +19,8 @@ from kukri.server.schema import (
     Piece,
     Refused,
     Sampling,
+    TextOr,
     ToolName,
-    form_of,
 )
 
 _NO_CALLERS = (({"type": "direct"},), "calls come from the model alone")
@@ -43,11 +43,6 @@ class InputText(Piece):
         return self
 
 
-Texts = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[InputText], Tag("list")], Discriminator(form_of)
-]
-
-
 class InputItem(Piece):
     """Something among the items of `input`; id and status are those of an item that came from here."""
 
@@ -61,7 +56,7 @@ class MessageItem(InputItem):
     refused: ClassVar[Refused] = {"phase": ((), "chat templates have no place for it")}
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Texts
+    content: TextOr[list[InputText]]
 
 
 class ReasoningText(Piece):
@@ -103,7 +98,7 @@ class CallOutputItem(InputItem):
     type: Literal["function_call_output"]
     call_id: str
     name: str | None = None
-    output: Texts
+    output: TextOr[list[InputText]]
 
 
 def _kind(value: Any) -> str:
@@ -123,7 +118,6 @@ Item = Annotated[
         custom_error_message="An item is of type message, reasoning, function_call or function_call_output",
     ),
 ]
-Items = Annotated[list[Item], Field(min_length=1)]
 
 
 class FunctionTool(Piece):
@@ -208,7 +202,7 @@ class ResponseBody(Sampling):
         "truncation": (("disabled",), "a prompt that is too long is an error"),
     }
     ignored = HINTS
-    input: Annotated[Annotated[str, Tag("str")] | Annotated[Items, Tag("list")], Discriminator(form_of)]
+    input: TextOr[Annotated[list[Item], Field(min_length=1)]]
     instructions: str | None = None
     # the reasoning that encrypted_content would carry into the next request is in the items themselves
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -22,7 +22,7 @@ from kukri.server.chat_request import only_grammar
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
-TEXT_ONLY = "the model reads and writes text alone"
+TEXT_ONLY = "the model reads and writes only text"
 NO_CALLS = "this server calls no tools itself"
 NO_STORE = "nothing is stored on this server"
 # fields of vLLM and llama.cpp, with the values that change nothing here
@@ -103,9 +103,15 @@ class Piece(Body):
     model_config = ConfigDict(extra="ignore")
 
 
-def form_of(value: Any) -> str:
+def _form_of(value: Any) -> str:
     """The name of a content's form; errors leave it out."""
     return "str" if isinstance(value, str) else "list"
+
+
+Parts = TypeVar("Parts")
+TextOr = Annotated[  # a content: one text, or a list
+    Annotated[str, Tag("str")] | Annotated[Parts, Tag("list")], Discriminator(_form_of)
+]
 
 
 class StreamOptions(Body):
@@ -286,11 +292,6 @@ class TextPart(Piece):
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[TextPart], Tag("list")], Discriminator(form_of)
-]
-
-
 class FunctionCall(Piece):
     """The call of an earlier turn."""
 
@@ -314,7 +315,7 @@ class ChatMessage(Piece):
         "function_call": ((), "it is deprecated: use tool_calls"),
     }
     role: str  # one of the template's
-    content: Content | None = None
+    content: TextOr[list[TextPart]] | None = None
     name: str | None = None  # for templates that print it
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -437,7 +438,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None  # the answer goes on with the last message
+    continue_final_message: bool | None = None  # the answer continues the last message
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
 

@@ -64,7 +64,7 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """A token's text as llama.cpp writes it: bytes that are no text as numbers."""
+    """A token's text as llama.cpp writes it: bytes that are not text as numbers."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -30,7 +30,7 @@ class CallDelta(NamedTuple):
 class ToolParser:
     """Splits a text into content and calls. White space around calls belongs to neither.
 
-    A call that is none, because it is no JSON or has no name, stays text. `parameters` are the names of each
+    What is not a call, because it is not JSON or has no name, stays text. `parameters` are the names of each
     tool's parameters, in order, for calls written as code.
     """
 
@@ -187,7 +187,7 @@ class ToolParser:
         self._is_behind_call, self._raw = True, ""
 
     def _give_up(self) -> None:
-        """Emits the held text: it was no tool call."""
+        """Emits the held text: it was not a tool call."""
         raw, self._raw, self._state = self._raw, "", "text"
         self._say(raw)
 
@@ -200,7 +200,7 @@ class ToolParser:
 class _CallScan:
     """Reads {"name": …, "arguments": {…}} as it comes; if the name is given, the arguments alone.
 
-    `arguments` grows while an object is read. Arguments that are no object are known at their end.
+    `arguments` grows while an object is read. Arguments that are not an object are known at their end.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -271,7 +271,7 @@ def _parsed(text: str) -> Any:
 
 
 def _calls_in(code: str, parameters: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, Any]]] | None:
-    """The calls that lines of Python amount to; None if they are anything but calls with plain values."""
+    """The calls in lines of Python; None if they are anything but calls with plain values."""
     try:
         lines = ast.parse(code.strip()).body
         calls = [_call_in(line, parameters) for line in lines]

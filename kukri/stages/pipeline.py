@@ -47,7 +47,7 @@ def open_pipeline(source: StageSource) -> Pipeline:
 class Pipeline:
     """The stages before the last, in order.
 
-    After a StageError it has no connections; the next call of `broadcast` begins anew, with empty caches.
+    After a StageError it has no connections; the next call of `broadcast` starts over, with empty caches.
 
     Attributes: source; rooms, of each stage.
     """

@@ -1,7 +1,7 @@
 """A part of a model as a program: its ops between two layers.
 
 The model's code runs from its start to its end, and does not know: ops before the part are passed over, and
-at the tap of the first layer behind it the run is ended. So any model whose layers begin with a tap
+at the tap of the first layer after it the run ends. So any model whose layers begin with a tap
 `hook_resid_pre` can be cut.
 """
 

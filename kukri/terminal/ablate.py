@@ -11,6 +11,7 @@ from kukri.bench.ablate import TECHNIQUES, AblationReport, ablate, chosen, n_rou
 from kukri.bench.ablation.trial import Row, Sizes
 from kukri.errors import ConfigError
 from kukri.kernels.cpu.features import usable_cores
+from kukri.terminal.files import writing
 from kukri.terminal.output import n_bytes_text, printable
 from kukri.terminal.plots import Bars, require_plots, save_bars
 from kukri.terminal.progress import progress_bar
@@ -21,8 +22,8 @@ _COLUMNS = ("without", "with", "gain", "expected")
 
 def show_ablation(
     model: str | None,
-    only: Sequence[str],
     *,
+    only: Sequence[str] | None = None,
     n_threads: int | None,
     repetitions: int,
     plot: Path | None,
@@ -44,7 +45,7 @@ def show_ablation(
     for path in charts:
         require_plots(path)
     threads, sizes = n_threads or usable_cores(), sizes or Sizes()
-    techniques = chosen(only, threads)
+    techniques = chosen(only or (), threads)
     with progress_bar(n_rounds(techniques, repetitions, sizes)) as advance:
         report = ablate(
             model,
@@ -57,7 +58,8 @@ def show_ablation(
     for path in charts:
         save_bars(path, _bars(report))
     if page is not None:
-        _write(page, page_text(report, page.with_suffix(".png").name))
+        with writing(page):
+            page.write_text(page_text(report, page.with_suffix(".png").name), encoding="utf-8")
     if not as_json:
         print_facts([("model", _model(report)), ("machine", _machine(report))])
         table = [[f"{name}: {row.measure}", *_cells(row)] for name, row in _rows(report)]
@@ -169,10 +171,3 @@ def _bars(report: AblationReport) -> Bars:
         [row.gain for _, row in named],
         [row.expected for _, row in named],
     )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

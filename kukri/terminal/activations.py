@@ -3,62 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kukri.errors import ConfigError
 from kukri.llm import LLM
+from kukri.terminal.files import read_text
+from kukri.terminal.options import StoreOptions, size_bytes
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import loading_bar, token_bar
 
 
 def store_activations(
-    source: Path,
-    folder: Path,
-    *,
-    model: str | None,
-    names: Sequence[str],
-    context: int,
-    shard_bytes: int,
-    shuffle: int | None,
-    loading: dict[str, Any],
-    as_json: bool,
+    source: Path, model: str | None, options: StoreOptions, loading: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Writes the activations of `names` on the texts of a file, and says how many. See `write_store`."""
+    """Writes the activations of hooks on the texts of a file, and says how many. See `write_store`."""
     from kukri.interp.store import write_store
 
-    texts = read_texts(source)
+    if not options.names or options.out is None:
+        raise ConfigError("give the hooks and a directory: --names resid_post14 --out DIR")
+    texts, shard_bytes = read_texts(source), size_bytes(options.shard_size, "--shard-size")
     with loading_bar() as progress:
-        llm = LLM(model, max_context=max(context, 16), progress=progress, **loading)
+        llm = LLM(model, max_context=max(options.context, 16), progress=progress, **loading)
     with llm, token_bar() as advance:
         report = write_store(
             llm,
             texts,
-            list(names),
-            folder,
+            options.names,
+            options.out,
             model=llm.config.name,
-            context=context,
+            context=options.context,
             shard_bytes=shard_bytes,
-            shuffle=shuffle,
+            shuffle=options.shuffle,
             progress=advance,
         )
     if as_json:
-        print(json.dumps({"folder": str(folder), **asdict(report)}))
+        print(json.dumps({"folder": str(options.out), **asdict(report)}))
         return
     print(
-        f"{folder}: {report.n_tokens:,} tokens of {', '.join(report.names)} in {report.n_shards} shards, "
-        f"{n_bytes_text(report.n_bytes)}; {report.n_written} of them new"
+        f"{options.out}: {report.n_tokens:,} tokens of {', '.join(report.names)} in {report.n_shards} "
+        f"shards, {n_bytes_text(report.n_bytes)}; {report.n_written} of them new"
     )
 
 
 def read_texts(source: Path) -> list[str]:
     """The texts of a file: of JSON lines the field `text`, else the whole. Raises ConfigError."""
-    try:
-        whole = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} cannot be read: {error}") from None
+    whole = read_text(source)
     if source.suffix not in (".jsonl", ".ndjson"):
         return [whole]
     texts: list[str] = []

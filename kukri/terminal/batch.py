@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.batch_files import BatchLine, Results, files_of, read_batch
 from kukri.errors import ConfigError
+from kukri.terminal.files import check_parent
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.serve import require_web_stack
 from kukri.terminal.tables import print_facts
@@ -30,16 +30,16 @@ _QUEUE = 1 << 20  # requests: those of all lines at a time, with many answers ea
 
 
 class Counts:
-    """Counts of this run."""
+    """Requests that this run has answered, and their tokens."""
 
     def __init__(self) -> None:
         self.n_requests = self.n_prompt_tokens = self.n_generated = 0
         self.started_s = perf_counter()
 
     def add(self, body: Mapping[str, Any]) -> None:
-        """Notes a response."""
+        """Notes a response's body, empty if the request could not be made."""
         usage = body.get("usage") or {}
-        self.n_requests += 1
+        self.n_requests += bool(body)
         self.n_prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
         self.n_generated += usage.get("completion_tokens", usage.get("output_tokens", 0))
 
@@ -63,8 +63,7 @@ def run_batch(
     require_web_stack("kukri batch")
     if source.resolve() in {path.resolve() for path in files_of(target)}:
         raise ConfigError("the output, its .part or its .new would replace the input: name another file")
-    if not target.parent.is_dir():
-        raise ConfigError(f"there is no directory {target.parent}")
+    check_parent(target)
     from kukri.server.settings import default_name
 
     name = default_name(model)
@@ -77,7 +76,7 @@ def run_batch(
         _answer_all(lines, results, counts, partial(opened, model, names, loading))
     except KeyboardInterrupt:
         print(
-            f"\n{len(results)} of {len(lines)} are done: the same command goes on from there", file=sys.stderr
+            f"\n{len(results)} of {len(lines)} are done: the same command resumes from there", file=sys.stderr
         )
         raise
     finally:
@@ -93,17 +92,30 @@ def _answer_all(
     opened: Callable[[], AbstractContextManager[tuple[FastAPI, int]]],
 ) -> None:
     """Answers the lines without a result by `opened()`: an application, and how many it takes at a time."""
-    for line in lines:
+    for line in lines:  # their errors need no model
         if line.error is not None and line.id not in results:
             results.add(line.result(None))
     left = [line for line in lines if line.id not in results]
     if not left:
         return
+    from kukri.server.asgi_client import AppResponse, answer_lines, post
+
     with opened() as (app, n_at_once), progress_bar(len(lines)) as advance:
+
+        def ask(line: BatchLine) -> Awaitable[AppResponse]:
+            return post(app, line.url, line.body)
+
+        async def note(body: Any) -> None:
+            counts.add(body)
+            advance(1, f"{len(results)} of {len(lines)}")
+
+        async def answer() -> None:
+            async with app.router.lifespan_context(app):
+                await answer_lines(left, results, n_at_once, ask, note)
+
         advance(len(results), "loading")
         counts.started_s = perf_counter()
-        work = _Work(app, left, results, counts, lambda: advance(1, f"{len(results)} of {len(lines)}"))
-        asyncio.run(work.run(n_at_once))
+        asyncio.run(answer())
 
 
 @contextmanager
@@ -141,47 +153,6 @@ def _settings(names: tuple[str, ...]) -> ServerSettings:
     from kukri.server.settings import ServerSettings
 
     return ServerSettings(names, max_body_bytes=1 << 40, max_waiting=_QUEUE, has_page=False)
-
-
-class _Work:
-    """Answers the remaining requests of a file."""
-
-    def __init__(
-        self,
-        app: FastAPI,
-        lines: Sequence[BatchLine],
-        results: Results,
-        counts: Counts,
-        on_result: Callable[[], None],
-    ) -> None:
-        self._app, self._results, self._counts, self._on_result = app, results, counts, on_result
-        self._lines: Iterator[BatchLine] = iter(lines)
-
-    async def run(self, n_at_once: int) -> None:
-        """Answers them, `n_at_once` at a time. An error of the system, such as a full disk, ends all."""
-        from kukri.server.asgi_client import running
-
-        try:
-            async with running(self._app), asyncio.TaskGroup() as tasks:
-                for _ in range(n_at_once):
-                    tasks.create_task(self._answer_lines())
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-
-    async def _answer_lines(self) -> None:
-        from kukri.server.asgi_client import post
-
-        for line in self._lines:
-            try:
-                status, request_id, body = await post(self._app, line.url, line.body)
-            except RecursionError:  # it could just be read, and cannot be written again
-                deep = replace(line, error=("invalid_line", "the body is nested too deeply"))
-                self._results.add(deep.result(None))
-            else:
-                response = {"status_code": status, "request_id": request_id, "body": body}
-                self._results.add(line.result(response))
-                self._counts.add(body)
-            self._on_result()
 
 
 def _report(

@@ -163,7 +163,7 @@ class Chat:
             return
         n_tokens = len(result.prompt_token_ids) + len(result.token_ids)
         if n_tokens >= self._max_context:
-            print(f"(the context of {self._max_context} tokens is full: /reset starts anew)")
+            print(f"(the context of {self._max_context} tokens is full: /reset starts over)")
         else:
             print(f"(stopped after {len(result.token_ids)} tokens: --max-tokens allows more)")
 
@@ -212,7 +212,7 @@ class Chat:
         for name, (_run, arguments, what) in COMMANDS.items():
             print(f"{name + ' ' + arguments:<16}{what}")
         print(f"{'/exit':<16}leave, as Ctrl-D does")
-        print(f"{BLOCK:<16}starts and ends a message of several lines; a \\ at a line's end goes on too")
+        print(f"{BLOCK:<16}starts and ends a message of several lines; a \\ at a line's end does too")
 
     def show_or_set_system(self, text: str) -> None:
         """Shows the system message, or replaces it."""

@@ -114,7 +114,7 @@ def replicas_on_ray(
         traces=traces,
     )
     own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, "num_cpus": usable_cores()}
-    with redirect_stdout(sys.stderr):  # Ray tells there what becomes of its processes
+    with redirect_stdout(sys.stderr):  # Ray reports there on its processes
         try:
             ray.init(
                 address=wanted.address or "local",

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from kukri.errors import ConfigError
+from kukri.terminal.files import read_text
 
-_MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20  # of a configuration file, and of a template that it names
 
 
 def option_defaults(file: Path, parameters: Sequence[Any]) -> dict[str, Any]:
@@ -47,19 +48,8 @@ def option_defaults(file: Path, parameters: Sequence[Any]) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The contents of a file. Raises ConfigError if it is no TOML."""
-    text = text_of(file)
+    """The contents of a file. Raises ConfigError if it is not valid TOML."""
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(read_text(file, MAX_BYTES))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is no TOML: {error}") from None
-
-
-def text_of(file: Path) -> str:
-    """The text of a small file. Raises ConfigError if it cannot be read."""
-    try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{file} is larger than {_MOST_BYTES} bytes")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
+        raise ConfigError(f"{file} is not valid TOML: {error}") from None

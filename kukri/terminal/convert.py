@@ -28,6 +28,7 @@ from kukri.formats.imatrix import read_imatrix
 from kukri.models import load_model
 from kukri.models.weights import TakenWeights
 from kukri.quant.recipes import Recipe, recipe_named, shipped_recipes
+from kukri.terminal.files import check_parent
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
@@ -151,8 +152,7 @@ def check_target(source: Path, target: Path) -> None:
         raise ConfigError(f"{target} is a directory: name the file to write")
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input: write to another file")
-    if not target.parent.is_dir():
-        raise ConfigError(f"there is no directory {target.parent}")
+    check_parent(target)
 
 
 @contextmanager

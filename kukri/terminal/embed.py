@@ -11,6 +11,7 @@ from kukri.errors import RequestError
 from kukri.formats import hub
 from kukri.formats.repos import SHORT_NAMES
 from kukri.llm import LLM
+from kukri.terminal.options import EmbedOptions, RerankOptions
 from kukri.terminal.output import allow_any_text, write_text
 from kukri.terminal.progress import loading_bar
 from kukri.terminal.run import is_model_file, piped_text
@@ -19,19 +20,12 @@ DEFAULT_ENCODER = "minilm"
 
 
 def show_vectors(
-    texts: Sequence[str],
-    *,
-    model: str | None,
-    prompt_name: str | None,
-    dimensions: int | None,
-    truncate: bool,
-    loading: dict[str, Any],
-    as_json: bool,
+    texts: Sequence[str], model: str | None, options: EmbedOptions, loading: dict[str, Any], *, as_json: bool
 ) -> None:
     """Prints the vector of each text, or of each line of piped text, as a line of JSON."""
     given = _texts(texts, "text")
     with _open(model, loading) as llm:
-        vectors = llm.embed(given, prompt_name=prompt_name, dimensions=dimensions, truncate=truncate)
+        vectors = llm.embed(given, **vars(options))
         if as_json:
             print(json.dumps({"model": llm.config.name, "embeddings": vectors.tolist()}, ensure_ascii=False))
             return
@@ -40,27 +34,18 @@ def show_vectors(
 
 
 def show_ranking(
-    texts: Sequence[str],
-    *,
-    model: str | None,
-    top_n: int | None,
-    truncate: bool,
-    loading: dict[str, Any],
-    as_json: bool,
+    texts: Sequence[str], model: str | None, options: RerankOptions, loading: dict[str, Any], *, as_json: bool
 ) -> None:
     """Prints the documents behind the query, or lines of piped text, by their score, the best first."""
     if not texts:
         raise RequestError("no query: give one as an argument", param="query")
     query, given = texts[0], _texts(texts[1:], "document")
     with _open(model, loading) as llm:
-        found = llm.rerank(query, given, top_n=top_n, truncate=truncate)
+        found = llm.rerank(query, given, **vars(options))
         name = llm.config.name
     if as_json:
-        print(
-            json.dumps(
-                {"model": name, "query": query, "results": [vars(one) for one in found]}, ensure_ascii=False
-            )
-        )
+        ranking = {"model": name, "query": query, "results": [vars(one) for one in found]}
+        print(json.dumps(ranking, ensure_ascii=False))
         return
     allow_any_text()
     for one in found:

@@ -19,6 +19,7 @@ from kukri.formats import hub
 from kukri.formats.imatrix import write_imatrix
 from kukri.quant.recipes import recipe_named
 from kukri.terminal.convert import quantized_file
+from kukri.terminal.files import check_parent
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.plots import Chart, require_plots, save_chart
 from kukri.terminal.progress import progress_bar
@@ -78,8 +79,7 @@ def write_importances(
     model: str | None, text: Path, target: Path, chunk_tokens: int, *, n_threads: int | None, as_json: bool
 ) -> None:
     """Writes the importance matrix of a model over a text."""
-    if not target.parent.is_dir():
-        raise ConfigError(f"there is no directory {target.parent}")
+    check_parent(target)
     reading = Reading(text, chunk_tokens, 1, n_threads)
     with reading.open(model) as llm:
         ids = llm.tokenizer.encode(reading.words)

@@ -17,11 +17,13 @@ from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts
 
 
-def merge_model(model: str | None, adapter: Path, target: Path, *, as_json: bool) -> None:
+def merge_model(model: str | None, adapter: Path, target: Path | None, *, as_json: bool) -> None:
     """Writes a model with an adapter merged: a GGUF file, or a directory like the one it is made from.
 
     Tensors keep their types, so that those of a packed file are quantized again.
     """
+    if target is None:
+        raise ConfigError("missing option -o TARGET: a .gguf file, or a directory, to write")
     source = source_path(model)
     is_file = target.suffix == ".gguf"
     if not is_file and not source.is_dir():

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 
+from kukri.errors import ConfigError
 from kukri.formats import hub
 from kukri.formats.model_cache import cached_models, cached_path, remove
 from kukri.formats.repos import SHORT_NAMES
@@ -38,7 +39,9 @@ def list_models(*, with_known: bool, as_json: bool) -> None:
 
 
 def remove_models(names: Sequence[str]) -> None:
-    """Removes models from the caches and prints the space freed by each."""
+    """Removes models from the caches and prints the space freed by each. Raises ConfigError without names."""
+    if not names:
+        raise ConfigError("missing argument MODEL: kukri list shows the cached models")
     for name in names:
         print(f"removed {printable(name)}, {n_bytes_text(remove(name))}")
 

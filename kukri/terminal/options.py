@@ -1,88 +1,22 @@
-"""Options of the command line, each declared once, in dataclasses whose fields carry flags and help.
+"""Options of the command line, each declared once, in dataclasses that commands take as parameters.
 
-A command takes them as parameters; `command` expands their fields into options of that command. Fields have
-the names that `LLM`, `SamplingParams` and the commands' functions use, so `given` passes them on as they are.
-Annotations are evaluated here, not postponed: typer reads them at each start. The dataclasses have no
-`__repr__`, and no `__eq__` if nobody compares them: half a millisecond each.
+Fields have the names that `LLM`, `SamplingParams` and the commands' functions use, so `given` passes them on
+as they are. The dataclasses have no `__repr__`, and no `__eq__` if nobody compares them: half a millisecond
+each.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields, is_dataclass
-from inspect import Parameter, Signature, signature
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.terminal.command import argument, option
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-    """Registers a function as a command of `app`; its parameters may be the dataclasses of this module.
-
-    `name` is the function's unless given; `settings` are `typer.Typer.command`'s.
-    """
-
-    def register(function: Any) -> Any:
-        app.command(name, **settings)(expanded(function))
-        return function
-
-    return register
-
-
-def expanded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with each parameter that is a dataclass replaced by keyword parameters for its fields."""
-    groups: dict[str, Any] = {}
-    parameters: list[Parameter] = []
-    for parameter in signature(function).parameters.values():
-        if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            parameters += map(_as_parameter, fields(parameter.annotation))
-        else:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-
-    def call(**values: Any) -> Any:
-        for name, group in groups.items():
-            values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
-        return function(**values)
-
-    call.__name__, call.__doc__ = function.__name__, function.__doc__
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return call
-
-
-def _as_parameter(one: Field[Any]) -> Parameter:
-    annotation = Annotated[one.type, one.metadata["option"]]  # type: ignore[name-defined]
-    return Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=annotation)
-
-
-def option(
-    help: str,
-    *flags: str,
-    default: Any = None,
-    convert: Callable[[Any], Any] | None = None,
-    **settings: Any,
-) -> Any:
-    """A dataclass field that is an option; `flags` and `settings` are `typer.Option`'s.
-
-    Without flags the option is named like the field. `given` passes on what `convert` makes of the value.
-    """
-    made = typer.Option(*flags, help=help, **settings)
-    return field(default=default, metadata={"option": made, "convert": convert})
-
-
-def given(options: Any) -> dict[str, Any]:
-    """Fields of a dataclass that the command line set: those that are neither None, False nor empty."""
-    found: dict[str, Any] = {}
-    for one in fields(options):
-        value, convert = getattr(options, one.name), one.metadata["convert"]
-        if not (value is None or value is False or value == []):
-            found[one.name] = value if convert is None else convert(value)
-    return found
 
 
 def named_paths(values: Sequence[str], flag: str) -> dict[str, str]:
@@ -119,18 +53,60 @@ def _model_names(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-MODEL_HELP = (
+_MODEL_HELP = (
     "Name (see kukri list), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors directory."
 )
-ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=_model_names)
-]
-NeededModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=_model_names)
-]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Model, instead of the argument.")
-]
+
+
+@dataclass(eq=False, repr=False)
+class ModelName:
+    """The model of a command, None for the default model; `NeededModel` is that of a command without one."""
+
+    model: str | None = argument(_MODEL_HELP, metavar="[MODEL]", autocompletion=_model_names)
+    model_option: str | None = option(
+        "Model, instead of the argument.",
+        "--model",
+        "-m",
+        metavar="MODEL",
+        autocompletion=_model_names,
+    )
+    is_needed = False
+
+    @property
+    def name(self) -> str | None:
+        """The model. Raises ConfigError if it is given twice."""
+        return one_model(self.model, self.model_option)
+
+    def and_arguments(self, names: str, *arguments: str | None) -> list[Any]:
+        """The model and the arguments after it: see `model_and`."""
+        return model_and(self.model_option, self.model, *arguments, names=names, needs_model=self.is_needed)
+
+
+@dataclass(eq=False, repr=False)
+class NeededModel(ModelName):
+    """The model of a command that reads no other than the one it is given."""
+
+    model: str | None = argument(_MODEL_HELP, metavar="MODEL", autocompletion=_model_names)
+    is_needed = True
+
+
+@dataclass(eq=False, repr=False)
+class ServedModels:
+    """The models of `kukri serve`: an argument, and as many -m as wanted."""
+
+    model: str | None = argument(_MODEL_HELP, metavar="[MODEL]", autocompletion=_model_names)
+    others: list[str] | None = option(
+        "Model to serve, loaded on demand; repeatable.",
+        "--model",
+        "-m",
+        metavar="[NAME=]MODEL",
+        autocompletion=_model_names,
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [*([self.model] if self.model else []), *(self.others or [])]
 
 
 def one_model(argument: str | None, option: str | None) -> str | None:
@@ -141,7 +117,7 @@ def one_model(argument: str | None, option: str | None) -> str | None:
 
 
 def model_and(option: str | None, *arguments: str | None, names: str, needs_model: bool = True) -> list[Any]:
-    """The model and the arguments behind it, of which the model comes first or is given as -m.
+    """The model and the arguments after it, of which the model comes first or is given as -m.
 
     `names` are those of the arguments, separated by spaces, for errors. Without `needs_model` the model may
     be missing: the result then begins with None.
@@ -165,18 +141,18 @@ System = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Threads. [default: usable cores]")
 ]
-Alias = Annotated[
-    list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name for the model; repeatable.")
-]
-Imatrix = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Importance matrix from `kukri imatrix` or llama.cpp.")
-]
-ServerURL = Annotated[str, typer.Option(metavar="URL", help="URL of the server.")]
-APIKey = Annotated[str | None, typer.Option(metavar="KEY", envvar="KUKRI_API_KEY", help="API key.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the resulting size and types without writing.")]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
+class RunningServer:
+    """Options of asking a running server."""
+
+    url: str = option("URL of the server.", default="http://127.0.0.1:8000", metavar="URL")
+    api_key: str | None = option("API key.", metavar="KEY", envvar="KUKRI_API_KEY")
+
+
+@dataclass(eq=False, repr=False)
 class ModelOptions:
     """Options of loading that every command with an engine has."""
 
@@ -188,7 +164,7 @@ class ModelOptions:
         "Compute backend; torch is PyTorch without Triton. [default: by device]"
     )
     stages: str | None = option(
-        "Split the model by layers: N processes, HOST:PORT,… of kukri stage, or ray:N.",
+        "Split the model among N processes, HOST:PORT,… of kukri stage and this one, or ray:N.",
         metavar="N",
         convert=lambda text: _stages(text),
     )
@@ -204,7 +180,7 @@ class ModelOptions:
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class LoadOptions(ModelOptions):
     """Options of loading a model to generate with."""
 
@@ -254,38 +230,31 @@ def _stages(text: str) -> Any:
     return int(text) if text.isdecimal() else tuple(text.split(","))
 
 
-def _named_file(text: str) -> tuple[str, str]:
-    """The name and the path of NAME=PATH."""
-    name, separator, path = text.partition("=")
-    if not separator or not name or not path:
-        raise ConfigError(f"a file is given as NAME=PATH, not {text!r}")
-    return name, path
-
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class ReaderOptions:
-    """Options of what steers a model and reads its activations."""
+    """Options of what steers a model and reads its activations: files by name."""
 
     control_vectors: list[str] | None = option(
         "Control vector (GGUF) for requests to use by name; repeatable.",
         "--control-vector",
         metavar="NAME=FILE",
+        convert=lambda values: named_paths(values, "--control-vector"),
     )
     probes: list[str] | None = option(
-        "Linear probe (.safetensors) for requests to use by name; repeatable.", "--probe", metavar="NAME=FILE"
+        "Linear probe (.safetensors) for requests to use by name; repeatable.",
+        "--probe",
+        metavar="NAME=FILE",
+        convert=lambda values: named_paths(values, "--probe"),
     )
     saes: list[str] | None = option(
-        "SAELens sparse autoencoder for requests to use by name; repeatable.", "--sae", metavar="NAME=DIR"
+        "SAELens sparse autoencoder for requests to use by name; repeatable.",
+        "--sae",
+        metavar="NAME=DIR",
+        convert=lambda values: named_paths(values, "--sae"),
     )
 
-    def files(self) -> dict[str, dict[str, str]]:
-        """The options of LLM: files by name. Raises ConfigError."""
-        return {
-            kind: dict(_named_file(text) for text in texts) for kind, texts in vars(self).items() if texts
-        }
 
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class SteeringOptions:
     """Options of control vectors that work on every answer."""
 
@@ -293,7 +262,7 @@ class SteeringOptions:
         "Control vector (GGUF) to add; repeatable.", metavar="FILE[:STRENGTH]"
     )
     control_vector_layers: str | None = option(
-        "First and last layer to apply it to. [default: all]", metavar="FIRST-LAST"
+        "First and last layer it applies to. [default: all]", metavar="FIRST-LAST"
     )
 
     def files_and_interventions(self) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
@@ -320,7 +289,7 @@ class SteeringOptions:
         return {"control_vectors": files}, interventions
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class ManyOptions(LoadOptions):
     """Options of loading a model for many requests at a time."""
 
@@ -333,11 +302,13 @@ class ManyOptions(LoadOptions):
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class SamplingOptions:
     """Sampling parameters; None means the default of the command or model."""
 
-    max_tokens: int | None = option("Maximum tokens to generate.", "--max-tokens", "-n", metavar="N")
+    max_tokens: int | None = option(
+        "Maximum number of tokens to generate.", "--max-tokens", "-n", metavar="N"
+    )
     temperature: float | None = option(
         "Sampling temperature; 0 is greedy.", "--temperature", "-t", metavar="T"
     )
@@ -365,7 +336,7 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class ServeOptions:
     """Options of the HTTP server."""
 
@@ -435,14 +406,14 @@ class ServeOptions:
     log_level: str = option("debug, info, warning or error.", default="info", metavar="LEVEL")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(repr=False)
 class ClusterOptions:
     """Options of replicas on Ray."""
 
     n_replicas: int = option("Number of replicas.", "--replicas", "-r", default=1, min=0, metavar="N")
-    max_replicas: int | None = option("Scale replicas with the load, up to N.", metavar="N")
+    max_replicas: int | None = option("Scale with the load, up to N replicas.", metavar="N")
     spare_s: float = option(
-        "Idle time before a replica is removed.", "--spare", default=120.0, min=0, metavar="SECONDS"
+        "How long a replica that is not needed is kept.", "--spare", default=120.0, min=0, metavar="SECONDS"
     )
     cpus: float | None = option("CPUs per replica. [default: its threads, or a whole machine's]", metavar="N")
     gpus: float = option("GPUs per replica.", default=0, min=0, metavar="N")
@@ -451,7 +422,7 @@ class ClusterOptions:
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class LoadOfUsers:
     """Options of `kukri plan`: what users send, and what they expect."""
 
@@ -462,7 +433,7 @@ class LoadOfUsers:
     tokens: int = option("Tokens per answer.", "--tokens", "-n", default=200, metavar="N")
     prefixes: int = option("Different system prompts.", default=1, min=1, metavar="N")
     prefix_tokens: int = option("Tokens per system prompt.", default=256, min=0, metavar="N")
-    own_tokens: int = option("Prompt tokens after the system prompt.", default=128, metavar="N")
+    own_tokens: int = option("Tokens of a prompt after the system prompt.", default=128, metavar="N")
     first_token_s: float = option(
         "Limit on the 99th percentile of time to first token.",
         "--first-token",
@@ -471,7 +442,7 @@ class LoadOfUsers:
     )
     tokens_per_s: float = option("Minimum tokens/s of the median answer.", default=10.0, metavar="N")
     costs: str | None = option(
-        "Milliseconds per step, sequence and prompt token. [default: measured]", metavar="A,B,C"
+        "Milliseconds per step, sequence and prompt token. [default: measured here]", metavar="A,B,C"
     )
     n_requests: int = option("Requests to simulate.", "--requests", default=2000, min=1, metavar="N")
 
@@ -483,7 +454,7 @@ def cluster_options(options: ClusterOptions, *, is_wanted: bool) -> ClusterOptio
     return options if is_wanted else None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class TextOptions:
     """Options of reading a text to measure on."""
 
@@ -493,7 +464,7 @@ class TextOptions:
     n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class LoadTestOptions:
     """Options of `kukri bench serve`."""
 
@@ -515,13 +486,101 @@ class LoadTestOptions:
     prompts: Path | None = option(
         "JSON lines with prompt or messages, instead of random words.", metavar="FILE"
     )
-    max_tokens: int = option("Maximum tokens per answer.", "--max-tokens", "-g", default=64, metavar="N")
+    max_tokens: int = option(
+        "Maximum number of tokens of an answer.", "--max-tokens", "-g", default=64, metavar="N"
+    )
     ignore_eos: bool = option(
         "Generate all --max-tokens, on servers that support ignore_eos.", "--ignore-eos", default=False
     )
     extra_body: str | None = option("Extra request fields; null removes one.", metavar="JSON")
     slo: str | None = option("Goodput limits in ms: ttft:500,tpot:50,e2e:5000.", metavar="LIMITS")
-    n_warm_up: int = option("Warm-up requests, not counted.", "--warm-up", default=2, metavar="N")
+    n_warm_up: int = option("Requests to warm up with, not counted.", "--warm-up", default=2, metavar="N")
     timeout_s: float = option("Time limit for an answer.", "--timeout", default=300.0, metavar="SECONDS")
     seed: int | None = option("Seed for prompts and arrivals. [default: random]", metavar="N")
     plot: Path | None = option("Plot latency over load as a PNG.", metavar="FILE")
+
+
+# --- options of one command
+
+
+@dataclass(eq=False, repr=False)
+class EmbedOptions:
+    """Options of `kukri embed`, as `LLM.embed` has them."""
+
+    prompt_name: str | None = option("Named prompt of the model, such as query.", "--prompt", metavar="NAME")
+    dimensions: int | None = option("Truncate vectors to N dimensions.", metavar="N")
+    truncate: bool = option("Truncate texts that are too long.", "--truncate", default=False)
+
+
+@dataclass(eq=False, repr=False)
+class RerankOptions:
+    """Options of `kukri rerank`, as `LLM.rerank` has them."""
+
+    top_n: int | None = option("Print only the N best.", metavar="N")
+    truncate: bool = option("Truncate texts that are too long.", "--truncate", default=False)
+
+
+@dataclass(eq=False, repr=False)
+class StoreOptions:
+    """Options of `kukri activations`."""
+
+    names: list[str] | None = option("Hook to record, such as resid_post14; repeatable.", metavar="NAME")
+    out: Path | None = option("Directory to write shards to.", metavar="DIR")
+    context: int = option("Tokens per window.", default=128, min=1, metavar="N")
+    shard_size: str = option("Size of each shard.", default="128MiB", metavar="SIZE")
+    shuffle: int | None = option("Shuffle windows, and rows within a shard.", min=0, metavar="SEED")
+
+
+@dataclass(eq=False, repr=False)
+class BenchOptions:
+    """Options of `kukri bench`, as `run_bench` has them."""
+
+    model: str | None = option("Model, instead of the argument.", "--model", "-m", metavar="MODEL")
+    n_prompt: int = option("Prompt tokens.", "--prompt-tokens", "-p", default=512, metavar="N")
+    n_generate: int = option("Tokens to generate.", "--generate-tokens", "-g", default=128, metavar="N")
+    repetitions: int = option("Repetitions per measurement.", "--repetitions", "-r", default=5, metavar="N")
+
+
+@dataclass(eq=False, repr=False)
+class AblationOptions:
+    """Options of `kukri bench ablate`."""
+
+    only: list[str] | None = option(
+        "Measure only this technique, such as kv-cache; repeatable.", metavar="NAME"
+    )
+    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
+    repetitions: int = option("Rounds.", "--repetitions", "-r", default=5, metavar="N")
+    plot: Path | None = option("Plot the gains as a PNG.", metavar="FILE")
+    page: Path | None = option("Write a Markdown page and its chart.", metavar="FILE")
+
+
+@dataclass(eq=False, repr=False)
+class InspectOptions:
+    """Options of `kukri inspect`, as `show_model` has them."""
+
+    with_tree: bool = option("Show the module tree, as PyTorch prints it.", "--tree", default=False)
+    with_parameters: bool = option("Show parameters per layer.", "--params", default=False)
+    with_tensors: bool = option("List every tensor.", "--tensors", default=False)
+
+
+@dataclass(eq=False, repr=False)
+class CompareOptions:
+    """Options of `kukri compare`, as `compare_models` has them."""
+
+    types: str | None = option("Compare A with its own quantizations: Q8_0,Q4_K_M.", metavar="LIST")
+    imatrix: Path | None = option("Importance matrix from `kukri imatrix` or llama.cpp.", metavar="FILE")
+    plot: Path | None = option("Plot a PNG: error by layer, or loss by size.", metavar="FILE")
+
+
+@dataclass(eq=False, repr=False)
+class TuneOptions:
+    """Options of `kukri tune-recipe`."""
+
+    size: str = option("Size limit for all weights, such as 90MB.", default=..., metavar="SIZE")
+    output: Path = option("Recipe to write, .yaml or .json.", "--output", "-o", default=..., metavar="FILE")
+    text: Path | None = option("UTF-8 text file. [default: the opening of a novel]", metavar="FILE")
+    types: str = option(
+        "Types to choose from.", default="Q2_K,Q3_K,IQ4_XS,Q4_K,Q5_K,Q6_K,Q8_0", metavar="LIST"
+    )
+    max_tokens: int = option("Maximum number of tokens to read.", "--tokens", default=512, metavar="N")
+    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")

@@ -19,7 +19,7 @@ def write_text(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with everything that is no visible character or space spelled out as an escape."""
+    """The text with everything but visible characters and spaces spelled out as an escape."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kukri.errors import ConfigError, UnsupportedError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from kukri.terminal.files import check_parent, writing
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ def require_plots(path: Path) -> None:
         raise UnsupportedError("matplotlib is not installed: run `pip install 'kukri[plots]'`") from None
     if path.suffix.lower() != ".png":
         raise ConfigError(f"a plot is a PNG: call it {path.with_suffix('.png').name}, not {path.name}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no directory {path.parent}")
+    check_parent(path)
 
 
 def save_chart(path: Path, *charts: Chart) -> None:
@@ -65,7 +62,8 @@ def save_chart(path: Path, *charts: Chart) -> None:
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     for i, chart in enumerate(charts, 1):
         _draw(figure.add_subplot(n_rows, n_columns, i), chart)
-    _save(figure, path)
+    with writing(path):
+        figure.savefig(path)
 
 
 def _draw(axes: Any, chart: Chart) -> None:
@@ -111,11 +109,5 @@ def save_bars(path: Path, bars: Bars) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     figure.legend(loc="outside upper right", ncols=4, frameon=False)
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    try:
+    with writing(path):
         figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

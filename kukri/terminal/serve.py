@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.terminal.files import read_text
 from kukri.terminal.options import ServeOptions, size_bytes
 from kukri.terminal.progress import loading_bar
 
@@ -37,7 +38,7 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
     if options.log_level not in _LOG_LEVELS:
         raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {options.log_level!r}")
     if options.chat_template_file is not None:
-        loading["chat_template"] = _read(options.chat_template_file, "chat template")
+        loading["chat_template"] = read_text(options.chat_template_file)
     served = served_models(models, options, loading)
     settings = server_settings(options, loading.get("kv_bytes"))
     if any(model.options.control_vectors or model.options.probes or model.options.saes for model in served):
@@ -150,7 +151,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     if file is None:
         keys = os.environ.get("KUKRI_API_KEY", "").split(",")
     else:
-        lines = _read(file, "API keys").splitlines()
+        lines = read_text(file).splitlines()
         keys = [line.partition("#")[0] for line in lines]
     found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
     if file is not None and not found:
@@ -163,13 +164,6 @@ def host_names(host: str, more: list[str]) -> tuple[str, ...]:
     if host not in _LOOPBACK and not more:
         return ()
     return tuple(dict.fromkeys(name.lower() for name in (*_LOOPBACK, host, *more)))
-
-
-def _read(file: Path, name: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the file of the {name} cannot be read: {error}") from None
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -10,12 +10,13 @@ from typing import Any, cast
 from kukri.errors import ConfigError
 from kukri.loading import ModelOptions
 from kukri.server.settings import ServedModel, default_name, duration_s
-from kukri.terminal.config_file import read_config, text_of
-from kukri.terminal.options import ManyOptions, ServeOptions, size_bytes
+from kukri.terminal.config_file import MAX_BYTES, read_config
+from kukri.terminal.files import read_text
+from kukri.terminal.options import ManyOptions, ReaderOptions, ServeOptions, size_bytes
 
 _TABLES = ("adapters",)  # options of names and paths
 _OWN_KEYS = ("model", "aliases", "pinned", "keep-alive", "chat-template-file")
-_FILES = {"control_vectors": "control-vector", "probes": "probe", "saes": "sae"}
+_FILES = tuple(one.name for one in fields(ReaderOptions))
 _KINDS = {"max_context": int, "n_threads": int, "max_requests": int, "rope_factor": float}
 
 
@@ -78,7 +79,7 @@ def _model(file: Path, name: str, table: Any) -> ServedModel:
     where = f"{file}: models.{name}"
     if not isinstance(table, dict) or not isinstance(table.get("model"), str):
         raise ConfigError(f"{where} needs a model: a name, a path or a repository")
-    flags = _flags() | {flag: field for field, flag in _FILES.items()}
+    flags = _flags()
     aliases, pinned = table.get("aliases", []), table.get("pinned", False)
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise ConfigError(f"{where}.aliases must be a list of names")
@@ -100,7 +101,7 @@ def _model(file: Path, name: str, table: Any) -> ServedModel:
         options[field] = _value(f"{where}.{key}", field, value)
     template = table.get("chat-template-file")
     if template is not None:
-        options["chat_template"] = text_of(file.parent / str(template))
+        options["chat_template"] = read_text(file.parent / str(template), MAX_BYTES)
     keep_alive = table.get("keep-alive")
     return ServedModel(
         (name, *cast("list[str]", aliases)),
@@ -127,7 +128,7 @@ def _value(where: str, field: str, value: Any) -> Any:
 def _flags() -> dict[str, str]:
     """The options of loading a model: name without dashes -> field of ModelOptions."""
     found = {}
-    for one in fields(ManyOptions):
+    for one in (*fields(ManyOptions), *fields(ReaderOptions)):
         info = one.metadata["option"]
         declared = [info.default, *(info.param_decls or ())]  # typer takes the first flag for a default
         flags = [flag for flag in declared if isinstance(flag, str) and flag.startswith("--")]

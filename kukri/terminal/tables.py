@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from kukri.terminal.output import printable
 
 
-def print_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Prints a line for each (name, value)."""
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Prints a line for each (name, value), values below each other."""
+    width = max(12, *(len(name) for name, _ in facts)) + 2
     for name, value in facts:
-        print(f"{name:<14}{printable(value)}")
+        print(f"{name:<{width}}{printable(value)}")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -12,30 +12,21 @@ from kukri.formats import hub
 from kukri.quant.blocks import WRITTEN
 from kukri.quant.types import QUANT_TYPES, QuantType
 from kukri.terminal.evaluate import type_list
-from kukri.terminal.options import size_bytes
+from kukri.terminal.files import check_parent, writing
+from kukri.terminal.options import TuneOptions, size_bytes
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
 
 
-def write_tuned_recipe(
-    model: str | None,
-    size: str,
-    target: Path,
-    text: Path | None,
-    types: str,
-    *,
-    max_tokens: int,
-    n_threads: int | None,
-    as_json: bool,
-) -> None:
-    """Measures a model's tensors and writes the recipe that fits them into `size`."""
+def write_tuned_recipe(model: str | None, options: TuneOptions, *, as_json: bool) -> None:
+    """Measures a model's tensors and writes the recipe that fits them into a size."""
+    target = options.output
     if target.suffix not in (".json", ".yaml", ".yml"):
         raise ConfigError(f"a recipe is a .yaml or .json file, not {target.name}")
-    if not target.parent.is_dir():
-        raise ConfigError(f"there is no directory {target.parent}")
-    wanted, words = size_bytes(size, "--size"), read_text(text)
-    chosen = [_type(name) for name in type_list(types)]
+    check_parent(target)
+    wanted, words = size_bytes(options.size, "--size"), read_text(options.text)
+    chosen = [_type(name) for name in type_list(options.types)]
     path = hub.resolve(model)
     with progress_bar(1000) as advance:
         made = tune(
@@ -43,8 +34,8 @@ def write_tuned_recipe(
             words,
             wanted,
             chosen,
-            max_tokens=max_tokens,
-            n_threads=n_threads,
+            max_tokens=options.max_tokens,
+            n_threads=options.n_threads,
             on_trial=lambda i, n: advance(1000 * (i + 1) // n - 1000 * i // n, "trying tensors"),
         )
     recipe = recipe_of(made.types)
@@ -70,10 +61,8 @@ def _write(target: Path, recipe: dict[str, str]) -> None:
     text = (
         json.dumps(recipe, indent=2) if target.suffix == ".json" else yaml.safe_dump(recipe, sort_keys=False)
     )
-    try:
+    with writing(target):
         target.write_text(text + "\n" * (not text.endswith("\n")), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
 
 
 def _rows(made: Tuned) -> list[list[str]]:

@@ -231,7 +231,7 @@ def _checked_content(content: Any, param: str) -> str:
             or not isinstance(part.get("text"), str)
         ):
             raise RequestError(
-                'a part of content must be {"type": "text", "text": ...}: the model reads text alone',
+                'a part of content must be {"type": "text", "text": ...}: the model reads only text',
                 param=f"{param}[{i}]",
             )
         texts.append(part["text"])

@@ -11,6 +11,7 @@ import tokenizers
 
 from kukri.errors import UnsupportedError
 from kukri.formats.huggingface.directory import TokenizerFiles
+from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.huggingface_reader import Parts, steps_of
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 from kukri.tokenizer.tokenizer import merges_from_scores
@@ -54,7 +55,8 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
         # readers match user-defined tokens in the text before anything merges
         learned = [pair for pair in parts.merges() if not {*pair, "".join(pair)} & {*vocabulary.user_defined}]
         scores = _scores(vocabulary, learned)
-        implied = merges_from_scores(vocabulary, {"tokenizer.ggml.scores": scores}, files.path)
+        stored = TokenizerKeys({"tokenizer.ggml.scores": scores}, files.path)
+        implied = merges_from_scores(vocabulary, stored)
         if set(implied) != set(learned):
             raise UnsupportedError(
                 f"{files.path}: its merges are not those of a SentencePiece model, which GGUF needs"

@@ -118,7 +118,7 @@ class Parts:
         try:
             return tokenizers.Tokenizer.from_str(json.dumps(contents, ensure_ascii=False))
         except Exception as error:  # `tokenizers` raises no narrower one
-            raise self._error(f"is no tokenizer: {' '.join(str(error).split())[:200]}") from None
+            raise self._error(f"is not a tokenizer: {' '.join(str(error).split())[:200]}") from None
 
     def build_later(self, text: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
         """The tokenizer of text after a special token, if that is another: no space is put before it."""
@@ -167,7 +167,7 @@ class Parts:
         """A text or a pair, with what the post-processor adds."""
         try:
             return text.encode(first, second, add_special_tokens=True)
-        except BaseException as error:  # a panic of `tokenizers` is no Exception
+        except BaseException as error:  # a panic of `tokenizers` is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise self._error(f"has a post-processor that cannot run: {brief(str(error))}") from None
@@ -199,7 +199,7 @@ class Parts:
         pieces = self._list(self.model, "vocab")
         for piece in pieces:
             if not isinstance(piece, list) or [*map(type, piece)] not in ([str, float], [str, int]):
-                raise self._error(f"has the piece {brief(piece)}, which is no text with a score")
+                raise self._error(f"has the piece {brief(piece)}, which is not a text with a score")
         if not pieces:
             raise self._error("the model has no vocabulary")
         return [(text, float(score)) for text, score in pieces]
@@ -209,7 +209,7 @@ class Parts:
             charsmap = b64decode(stated or "", validate=True)
         except (TypeError, ValueError):
             raise self._error("has a precompiled_charsmap that is not base64") from None
-        check_charsmap(charsmap, self.files.path)
+        check_charsmap(charsmap, self._error)
 
     def _unknown_piece(self) -> str:
         i = self.model.get("unk_id")

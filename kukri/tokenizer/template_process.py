@@ -102,7 +102,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """A mapping that is no dict, as one."""
+    """A mapping that is not a dict, as one."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a chat template takes JSON, not {type(value).__name__}")

@@ -7,15 +7,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
-import numpy as np
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from kukri.errors import ContextLengthError, FormatError, RequestError
+from kukri.errors import ContextLengthError, RequestError
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
-from kukri.tokenizer.unigram import stored_charsmap, stored_scores, unigram
-from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_vocabulary, strings
+from kukri.tokenizer.unigram import check_charsmap, unigram
+from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_vocabulary
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _LONG = 8  # characters a token: a text with more for each token it may have is looked at in slices first
@@ -80,40 +80,31 @@ class Tokenizer:
         Raises FormatError, naming `path`, when they are broken, and UnsupportedError for a kind of tokenizer
         or a pre-tokenizer that kukri does not know.
         """
-        vocabulary = read_vocabulary(metadata, path)
+        keys = TokenizerKeys(metadata, path)
+        vocabulary = read_vocabulary(keys)
+        adds_space = adds_bos = True
         if vocabulary.kind == "llama":
-            add_space = _flag(metadata, "add_space_prefix", True, path)
-            self = cls(vocabulary, _sentencepiece(vocabulary, metadata, add_space, path))
-            self.drops_leading_space = add_space
-            adds_bos = True
+            adds_space = keys.flag("add_space_prefix", True)
+            text = _sentencepiece(vocabulary, keys, adds_space)
         elif vocabulary.kind == "bert":
-            self = cls(vocabulary, _word_pieces(vocabulary, path))
-            self.drops_leading_space = adds_bos = True
+            text = _word_pieces(vocabulary, keys)
         elif vocabulary.kind == "t5":
-            add_space = _flag(metadata, "add_space_prefix", True, path)
-            text = unigram(
-                vocabulary,
-                stored_scores(metadata, len(vocabulary.tokens), path),
-                stored_charsmap(metadata, path),
-                adds_space=add_space,
-                joins_spaces=_flag(metadata, "remove_extra_whitespaces", True, path),
-                path=path,
-            )
-            self = cls(vocabulary, text)
-            self.drops_leading_space, adds_bos = add_space, False
+            adds_space, adds_bos = keys.flag("add_space_prefix", True), False
+            text = _unigram(vocabulary, keys, adds_space)
         else:
-            rules = pre_tokenizer(_string(metadata, "tokenizer.ggml.pre", path) or "default")
-            self = cls(vocabulary, _byte_level(vocabulary, metadata, rules, path))
-            adds_bos = rules.add_bos
-        self.add_bos = _flag(metadata, "add_bos_token", adds_bos and self.bos_id is not None, path)
-        self.add_eos = _flag(metadata, "add_eos_token", vocabulary.kind in ("bert", "t5"), path)
+            rules = pre_tokenizer(keys.text("pre") or "default")
+            text, adds_space, adds_bos = _byte_level(vocabulary, keys, rules), False, rules.add_bos
+        self = cls(vocabulary, text)
+        self.drops_leading_space = adds_space
+        self.add_bos = keys.flag("add_bos_token", adds_bos and self.bos_id is not None)
+        self.add_eos = keys.flag("add_eos_token", vocabulary.kind in ("bert", "t5"))
         for wanted, name, i in ((self.add_bos, "bos", self.bos_id), (self.add_eos, "eos", vocabulary.eos_id)):
             if wanted and i is None:
-                raise FormatError(f"add_{name}_token is true and the file names no {name} token", path=path)
+                raise keys.error(f"add_{name}_token is true and the file names no {name} token")
         if vocabulary.kind == "t5":
-            self.add_separator = _flag(metadata, "add_sep_token", self.add_bos and self.add_eos, path)
+            self.add_separator = keys.flag("add_sep_token", self.add_bos and self.add_eos)
             self.text.post_processor = ends(self)
-        self.chat_template = _string(metadata, "tokenizer.chat_template", path)
+        self.chat_template = keys.chat_template
         return self
 
     def encode(
@@ -278,14 +269,8 @@ def ends(tokenizer: Tokenizer) -> processors.TemplateProcessing | None:
     return processors.TemplateProcessing(single, pair, [*before, *after])
 
 
-def _byte_level(
-    vocabulary: Vocabulary,
-    metadata: Mapping[str, Any],
-    rules: PreTokenizer,
-    path: str | os.PathLike[str] | None,
-) -> tokenizers.Tokenizer:
-    merges = _stored_merges(metadata, path)
-    text = tokenizers.Tokenizer(_bpe(vocabulary, merges, path, ignore_merges=rules.ignore_merges))
+def _byte_level(vocabulary: Vocabulary, keys: TokenizerKeys, rules: PreTokenizer) -> tokenizers.Tokenizer:
+    text = tokenizers.Tokenizer(_bpe(vocabulary, keys.merges(), keys, ignore_merges=rules.ignore_merges))
     if rules.nfc:
         text.normalizer = normalizers.NFC()
     text.pre_tokenizer = rules.build()
@@ -293,30 +278,34 @@ def _byte_level(
     return text
 
 
-def _sentencepiece(
-    vocabulary: Vocabulary,
-    metadata: Mapping[str, Any],
-    add_space: bool,
-    path: str | os.PathLike[str] | None,
-) -> tokenizers.Tokenizer:
+def _sentencepiece(vocabulary: Vocabulary, keys: TokenizerKeys, adds_space: bool) -> tokenizers.Tokenizer:
     """SentencePiece BPE as Llama's tokenizer.json writes it: ▁ for spaces, bytes for unknown characters."""
-    merges = _stored_merges(metadata, path) or merges_from_scores(vocabulary, metadata, path)
+    merges = keys.merges() or merges_from_scores(vocabulary, keys)
     unknown = None if vocabulary.unk_id is None else vocabulary.tokens[vocabulary.unk_id]
-    bpe = _bpe(vocabulary, merges, path, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    bpe = _bpe(vocabulary, merges, keys, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     text = tokenizers.Tokenizer(bpe)
     spaces = normalizers.Replace(" ", SPACE_MARK)
-    prefix = [normalizers.Prepend(SPACE_MARK)] if add_space else []
+    prefix = [normalizers.Prepend(SPACE_MARK)] if adds_space else []
     text.normalizer = normalizers.Sequence([*prefix, spaces])
     # Gemma's runs of spaces are found among marks, as SentencePiece does; a prefix would go before each
-    _add_user_defined(text, vocabulary, normalized=not add_space)
+    _add_user_defined(text, vocabulary, normalized=not adds_space)
     return text
 
 
-def _word_pieces(vocabulary: Vocabulary, path: str | os.PathLike[str] | None) -> tokenizers.Tokenizer:
+def _unigram(vocabulary: Vocabulary, keys: TokenizerKeys, adds_space: bool) -> tokenizers.Tokenizer:
+    scores, charsmap = keys.scores(len(vocabulary.tokens)), keys.charsmap()
+    check_charsmap(charsmap, keys.error)
+    joins_spaces = keys.flag("remove_extra_whitespaces", True)
+    return unigram(
+        vocabulary, scores, charsmap, adds_space=adds_space, joins_spaces=joins_spaces, error=keys.error
+    )
+
+
+def _word_pieces(vocabulary: Vocabulary, keys: TokenizerKeys) -> tokenizers.Tokenizer:
     """BERT's WordPiece, of lower case and without accents, as llama.cpp reads every such file."""
     bos, eos, unknown = vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id
     if bos is None or eos is None or unknown is None:
-        raise FormatError("a WordPiece tokenizer needs ids of [CLS], [SEP] and [UNK]", path=path)
+        raise keys.error("a WordPiece tokenizer needs ids of [CLS], [SEP] and [UNK]")
     unk_token = vocabulary.tokens[unknown]
     ids = {**vocabulary.text_ids(), unk_token: unknown}
     text = tokenizers.Tokenizer(
@@ -339,7 +328,7 @@ def _add_user_defined(text: tokenizers.Tokenizer, vocabulary: Vocabulary, normal
 def _bpe(
     vocabulary: Vocabulary,
     merges: list[tuple[str, str]],
-    path: str | os.PathLike[str] | None,
+    keys: TokenizerKeys,
     *,
     unk_token: str | None = None,
     **options: bool,
@@ -355,33 +344,23 @@ def _bpe(
         return models.BPE(vocab=ids, merges=merges, unk_token=unk_token, **options)
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise FormatError(f"tokenizer.ggml.merges do not fit the tokens: {reason}", path=path) from None
+        raise keys.error(f"tokenizer.ggml.merges do not fit the tokens: {reason}") from None
 
 
-def _stored_merges(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None) -> list[tuple[str, str]]:
-    merges = [tuple(merge.split(" ")) for merge in strings(metadata, "tokenizer.ggml.merges", path)]
-    if not set(map(len, merges)) <= {2}:
-        wrong = next(i for i, merge in enumerate(merges) if len(merge) != 2)
-        raise FormatError(f"entry {wrong} of tokenizer.ggml.merges is not two tokens", path=path)
-    return merges  # type: ignore[return-value]  # checked: pairs
-
-
-def merges_from_scores(
-    vocabulary: Vocabulary, metadata: Mapping[str, Any], path: str | os.PathLike[str] | None
-) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores amount to: each way to cut a token into two, best token first.
+def merges_from_scores(vocabulary: Vocabulary, keys: TokenizerKeys) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's scores imply: each way to cut a token into two, best token first.
 
     Ties go by length and then by id, as in `generate_merges` (transformers 5.23, tokenization_utils_base.py).
     """
     tokens, types = vocabulary.tokens, vocabulary.types
-    scores = stored_scores(metadata, len(tokens), path)
+    scores = keys.scores(len(tokens))
     pieces = {
         token: i
         for token, i in vocabulary.id_of.items()
         if i not in vocabulary.special_ids and (not types or types[i] == NORMAL)
     }
     if sum(len(piece) ** 2 for piece in pieces) > _MAX_SPLIT_WORK:
-        raise FormatError("the tokens are too long for a vocabulary", path=path)
+        raise keys.error("the tokens are too long for a vocabulary")
     ranked = sorted(
         (-score, -at, at - len(piece), i)
         for (piece, i), score in zip(pieces.items(), scores[list(pieces.values())].tolist(), strict=True)
@@ -389,17 +368,3 @@ def merges_from_scores(
         if piece[:at] in pieces and piece[at:] in pieces
     )
     return [(tokens[i][:-at], tokens[i][-at:]) for _, at, _, i in ranked]
-
-
-def _string(metadata: Mapping[str, Any], key: str, path: str | os.PathLike[str] | None) -> str | None:
-    stored = metadata.get(key)
-    if stored is not None and not isinstance(stored, str):
-        raise FormatError(f"{key} is not a string", path=path)
-    return stored
-
-
-def _flag(metadata: Mapping[str, Any], name: str, default: bool, path: str | os.PathLike[str] | None) -> bool:
-    stored = metadata.get(f"tokenizer.ggml.{name}", default)
-    if not isinstance(stored, bool | np.bool_):
-        raise FormatError(f"tokenizer.ggml.{name} is not a boolean", path=path)
-    return bool(stored)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,16 @@ def unigram(
     *,
     adds_space: bool,
     joins_spaces: bool,
-    path: str | os.PathLike[str] | None = None,
+    error: Callable[[str], FormatError] = FormatError,
 ) -> tokenizers.Tokenizer:
     """The tokenizer of plain text.
 
     `charsmap` is SentencePiece's compiled normalization, empty for none. `adds_space` puts a space before a
-    text; `joins_spaces` makes one of several, and none at the ends. Raises FormatError for what does not fit.
+    text; `joins_spaces` makes one of several, and none at the ends. Raises an `error` for what does not fit.
     """
     unknown = vocabulary.unk_id
     if unknown is None:
-        raise FormatError("a unigram tokenizer needs an unknown token", path=path)
+        raise error("a unigram tokenizer needs an unknown token")
     ids = vocabulary.text_ids()
     pieces = [
         # text never becomes "": so a token is hidden, and the others keep their ids
@@ -41,8 +40,8 @@ def unigram(
     try:
         text = tokenizers.Tokenizer(models.Unigram(pieces, unknown, byte_fallback=BYTE in vocabulary.types))
         steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
-    except Exception as error:  # `tokenizers` raises no narrower one
-        raise FormatError(f"is no tokenizer: {' '.join(str(error).split())[:200]}", path=path) from None
+    except Exception as raised:  # `tokenizers` raises no narrower one
+        raise error(f"is not a tokenizer: {' '.join(str(raised).split())[:200]}") from None
     if joins_spaces:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     elif adds_space:  # Metaspace puts none before another
@@ -50,33 +49,13 @@ def unigram(
     if steps:
         text.normalizer = normalizers.Sequence(steps)
     scheme = "always" if adds_space and joins_spaces else "never"
-    splits = not any(SPACE_MARK in token[1:] for token in ids)  # no piece goes on behind a space
+    splits = not any(SPACE_MARK in token[1:] for token in ids)  # no piece continues after a space
     text.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, scheme, splits)
     return text
 
 
-def stored_scores(
-    metadata: Mapping[str, Any], n_tokens: int, path: str | os.PathLike[str] | None
-) -> npt.NDArray[np.floating[Any]]:
-    """The scores of tokens in a GGUF file [n_tokens]. Raises FormatError unless each has a finite one."""
-    scores = np.asarray(metadata.get("tokenizer.ggml.scores", ()))
-    if scores.shape != (n_tokens,) or scores.dtype.kind not in "fiu" or not np.isfinite(scores).all():
-        raise FormatError("tokenizer.ggml.scores must be one finite number for each token", path=path)
-    return scores
-
-
-def stored_charsmap(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None) -> bytes:
-    """The compiled normalization in a GGUF file, empty if there is none. Raises FormatError if broken."""
-    stored = np.asarray(metadata.get("tokenizer.ggml.precompiled_charsmap", np.zeros(0, np.uint8)))
-    if stored.ndim != 1 or stored.dtype not in (np.uint8, np.int8):
-        raise FormatError("tokenizer.ggml.precompiled_charsmap is not an array of bytes", path=path)
-    charsmap = stored.tobytes()
-    check_charsmap(charsmap, path)
-    return charsmap
-
-
-def check_charsmap(charsmap: bytes, path: str | os.PathLike[str] | None) -> None:
-    """Raises FormatError for a compiled normalization that would lead a reader out of its bounds.
+def check_charsmap(charsmap: bytes, error: Callable[[str], FormatError]) -> None:
+    """Raises an `error` for a compiled normalization that would lead a reader out of its bounds.
 
     Its size in bytes and units of a double array (darts-clone), then texts that end with 0: a unit has a
     label in bits 0 to 7, in bit 8 that a text belongs to it, and the way to its block from bit 10 on, times
@@ -95,4 +74,4 @@ def check_charsmap(charsmap: bytes, path: str | os.PathLike[str] | None) -> None
         begins = np.frombuffer(texts, np.uint8) & 0xC0 != 0x80  # a character
         is_broken = not len(units) or bool((places >= len(texts)).any()) or not bool(begins[places].all())
     if charsmap and is_broken:
-        raise FormatError("the tokenizer's compiled normalization is broken", path=path)
+        raise error("the tokenizer's compiled normalization is broken")

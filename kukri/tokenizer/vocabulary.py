@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
-import numpy as np
-
-from kukri.errors import FormatError, RequestError, UnsupportedError
+from kukri.errors import RequestError, UnsupportedError
+from kukri.tokenizer.gguf_keys import TokenizerKeys
 
 # tokenizer.ggml.token_type, numbered as in sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -111,22 +109,22 @@ class Vocabulary:
         return i
 
 
-def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> Vocabulary:
-    """The vocabulary in `tokenizer.ggml.*`.
+def read_vocabulary(keys: TokenizerKeys) -> Vocabulary:
+    """The vocabulary of a GGUF file.
 
-    Raises FormatError, naming `path`, when keys are missing or contradict each other, and UnsupportedError
-    for tokenizers of another kind.
+    Raises FormatError if keys are missing or contradict each other, and UnsupportedError for tokenizers of
+    another kind.
     """
-    kind = metadata.get("tokenizer.ggml.model")
+    kind = keys.get("model")
     if kind not in ("gpt2", "llama", "bert", "t5"):
         raise UnsupportedError(
             f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE), 'llama' (SentencePiece), "
             "'bert' (WordPiece) and 't5' (SentencePiece unigram)"
         )
-    tokens = strings(metadata, "tokenizer.ggml.tokens", path)
+    tokens = keys.texts("tokens")
     if not tokens:
-        raise FormatError("tokenizer.ggml.tokens is missing or empty", path=path)
-    types = _types(metadata, len(tokens), path)
+        raise keys.error("tokenizer.ggml.tokens is missing or empty")
+    types = keys.types(len(tokens))
     if kind == "bert":
         tokens = [
             token if types and types[i] == CONTROL else word_piece(token) for i, token in enumerate(tokens)
@@ -134,17 +132,16 @@ def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str] | 
     id_of = {token: i for i, token in enumerate(tokens) if token}
     if len(id_of) + tokens.count("") != len(tokens):
         again = next(token for i, token in enumerate(tokens) if token and id_of[token] != i)
-        raise FormatError(f"the token {again!r} appears twice in tokenizer.ggml.tokens", path=path)
+        raise keys.error(f"the token {again!r} appears twice in tokenizer.ggml.tokens")
 
     # SentencePiece's own defaults, and BERT's; a byte-level file without the key has no such token
     defaults = _DEFAULT_IDS.get(kind, {})
     if kind == "bert":  # readers know its ends by other names
-        found = {"bos": _token_id(metadata, "cls", None, len(tokens), path)}
-        found["eos"] = _token_id(metadata, "seperator", None, len(tokens), path)  # so spelled in GGUF
+        found = {"bos": keys.token_id("cls", None, len(tokens))}
+        found["eos"] = keys.token_id("seperator", None, len(tokens))  # so spelled in GGUF
         defaults = defaults | {name: i for name, i in found.items() if i is not None}
     ids = {
-        name: _token_id(metadata, name, defaults.get(name), len(tokens), path)
-        for name in ("bos", "unknown", *_END_KEYS)
+        name: keys.token_id(name, defaults.get(name), len(tokens)) for name in ("bos", "unknown", *_END_KEYS)
     }
     ends = _end_ids(id_of, [ids[name] for name in _END_KEYS])
     specials = {i for i, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)}
@@ -173,41 +170,6 @@ def stored_piece(token: str) -> str:
     return token[len(CONTINUATION) :] if token.startswith(CONTINUATION) else SPACE_MARK + token
 
 
-def _types(metadata: Mapping[str, Any], n_tokens: int, path: str | os.PathLike[str] | None) -> list[int]:
-    stored = metadata.get("tokenizer.ggml.token_type")
-    if stored is None:
-        return []
-    types = np.asarray(stored)
-    if types.ndim != 1 or types.dtype.kind not in "iu":
-        raise FormatError("tokenizer.ggml.token_type is not an array of integers", path=path)
-    if len(types) != n_tokens:
-        raise FormatError(
-            f"{len(types)} entries of tokenizer.ggml.token_type for {n_tokens} tokens", path=path
-        )
-    ids: list[int] = types.tolist()
-    return ids
-
-
-def _token_id(
-    metadata: Mapping[str, Any],
-    name: str,
-    default: int | None,
-    n_tokens: int,
-    path: str | os.PathLike[str] | None,
-) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    stored = metadata.get(key, default)
-    if stored is None or (key not in metadata and stored >= n_tokens):
-        return None
-    if isinstance(stored, bool) or not isinstance(stored, int | np.integer):
-        raise FormatError(f"{key} is {stored!r}, not a token id", path=path)
-    if stored in (-1, 0xFFFFFFFF):  # how converters write "none"
-        return None
-    if not 0 <= stored < n_tokens:
-        raise FormatError(f"{key} is {stored} in a vocabulary of {n_tokens} tokens", path=path)
-    return int(stored)
-
-
 def ends_by_text(id_of: Mapping[str, int]) -> set[int]:
     """Tokens that end a turn or a document whatever a file's keys say."""
     return {id_of[text] for text in _END_TEXTS if text in id_of}
@@ -219,11 +181,3 @@ def _end_ids(id_of: Mapping[str, int], stated: list[int | None]) -> frozenset[in
     if "<|return|>" in id_of and "<|call|>" in id_of and "<|end|>" in id_of:
         ends.discard(id_of["<|end|>"])  # there <|end|> only ends a message within the turn
     return frozenset(ends)
-
-
-def strings(metadata: Mapping[str, Any], key: str, path: str | os.PathLike[str] | None) -> list[str]:
-    """A key's list of strings, empty when the key is missing; raises FormatError for anything else."""
-    stored = metadata.get(key, [])
-    if not isinstance(stored, list) or not set(map(type, stored)) <= {str}:
-        raise FormatError(f"{key} is not an array of strings", path=path)
-    return stored

@@ -254,7 +254,7 @@ def test_everything_that_is_written(model: Path, tmp_path: Path, capsys: pytest.
     for as_json in (True, False):
         show_ablation(
             str(model),
-            ["grouped-queries"],
+            only=["grouped-queries"],
             n_threads=1,
             repetitions=1,
             plot=plot,

@@ -10,8 +10,9 @@ import pytest
 from test_llm_safetensors import make
 
 from kukri import LLM
-from kukri.bench import card, offline
+from kukri.bench import card
 from kukri.errors import ConfigError
+from kukri.terminal.bench import run_bench
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_report(smollm2_path: Path, capsys: Any) -> None:
     """Would catch output beside the JSON object, or a figure that does not follow from its samples."""
-    offline.run_bench(str(smollm2_path), n_threads=1, n_prompt=5, n_generate=3, repetitions=2, json_only=True)
+    run_bench(str(smollm2_path), n_threads=1, n_prompt=5, n_generate=3, repetitions=2, as_json=True)
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 1
     report = json.loads(printed.out)
@@ -43,7 +44,7 @@ def test_the_ceiling_is_measured_beside_decoding(
     """Would catch a share of what the machine could read a minute ago."""
     speeds = iter([10.0, 30.0, 40.0, 50.0])  # for the card, beside the warm-up, beside the two samples
     monkeypatch.setattr(card, "read_bandwidth_of_a_fresh_process", lambda n_threads: next(speeds))
-    offline.run_bench(str(smollm2_path), n_threads=1, n_prompt=2, n_generate=2, repetitions=2, json_only=True)
+    run_bench(str(smollm2_path), n_threads=1, n_prompt=2, n_generate=2, repetitions=2, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["machine"]["read_gb_per_s"] == 45
     assert report["ceiling_tokens_per_s"] == pytest.approx(45e9 / report["model"]["bytes_per_token"])
@@ -51,7 +52,7 @@ def test_the_ceiling_is_measured_beside_decoding(
 
 def test_cards_come_before_the_results(smollm2_path: Path, capsys: Any) -> None:
     """Would catch a ceiling printed after the fact, or a last line that is not the JSON object."""
-    offline.run_bench(str(smollm2_path), n_threads=1, n_prompt=2, n_generate=2, repetitions=1)
+    run_bench(str(smollm2_path), n_threads=1, n_prompt=2, n_generate=2, repetitions=1)
     out = capsys.readouterr().out
     places = [out.index(text) for text in ("machine", "134,515,008", "ceiling", "pp2", "tg2", "peak memory")]
     assert places == sorted(places)
@@ -62,21 +63,21 @@ def test_cards_come_before_the_results(smollm2_path: Path, capsys: Any) -> None:
 def test_counts_below_one_are_refused(name: str) -> None:
     """Would catch a division by zero after the model has been loaded."""
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, not 0"):
-        offline.run_bench(None, **{name: 0})
+        run_bench(None, **{name: 0})
 
 
 @pytest.mark.parametrize("quantize", [None, "Q8_0", "Q4_K"])
 def test_a_safetensors_directory(quantize: str | None, tmp_path: Path, capsys: Any) -> None:
     """Would catch a bench of GGUF files alone, and a ceiling from weights other than those that are read."""
     directory, _ = make(tmp_path, "llama-biases")
-    offline.run_bench(
+    run_bench(
         str(directory),
         n_threads=1,
         quantize=quantize,
         n_prompt=2,
         n_generate=2,
         repetitions=1,
-        json_only=True,
+        as_json=True,
     )
     report = json.loads(capsys.readouterr().out)
     assert report["quantize"] == quantize
@@ -92,4 +93,4 @@ def test_a_safetensors_directory(quantize: str | None, tmp_path: Path, capsys: A
 def test_a_packed_file_is_not_packed_again(smollm2_path: Path) -> None:
     """Would catch --quantize accepted and ignored."""
     with pytest.raises(ConfigError, match="is packed already"):
-        offline.run_bench(str(smollm2_path), quantize="Q8_0")
+        run_bench(str(smollm2_path), quantize="Q8_0")

@@ -263,15 +263,15 @@ def test_a_preempted_request_is_captured_once(path):
         ({"op": "scale", "name": "z0", "heads": [4]}, "from 0 to 3"),
         ({"op": "scale", "name": "z0", "heads": [True]}, "from 0 to 3"),
         ({"op": "scale", "name": "z0", "heads": [1, 1]}, "twice"),
-        ({"op": "scale", "name": "blocks.0.attn.hook_pattern"}, "takes no edit here"),
-        ({"op": "scale", "name": "ln_final.hook_normalized"}, "takes no edit here"),
+        ({"op": "scale", "name": "blocks.0.attn.hook_pattern"}, "can be captured but not edited"),
+        ({"op": "scale", "name": "ln_final.hook_normalized"}, "can be captured but not edited"),
         ({"op": "scale", "name": "resid_post1", "vector": DIRECTION}, "takes no vector"),
         ({"op": "ablate", "name": "resid_post1", "vector": DIRECTION * 0}, "must not be zero"),
         ({"op": "add", "control_vector": "none"}, "no control vector 'none': there are happy, sad"),
         ({"op": "add", "control_vector": "sad", "layers": [0, 0]}, "has no layers from 0 to 0"),
         ({"op": "add", "control_vector": "sad", "layers": [2, 1]}, "first and the last"),
         ({"op": "add", "control_vector": "sad", "name": "z0"}, "leave out name"),
-        ({"op": "capture", "name": "unembed.hook_out"}, "no activation of a request"),
+        ({"op": "capture", "name": "unembed.hook_out"}, "is not an activation of a request"),
         ({"op": "capture", "name": "resid_post1", "positions": "first"}, "positions must be"),
         ({"op": "capture", "name": 3}, "needs a name"),
         ({"op": "capture", "name": "x" * 300}, "needs a name"),
@@ -355,7 +355,7 @@ def test_control_vector_files(tmp_path):
 
 def test_wrong_files_are_refused(path, tmp_path):
     """A file of something else, taken for what it is not; a width found out in the middle of an answer."""
-    with pytest.raises(FormatError, match="no control vector"):
+    with pytest.raises(FormatError, match="is not a control vector"):
         ControlVector.load(path)
     for bad in ({}, {0: [[1.0]]}, {-1: [1.0]}, {"a": [1.0]}, {0: [float("inf")]}, {0: [1.0], 1: [1.0, 2]}, 3):
         with pytest.raises(ConfigError):

@@ -104,7 +104,7 @@ def test_wrong_stores_are_refused(llm, tmp_path):
     with pytest.raises(FormatError):
         ActivationStore(tmp_path)
     (tmp_path / "store.json").write_text("{}")
-    with pytest.raises(FormatError, match="no store"):
+    with pytest.raises(FormatError, match="is not a store"):
         ActivationStore(tmp_path)
 
 

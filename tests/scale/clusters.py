@@ -17,7 +17,6 @@ from kukri.scale.facts import replica_facts
 from kukri.scale.front import RemoteModel, ReplicaLoop
 from kukri.scale.replica import EngineReplica
 from kukri.server.app import create_app
-from kukri.server.asgi_client import running
 from kukri.server.settings import ServerSettings
 from kukri.traces import open_traces
 
@@ -96,7 +95,7 @@ class LocalCluster:
 async def cluster(options: ModelOptions, n: int, **settings: Any) -> AsyncIterator[LocalCluster]:
     """A running server in front of `n` replicas."""
     made = await asyncio.to_thread(lambda: LocalCluster(options, **settings))
-    async with running(made.app):
+    async with made.app.router.lifespan_context(made.app):
         for _ in range(n):
             await made.add()
         await made.joined(n)

@@ -21,7 +21,7 @@ from kukri import LLM
 from kukri.loading import ModelOptions
 from kukri.scale.simulation import Engine, Load, StepCosts, simulate
 from kukri.server.app import create_app
-from kukri.server.asgi_client import post, running
+from kukri.server.asgi_client import post
 from kukri.server.settings import ServerSettings
 
 PATH = "/v1/completions"
@@ -63,7 +63,7 @@ def expected(options: ModelOptions) -> list[Any]:
     async def answers() -> list[Any]:
         with LLM(**vars(options)) as llm:
             app = create_app(llm, ServerSettings(("tiny",), has_page=False))
-            async with running(app):
+            async with app.router.lifespan_context(app):
                 return [await post(app, PATH, {"model": "tiny", **body}) for body in BODIES]
 
     found = asyncio.run(answers())

@@ -100,18 +100,18 @@ def test_a_restart_goes_on_where_it_was(tiny: LLM, tmp_path: Path) -> None:
     """Catches a batch that is lost with its server, or answered from the beginning again."""
     with serving(tiny, batch_dir=tmp_path) as server:
         asker = client(server)
-        batch_id = start(asker, upload(asker, *(asked(i, 100) for i in range(60))))
+        batch_id = start(asker, upload(asker, *(asked(i, 100) for i in range(240))))
         server.wait_until(lambda: asker.batches.retrieve(batch_id).status == "in_progress")
         part = tmp_path / f"{batch_id}.results.part"
         server.wait_until(lambda: part.exists() and part.stat().st_size > 0)
     n_done = len(part.read_bytes().splitlines())
-    assert 0 < n_done < 60
+    assert 0 < n_done < 240
     with serving(tiny, batch_dir=tmp_path) as server:
         asker = client(server)
         batch = ended(asker, batch_id)
-        assert (batch.status, batch.request_counts.completed) == ("completed", 60)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 240)
         assert [one["custom_id"] for one in lines_of(asker, batch.output_file_id)] == [
-            f"r{i}" for i in range(60)
+            f"r{i}" for i in range(240)
         ]
 
 

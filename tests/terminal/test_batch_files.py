@@ -130,7 +130,7 @@ def test_ctrl_c_loses_nothing_and_the_next_run_goes_on(smollm2_path, tmp_path):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130, said
-    assert "the same command goes on from there" in said
+    assert "the same command resumes from there" in said
     assert "Traceback" not in said
     assert not target.exists()
     first = results_of(part)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from kukri.cli import app
 from kukri.errors import ConfigError
-from kukri.terminal.options import ManyOptions, ReaderOptions, ServeOptions, SteeringOptions, command, given
+from kukri.terminal.command import command, given
+from kukri.terminal.options import ManyOptions, ReaderOptions, ServeOptions, SteeringOptions
 from kukri.terminal.serve import server_settings
 from kukri.terminal.served_models import configured_models, served_models
 
@@ -83,7 +84,7 @@ def test_a_configuration_file_sets_options_and_models(tmp_path):
         ("no-page = 'yes'", "no-page must be true or false"),
         ("port = true", "port must not be true or false"),
         ("model = 'a'", "models have a table"),
-        ("port = = 1", "is no TOML"),
+        ("port = = 1", "is not valid TOML"),
     ],
 )
 def test_wrong_options_of_a_file_are_named(tmp_path, text, words):
@@ -170,13 +171,13 @@ def test_ps_shows_the_models_of_a_server():
 
 def test_files_that_steer_are_of_the_first_model(tmp_path):
     """Catches a vector that is given to a model of another width, a path that is taken as it stands."""
-    readers = ReaderOptions(["happy=a.gguf"], None, ["l8=dir"]).files()
+    readers = given(ReaderOptions(["happy=a.gguf"], None, ["l8=dir"]))
     assert readers == {"control_vectors": {"happy": "a.gguf"}, "saes": {"l8": "dir"}}
     first, second = served_models(["a=x.gguf", "b=y.gguf"], parsed()[0], readers)
     assert first.options.control_vectors == {"happy": "a.gguf"}
     assert second.options.control_vectors is second.options.saes is None
     with pytest.raises(ConfigError, match="NAME=PATH"):
-        ReaderOptions(["a.gguf"]).files()
+        given(ReaderOptions(["a.gguf"]))
     file = tmp_path / "kukri.toml"
     file.write_text('[models.a]\nmodel = "x.gguf"\ncontrol-vector = {happy = "a.gguf"}\n')
     (model,) = configured_models(file)

@@ -225,7 +225,7 @@ def edited(directory: Path, change) -> Path:
         (lambda c: c["model"]["vocab"].update(x=5), FormatError, "both have id 5"),
         (lambda c: c["model"].update(merges=["a"]), FormatError, "merge 'a', which is not two tokens"),
         (lambda c: c.update(added_tokens=[{"id": 1}]), FormatError, "added token without content"),
-        (lambda c: c.update(pre_tokenizer={"type": "Nonsense"}), FormatError, "is no tokenizer"),
+        (lambda c: c.update(pre_tokenizer={"type": "Nonsense"}), FormatError, "is not a tokenizer"),
         (lambda c: c.update(decoder=None), UnsupportedError, "no decoder"),
     ],
     ids=range(10),

@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from kukri.errors import FormatError
 from kukri.tokenizer import TextStream, Tokenizer
+from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.tokenizer import merges_from_scores
 from kukri.tokenizer.vocabulary import read_vocabulary
 
@@ -92,8 +93,8 @@ def test_a_stream_equals_decode():
 
 def test_merges_in_the_file_are_used():
     """Catches files converted from tokenizer.json, whose scores mean nothing."""
-    vocabulary = read_vocabulary(METADATA)
-    merges = [" ".join(pair) for pair in merges_from_scores(vocabulary, METADATA, None)]
+    stored = TokenizerKeys(METADATA, None)
+    merges = [" ".join(pair) for pair in merges_from_scores(read_vocabulary(stored), stored)]
     keys = {key: value for key, value in METADATA.items() if key != "tokenizer.ggml.scores"}
     tokenizer = Tokenizer.from_metadata(keys | {"tokenizer.ggml.merges": merges})
     for text in HARD_TEXTS:
@@ -114,7 +115,8 @@ def test_merges_equal_transformers_in_order():
     }
     ids = {token: i for i, token in enumerate(tokens)}
     expected = generate_merges(ids, dict(zip(tokens, scores)), skip_tokens=tokens[:3])
-    assert merges_from_scores(read_vocabulary(metadata), metadata, None) == expected
+    stored = TokenizerKeys(metadata, None)
+    assert merges_from_scores(read_vocabulary(stored), stored) == expected
 
 
 def test_defaults_of_old_files():

@@ -1,0 +1,83 @@
+"""Commands whose options are declared in dataclasses, so that several commands can share them.
+
+A field made by `option` or `argument` carries its flags and help; `command` turns each parameter that is such
+a dataclass into the options of its fields. Annotations must not be postponed: typer reads them at each start.
+"""
+
+from collections.abc import Callable
+from dataclasses import Field, field, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
+
+import typer
+
+
+def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
+    """Registers a function as a command of `app`; its parameters may be dataclasses of options.
+
+    `name` is the function's unless given; `settings` are `typer.Typer.command`'s.
+    """
+
+    def register(function: Any) -> Any:
+        app.command(name, **settings)(expanded(function))
+        return function
+
+    return register
+
+
+def expanded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with each parameter that is a dataclass replaced by keyword parameters for its fields."""
+    groups: dict[str, Any] = {}
+    parameters: list[Parameter] = []
+    for parameter in signature(function).parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += map(_as_parameter, fields(parameter.annotation))
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+
+    def call(**values: Any) -> Any:
+        for name, group in groups.items():
+            values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
+        return function(**values)
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def _as_parameter(one: Field[Any]) -> Parameter:
+    annotation = Annotated[one.type, one.metadata["option"]]  # type: ignore[name-defined]
+    return Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=annotation)
+
+
+def option(
+    help: str,
+    *flags: str,
+    default: Any = None,
+    convert: Callable[[Any], Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """A dataclass field that is an option; `flags` and `settings` are `typer.Option`'s.
+
+    Without flags the option is named like the field; with the default `...` it must be given. `given` passes
+    on what `convert` makes of the value.
+    """
+    made = typer.Option(*flags, help=help, **settings)
+    return field(default=default, metadata={"option": made, "convert": convert})
+
+
+def argument(help: str, **settings: Any) -> Any:
+    """A dataclass field that is an argument, None if it is left out; `settings` are `typer.Argument`'s."""
+    return field(default=None, metadata={"option": typer.Argument(help=help, **settings), "convert": None})
+
+
+def given(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that the command line set: those that are neither None, False nor empty."""
+    found: dict[str, Any] = {}
+    for one in fields(options):
+        value, convert = getattr(options, one.name), one.metadata["convert"]
+        if not (value is None or value is False or value == []):
+            found[one.name] = value if convert is None else convert(value)
+    return found
