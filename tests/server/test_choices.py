@@ -114,7 +114,7 @@ def test_parameters_beyond_openais_count(served):
     """Catches parameters that are taken and never reach the sampler, texts among them."""
     prompt = "one two three " * 6
     options = {"model": MODEL, "prompt": prompt.strip(), "max_tokens": 6, "temperature": 0}
-    options["frequency_penalty"] = 0  # not the model's own
+    options |= {"frequency_penalty": 0, "presence_penalty": 0}  # not the model's own
     with served.http() as http:
         plain = http.post(TEXT, json=options).json()["choices"][0]["text"]
         for more in (
