@@ -42,6 +42,7 @@ from kukri.terminal.options import (
     expanded,
     given,
     model_and,
+    model_names,
     one_model,
     size_bytes,
 )
@@ -175,7 +176,11 @@ def serve(
     model_option: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", "-m", metavar="[NAME=]MODEL", help="A model, loaded when it is needed; repeatable."
+            "--model",
+            "-m",
+            metavar="[NAME=]MODEL",
+            help="A model, loaded when it is needed; repeatable.",
+            autocompletion=model_names,
         ),
     ] = None,
     *,

@@ -109,7 +109,7 @@ def size_bytes(text: str, name: str = "a size") -> int:
 # --- the model: an argument or -m, in every command
 
 
-def _model_names(incomplete: str) -> list[str]:
+def model_names(incomplete: str) -> list[str]:
     """Known and cached models for the shell's completion."""
     from kukri.formats.hub import MODELS
     from kukri.formats.model_cache import cached_models
@@ -123,13 +123,20 @@ MODEL_HELP = (
     "Name (see kukri list), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors directory."
 )
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=_model_names)
+    str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=model_names)
 ]
 NeededModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=_model_names)
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=model_names)
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The model, instead of the argument.")
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="The model, instead of the argument.",
+        autocompletion=model_names,
+    ),
 ]
 
 

@@ -154,7 +154,14 @@ def test_every_command_takes_the_model_both_ways():
 
 
 @pytest.mark.parametrize(
-    ("words", "found"), [("ru", "run"), ("inspect smollm3", "smollm3-3b"), ("run --min", "--min-p")]
+    ("words", "found"),
+    [
+        ("ru", "run"),
+        ("inspect smollm3", "smollm3-3b"),
+        ("run --min", "--min-p"),
+        ("run -m smollm3", "smollm3-3b"),
+        ("serve -m smollm3", "smollm3-3b"),
+    ],
 )
 def test_the_shell_completes_commands_models_and_options(words, found):
     """Catches a completion script that the program does not answer."""
