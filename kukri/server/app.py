@@ -111,7 +111,13 @@ def create_app(
 
 
 def _add_state_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        """The version of kukri."""
+        return JSONResponse({"version": __version__})
+
     @app.get("/health")
+    @app.get("/ping", include_in_schema=False)
     async def health() -> JSONResponse:
         """Health of the engines: `ok`, or 503 and `degraded`."""
         is_well = registry.is_stepping

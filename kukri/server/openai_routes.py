@@ -15,7 +15,7 @@ from kukri.server.embeddings import EmbeddingBody, embed
 from kukri.server.loading_reply import answered
 from kukri.server.openapi import EVENTS, SAFETENSORS
 from kukri.server.registry import ModelEntry, ModelRegistry
-from kukri.server.rerank import RerankBody, rerank
+from kukri.server.rerank import RerankBody, ScoreBody, rerank, score
 from kukri.server.responses import parse_response, respond
 from kukri.server.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody
@@ -69,6 +69,13 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         """Ranks documents by how well they answer a query."""
         service = await registry.service(body.model, request.scope)
         return await rerank(service, body, request)
+
+    @app.post("/v1/score", response_class=JSONResponse)
+    @app.post("/score", response_class=JSONResponse, include_in_schema=False)
+    async def scored(body: ScoreBody, request: Request) -> Response:
+        """Scores pairs of texts."""
+        service = await registry.service(body.model, request.scope)
+        return await score(service, body, request)
 
     @app.post("/v1/activations", responses=SAFETENSORS, response_class=Response)
     async def activations_of(body: ActivationsBody, request: Request) -> Response:
