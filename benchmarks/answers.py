@@ -16,8 +16,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
+from kukri.opening import opening
 from kukri.sampling import with_overrides
-from kukri.terminal import DEFAULT_SYSTEM
 
 if TYPE_CHECKING:
     from kukri.llm import LLM
@@ -132,8 +132,7 @@ def _answers(
 
     def ask(seed_and_question: tuple[int, str]) -> Result:
         seed, question = seed_and_question
-        system = {"role": "system", "content": DEFAULT_SYSTEM}
-        messages = [system, {"role": "user", "content": question}]
+        messages = [*opening(llm.chat_template), {"role": "user", "content": question}]
         return llm.chat(messages, params, seed=seed, max_tokens=max_tokens)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kukri.terminal import DEFAULT_SYSTEM
+from kukri.opening import DEFAULT_SYSTEM
 from kukri.terminal.errors import BenchGroup, ErrorReportingGroup
 from kukri.terminal.options import (
     Alias,
