@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kukri.results import Result
     from kukri.sampling import SamplingParams
 
-POEMS = ("Write a short poem about rain.", "Write a poem about the sea.")
+POEMS = ("Write a short poem about rain.", "Write a poem about the sea.", "Write a poem about winter.")
 _OPEN = (
     *POEMS,
     "Write a haiku about autumn leaves.",
@@ -79,7 +79,7 @@ class AnswersReport:
     n_seeds: int
     rep4: float  # share of an answer's pieces of 4 tokens that came before
     loops: float  # answers in which one piece comes 5 times
-    poems: float  # poems of which two lines begin with the same five words
+    poems: float  # poems that say five words twice
     ended: float  # within the limit of tokens
     facts: float  # short questions answered rightly
     copies: float  # texts repeated as they are
@@ -109,7 +109,7 @@ def measure(
         n_seeds=n_seeds,
         rep4=fmean(1 - len(found) / max(found.total(), 1) for found in pieces),
         loops=_share(pieces, lambda found: max(found.values(), default=0) >= 5),
-        poems=_share(poems, lambda result: repeats_a_line(result.text)),
+        poems=_share(poems, lambda result: repeats_a_phrase(result.text)),
         ended=_share(texts, lambda result: result.finish_reason == "stop"),
         facts=_share(zip(facts, wanted, strict=True), lambda pair: pair[1].lower() in pair[0].text.lower()),
         copies=_share(
@@ -118,11 +118,11 @@ def measure(
     )
 
 
-def repeats_a_line(text: str) -> bool:
-    """True if two lines begin with the same five words."""
-    words = [re.findall(r"\w+", line.lower())[:5] for line in text.splitlines()]
-    lines = [tuple(line) for line in words if len(line) == 5]
-    return len(set(lines)) < len(lines)
+def repeats_a_phrase(text: str) -> bool:
+    """True if five words come twice in the same order."""
+    words = re.findall(r"\w+", text.lower())
+    phrases = [tuple(words[i : i + 5]) for i in range(len(words) - 4)]
+    return len(set(phrases)) < len(phrases)
 
 
 def _answers(

@@ -19,7 +19,7 @@ def test_repetition_is_seen(smollm2_path: Path) -> None:
     assert 0 < plain.copies <= 1
 
 
-def test_a_line_said_twice_is_seen() -> None:
-    """Would catch lines told apart by their case or their ends alone."""
-    assert answers.repeats_a_line("A gentle rain of gold,\nit falls.\n\na Gentle rain of gold again")
-    assert not answers.repeats_a_line("A gentle rain of gold\nA gentle rain of silver\nOh\nOh")
+def test_a_phrase_said_twice_is_seen() -> None:
+    """Would catch phrases told apart by case, commas or ends of lines."""
+    assert answers.repeats_a_phrase("A gentle rain of gold,\nit falls.\n\na Gentle rain\nof gold again")
+    assert not answers.repeats_a_phrase("A gentle rain of gold\nA gentle rain of silver\nOh\nOh")
