@@ -13,8 +13,7 @@ from llm.parts import TextPart
 from pydantic import Field
 
 from kukri import LLM, Grammar
-from kukri.terminal import DEFAULT_SYSTEM
-from kukri.terminal.run import opening
+from kukri.opening import opening
 
 _SUBSCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
 _NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
@@ -60,7 +59,7 @@ class Kukri(llm.Model):
         engine = self._load(options.pop("model", None))
         messages = [{"role": message.role, "content": _text(message.parts)} for message in prompt.messages]
         if not messages or messages[0]["role"] != "system":
-            messages = [*opening(engine, DEFAULT_SYSTEM), *messages]
+            messages = [*opening(engine.chat_template), *messages]
         grammar = Grammar.json(_closed(prompt.schema)) if prompt.schema else None
         for chunk in engine.stream(messages, grammar=grammar, **options):
             yield chunk.text

@@ -31,7 +31,8 @@ ALLOWED["embedding"] |= {"tokenizer"}
 ALLOWED["engine"] |= {"sampling", "tokenizer"}
 for part in ("answer", "loading", "results", "calls", "llm", "async_llm"):
     ALLOWED[part] |= {"sampling", "tokenizer"}
-BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "__init__"}
+ALLOWED["opening"] = {"tokenizer"}
+BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "opening", "__init__"}
 ALLOWED["evaluate"] = BELOW_THE_FACES
 ALLOWED["bench"] = BELOW_THE_FACES | {"evaluate"}
 ALLOWED["server"] = BELOW_THE_FACES

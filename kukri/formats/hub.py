@@ -100,9 +100,15 @@ MODELS: dict[str, ModelSpec] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             wheel_bytes=92_871_040,
             description="SmolLM2-135M-Instruct, Q4_1",
-            # without a penalty most longer answers end in a loop; warmer, one answer in 25 to 4 about the
-            # capital of France is wrong: docs/log.md, 2026-11-22
-            sampling={"temperature": 0.05, "top_p": 0.9, "frequency_penalty": 0.8, "repeat_last_n": 256},
+            # without penalties most longer answers end in a loop, and poems say lines again; warmer, one
+            # answer in 25 to 4 about the capital of France is wrong: `python -m benchmarks.answers`
+            sampling={
+                "temperature": 0.05,
+                "top_p": 0.9,
+                "frequency_penalty": 0.9,
+                "presence_penalty": 0.5,
+                "repeat_last_n": 256,
+            },
         ),
         ModelSpec(
             name="minilm",

@@ -21,6 +21,7 @@ from kukri.server.batch_routes import add_batch_routes
 from kukri.server.batches import Batches
 from kukri.server.bridge import LoopMaker
 from kukri.server.errors import on_deep_body, on_http_error, on_invalid_body, on_kukri_error
+from kukri.server.llama_cpp_routes import add_llama_cpp_routes
 from kukri.server.middleware import Middleware
 from kukri.server.ollama_routes import add_ollama_routes
 from kukri.server.openai_routes import add_adapter_routes, add_openai_routes
@@ -100,6 +101,7 @@ def create_app(
     add_adapter_routes(app, registry)
     add_anthropic_routes(app, registry)
     add_ollama_routes(app, registry)
+    add_llama_cpp_routes(app, registry)
     add_token_routes(app, registry)
     _add_state_routes(app, registry)
     if settings.has_page:
@@ -109,7 +111,13 @@ def create_app(
 
 
 def _add_state_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        """The version of kukri."""
+        return JSONResponse({"version": __version__})
+
     @app.get("/health")
+    @app.get("/ping", include_in_schema=False)
     async def health() -> JSONResponse:
         """Health of the engines: `ok`, or 503 and `degraded`."""
         is_well = registry.is_stepping

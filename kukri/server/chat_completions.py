@@ -24,7 +24,14 @@ async def complete_chat(service: Service, body: ChatBody, http: Request) -> Resp
     """The response to a chat completion."""
     model = service.check_model(body.model)
     chat = await service.open(parse_chat(body), http.scope)
-    return Reply(service, chat.call, ChatWriter(service, chat, body, model), stream=bool(body.stream))
+    writer = ChatWriter(service, chat, body, model)
+    return Reply(
+        service,
+        chat.call,
+        writer,
+        stream=bool(body.stream),
+        tells_progress=bool(body.return_progress),
+    )
 
 
 def parse_chat(body: ChatBody) -> ChatRequest:
@@ -72,7 +79,7 @@ class ChatWriter(ChunkWriter):
 
     def advance(self) -> bytes:
         """Handles an update; returns its chunks if the answer is a stream."""
-        events = ""
+        events = self._reading() if self._body.stream else ""
         for i, choice in enumerate(self._choices):
             if self._is_ended[i]:
                 continue
@@ -109,7 +116,8 @@ class ChatWriter(ChunkWriter):
                     **interp_fields(self._call, i),
                 }
             )
-        body = {**self._head, "choices": choices, "usage": self._usage(), **self._prompt_fields()}
+        facts = {"usage": self._usage(), **self._timings(), **self._prompt_fields()}
+        body = {**self._head, "choices": choices, **facts}
         return body if self._body.metadata is None else {**body, "metadata": self._body.metadata}
 
     def _prompt_fields(self) -> dict[str, Any]:
@@ -183,7 +191,9 @@ class ChatWriter(ChunkWriter):
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {"content": chat_logprobs(self._service.tokenizer, choice.tokens), "refusal": None}
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        entries = chat_logprobs(self._service.tokenizer, choice.tokens, as_ids=as_ids)
+        return {"content": entries, "refusal": None}
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._call, sum(choice.n_reasoning for choice in self._choices))

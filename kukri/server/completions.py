@@ -43,7 +43,7 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
         interventions=steering(body.interventions),
     )
     writer = CompletionWriter(service, call, body, model, prompts, hides_answer=max_tokens == 0)
-    return Reply(service, call, writer, stream=bool(body.stream))
+    return Reply(service, call, writer, stream=bool(body.stream), tells_progress=bool(body.return_progress))
 
 
 def _n_prompt_logprobs(body: CompletionBody) -> int | None:
@@ -55,6 +55,8 @@ def _n_prompt_logprobs(body: CompletionBody) -> int | None:
 async def _prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     """The token ids of each prompt."""
     prompt: Any = body.prompt
+    if body.suffix:
+        return [await service.middle_prompt(prompt, body.suffix, "suffix")]
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     limit = service.llm.engine.max_context
     return [await service.encode(one, max_tokens=limit) if isinstance(one, str) else one for one in many]
@@ -83,7 +85,7 @@ class CompletionWriter(ChunkWriter):
 
     def advance(self) -> bytes:
         """Handles an update; returns its chunks if the answer is a stream."""
-        events = ""
+        events = self._reading() if self._body.stream else ""
         for i, answer in enumerate(self._call.answers):
             if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):
                 continue
@@ -103,7 +105,7 @@ class CompletionWriter(ChunkWriter):
             if n_each > n:
                 ranked.sort(key=lambda i: -self._call.answers[i].cumulative_logprob)
             choices += [self._choice(i, len(choices) + rank) for rank, i in enumerate(ranked[:n])]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self._head, "choices": choices, "usage": self._usage(), **self._timings()}
 
     def _take(self, i: int, answer: Answer) -> None:
         """Adds the new part of an answer, after the prompt if that is echoed."""
@@ -145,7 +147,8 @@ class CompletionWriter(ChunkWriter):
         n_top = self._body.logprobs
         logprobs = None
         if n_top is not None:
-            logprobs = legacy_logprobs(self._service.tokenizer, self._tokens[i], 0, n_top)
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            logprobs = legacy_logprobs(self._service.tokenizer, self._tokens[i], 0, n_top, as_ids=as_ids)
         reason = self._call.answers[i].finish_reason
         if self._hides_answer and reason is not None:
             reason = "length"

@@ -31,7 +31,7 @@ _Text = Annotated[str, Field(min_length=1)]
 class EmbeddingBody(Body):
     """A request to /v1/embeddings."""
 
-    model: str
+    model: str | None = None
     input: (
         _Text
         | TokenIds

@@ -9,8 +9,13 @@ from kukri.sampling import SampledToken
 from kukri.tokenizer import Tokenizer
 
 
-def token_string(tokenizer: Tokenizer, token_id: int) -> str:
-    r"""A token's text; a control token by name, a piece of a character as `bytes:\\xf0\\x9f`."""
+def token_string(tokenizer: Tokenizer, token_id: int, *, as_id: bool = False) -> str:
+    r"""A token's text; a control token by name, a piece of a character as `bytes:\\xf0\\x9f`.
+
+    With `as_id` it is `token_id:17`, which no two tokens share.
+    """
+    if as_id:
+        return f"token_id:{token_id}"
     if token_id in tokenizer.special_ids:
         return tokenizer.token_text(token_id)
     data = tokenizer.token_bytes(token_id)
@@ -20,23 +25,30 @@ def token_string(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[SampledToken]) -> list[dict[str, Any]]:
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Iterable[SampledToken], *, as_ids: bool = False
+) -> list[dict[str, Any]]:
     """The entries of `logprobs.content`."""
     entries = []
     for token_id, logprob, top in tokens:
-        entry = _entry(tokenizer, token_id, logprob)
-        entry["top_logprobs"] = [_entry(tokenizer, i, value) for i, value in top or ()]
+        entry = _entry(tokenizer, token_id, logprob, as_ids)
+        entry["top_logprobs"] = [_entry(tokenizer, i, value, as_ids) for i, value in top or ()]
         entries.append(entry)
     return entries
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    text = token_string(tokenizer, token_id)
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None, as_ids: bool) -> dict[str, Any]:
+    text = token_string(tokenizer, token_id, as_id=as_ids)
     return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
 
 
 def legacy_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[tuple[int, SampledToken]], offset: int, n_top: int
+    tokenizer: Tokenizer,
+    tokens: Sequence[tuple[int, SampledToken]],
+    offset: int,
+    n_top: int,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """The `logprobs` of /v1/completions for tokens, each with the start of its text after `offset`.
 
@@ -45,18 +57,20 @@ def legacy_logprobs(
     return {
         "text_offset": [offset + start for start, _ in tokens],
         "token_logprobs": [token.logprob for _, token in tokens],
-        "tokens": [token_string(tokenizer, token.id) for _, token in tokens],
-        "top_logprobs": [_legacy_top(tokenizer, token, n_top) for _, token in tokens],
+        "tokens": [token_string(tokenizer, token.id, as_id=as_ids) for _, token in tokens],
+        "top_logprobs": [_legacy_top(tokenizer, token, n_top, as_ids) for _, token in tokens],
     }
 
 
-def _legacy_top(tokenizer: Tokenizer, token: SampledToken, n_top: int) -> dict[str, float] | None:
+def _legacy_top(
+    tokenizer: Tokenizer, token: SampledToken, n_top: int, as_ids: bool
+) -> dict[str, float] | None:
     """The most likely tokens and the chosen one, by text; of tokens with one text the likeliest counts."""
     if token.logprob is None:
         return None
     top: dict[str, float] = {}
     for token_id, logprob in (*(token.top_logprobs or ())[:n_top], (token.id, token.logprob)):
-        top.setdefault(token_string(tokenizer, token_id), logprob)
+        top.setdefault(token_string(tokenizer, token_id, as_id=as_ids), logprob)
     return top
 
 

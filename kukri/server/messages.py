@@ -49,12 +49,7 @@ async def answer_message(service: Service, body: MessagesBody, http: Request) ->
 async def count_tokens(service: Service, body: PromptBody) -> Response:
     """The response with the number of tokens of a message's prompt."""
     service.check_model(body.model)
-    request = parse_message(body)
-    try:
-        prompt = await service.prompts.of(request)
-    except RequestError as error:
-        raise request.error(error) from None
-    return JSONResponse({"input_tokens": len(prompt)})
+    return JSONResponse({"input_tokens": await service.n_prompt_tokens(parse_message(body))})
 
 
 def parse_message(body: PromptBody) -> ChatRequest:

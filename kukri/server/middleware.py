@@ -25,10 +25,10 @@ from kukri.server.settings import ServerSettings
 from kukri.traces import Span, Traces
 
 log = logging.getLogger("kukri.server")
-OPEN_PATHS = frozenset({"/health", "/ready", "/"})  # need no key
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/"})  # need no key
 STATIC_FOLDERS = ("/ui/static/", "/ui/vendor/")  # files of the page
 OPEN_FOLDERS = (*STATIC_FOLDERS, "/ui/answers/")  # need no key: answers have secret names
-_QUIET_PATHS = ("/health", "/ready", *STATIC_FOLDERS)  # that are logged as `debug`
+_QUIET_PATHS = ("/health", "/ping", "/ready", *STATIC_FOLDERS)  # that are logged as `debug`
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PORT = re.compile(r":[0-9]*$")
 _MAX_CLIENTS = 10_000  # whose rates are known

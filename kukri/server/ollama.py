@@ -47,7 +47,7 @@ async def chat(service: Service, body: OllamaChatBody, http: Request) -> Respons
 
 async def generate(service: Service, body: OllamaGenerateBody, http: Request) -> Response:
     """The response to a prompt: a message to a model with a chat template, else a text to continue."""
-    if body.raw or service.tokenizer.chat_template is None:
+    if body.suffix or body.raw or service.tokenizer.chat_template is None:
         opened = await _continue(service, body, http)
     else:
         opened = await service.open(parse_ollama_prompt(body), http.scope)
@@ -88,10 +88,13 @@ def _common(body: GenerationBody) -> dict[str, Any]:
 
 
 async def _continue(service: Service, body: OllamaGenerateBody, http: Request) -> Chat:
-    """Queues the continuation of a text, in which control tokens count."""
+    """Queues the continuation of a text, in which control tokens count, or the text before `suffix`."""
     limit = service.llm.engine.max_context
     text = "\n\n".join(part for part in (body.system, body.prompt) if part)
-    prompt = await service.encode(text, parse_special=True, max_tokens=limit)
+    if body.suffix:
+        prompt = await service.middle_prompt(text, body.suffix, "suffix")
+    else:
+        prompt = await service.encode(text, parse_special=True, max_tokens=limit)
     request = ChatRequest(messages=(), **_common(body))
     try:
         sampling = service.within_context(request, len(prompt))

@@ -183,11 +183,11 @@ class OllamaGenerateBody(GenerationBody):
 
     refused: ClassVar[Refused] = {
         "images": (([],), TEXT_ONLY),
-        "suffix": (("",), "the model does not fill in the middle"),
         "template": (("",), "the model's own is used"),
         "context": (([],), "send the conversation to /api/chat"),
     }
     prompt: str | None = None
+    suffix: str | None = None  # the text behind the answer, for models that fill in the middle
     system: str | None = None
     raw: bool | None = None  # the prompt is not a message
 

@@ -9,14 +9,14 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.server.access import check_interp
 from kukri.server.activations import ActivationsBody, activations
-from kukri.server.chat_completions import complete_chat
+from kukri.server.chat_completions import complete_chat, parse_chat
 from kukri.server.completions import complete
 from kukri.server.embeddings import EmbeddingBody, embed
 from kukri.server.loading_reply import answered
 from kukri.server.openapi import EVENTS, SAFETENSORS
 from kukri.server.registry import ModelEntry, ModelRegistry
-from kukri.server.rerank import RerankBody, rerank
-from kukri.server.responses import respond
+from kukri.server.rerank import RerankBody, ScoreBody, rerank, score
+from kukri.server.responses import parse_response, respond
 from kukri.server.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody
 
@@ -25,6 +25,7 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Adds the routes of texts and models."""
 
     @app.post("/v1/chat/completions", responses=EVENTS)
+    @app.post("/chat/completions", responses=EVENTS, include_in_schema=False)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
         return await answered(registry, body, request, complete_chat)
@@ -39,6 +40,21 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         """Answers a conversation, in the newer form; nothing is stored."""
         return await answered(registry, body, request, respond)
 
+    @app.post("/v1/chat/completions/input_tokens", response_class=JSONResponse)
+    @app.post("/chat/completions/input_tokens", response_class=JSONResponse, include_in_schema=False)
+    async def chat_tokens(body: ChatBody, request: Request) -> JSONResponse:
+        """Counts the tokens of a conversation."""
+        service = await registry.service(body.model, request.scope)
+        n_tokens = await service.n_prompt_tokens(parse_chat(body))
+        return JSONResponse({"object": "chat.completion.input_tokens", "input_tokens": n_tokens})
+
+    @app.post("/v1/responses/input_tokens", response_class=JSONResponse)
+    async def response_tokens(body: ResponseBody, request: Request) -> JSONResponse:
+        """Counts the tokens of a response's input."""
+        service = await registry.service(body.model, request.scope)
+        n_tokens = await service.n_prompt_tokens(parse_response(body))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
+
     @app.post("/v1/embeddings", response_class=JSONResponse)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """A vector for each text."""
@@ -47,10 +63,19 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     @app.post("/v1/rerank", response_class=JSONResponse)
     @app.post("/rerank", response_class=JSONResponse, include_in_schema=False)
+    @app.post("/reranking", response_class=JSONResponse, include_in_schema=False)
+    @app.post("/v1/reranking", response_class=JSONResponse, include_in_schema=False)
     async def reranked(body: RerankBody, request: Request) -> Response:
         """Ranks documents by how well they answer a query."""
         service = await registry.service(body.model, request.scope)
         return await rerank(service, body, request)
+
+    @app.post("/v1/score", response_class=JSONResponse)
+    @app.post("/score", response_class=JSONResponse, include_in_schema=False)
+    async def scored(body: ScoreBody, request: Request) -> Response:
+        """Scores pairs of texts."""
+        service = await registry.service(body.model, request.scope)
+        return await score(service, body, request)
 
     @app.post("/v1/activations", responses=SAFETENSORS, response_class=Response)
     async def activations_of(body: ActivationsBody, request: Request) -> Response:
@@ -60,6 +85,7 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return await activations(service, body, request)
 
     @app.get("/v1/models")
+    @app.get("/models", include_in_schema=False)
     async def models() -> JSONResponse:
         """Lists the names of all models."""
         found = [_model(registry, entry, name) for entry in registry.listed() for name in entry.names]

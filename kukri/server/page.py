@@ -21,6 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 from kukri import __version__
 from kukri.errors import KukriError
+from kukri.opening import DEFAULT_SYSTEM, opening
 from kukri.server.bridge import Call
 from kukri.server.chat_request import ChatRequest
 from kukri.server.registry import ModelRegistry
@@ -89,7 +90,8 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         """The page, with nothing in it that a key protects."""
-        return html("page.html", needs_key=bool(registry.settings.api_keys), version=__version__)
+        needs_key = bool(registry.settings.api_keys)
+        return html("page.html", needs_key=needs_key, version=__version__, system=DEFAULT_SYSTEM)
 
     @app.get("/ui/model", include_in_schema=False)
     async def model(request: Request, name: str | None = None) -> Response:
@@ -108,8 +110,11 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     async def ask(body: PageBody, request: Request) -> Response:
         """Starts an answer and returns the fragment that opens its stream."""
         service = await registry.service(body.model, request.scope)
+        messages = [message.as_dict() for message in body.messages]
+        if messages[0]["role"] != "system":
+            messages = [*await asyncio.to_thread(opening, service.llm.chat_template), *messages]
         asked = ChatRequest(
-            messages=[message.as_dict() for message in body.messages],
+            messages=messages,
             model=body.model,
             sampling=body.sampling(max_tokens=body.max_tokens),
             names={"prompt": "messages"},

@@ -23,10 +23,13 @@ from kukri.server.bridge import Call
 from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
 from kukri.server.logprobs import vllm_logprobs
+from kukri.server.progress import PromptProgress
 from kukri.server.schema import GenerationBody
 from kukri.server.service import Service
+from kukri.server.timings import timings_of
 
 DONE = b"data: [DONE]\n\n"
+_PROGRESS_S = 0.1  # from one look at a prompt's progress to the next
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Writer(Protocol):
     def fail(self, error: KukriError) -> bytes:
         """The last events of a stream that an error ended."""
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Any:
         """The whole response, when every answer has ended."""
 
 
@@ -91,12 +94,15 @@ class ChunkWriter(ABC):
         options = body.stream_options
         self._with_usage = bool(options and options.include_usage)
         self._counts_each = bool(self._with_usage and options and options.continuous_usage_stats)
+        self._has_timings = bool(body.timings_per_token)
+        self._progress = PromptProgress(call.answers[0].request) if body.return_progress else None
 
     def end(self) -> bytes:
         """The usage, if requested, and the end mark."""
         if not self._with_usage:
             return DONE
-        last = f'{self._prefix},"choices":[],"usage":{json.dumps(self._usage())}}}\n\n'
+        facts = json.dumps({"usage": self._usage(), **self._timings()})
+        last = f'{self._prefix},"choices":[],{facts[1:-1]}}}\n\n'
         return last.encode() + DONE
 
     def fail(self, error: KukriError) -> bytes:
@@ -107,7 +113,20 @@ class ChunkWriter(ABC):
         """The chunk of one choice; it and the fields `more`, which begin with a comma, are JSON."""
         if self._with_usage:
             more += f',"usage":{json.dumps(self._usage()) if self._counts_each else "null"}'
+        if self._has_timings:
+            more += f",{json.dumps(self._timings())[1:-1]}"
         return f'{self._prefix},"choices":[{choice}]{more}}}\n\n'
+
+    def _reading(self) -> str:
+        """Chunks with the progress of the first prompt, if they are requested."""
+        news = self._progress.news() if self._progress is not None else ()
+        return "".join(
+            f'{self._prefix},"choices":[],"prompt_progress":{json.dumps(one)}}}\n\n' for one in news
+        )
+
+    def _timings(self) -> dict[str, Any]:
+        """The first answer's `timings`, if they are requested."""
+        return {"timings": timings_of(self._call.answers[0].request)} if self._has_timings else {}
 
     def _new_token_ids(self, i: int) -> list[int]:
         """The ids of an answer's tokens since the last time."""
@@ -169,10 +188,17 @@ class Reply(Response):
     """Sends a call's answers. A client that leaves ends the call."""
 
     def __init__(
-        self, service: Service, call: Call, writer: Writer, *, stream: bool, form: StreamForm = EVENTS
+        self,
+        service: Service,
+        call: Call,
+        writer: Writer,
+        *,
+        stream: bool,
+        form: StreamForm = EVENTS,
+        tells_progress: bool = False,
     ) -> None:
         super().__init__()
-        self._form = form
+        self._form, self._tells_progress = form, tells_progress and stream
         self._service, self._call, self._writer, self._is_stream = service, call, writer, stream
         self._has_begun = self._was_active = False
         self._connection: Connection | None = None
@@ -185,7 +211,9 @@ class Reply(Response):
         else:
             call.push = self._push
         watcher = asyncio.create_task(self._watch(receive))
-        timer = asyncio.create_task(self._keep_alive(send)) if self._is_stream else None
+        timers = [asyncio.create_task(self._keep_alive(send))] if self._is_stream else []
+        if self._tells_progress:
+            timers.append(asyncio.create_task(self._tell_progress(send)))
         try:
             while True:
                 await call.changed()
@@ -198,14 +226,13 @@ class Reply(Response):
                     break
                 if events:
                     await self._send(send, events)
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             if not call.is_gone:
                 await self._finish(scope, receive, send, events)
         finally:
-            watcher.cancel()
-            if timer is not None:
-                timer.cancel()
+            for task in (watcher, *timers):
+                task.cancel()
             call.close()
             self._service.metrics.on_end(*call.outcome)
             scope["kukri.log"].update(
@@ -253,6 +280,13 @@ class Reply(Response):
             await asyncio.sleep(self._service.settings.keep_alive_s)
             if not self._was_active:
                 await self._send(send, self._form.keep_alive)
+
+    async def _tell_progress(self, send: Send) -> None:
+        """Sends what the writer tells of the prompt, until the first token is there."""
+        while not self._call.n_generated and not self._call.is_gone:
+            await asyncio.sleep(_PROGRESS_S)
+            if events := self._writer.advance():
+                await self._send(send, events)
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
         self._was_active = True

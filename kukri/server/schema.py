@@ -26,29 +26,23 @@ TEXT_ONLY = "the model reads and writes only text"
 NO_CALLS = "this server calls no tools itself"
 NO_STORE = "nothing is stored on this server"
 # fields of vLLM and llama.cpp, with the values that change nothing here
-_ELSEWHERE: Refused = {
-    "cache_prompt": ((True,), "prompts are always cached"),
-    "id_slot": ((-1,), "there are no slots"),
+ELSEWHERE: Refused = {
     "include_reasoning": ((True,), "reasoning is always shown"),
     "include_stop_str_in_output": ((False,), "stop strings are not shown"),
     "length_penalty": ((1.0,), "there is no beam search"),
     "min_keep": ((0,), "samplers keep one token at least"),
-    "n_keep": ((0,), "a context is not shifted"),
     "n_probs": ((0,), "use logprobs"),
     "post_sampling_probs": ((False,), "log-probabilities are the model's own"),
-    "return_progress": ((False,), "there are no events of progress"),
-    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "skip_special_tokens": ((True,), "control tokens are not shown"),
     "spaces_between_special_tokens": ((True, False), "control tokens are not shown"),
-    "timings_per_token": ((False,), "use /metrics"),
     "use_beam_search": ((False,), "there is no beam search"),
 }
 # hints that cannot change an answer: taken and ignored
 HINTS = frozenset(
     {
-        "cache_salt", "context_management", "metadata", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store", "user",
-        "verbosity",
+        "cache_prompt", "cache_salt", "context_management", "id_slot", "metadata", "n_cache_reuse", "n_keep",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id",
+        "safety_identifier", "service_tier", "sse_ping_interval", "store", "user", "verbose", "verbosity",
     }
 )  # fmt: skip
 # fields of SamplingParams that bodies give in another form, or not at all
@@ -263,6 +257,9 @@ class GenerationBody(Sampling):
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # of each token of the prompt
     return_token_ids: bool | None = None  # of prompt and answer
+    return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens `token_id:17`
+    timings_per_token: bool | None = None  # as llama.cpp has it: `timings` in each chunk and in the whole
+    return_progress: bool | None = None  # as llama.cpp has it: chunks of `prompt_progress` before the answer
     interventions: Interventions | None = None
 
     def sampling(self, **others: Any) -> dict[str, Any]:
@@ -365,7 +362,7 @@ class NamedTool(Body):
 class JsonSchema(Body):
     """A schema; `strict` or not, answers follow it."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None  # which no answer shows
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
@@ -411,7 +408,7 @@ class ChatBody(GenerationBody):
     """A request to /v1/chat/completions."""
 
     refused = {
-        **_ELSEWHERE,
+        **ELSEWHERE,
         "audio": ((), TEXT_ONLY),
         "add_special_tokens": ((False,), "the chat template has them"),
         "best_of": ((1,), "use n"),
@@ -464,9 +461,8 @@ class CompletionBody(GenerationBody):
     """A request to /v1/completions."""
 
     refused = {
-        **_ELSEWHERE,
+        **ELSEWHERE,
         "add_special_tokens": ((True,), "a text gets the tokens that the model wants around it"),
-        "suffix": (("",), "the model does not fill in the middle"),
     }
     ignored = HINTS - {"user"}
     prompt: (
@@ -475,6 +471,7 @@ class CompletionBody(GenerationBody):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1)]
     )
+    suffix: str | None = None  # the text behind the answer, for models that fill in the middle
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -487,6 +484,8 @@ class CompletionBody(GenerationBody):
             raise RequestError(f"best_of must be at least n, {n}, not {best_of}", param="best_of")
         if best_of is not None and best_of > n and self.stream:
             raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
+        if self.suffix and (self.echo or not isinstance(self.prompt, str)):
+            raise RequestError("suffix needs a prompt that is a text, and no echo", param="suffix")
         return self
 
 

@@ -30,7 +30,7 @@ from kukri.server.metrics import Metrics, ModelMetrics
 from kukri.server.prompts import ChatPrompts
 from kukri.server.settings import ServerSettings
 from kukri.server.tools import Toolbox
-from kukri.tokenizer import ChatTemplate, Tokenizer
+from kukri.tokenizer import ChatTemplate, FillInMiddle, Tokenizer
 
 
 class OpenModel(Protocol):
@@ -155,6 +155,35 @@ class Service:
             raise request.error(error) from None
         is_inside = self.prompts.ends_in_reasoning(prompt)
         return Chat(call, [Choice(answer, inside=is_inside, toolbox=toolbox) for answer in call.answers])
+
+    async def middle_prompt(
+        self,
+        prefix: str,
+        suffix: str,
+        param: str,
+        *,
+        middle: str = "",
+        files: Sequence[tuple[str, str]] = (),
+    ) -> list[int]:
+        """The prompt for the text between two others, which begins with `middle`.
+
+        Raises RequestError, for the field `param`, if the model does not fill in the middle.
+        """
+        tokens = FillInMiddle.of(self.tokenizer)
+        if tokens is None:
+            message = f"{param} is not supported: the model does not fill in the middle"
+            raise RequestError(message, param=param, code="unsupported_parameter")
+        limit = self.llm.engine.max_context
+        return await asyncio.to_thread(
+            tokens.prompt, prefix, suffix, middle=middle, files=files, max_tokens=limit
+        )
+
+    async def n_prompt_tokens(self, request: ChatRequest) -> int:
+        """Counts the tokens of a chat's prompt. Raises RequestError, in the client's names of fields."""
+        try:
+            return len(await self.prompts.of(request))
+        except RequestError as error:
+            raise request.error(error) from None
 
     @staticmethod
     def within_context(request: ChatRequest, n_prompt: int) -> dict[str, Any]:

@@ -16,14 +16,13 @@ from typing import Any
 
 from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.llm import LLM
+from kukri.opening import DEFAULT_SYSTEM, opening
 from kukri.results import Result
 from kukri.sampling import SamplingParams, with_overrides
 from kukri.system import no_echo
-from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
 from kukri.terminal.progress import loading_bar
-from kukri.terminal.run import opening
 from kukri.terminal.saved_chat import Message, SavedChat, last_chat, read_chat, write_chat
 from kukri.tokenizer.template_process import start_early
 
@@ -61,7 +60,7 @@ def talk(
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm, _line_editing():
-        messages = opening(llm, system) if resumed is None else resumed.messages
+        messages = opening(llm.chat_template, system) if resumed is None else resumed.messages
         params = with_overrides(llm.default_params, given)
         adapter = next(iter(loading.get("adapters", {})), None)
         chat = Chat(llm, params, messages, last_chat(), adapter, interventions)

@@ -12,9 +12,9 @@ from typing import Any
 
 from kukri.errors import RequestError
 from kukri.llm import LLM
+from kukri.opening import DEFAULT_SYSTEM, opening
 from kukri.results import Chunk, Result
 from kukri.sampling import SamplingParams, with_overrides
-from kukri.terminal import DEFAULT_SYSTEM
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
 from kukri.terminal.progress import loading_bar
 from kukri.tokenizer.template_process import start_early
@@ -51,7 +51,9 @@ def answer_prompt(
         llm = LLM(model, progress=progress, **loading)
     with llm:
         params = with_overrides(llm.default_params, given)
-        request: Any = text if raw else [*opening(llm, system), {"role": "user", "content": text}]
+        request: Any = (
+            text if raw else [*opening(llm.chat_template, system), {"role": "user", "content": text}]
+        )
         adapter = next(iter(llm.adapters), None)
         if as_json:
             ask = llm.generate if raw else llm.chat
@@ -66,17 +68,6 @@ def answer_prompt(
 def is_model_file(argument: str | None) -> bool:
     """True if an argument is a GGUF file's path, which is never meant as a prompt."""
     return argument is not None and argument.endswith(".gguf") and Path(argument).is_file()
-
-
-def opening(llm: LLM, system: str) -> list[dict[str, str]]:
-    """The system message of a new conversation, if any.
-
-    DEFAULT_SYSTEM is left out if the model's template takes no system message; without one, a template may
-    add its own.
-    """
-    if not system or (system == DEFAULT_SYSTEM and not llm.chat_template.takes_system_message()):
-        return []
-    return [{"role": "system", "content": system}]
 
 
 def _stream(chunks: Iterator[Chunk]) -> Result:

@@ -1,8 +1,17 @@
 """Text to token ids and back, chat templates, and text that grows token by token."""
 
 from kukri.tokenizer.chat import ChatTemplate
+from kukri.tokenizer.fill_in_middle import FillInMiddle
 from kukri.tokenizer.huggingface_reader import load_tokenizer
 from kukri.tokenizer.stream import StopStrings, TextStream, n_partial
 from kukri.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "StopStrings", "TextStream", "Tokenizer", "load_tokenizer", "n_partial"]
+__all__ = [
+    "ChatTemplate",
+    "FillInMiddle",
+    "StopStrings",
+    "TextStream",
+    "Tokenizer",
+    "load_tokenizer",
+    "n_partial",
+]

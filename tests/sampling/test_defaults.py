@@ -102,7 +102,7 @@ def test_a_model_brings_its_defaults(tmp_path: Path) -> None:
 
 
 def test_the_default_model_has_measured_ones(smollm2_path: Path) -> None:
-    """The poem that says one line over and over."""
+    """The poem that says one line over and over, or five words twice."""
     with LLM(smollm2_path, max_context=1024) as llm:
         known = hub.known_sampling(smollm2_path)
         if known:  # else $KUKRI_TEST_MODEL is another file
@@ -113,3 +113,8 @@ def test_the_default_model_has_measured_ones(smollm2_path: Path) -> None:
             ids = llm.chat(request, params, seed=seed, max_tokens=160).token_ids
             pieces = [tuple(ids[i : i + 6]) for i in range(len(ids) - 5)]
             assert max(map(pieces.count, pieces)) < 5, json.dumps(ids)
+        for seed in range(8):
+            text = llm.chat(request, params, seed=seed, max_tokens=160).text
+            words = text.lower().split()
+            phrases = [tuple(words[i : i + 5]) for i in range(len(words) - 4)]
+            assert len(set(phrases)) == len(phrases), text

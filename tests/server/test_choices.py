@@ -114,7 +114,7 @@ def test_parameters_beyond_openais_count(served):
     """Catches parameters that are taken and never reach the sampler, texts among them."""
     prompt = "one two three " * 6
     options = {"model": MODEL, "prompt": prompt.strip(), "max_tokens": 6, "temperature": 0}
-    options["frequency_penalty"] = 0  # not the model's own
+    options |= {"frequency_penalty": 0, "presence_penalty": 0}  # not the model's own
     with served.http() as http:
         plain = http.post(TEXT, json=options).json()["choices"][0]["text"]
         for more in (
@@ -198,3 +198,22 @@ def test_usage_of_each_chunk(served):
             assert (counts[1], counts[-1]) == (1, 6)
         else:
             assert counts == [None] * len(counts)
+
+
+def test_tokens_are_named_by_their_ids(served):
+    """Catches names that two tokens share where a client asked for ids."""
+    options = {
+        "max_tokens": 3,
+        "temperature": 0,
+        "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
+    }
+    with served.http() as http:
+        text = http.post(TEXT, json={"prompt": "One", "logprobs": 1, **options}).json()["choices"][0]
+        messages = [{"role": "user", "content": "Hi"}]
+        more = {"messages": messages, "logprobs": True, "top_logprobs": 1}
+        chat = http.post(CHAT, json={**more, **options}).json()["choices"][0]
+    assert text["logprobs"]["tokens"] == [f"token_id:{i}" for i in text["token_ids"]]
+    assert all(name.startswith("token_id:") for one in text["logprobs"]["top_logprobs"] for name in one)
+    named = [entry["token"] for entry in chat["logprobs"]["content"]]
+    assert named == [f"token_id:{i}" for i in chat["token_ids"]][: len(named)]

@@ -22,16 +22,26 @@ from kukri import LLM
 HANG_S = 20.0  # nothing that fits into the little context takes as long
 GENERATED = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages"),
-    *("/v1/rerank", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+    *(
+        "/completion",
+        "/infill",
+        "/v1/rerank",
+        "/v1/score",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
+    ),
 )
 BODIES = (
-    *("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template"),
+    *("/v1/messages/count_tokens", "/v1/chat/completions/input_tokens", "/v1/responses/input_tokens"),
+    *("/tokenize", "/detokenize", "/apply-template"),
     *("/api/show", "/api/pull", "/api/delete"),
     *("/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/activations"),
 )
 GETS = (
     *("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics"),
-    *("/api/tags", "/api/ps", "/api/version"),
+    *("/api/tags", "/api/ps", "/api/version", "/props", "/slots", "/version"),
     *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
     *("/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
 )

@@ -21,7 +21,8 @@ from kukri.loading import ModelOptions
 from kukri.server.settings import ServedModel
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-GREEDY = {"temperature": 0, "frequency_penalty": 0, "num_predict": 12}
+LIKELIEST = {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0}
+GREEDY = {**LIKELIEST, "num_predict": 12}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def client(served: Served) -> ollama.Client:
 
 @pytest.fixture(scope="module")
 def expected(offline) -> str:
-    return offline.chat(QUESTION, temperature=0, frequency_penalty=0, max_tokens=12).text
+    return offline.chat(QUESTION, **LIKELIEST, max_tokens=12).text
 
 
 def test_a_chat_is_that_of_the_other_apis(client, expected):
@@ -67,7 +68,7 @@ def test_generate_is_a_message_or_raw(client, expected, offline):
     parts = client.generate(MODEL, prompt, options=GREEDY, stream=True)
     assert "".join(part.response for part in parts) == expected
     raw = client.generate(MODEL, "Once upon a time", raw=True, options=GREEDY)
-    same = {"temperature": 0, "frequency_penalty": 0, "max_tokens": 12}
+    same = {**LIKELIEST, "max_tokens": 12}
     assert raw.response == offline.generate("Once upon a time", **same).text
     messages = [{"role": "system", "content": "Answer in French."}, *QUESTION]
     french = client.generate(MODEL, prompt, system="Answer in French.", options=GREEDY)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from browsing import visiting
+from browsing import PHONE, visiting
 from live_server import MODEL, serving
 from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.loading import ModelOptions
+from kukri.opening import opening
 from kukri.server.settings import ServedModel
 
 # --- a conversation
@@ -23,7 +24,8 @@ def test_an_answer_comes_and_a_reload_keeps_it(visit, offline):
     visit.wait_done()
     (answer,) = visit.answers()
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    expected = offline.chat(question, temperature=0, max_tokens=40)
+    expected = offline.chat([*opening(offline.chat_template), *question], temperature=0, max_tokens=40)
+    assert "Paris" in answer, "the first question that the page proposes"
     assert visit.chats()[0]["messages"][1]["content"] == expected.text
     assert answer.split() == expected.text.split()
     assert visit.page.locator(".user .body").inner_text() == "What is the capital of France?"
@@ -310,3 +312,13 @@ def test_a_model_is_chosen_among_several(browser, tmp_path):
             assert 'kukri_requests_total{model="blue"' in http.get("/metrics").text
         visit.page.reload()
         visit.page.wait_for_selector("#sampling[data-model=blue]", state="attached")
+
+
+def test_a_phone_shows_the_state_whole(browser, site):
+    """Catches "Answer complete" cut to a letter beside the counts."""
+    with visiting(browser, site.url, viewport=PHONE) as visit:
+        visit.ready().be_greedy()
+        visit.ask("Hi!")
+        visit.wait_done()
+        assert visit.page.inner_text("#status") == "Answer complete"
+        assert visit.page.evaluate("(s => s.scrollWidth <= s.clientWidth)(document.querySelector('#status'))")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bodies import check_error
 from live_server import MODEL, serving
 from typer.testing import CliRunner
 
@@ -95,3 +96,21 @@ def test_rankings_of_a_batch_and_of_replicas(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for found in (asyncio.run(by_replicas()), json.loads(target.read_text())["response"]["body"]):
         assert [(one["index"], one["relevance_score"]) for one in found["results"]] == wanted
+
+
+def test_scores_are_those_of_the_ranking(served):
+    """Catches pairs that are mixed up, and a list of queries that meets every document."""
+    documents = ["Paris is the capital of France.", "Cats sleep a lot."]
+    query = "What is the capital of France?"
+    with served.http() as http:
+        ranked = http.post("/v1/rerank", json={"query": query, "documents": documents}).json()["results"]
+        want = [one["relevance_score"] for one in sorted(ranked, key=lambda one: one["index"])]
+        for names in (("text_1", "text_2"), ("queries", "documents")):
+            body = dict(zip(names, (query, documents), strict=True))
+            answer = http.post("/v1/score", json=body).json()
+            assert [one["score"] for one in answer["data"]] == pytest.approx(want, abs=1e-6)
+            assert answer["usage"]["prompt_tokens"] > 10
+        pairs = {"text_1": [query, query], "text_2": documents[::-1]}
+        answer = http.post("/score", json=pairs).json()
+        assert [one["score"] for one in answer["data"]] == pytest.approx(want[::-1], abs=1e-6)
+        check_error(http.post("/score", json={"text_1": ["a", "b"], "text_2": "c"}), 400, "text_1")

@@ -172,3 +172,12 @@ def test_what_cannot_be_served_is_a_400_that_says_why(served, changes, param, re
     with served.http() as http:
         body = {"model": MODEL, "messages": QUESTION, "max_tokens": 1} | changes
         assert reason in check_error(http.post("/v1/chat/completions", json=body), 400, param)
+
+
+def test_a_schema_needs_no_name(served):
+    """Catches a name that is wanted though no answer shows it."""
+    schema = {"type": "json_schema", "json_schema": {"schema": {"const": 17}}}
+    body = {"model": MODEL, "messages": QUESTION, "response_format": schema, "max_tokens": 8}
+    with served.http() as http:
+        answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "17"

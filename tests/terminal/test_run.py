@@ -9,9 +9,9 @@ from tiny_gguf import TEMPLATE, write_tiny
 
 from kukri import LLM
 from kukri.interp import ControlVector
-from kukri.terminal import DEFAULT_SYSTEM
+from kukri.opening import DEFAULT_SYSTEM, opening
 from kukri.terminal.options import SteeringOptions
-from kukri.terminal.run import answer_prompt, opening
+from kukri.terminal.run import answer_prompt
 
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 
@@ -21,9 +21,9 @@ def test_the_default_system_message_is_left_out_where_the_template_takes_none(tm
     for template, n_messages in ((TEMPLATE, 1), (REFUSING + TEMPLATE, 0)):
         path = write_tiny(tmp_path / f"{n_messages}.gguf", tokenizer__chat_template=template)
         with LLM(path) as llm:
-            assert len(opening(llm, DEFAULT_SYSTEM)) == n_messages
-            assert opening(llm, "Be brief.") == [{"role": "system", "content": "Be brief."}]
-            assert opening(llm, "") == []
+            assert len(opening(llm.chat_template, DEFAULT_SYSTEM)) == n_messages
+            assert opening(llm.chat_template, "Be brief.") == [{"role": "system", "content": "Be brief."}]
+            assert opening(llm.chat_template, "") == []
 
 
 def test_a_control_vector_steers_the_answer(tmp_path, capsys):

@@ -1,0 +1,149 @@
+"""The bodies of llama.cpp's own API, and the one place where its fields become kukri's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from kukri.errors import RequestError
+from kukri.sampling.params import MAX_BIAS
+from kukri.server.schema import ELSEWHERE, HINTS, TEXT_ONLY, Body, GenerationBody, Refused, Sampling
+from kukri.tokenizer import Tokenizer
+
+# names of kukri's fields in errors, and llama.cpp's
+NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
+_SAMPLERS = {"typ_p": "typical_p"}
+_NO_SAMPLERS = frozenset({"infill"})  # editors name it; it only makes middles end earlier
+_MAX_PROMPTS = 1024
+
+
+class MarkedText(Body):
+    """A prompt as an object."""
+
+    refused: ClassVar[Refused] = {"multimodal_data": (([],), TEXT_ONLY)}
+    prompt_string: str
+
+
+Mixed = list[int | str]  # token ids, and texts between them
+Prompt = str | Mixed | MarkedText
+
+
+class LlamaBody(GenerationBody):
+    """The fields that /completion and /infill share."""
+
+    refused: ClassVar[Refused] = {
+        **{name: reason for name, reason in ELSEWHERE.items() if name != "n_probs"},
+        "image_data": (([],), TEXT_ONLY),
+        "lora": (([],), "name an adapter as the model"),
+        "penalize_nl": ((True,), "penalties hold for all tokens"),
+    }
+    ignored: ClassVar[frozenset[str]] = HINTS | {
+        *("t_max_predict_ms", "t_max_prompt_ms", "n_discard", "n_prefix", "chat_format"),
+        *("speculative.n_max", "speculative.n_min", "speculative.p_min"),
+    }
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    n_predict: Annotated[int, Field(ge=-2)] | None = None  # below 0: to the end of the context
+    n_probs: Annotated[int, Field(ge=0, le=20)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=128)] | None = None
+    n_indent: Annotated[int, Field(ge=0, le=1000)] | None = None  # spaces: a line with fewer ends the answer
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    return_tokens: bool | None = None
+    response_fields: Annotated[list[str], Field(max_length=64)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_kukri(cls, data: Any) -> Any:
+        """Leaves out what asks for nothing in llama.cpp, and gives samplers kukri's names."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for name in ("seed", "n_predict"):
+            if isinstance(data.get(name), int) and data[name] < 0:
+                del data[name]
+        if isinstance(data.get("temperature"), int | float) and data["temperature"] < 0:
+            data["temperature"] = 0.0  # the likeliest token
+        if isinstance(data.get("logit_bias"), list):
+            data["logit_bias"] = _by_token(data["logit_bias"])
+        if isinstance(data.get("samplers"), list):
+            data["samplers"] = [
+                _SAMPLERS.get(one, one) if isinstance(one, str) else one
+                for one in data["samplers"]
+                if one not in _NO_SAMPLERS
+            ]
+        return data
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of the answer; None for what the context holds."""
+        return self.n_predict
+
+    def sampling(self, **others: Any) -> dict[str, Any]:
+        """The fields of SamplingParams that are set, but the bias, whose texts need a tokenizer."""
+        return Sampling.sampling(
+            self,
+            max_tokens=None if self.limit is None else max(self.limit, 1),  # of none, one is not shown
+            logprobs=self.n_probs or None,
+            repetition_penalty=self.repeat_penalty,
+            n=self.n_cmpl or self.n,
+            **others,
+        )
+
+    def bias(self, tokenizer: Tokenizer) -> dict[int, float] | None:
+        """The bias of each token id: of a text, all its tokens have it."""
+        found: dict[int, float] = {}
+        for token, strength in (self.logit_bias or {}).items():
+            ids = [int(token)] if token.isdecimal() else tokenizer.encode(token)
+            found.update(dict.fromkeys(ids, strength))
+        return found or None
+
+
+def _by_token(pairs: list[Any]) -> dict[str, float]:
+    """A bias by token id or text, of pairs; `false` forbids a token. Raises RequestError."""
+    found = {}
+    for pair in pairs:
+        match pair:
+            case [int() | str() as token, bool() | int() | float() as value] if value is not True:
+                strength = -MAX_BIAS if value is False else value
+                found[str(token)] = min(max(strength, -MAX_BIAS), MAX_BIAS)
+            case _:
+                message = "logit_bias must be pairs of a token id or a text, and a number or false"
+                raise RequestError(message, param="logit_bias")
+    return found
+
+
+class LlamaCompletionBody(LlamaBody):
+    """A request to /completion: `prompt` is a text, token ids with texts between them, or a list of these."""
+
+    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Each prompt; a list of texts is one for each, of texts and token ids a single one."""
+        prompt: Any = self.prompt
+        if not isinstance(prompt, list):
+            return [prompt]
+        if any(isinstance(part, int) for part in prompt):
+            return [prompt]
+        return list(prompt)
+
+    @property
+    def is_many(self) -> bool:
+        """True if the answer is a list."""
+        return len(self.prompts) > 1 or (self.n_cmpl or self.n or 1) > 1
+
+
+class OtherFile(Body):
+    """A file beside the one to be filled in."""
+
+    filename: str
+    text: str
+
+
+class LlamaInfillBody(LlamaBody):
+    """A request to /infill: the text between `input_prefix` and `input_suffix`; it begins with `prompt`."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[OtherFile], Field(max_length=256)] | None = None
+    prompt: str | None = None

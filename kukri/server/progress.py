@@ -1,0 +1,36 @@
+"""The progress of a prompt while it is read, as llama.cpp's server tells it."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from kukri.engine import Request
+
+
+class PromptProgress:
+    """How much of a request's prompt has been read. The first news is what the cache had of it."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._n_told = -1
+
+    def news(self) -> list[dict[str, int]]:
+        """The progress since the last time; nothing while the request waits."""
+        request = self._request
+        if not request.started_s:
+            return []
+        n_read = request.n_prompt if request.first_token_s else min(request.n_cached, request.n_prompt)
+        found = [request.n_prefix_hit] if self._n_told < 0 else []
+        if n_read > max([*found, self._n_told]):
+            found.append(n_read)
+        self._n_told = max([*found, self._n_told])
+        elapsed_s = (request.first_token_s or perf_counter()) - request.started_s
+        return [
+            {
+                "total": request.n_prompt,
+                "cache": request.n_prefix_hit,
+                "processed": n,
+                "time_ms": round(elapsed_s * 1000),
+            }
+            for n in found
+        ]
