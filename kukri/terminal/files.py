@@ -9,14 +9,18 @@ from pathlib import Path
 from kukri.errors import ConfigError
 
 
-def read_text(file: Path, max_bytes: int | None = None) -> str:
-    """The text of a file. Raises ConfigError if it cannot be read, or is larger than `max_bytes`."""
+def read_text(file: Path, max_bytes: int | None = None, *, holds: str = "") -> str:
+    """The text of a file. Raises ConfigError if it cannot be read, or is larger than `max_bytes`.
+
+    `holds` names what the file is to hold, for the error.
+    """
     try:
         if max_bytes is not None and file.stat().st_size > max_bytes:
             raise ConfigError(f"{file} is larger than {max_bytes} bytes")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
+        wanted = f"{holds}: " if holds else ""
+        raise ConfigError(f"{wanted}{file} cannot be read: {error}") from None
 
 
 def check_parent(file: Path) -> None:

@@ -38,7 +38,7 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
     if options.log_level not in _LOG_LEVELS:
         raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {options.log_level!r}")
     if options.chat_template_file is not None:
-        loading["chat_template"] = read_text(options.chat_template_file)
+        loading["chat_template"] = read_text(options.chat_template_file, holds="chat template")
     served = served_models(models, options, loading)
     settings = server_settings(options, loading.get("kv_bytes"))
     if any(model.options.control_vectors or model.options.probes or model.options.saes for model in served):
@@ -151,7 +151,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     if file is None:
         keys = os.environ.get("KUKRI_API_KEY", "").split(",")
     else:
-        lines = read_text(file).splitlines()
+        lines = read_text(file, holds="API keys").splitlines()
         keys = [line.partition("#")[0] for line in lines]
     found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
     if file is not None and not found:

@@ -211,5 +211,5 @@ def test_batches_and_metrics(tmp_path):
 
 def test_an_op_without_a_derivative():
     """A gradient that passes an op by."""
-    with pytest.raises(UnsupportedError, match="the op scan have no gradients"):
+    with pytest.raises(UnsupportedError, match="no gradients of models with the op scan"):
         Tape({}, {}).scan()

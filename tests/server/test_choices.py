@@ -195,7 +195,7 @@ def test_usage_of_each_chunk(served):
         assert last["usage"]["completion_tokens"] == 6
         if is_counted:
             assert counts == sorted(counts)
-            assert (counts[1], counts[-1]) == (1, 6)
+            assert 1 <= counts[1] < counts[-1] == 6  # a chunk may hold several tokens
         else:
             assert counts == [None] * len(counts)
 

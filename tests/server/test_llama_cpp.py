@@ -98,7 +98,7 @@ def test_prompts_of_every_shape(served, offline):
     assert len(post(served, "/completion", prompt=PROMPT, n_cmpl=2, n_predict=2)) == 2
     image = {"prompt_string": "a", "multimodal_data": ["x"]}
     with served.http() as http:
-        assert "reads and writes text alone" in check_error(
+        assert "reads and writes only text" in check_error(
             http.post("/completion", json={"prompt": image}), 400
         )
     chat = [{"role": "user", "content": "Hi"}]
