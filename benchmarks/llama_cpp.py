@@ -110,7 +110,9 @@ class LlamaCpp:
         self._clear()
         prompts = self._random.integers(0, self.n_vocab, (n_streams, n_prompt)).tolist()
         for stream, ids in enumerate(prompts):
-            self._decode_streams([(token_id, i, stream) for i, token_id in enumerate(ids)], 1)
+            tokens = [(token_id, i, stream) for i, token_id in enumerate(ids)]
+            for start in range(0, n_prompt, _BATCH_TOKENS):
+                self._decode_streams(tokens[start : start + _BATCH_TOKENS], 1)
         ids = self._random.integers(0, self.n_vocab, (n_tokens - 1, n_streams)).tolist()
         started = time.perf_counter()
         for i, row in enumerate(ids):
