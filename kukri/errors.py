@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class KukriError(Exception):
@@ -137,5 +136,7 @@ def brief_list(texts: list[str], most: int = 8) -> str:
 
 def close_matches(name: str, names: Iterable[str]) -> str:
     """The end of an error about an unknown name: ': did you mean …?', or nothing."""
+    from difflib import get_close_matches  # a start without such an error does without
+
     close = get_close_matches(str(name), names, n=3)
     return f": did you mean {' or '.join(close)}?" if close else ""

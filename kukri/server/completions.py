@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kukri.answer import Answer
-from kukri.sampling import SampledToken
+from kukri.sampling import SampledToken, SamplingParams
 from kukri.server.bridge import Call
 from kukri.server.logprobs import legacy_logprobs
 from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
-from kukri.server.schema import CompletionBody, steering
+from kukri.server.schema import CompletionBody, GenerationBody, steering
 from kukri.server.service import Service
 from kukri.tokenizer import TextStream
 
@@ -33,7 +33,16 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
         )
     )
     prompts = await _prompts(service, body)
-    call = await service.submit(
+    call = await submit(service, body, prompts, params, http)
+    writer = CompletionWriter(service, call, body, model, prompts, hides_answer=max_tokens == 0)
+    return Reply(service, call, writer, stream=bool(body.stream), tells_progress=bool(body.return_progress))
+
+
+async def submit(
+    service: Service, body: GenerationBody, prompts: list[list[int]], params: SamplingParams, http: Request
+) -> Call:
+    """Submits prompts with what a body says beside its sampling: user, priority, adapter, interventions."""
+    return await service.submit(
         prompts,
         params,
         http.scope,
@@ -42,8 +51,6 @@ async def complete(service: Service, body: CompletionBody, http: Request) -> Res
         adapter=service.adapter_of(body.model, body.adapter),
         interventions=steering(body.interventions),
     )
-    writer = CompletionWriter(service, call, body, model, prompts, hides_answer=max_tokens == 0)
-    return Reply(service, call, writer, stream=bool(body.stream), tells_progress=bool(body.return_progress))
 
 
 def _n_prompt_logprobs(body: CompletionBody) -> int | None:

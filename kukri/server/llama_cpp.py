@@ -12,6 +12,7 @@ from kukri.answer import Answer
 from kukri.errors import KukriError, RequestError
 from kukri.sampling import SamplingParams
 from kukri.server.bridge import Call
+from kukri.server.completions import submit
 from kukri.server.errors import error_body
 from kukri.server.llama_cpp_schema import (
     NAMES,
@@ -24,7 +25,6 @@ from kukri.server.llama_cpp_schema import (
 from kukri.server.logprobs import chat_logprobs
 from kukri.server.progress import PromptProgress
 from kukri.server.reply import EVENTS, Reply, StreamForm
-from kukri.server.schema import steering
 from kukri.server.service import Service
 from kukri.server.timings import timings_of
 
@@ -72,15 +72,7 @@ async def _reply(
     try:
         sampling = body.sampling(grammar=body.form, logit_bias=body.bias(service.tokenizer))
         params = service.params(sampling)
-        call = await service.submit(
-            prompts,
-            params,
-            http.scope,
-            user=body.user,
-            priority=body.priority,
-            adapter=service.adapter_of(body.model, body.adapter),
-            interventions=steering(body.interventions),
-        )
+        call = await submit(service, body, prompts, params, http)
     except RequestError as error:
         error.param = NAMES.get(error.param or "", error.param)
         raise
