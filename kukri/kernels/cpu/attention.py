@@ -80,6 +80,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS
 _NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
 _SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
 _VALUES = 8 * MAX_TILE_ROWS
+_ENTRIES_TO_CUT = 8  # fewer work entries than this are cut into their key heads, to keep threads busy
 _PAGE_BYTES = 8 * (CHUNK_PAGES + 1)  # page offsets of a chunk
 
 
@@ -216,8 +217,11 @@ def _scores_alone(scores, values, pages, n_keys, first):
     return scores
 
 
-def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
-    """A function for the weighted sum of values, `together` vectors of 16 dimensions at a time."""
+def _make_values(reader: Reader, rows: int, d_head: int, together: int, fetches: bool) -> Any:
+    """A function for the weighted sum of values, `together` vectors of 16 dimensions at a time.
+
+    If it `fetches`, keys that are multiplied next are prefetched on the way.
+    """
     load_value = reader.value
     n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
     if reader.value_scale is None:
@@ -235,16 +239,22 @@ def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
     )
     store = _each(together, lambda j: lambda o, out: tile_store(o[j], out + 64 * j, 4 * d_head, rows))
     step = max(span, together)
+    n_passes = n_vectors // together
+    key_bytes = reader.head_bytes(d_head) // PAGE_TOKENS // n_passes  # for a pass to fetch
+    lines = max(key_bytes // 64, 1) if fetches else 0
 
     @device
-    def weighted_values(scores, values, pages, n_keys, part):
+    def weighted_values(scores, values, pages, n_keys, part, next_keys):
         for first in range(0, n_vectors, step):
             weights = scaled(scores, values, pages, n_keys, first)
             for i in range(first, first + step, together):
                 o = zeros()
                 for key in range(n_keys):
-                    page = values + load_i64(pages + 8 * (key >> 4))
-                    o = add(o, page, key & 15, i, weights + 4 * key)
+                    offset = load_i64(pages + 8 * (key >> 4))
+                    place = (i // together * PAGE_TOKENS + (key & 15)) * (64 * lines)
+                    for line in range(lines):
+                        prefetch(next_keys + offset + place + 64 * line)
+                    o = add(o, values + offset, key & 15, i, weights + 4 * key)
                 store(o, part + _VALUES + 64 * i)
 
     return weighted_values
@@ -271,7 +281,7 @@ def _make_chunk(reader: Reader, rows: int, d_head: int, is_one_token: bool, capp
         n_pages = {1: 4, 2: 2}.get(rows, 1)
     page_scores = _make_scores(reader, rows, d_head, n_pages, fetches=is_one_token)
     together = next(n for n in (4, 2, 1) if n <= n_pages and d_head // 16 % n == 0)
-    weighted_values = _make_values(reader, rows, d_head, together)
+    weighted_values = _make_values(reader, rows, d_head, together, fetches=is_one_token)
 
     @device
     def softmax(scores, cap, base, first, last, part, row):
@@ -295,17 +305,17 @@ def _make_chunk(reader: Reader, rows: int, d_head: int, is_one_token: bool, capp
         store_f32(part + _SUMS + 4 * row, sum_lanes((s0 + s1) + (s2 + s3)))
 
     @device
-    def chunk_part(q, cap, ranges, keys, values, pages, base, n_keys, part, scores):
+    def chunk_part(q, cap, ranges, keys, values, next_keys, pages, base, n_keys, part, scores):
         """The partial result of keys base to base + n_keys - 1.
 
-        `pages`: the byte offsets of their 4 pages and of the next.
+        `pages`: the byte offsets of their 4 pages and of the next; `next_keys` are of the head that follows.
         """
         for page in range(0, (n_keys + PAGE_TOKENS - 1) >> 4, n_pages):
             page_scores(q, keys, values, pages + 8 * page, scores + 64 * page)
         for row in range(rows):
             first = load_i64(ranges + 16 * row)
             softmax(scores, cap, base, first, load_i64(ranges + 16 * row + 8), part, row)
-        weighted_values(scores, values, pages, n_keys, part)
+        weighted_values(scores, values, pages, n_keys, part, next_keys)
 
     return chunk_part
 
@@ -322,6 +332,7 @@ class _Work(NamedTuple):
     cap: Any
     keys: Any  # of this head, as the values
     values: Any
+    next_keys: Any  # of the head that the thread attends with next; of this one if it is the last
     page_stride: Any
     window: Any
     n_ahead: Any
@@ -405,7 +416,10 @@ def _make_entry(reader: Reader, group: int, n_query_tokens: int, d_head: int, ca
             n_keys = min(n_context - base, CHUNK_TOKENS)
             _load_pages(work, base, n_context, pages)
             target = state if is_partial else part
-            chunk_part(rows_q, work.cap, ranges, work.keys, work.values, pages, base, n_keys, target, scores)
+            chunk_part(
+                rows_q, work.cap, ranges, work.keys, work.values, work.next_keys, pages, base, n_keys, target,
+                scores,
+            )  # fmt: skip
             if not is_partial:
                 _merge(state, part, 0, rows, d_head)
         if not is_partial:
@@ -426,20 +440,25 @@ def _make_attend(reader: Reader, is_capped: bool, group: int, d_head: int) -> Ke
         tile, batch, q, q_stride, scale, softcap, n_kv_heads, keys, values, page_stride, window, n_ahead,
         sinks, partials, y, y_stride,
     ):  # fmt: skip
+        n_work = load_i64(batch + N_WORK)
+        n_parts = n_kv_heads if n_work < _ENTRIES_TO_CUT else 1
         if tile < 0:
-            return load_i64(batch + N_WORK) * n_kv_heads
-        entry = load_i64(batch + WORK) + tile // n_kv_heads * WORK_BYTES
-        head = tile % n_kv_heads
-        partial = partials + (load_i64(entry + WORK_PARTIAL) * n_kv_heads + head) * slot_bytes
-        work = _Work(
-            batch, entry, head, q, q_stride, splat(f32_of_bits(scale)), splat(f32_of_bits(softcap)),
-            keys + head * head_bytes, values + head * head_bytes, page_stride, window, n_ahead,
-            sinks, partial, y, y_stride,
-        )  # fmt: skip
-        if load_i64(entry + WORK_N_TOKENS) == 1:
-            one_token(work)
-        else:
-            many_tokens(work)
+            return n_work * n_parts
+        entry = load_i64(batch + WORK) + tile // n_parts * WORK_BYTES
+        n_heads = n_kv_heads // n_parts
+        stop = tile % n_parts * n_heads + n_heads
+        for head in range(stop - n_heads, stop):
+            partial = partials + (load_i64(entry + WORK_PARTIAL) * n_kv_heads + head) * slot_bytes
+            work = _Work(
+                batch, entry, head, q, q_stride, splat(f32_of_bits(scale)), splat(f32_of_bits(softcap)),
+                keys + head * head_bytes, values + head * head_bytes,
+                keys + min(head + 1, stop - 1) * head_bytes, page_stride, window, n_ahead,
+                sinks, partial, y, y_stride,
+            )  # fmt: skip
+            if load_i64(entry + WORK_N_TOKENS) == 1:
+                one_token(work)
+            else:
+                many_tokens(work)
         return 0
 
     suffix = "_softcap" if is_capped else ""
