@@ -148,7 +148,7 @@ def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int, fetches: 
     load_key, key_scale = reader.key, reader.key_scale
     n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
     dim_bytes = reader.head_bytes(d_head) // d_head  # of a page's keys, and of its values
-    dims_per_line = max(64 // dim_bytes, 1)
+    n_fetches = max(n_pages * dim_bytes // 64, 1)  # in turn, instead of all at every line, which branches
     addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
     zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
     add = _each(
@@ -175,9 +175,9 @@ def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int, fetches: 
                 for d in range(16):
                     if fetches:
                         offset = dim_bytes * (16 * v + d)
-                        for p in range(n_pages):
-                            if (d + p) % dims_per_line == 0:
-                                prefetch(values + load_i64(pages + 8 * p) + offset)
+                        for i in range(n_fetches):
+                            page = (n_fetches * d + i) % n_pages
+                            prefetch(values + load_i64(pages + 8 * page) + offset)
                         if n_pages == 1:
                             prefetch(keys + load_i64(pages + 8) + offset)
                     part = add(part, at, v, d, q + 4 * (16 * v + d))
