@@ -4,6 +4,8 @@
   llama.cpp decoding the same number of streams a step; in turns, each engine in a process of its own.
 - **lateness**: the times between tokens of all streams but one, while prompts of 1,000 tokens keep arriving.
 - **prefix**: the first token of a second request whose prompt begins with the same 1,000 tokens.
+- **shared**: streams of 64 tokens behind one prompt of 1,000 tokens, against as many behind prompts of their
+  own, in turns.
 - **http**: one stream of 256 tokens from `kukri serve`, client included, against `LLM.generate`, in turns.
 
 Prompts are random ids and sampling is greedy; times include scheduling and sampling, not text.
@@ -73,6 +75,7 @@ class ServingReport:
     to_llama_cpp: Comparison | None  # all streams; None without llama-cpp-python
     lateness: tuple[Lateness, ...]  # with prefill budgets of _BUDGETS, the engine's own among them
     prefix: Comparison  # first token of a known prefix against a new one
+    shared: Comparison  # all streams behind one long prompt against as many behind prompts of their own
     http: Comparison | None  # one stream over HTTP against offline; None without the extra `serve`
 
 
@@ -88,10 +91,13 @@ def measure(
     lateness = tuple(_lateness(kukri.llm.engine, n_streams, budget) for budget in _BUDGETS)
     say("a shared prefix")
     prefix = _prefix(kukri.llm.engine, rounds)
+    shared = _shared(kukri, n_streams, rounds)
     say("one stream over HTTP")
     http = _http(kukri, path, n_threads, rounds) if find_spec("uvicorn") else None
     kukri.close()
-    return ServingReport(str(path), n_threads, n_streams, to_one, to_llama_cpp, lateness, prefix, http)
+    return ServingReport(
+        str(path), n_threads, n_streams, to_one, to_llama_cpp, lateness, prefix, shared, http
+    )
 
 
 def _batch(
@@ -165,6 +171,21 @@ def _prefix(engine: Engine, rounds: int) -> Comparison:
     return Comparison.of(("known", "new"), [found for (found,) in in_turns([pair], rounds, silent)])
 
 
+def _shared(kukri: Kukri, n_streams: int, rounds: int) -> Comparison:
+    random, n_vocab = np.random.default_rng(3), kukri.llm.config.n_vocab
+
+    def tokens_per_s(n_prompts: int) -> float:
+        long = random.integers(0, n_vocab, (n_prompts, _LONG_PROMPT), np.int32)
+        own = random.integers(0, n_vocab, (n_streams, 20), np.int32)
+        for prompt in long:  # they are in the cache then, so that all streams generate from the start
+            kukri.prompts_decode_s(prompt[None], 2)
+        prompts = np.hstack([np.resize(long, (n_streams, _LONG_PROMPT)), own])
+        return n_streams * (_NEW - 1) / kukri.prompts_decode_s(prompts, _NEW)
+
+    measures = [partial(tokens_per_s, n) for n in (1, n_streams)]
+    return Comparison.of(("one prompt", "own prompts"), in_turns(measures, rounds, silent))
+
+
 def _http(kukri: Kukri, path: Path, n_threads: int, rounds: int) -> Comparison:
     def offline() -> float:
         return kukri.llm.generate(_STORY, _greedy(_N_STREAMED)).timings.decode_tokens_per_s
@@ -232,6 +253,11 @@ def _tables(report: ServingReport) -> Iterator[Table | str]:
     yield (
         f"first token of a {_LONG_PROMPT}-token prompt: {prefix.median('new'):.0f} ms, with a known "
         f"prefix {prefix.median('known'):.0f} ms ({prefix.median_ratio:.1%})"
+    )
+    one, own = (report.shared.median(name) for name in ("one prompt", "own prompts"))
+    yield (
+        f"{many} behind one prompt of {_LONG_PROMPT} tokens: {one:.0f} tokens/s, behind prompts of their own "
+        f"{own:.0f} ({report.shared.median_ratio:.2f} times)"
     )
     if http is not None:
         yield (

@@ -25,6 +25,7 @@ from kukri.bench.card import (
 )
 from kukri.errors import ConfigError
 from kukri.formats import hub
+from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Logits
 from kukri.kernels.cpu.features import usable_cores
 from kukri.kernels.step import ForwardBatch
@@ -67,11 +68,15 @@ class Kukri:
 
     def batch_decode_s(self, n_streams: int, n_prompt: int, n_tokens: int) -> float:
         """Seconds in which all streams generate all but their first of `n_tokens`, after their prompts."""
-        engine, n_vocab = self.llm.engine, self.llm.config.n_vocab
+        prompts = self._random.integers(0, self.llm.config.n_vocab, (n_streams, n_prompt), np.int32)
+        return self.prompts_decode_s(prompts, n_tokens)
+
+    def prompts_decode_s(self, prompts: IntArray, n_tokens: int) -> float:
+        """The same for streams whose prompts, int [streams, tokens], are given."""
+        engine = self.llm.engine
         params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
-        prompts = self._random.integers(0, n_vocab, (n_streams, n_prompt))
         requests = [engine.make_request(prompt, params) for prompt in prompts]
-        n_prompts_left = n_streams
+        n_prompts_left = len(requests)
         for request in requests:
             engine.add_request(request)
         while n_prompts_left:
@@ -84,7 +89,7 @@ class Kukri:
             engine.step()
         spent_s = time.perf_counter() - started
         n_counted = sum(request.n_generated for request in requests) - n_before
-        return spent_s * n_streams * (n_tokens - 1) / n_counted
+        return spent_s * len(requests) * (n_tokens - 1) / n_counted
 
     def engine_overhead(self, n_tokens: int) -> float:
         """The share of a decode step that is not the model's forward: scheduling, sampling, text."""
