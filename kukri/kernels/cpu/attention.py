@@ -140,10 +140,10 @@ def _each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
     return device(lambda *arguments: others(*arguments) + (last(*arguments),))  # noqa: RUF005 (Numba)
 
 
-def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int, fetches: bool) -> Any:
+def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int) -> Any:
     """A function for the scores of `rows` query rows and the keys of `n_pages` pages.
 
-    If it `fetches`, the pages' values are prefetched on the way, and the next page's keys if `n_pages` is 1.
+    The pages' values are prefetched on the way, and the next page's keys if `n_pages` is 1.
     """
     load_key, key_scale = reader.key, reader.key_scale
     n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
@@ -173,13 +173,12 @@ def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int, fetches: 
             part = zeros()
             for v in range(first, first + span):
                 for d in range(16):
-                    if fetches:
-                        offset = dim_bytes * (16 * v + d)
-                        for i in range(n_fetches):
-                            page = (n_fetches * d + i) % n_pages
-                            prefetch(values + load_i64(pages + 8 * page) + offset)
-                        if n_pages == 1:
-                            prefetch(keys + load_i64(pages + 8) + offset)
+                    offset = dim_bytes * (16 * v + d)
+                    for i in range(n_fetches):
+                        page = (n_fetches * d + i) % n_pages
+                        prefetch(values + load_i64(pages + 8 * page) + offset)
+                    if n_pages == 1:
+                        prefetch(keys + load_i64(pages + 8) + offset)
                     part = add(part, at, v, d, q + 4 * (16 * v + d))
             s = fold(s, part, at, first)
         store(s, scores)
@@ -217,10 +216,10 @@ def _scores_alone(scores, values, pages, n_keys, first):
     return scores
 
 
-def _make_values(reader: Reader, rows: int, d_head: int, together: int, fetches: bool) -> Any:
+def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
     """A function for the weighted sum of values, `together` vectors of 16 dimensions at a time.
 
-    If it `fetches`, keys that are multiplied next are prefetched on the way.
+    Keys that are multiplied next are prefetched on the way.
     """
     load_value = reader.value
     n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
@@ -241,7 +240,7 @@ def _make_values(reader: Reader, rows: int, d_head: int, together: int, fetches:
     step = max(span, together)
     n_passes = n_vectors // together
     key_bytes = reader.head_bytes(d_head) // PAGE_TOKENS // n_passes  # for a pass to fetch
-    lines = max(key_bytes // 64, 1) if fetches else 0
+    lines = max(key_bytes // 64, 1)
 
     @device
     def weighted_values(scores, values, pages, n_keys, part, next_keys):
@@ -270,7 +269,7 @@ def _capped(scores, cap):
     return hyperbolic_tangent(scores / cap) * cap
 
 
-def _make_chunk(reader: Reader, rows: int, d_head: int, is_one_token: bool, capped: Any) -> Any:
+def _make_chunk(reader: Reader, rows: int, d_head: int, capped: Any) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
     row_scores = 4 * CHUNK_TOKENS
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
@@ -279,9 +278,9 @@ def _make_chunk(reader: Reader, rows: int, d_head: int, is_one_token: bool, capp
         n_pages = 4 if rows <= 4 else 1
     else:
         n_pages = {1: 4, 2: 2}.get(rows, 1)
-    page_scores = _make_scores(reader, rows, d_head, n_pages, fetches=is_one_token)
+    page_scores = _make_scores(reader, rows, d_head, n_pages)
     together = next(n for n in (4, 2, 1) if n <= n_pages and d_head // 16 % n == 0)
-    weighted_values = _make_values(reader, rows, d_head, together, fetches=is_one_token)
+    weighted_values = _make_values(reader, rows, d_head, together)
 
     @device
     def softmax(scores, cap, base, first, last, part, row):
@@ -383,7 +382,7 @@ def _make_entry(reader: Reader, group: int, n_query_tokens: int, d_head: int, ca
     """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
     rows = group * n_query_tokens
     load_rows = _make_load_rows(group, rows, d_head)
-    chunk_part = _make_chunk(reader, rows, d_head, n_query_tokens == 1, capped)
+    chunk_part = _make_chunk(reader, rows, d_head, capped)
     scratch_bytes = partial_bytes(rows, d_head)
     finish = _finish_rotated if reader.is_rotated else _finish
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
