@@ -31,6 +31,8 @@ from kukri.kernels.cpu.simd import (
     low_bits,
     multiples,
     next_byte,
+    repeat_first,
+    repeat_last,
     signed_byte_pairs,
     splat,
     word_bits,
@@ -51,6 +53,7 @@ from kukri.kernels.cpu.tiles import (
     tile_fold_sums,
     tile_offset_start,
     tile_scale_halves,
+    tile_scaled_short_end,
     tile_scales_weights,
     tile_short_end,
     tile_short_start,
@@ -301,22 +304,22 @@ _q5_k = _make_k_block(_dot_five_bits, _ahead_6, 5)
 
 
 @device
-def _q6_k_half_group(acc, w, x, first):
+def _q6_k_half_group(acc, w, x, first, scales):
     """acc += 16 weights of 6 bits in 3 words: the low bits of each, and the top two of all three together."""
     a = load_u8x64(w)
     b = load_u8x64(w + 64)
     c = load_u8x64(w + 128)
     short = tile_dot4_short(tile_short_start(acc), low_bits(a, 63), x, first)
-    acc = tile_short_end(acc, tile_dot4_short(short, low_bits(b, 63), x, first + 1))
+    acc = tile_scaled_short_end(acc, tile_dot4_short(short, low_bits(b, 63), x, first + 1), scales)
     short = tile_dot4_short(tile_short_start(acc), low_bits(c, 63), x, first + 2)
     last = either(byte_bits(a, 6, 3, 4), either(byte_bits(b, 6, 3, 2), byte_bits(c, 6, 3, 0)))
-    return tile_short_end(acc, tile_dot4_short(short, last, x, first + 3))
+    return tile_scaled_short_end(acc, tile_dot4_short(short, last, x, first + 3), scales)
 
 
 @device
 def _q6_k_group(sums, w, x, scales):
-    first = _q6_k_half_group(tile_zeros_like(sums), w, x, 0)
-    last = _q6_k_half_group(tile_zeros_like(sums), w + 192, x, 4)
+    first = _q6_k_half_group(tile_zeros_like(sums), w, x, 0, repeat_first(scales))
+    last = _q6_k_half_group(tile_zeros_like(sums), w + 192, x, 4, repeat_last(scales))
     return tile_fold_halves(sums, first, last, scales, 5, x)
 
 
@@ -350,12 +353,14 @@ def _q3_k_group(sums, w, x, scales):
     short = tile_dot4_short(tile_short_start(zeros), low_bits(a, 7), x, 0)
     short = tile_dot4_short(short, byte_bits(a, 3, 7, 0), x, 1)
     short = tile_dot4_short(short, low_bits(b, 7), x, 2)
-    first = tile_short_end(zeros, tile_dot4_short(short, byte_bits(b, 3, 7, 0), x, 3))
+    short = tile_dot4_short(short, byte_bits(b, 3, 7, 0), x, 3)
+    first = tile_scaled_short_end(zeros, short, repeat_first(scales))
     short = tile_dot4_short(tile_short_start(zeros), low_bits(c, 7), x, 4)
     short = tile_dot4_short(short, byte_bits(c, 3, 7, 0), x, 5)
     short = tile_dot4_short(short, either(byte_bits(a, 6, 3, 0), byte_bits(b, 6, 1, 2)), x, 6)
     short = tile_dot4_short(short, either(byte_bits(c, 6, 3, 0), byte_bits(b, 7, 1, 2)), x, 7)
-    return tile_fold_short_halves(sums, first, tile_short_end(zeros, short), scales, 2, x)
+    last = tile_scaled_short_end(zeros, short, repeat_last(scales))
+    return tile_fold_short_halves(sums, first, last, scales, 2, x)
 
 
 @device
@@ -379,13 +384,15 @@ def _q3_k(out, w, x):
 
 
 @device
-def _q2_k_half_group(acc, w, x, first):
+def _q2_k_half_group(acc, w, x, first, scales):
     """acc += 16 weights of 2 bits in a word."""
     packed = load_u8x64(w)
     short = tile_dot4_short(tile_short_start(acc), low_bits(packed, 3), x, first)
     short = tile_dot4_short(short, byte_bits(packed, 2, 3, 0), x, first + 1)
     short = tile_dot4_short(short, byte_bits(packed, 4, 3, 0), x, first + 2)
-    return tile_short_end(acc, tile_dot4_short(short, byte_bits(packed, 6, 3, 0), x, first + 3))
+    return tile_scaled_short_end(
+        acc, tile_dot4_short(short, byte_bits(packed, 6, 3, 0), x, first + 3), scales
+    )
 
 
 @device
@@ -404,9 +411,9 @@ def _q2_k_group(sums, w, x, scales):
         acc = _q2_k_scaled_half_group(zeros, w, x, 0, multiples(scales, 0))
         acc = _q2_k_scaled_half_group(acc, w + 64, x, 4, multiples(scales, 1))
         return tile_fold_sums(sums, acc, x)
-    first = _q2_k_half_group(zeros, w, x, 0)
-    acc = tile_scale_halves(first, _q2_k_half_group(zeros, w + 64, x, 4), scales)
-    return tile_fold_sums(sums, acc, x)
+    first = _q2_k_half_group(zeros, w, x, 0, repeat_first(scales))
+    last = _q2_k_half_group(zeros, w + 64, x, 4, repeat_last(scales))
+    return tile_fold_sums(sums, tile_scale_halves(first, last, scales), x)
 
 
 @device

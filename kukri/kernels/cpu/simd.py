@@ -27,6 +27,7 @@ from kukri.kernels.cpu.intrinsics import (
     operation,
     pointer,
     quarters,
+    renamed,
     split,
 )
 from kukri.kernels.cpu.layouts import GROUP, ODD_INPUTS
@@ -524,6 +525,23 @@ def look_up(table: Sequence[int], right: int) -> Any:
         )
 
     return look_up_bytes
+
+
+def _repeat(k: int) -> Any:
+    lanes = ir.Constant(ir.VectorType(_I32, 32), [2 * row + k for row in range(16) for _ in range(2)])
+
+    def emit(builder: Any, pairs: Any) -> Any:
+        shorts = builder.bitcast(pairs, ir.VectorType(_I16, 32))
+        return builder.bitcast(builder.shuffle_vector(shorts, shorts, lanes), I32x16.llvm)
+
+    emit.__doc__ = """The first (last) int16 of each pair, twice."""
+    return emit
+
+
+repeat_first, repeat_last = (
+    operation(I32x16, I32x16)(renamed(name, _repeat(k)))
+    for k, name in enumerate(("repeat_first", "repeat_last"))
+)
 
 
 @operation(I32x16, I32x16, types.int64)

@@ -136,9 +136,10 @@ def _pair_sums(builder: Any, u: Any, s: Any) -> Any:
     return call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", _I16x16, u, s)
 
 
-def _add_pairs(builder: Any, acc: Any, shorts: Any) -> Any:
-    """acc[i] + shorts[2i] + shorts[2i + 1], widened to int32."""
-    quads = call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, constant(_I16x16, 1))
+def _add_pairs(builder: Any, acc: Any, shorts: Any, factors: Any = None) -> Any:
+    """acc[i] + shorts[2i] + shorts[2i + 1], widened to int32; each times its factor, int16, if given."""
+    factors = constant(_I16x16, 1) if factors is None else factors
+    quads = call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, factors)
     return builder.add(acc, quads)
 
 
@@ -372,15 +373,30 @@ tile_dot4_short = _tile_operation(_same, U8x64, types.int64, types.int64)(
 @_tile_operation(_same, None)
 def tile_short_end(builder: Any, kind: Tile, acc: Any, short: Any) -> Any:
     """`acc` with the run added that `tile_short_start(acc)` began."""
-    if not _sums_int16(kind):
-        return short
+    return _widen_run(builder, kind, acc, short, [None, None]) if _sums_int16(kind) else short
+
+
+def _widen_run(builder: Any, kind: Tile, acc: Any, short: Any, factors: list[Any]) -> Any:
+    """`acc` with a run in int16 added, times the factors of both halves of its rows."""
 
     def step(i: int) -> Any:
         total, run = builder.extract_value(acc, i), builder.extract_value(short, i)
-        halves = zip(split(builder, total), split(builder, run), strict=True)
-        return join(builder, *(_add_pairs(builder, a, builder.bitcast(b, _I16x16)) for a, b in halves))
+        halves = zip(split(builder, total), split(builder, run), factors, strict=True)
+        return join(builder, *(_add_pairs(builder, a, builder.bitcast(b, _I16x16), c) for a, b, c in halves))
 
     return _each(builder, kind.n, I32x16.llvm, step)
+
+
+@_tile_operation(_same, None, I32x16)
+def tile_scaled_short_end(builder: Any, kind: Tile, acc: Any, short: Any, scales: Any) -> Any:
+    """Like `tile_short_end` for half a block, of which `scales` has the scale of each row, twice, as int16.
+
+    On AVX2 the instruction that widens a run multiplies it too; elsewhere the functions that take the sums of
+    both halves do.
+    """
+    if not _sums_int16(kind):
+        return short
+    return _widen_run(builder, kind, acc, short, split(builder, builder.bitcast(scales, _I16x32)))
 
 
 tile_dot4_signed = _tile_operation(_same, U8x64, types.int64, types.int64)(
@@ -449,6 +465,7 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
 
 # Two halves of a block, 16 inputs each, may have scales of their own: `pairs` are those of each row, int16.
 # All is whole numbers up to the float scale d; only scaled sums of int16 inputs, too large, become floats.
+# Runs of both halves end with `tile_scaled_short_end`.
 
 
 def _pair_words(builder: Any, pairs: Any) -> tuple[Any, Any]:
@@ -457,8 +474,10 @@ def _pair_words(builder: Any, pairs: Any) -> tuple[Any, Any]:
     return builder.ashr(builder.shl(pairs, sixteen), sixteen), builder.ashr(pairs, sixteen)
 
 
-def _scaled_sum(builder: Any, first: Any, last: Any, pairs: Any, are_short: bool) -> Any:
+def _scaled_sum(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any, are_short: bool) -> Any:
     """first * (the first of pairs) + last * (the last), int32; `are_short`: both sums are within int16."""
+    if _sums_int16(kind):  # as tile_scaled_short_end has multiplied them
+        return builder.add(first, last)
     if are_short:
         low = builder.and_(first, constant(I32x16.llvm, 0xFFFF))
         both = builder.or_(low, builder.shl(last, constant(I32x16.llvm, 16)))
@@ -491,7 +510,7 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
             halves = [builder.extract_value(tile, i) for tile in (first, last)]
             factor = _broadcast_f32(builder, kind, x, SCALES, i)
             if not kind.is_q16:
-                sums = _scaled_sum(builder, halves[0], halves[1], pairs, are_short)
+                sums = _scaled_sum(builder, kind, halves[0], halves[1], pairs, are_short)
                 sums = _dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
                 return _fma(builder, builder.sitofp(sums, F32x16.llvm), factor, result)
             for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
@@ -522,7 +541,7 @@ def tile_scale_halves(builder: Any, kind: Tile, first: Any, last: Any, pairs: An
 
     def step(i: int) -> Any:
         halves = [builder.extract_value(tile, i) for tile in (first, last)]
-        return _scaled_sum(builder, halves[0], halves[1], pairs, are_short=not kind.is_q16)
+        return _scaled_sum(builder, kind, halves[0], halves[1], pairs, are_short=not kind.is_q16)
 
     return _each(builder, kind.n, I32x16.llvm, step)
 
