@@ -317,6 +317,7 @@ class Bridge:
     def _receive(self, outputs: list[StepOutput]) -> None:
         now_s = perf_counter()
         advanced: dict[Call, None] = {}  # once for all its answers
+        n_since: dict[float, int] = {}  # tokens, by the time of the one before each
         for request, token, finish_reason in outputs:
             if finish_reason is not None and request.id in self._computing:
                 self._computing.pop(request.id)(request, finish_reason)
@@ -325,9 +326,13 @@ class Bridge:
             if waiting is None:  # dropped meanwhile
                 continue
             answer, call = waiting.answer, waiting.call
-            is_first = waiting.last_token_s is None
+            last_s = waiting.last_token_s
             if token is not None:
-                self._count_token(waiting, now_s)
+                waiting.last_token_s = now_s
+                if last_s is None:
+                    self._count_first(waiting, now_s)
+                else:
+                    n_since[last_s] = n_since.get(last_s, 0) + 1
             stop = answer.push(token, finish_reason)
             if stop is not None and finish_reason is None:
                 self.loop.finish(request, "stop", stop)
@@ -337,21 +342,19 @@ class Bridge:
                     self._on_failure(answer, call)
                 call.wake()
             waiting.n_held += 1
-            if is_first or waiting.n_held >= self._stream_interval:
+            if last_s is None or waiting.n_held >= self._stream_interval:
                 waiting.n_held = 0
                 advanced[call] = None
+        for last_s, n in n_since.items():
+            self._metrics.on_tokens(now_s - last_s, n)
         for call in advanced:
             call.advance()
 
-    def _count_token(self, waiting: _Waiting, now_s: float) -> None:
+    def _count_first(self, waiting: _Waiting, now_s: float) -> None:
         call, request = waiting.call, waiting.answer.request
-        if waiting.last_token_s is None:
-            call.first_token_s = call.first_token_s or now_s
-            queue_s = max(request.started_s - request.arrived_s, 0.0)
-            self._metrics.on_first_token(now_s - call.arrived_s, queue_s)
-        else:
-            self._metrics.on_token(now_s - waiting.last_token_s)
-        waiting.last_token_s = now_s
+        call.first_token_s = call.first_token_s or now_s
+        queue_s = max(request.started_s - request.arrived_s, 0.0)
+        self._metrics.on_first_token(now_s - call.arrived_s, queue_s)
 
     def _on_failure(self, answer: Answer, call: Call) -> None:
         error = answer.request.error or KukriError("the request was aborted")

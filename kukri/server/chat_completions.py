@@ -76,10 +76,11 @@ class ChatWriter(ChunkWriter):
         self._reasoning = [""] * len(self._choices)
         self._contents = [""] * len(self._choices)
         self._has_role = [False] * len(self._choices)
+        self._around: dict[int, tuple[str, str]] = {}  # before and after the text in the chunks of a choice
 
     def advance(self) -> bytes:
         """Handles an update; returns its chunks if the answer is a stream."""
-        events = self._reading() if self._body.stream else ""
+        events = "" if self._progress is None else self._reading(self._progress)
         for i, choice in enumerate(self._choices):
             if self._is_ended[i]:
                 continue
@@ -134,12 +135,20 @@ class ChatWriter(ChunkWriter):
         finish_reason = choice.finish_reason
         found = interp_fields(self._call, i)
         ids = self._new_token_ids(i) if self._body.return_token_ids else []
-        if not (found or reasoning or content or choice.tokens or choice.calls or finish_reason or ids):
+        has_more = found or reasoning or choice.tokens or choice.calls or finish_reason or ids
+        if not (content or has_more):
             return ""
+        around = self._around.get(i)
+        if around is not None and not has_more:
+            return f"{around[0]}{quote(content)}{around[1]}"
         events = ""
         if not self._has_role[i]:
             self._has_role[i] = True
             events += self._first_chunk(i)
+            if not (self._counts_each or self._has_timings):  # which differ from chunk to chunk
+                key = '{"content":'
+                before, after = self._chunk(i, key + "}").split(key)
+                self._around[i] = before + key, after
         ids_field = f',"token_ids":{json.dumps(ids)}' if ids else ""
         if reasoning:
             events += self._chunk(i, f'{{"reasoning_content":{quote(reasoning)}}}', more=ids_field)

@@ -92,7 +92,7 @@ class CompletionWriter(ChunkWriter):
 
     def advance(self) -> bytes:
         """Handles an update; returns its chunks if the answer is a stream."""
-        events = self._reading() if self._body.stream else ""
+        events = "" if self._progress is None else self._reading(self._progress)
         for i, answer in enumerate(self._call.answers):
             if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):
                 continue

@@ -19,7 +19,7 @@ class Connection(Protocol):
         """True if a chunk can be written now: the client keeps up with what has been written."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Writes a part of the body that is not the last. It is sent in this call, past uvicorn's `send`."""
+        """Writes a part of the body that is not the last, past uvicorn's `send`."""
 
 
 def connection_of(scope: Scope) -> Connection | None:

@@ -141,18 +141,23 @@ class GrammarCheck:
         """Returns when the process is ready for grammars."""
         assert process.stdin is not None, "it is a pipe"
         assert process.stdout is not None, "it is a pipe"
+        vocabulary = await asyncio.to_thread(self._vocabulary)  # a tenth of a second, perhaps amid streams
+        async with asyncio.timeout(_MOST_S):
+            with suppress(ConnectionError):
+                process.stdin.write(vocabulary)
+                await process.stdin.drain()
+            if not await process.stdout.readline():
+                raise KukriError("the process that compiles grammars has ended: see the log")
+
+    def _vocabulary(self) -> bytes:
+        """The line of JSON that tells the process which tokens there are."""
         tokenizer = self._tokenizer
         vocabulary = {
             "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.n_vocab)],
             "eos_ids": sorted(tokenizer.eos_ids),
             "special_ids": sorted(tokenizer.special_ids),
         }
-        async with asyncio.timeout(_MOST_S):
-            with suppress(ConnectionError):
-                process.stdin.write(json.dumps(vocabulary).encode() + b"\n")
-                await process.stdin.drain()
-            if not await process.stdout.readline():
-                raise KukriError("the process that compiles grammars has ended: see the log")
+        return json.dumps(vocabulary).encode() + b"\n"
 
     async def _read_answers(self, process: Process) -> None:
         """Hands out the lines of the process until it ends."""

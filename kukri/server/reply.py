@@ -95,7 +95,8 @@ class ChunkWriter(ABC):
         self._with_usage = bool(options and options.include_usage)
         self._counts_each = bool(self._with_usage and options and options.continuous_usage_stats)
         self._has_timings = bool(body.timings_per_token)
-        self._progress = PromptProgress(call.answers[0].request) if body.return_progress else None
+        is_told = body.return_progress and body.stream
+        self._progress = PromptProgress(call.answers[0].request) if is_told else None
 
     def end(self) -> bytes:
         """The usage, if requested, and the end mark."""
@@ -117,12 +118,13 @@ class ChunkWriter(ABC):
             more += f",{json.dumps(self._timings())[1:-1]}"
         return f'{self._prefix},"choices":[{choice}]{more}}}\n\n'
 
-    def _reading(self) -> str:
-        """Chunks with the progress of the first prompt, if they are requested."""
-        news = self._progress.news() if self._progress is not None else ()
-        return "".join(
-            f'{self._prefix},"choices":[],"prompt_progress":{json.dumps(one)}}}\n\n' for one in news
+    def _reading(self, progress: PromptProgress) -> str:
+        """Chunks with the news of a prompt's progress."""
+        chunks = (
+            f'{self._prefix},"choices":[],"prompt_progress":{json.dumps(one)}}}\n\n'
+            for one in progress.news()
         )
+        return "".join(chunks)
 
     def _timings(self) -> dict[str, Any]:
         """The first answer's `timings`, if they are requested."""

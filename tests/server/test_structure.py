@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
@@ -13,6 +15,7 @@ from live_server import MODEL, serving
 from pydantic import BaseModel
 
 from kukri import LLM, Grammar
+from kukri.server.grammar_check import GrammarCheck
 
 QUESTION = [{"role": "user", "content": "Name a city and its country."}]
 SAMPLED = {"model": MODEL, "temperature": 1, "max_tokens": 160}
@@ -181,3 +184,23 @@ def test_a_schema_needs_no_name(served):
     with served.http() as http:
         answer = http.post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "17"
+
+
+def test_the_event_loop_does_not_write_down_the_vocabulary():
+    """Catches streams that stand still for the tenth of a second that 49,152 tokens take."""
+
+    def token_bytes(token_id: int) -> bytes:
+        with pytest.raises(RuntimeError):  # no event loop runs in this thread
+            asyncio.get_running_loop()
+        return bytes([token_id])
+
+    tokenizer: Any = SimpleNamespace(token_bytes=token_bytes, n_vocab=256, eos_ids={0}, special_ids={0})
+
+    async def starts() -> None:
+        check = GrammarCheck(tokenizer)
+        try:
+            await check.check(Grammar.text('start: "a"'))
+        finally:
+            await check.close()
+
+    asyncio.run(starts())
