@@ -21,7 +21,7 @@ from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.jit import KernelLibrary
 
-N_TOKENS = (1, 2, 3, 8, 9)
+N_TOKENS = (1, 2, 3, 5, 8, 9, 16)
 AS_LOGITS = ("Q4_0", "Q8_0", "Q6_K")  # multiplied with rows of two int8 terms, too
 used: set[str] = set()
 
@@ -46,7 +46,7 @@ def results(model, types):
 
 def products(backend, name):
     rng = np.random.default_rng(1)
-    w = weight(rng, name, 40, 512)
+    w = weight(rng, name, 41, 512)  # rows end inside a tile
     each = Weight(w.stored, w.type, w.shape, w.name, per_token=True) if name == "Q4_0" else None
     found = {}
     for n in N_TOKENS:

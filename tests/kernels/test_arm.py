@@ -18,8 +18,9 @@ from kukri.kernels.cpu.features import cpu_target
 
 HERE = Path(__file__).parent
 ARM_PYTHON = os.environ.get("KUKRI_ARM_PYTHON", "")
-# the emulator does not say what it has: lowering -> features, and the types that are tried
+# the emulator does not say what it has: the instruction that sums int8 -> features, and the types that are tried
 TARGETS = {
+    "i8mm": ("+neon,+lse,+dotprod,+i8mm", TYPES),
     "dotprod": ("+neon,+lse,+dotprod", TYPES),
     "generic": ("+neon", ("F16", "Q4_0", "Q8_0")),
 }
@@ -46,9 +47,17 @@ def assembly(features, name):
 
 def test_products_use_the_dot_product():
     """Would catch a lowering that LLVM cannot compile for ARM, and sums by shuffles."""
-    code = assembly("+neon,+lse,+dotprod", "linear_Q8_0")
+    code = assembly(TARGETS["dotprod"][0], "linear_Q8_0")
     assert len(re.findall(r"\tsdot\t", code)) >= 4 * (1 + 2 + 4)  # a group for each number of tokens
     assert not re.findall(r"\t(zip|uzp|tbl)\w*\t", code)
+
+
+def test_products_use_matrix_products():
+    """Would catch both halves of the rows multiplied for each word, and shuffles of bytes."""
+    code = assembly(TARGETS["i8mm"][0], "linear_Q8_0")
+    assert len(re.findall(r"\tsdot\t", code)) == 8  # one token: two words
+    assert len(re.findall(r"\tsmmla\t", code)) == 8 * (1 + 2 + 2)  # 2, 4 and 8 tokens
+    assert not re.findall(r"\t(zip|uzp|tbl)\w*\tv\d+\.(8b|16b)", code)
 
 
 def test_the_executor_orders_memory():
@@ -81,7 +90,8 @@ def test_results_are_those_of_this_machine(lowering, tmp_path):
     }
     ask = (
         "from kukri.kernels.cpu import features, kernel_cache; "
-        "print(features.cpu_target().lowering, kernel_cache.cache_dir())"
+        "cpu = features.cpu_target(); "
+        "print('i8mm' if cpu.has_int8_matrix else cpu.lowering, kernel_cache.cache_dir())"
     )
     asked = subprocess.run([ARM_PYTHON, "-c", ask], env=env, capture_output=True, text=True, check=True)
     found, directory = asked.stdout.split()
@@ -98,7 +108,7 @@ def test_results_are_those_of_this_machine(lowering, tmp_path):
     names = [
         name
         for name in want.files
-        if cpu_target().has_int8_dot == (lowering == "dotprod") or "logits" not in name
+        if cpu_target().has_int8_dot == (lowering != "generic") or "logits" not in name
     ]
     assert len(names) > 10
     assert [name for name in names if not np.array_equal(want[name], got[name])] == []

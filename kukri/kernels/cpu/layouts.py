@@ -45,6 +45,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kukri.kernels.cpu.features import cpu_target
+
 ROWS = 16  # output rows of a weight tile
 TOKENS = 8  # tokens of a full activation panel
 ROW_SUM_BYTES = 4 * ROWS
@@ -59,7 +61,6 @@ NEGATIVE_TOTAL = LAST_NEGATIVE_SUMS = 44  # of a q8 block, or the last half of a
 Q8_BLOCK_BYTES = 48
 ODD_INPUTS = 48  # of a q16 block
 Q16_BLOCK_BYTES = 80
-Q8T_TAIL_BYTES = 4
 F32_INPUT_BYTES = 4
 
 PanelKind = Literal["q8", "q8x2", "q16", "q8t", "f32"]
@@ -120,7 +121,7 @@ def inputs_bytes(kind: PanelKind, n_inputs: int) -> int:
 def panel_bytes(kind: PanelKind, n_inputs: int) -> int:
     """Bytes from one panel to the next: of one that is 8 tokens wide."""
     n_terms = 2 if kind == "q8x2" else 1
-    return TOKENS * (n_terms * inputs_bytes(kind, n_inputs) + (Q8T_TAIL_BYTES if kind == "q8t" else 0))
+    return TOKENS * (n_terms * inputs_bytes(kind, n_inputs) + (cpu_target().column_bytes if kind == "q8t" else 0))
 
 
 def linear_kernel(weight_type: str, kind: PanelKind) -> str:

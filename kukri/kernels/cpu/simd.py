@@ -332,10 +332,12 @@ def lanes_nan(builder: Any, a: Any) -> Any:
 
 @operation(types.void, types.int64, I32x16, types.int64)
 def store_words(builder: Any, address: Any, value: Any, width: Any) -> None:
-    """Stores 16 int32 within int8 as four 4-byte words: four groups of a q8 panel of `width` tokens."""
-    words = builder.bitcast(builder.trunc(value, ir.VectorType(_I8, 16)), ir.VectorType(_I32, 4))
-    for i in range(4):
-        where = pointer(builder, at(builder, address, builder.mul(width, _I64(GROUP * i))), _I32)
+    """Stores 16 int32 within int8 as words of four or eight bytes: columns of a q8 panel of `width` tokens."""
+    column = cpu_target().column_bytes
+    word = ir.IntType(8 * column)
+    words = builder.bitcast(builder.trunc(value, ir.VectorType(_I8, 16)), ir.VectorType(word, 16 // column))
+    for i in range(16 // column):
+        where = pointer(builder, at(builder, address, builder.mul(width, _I64(column * i))), word)
         builder.store(builder.extract_element(words, _I32(i)), where, align=4)
 
 
