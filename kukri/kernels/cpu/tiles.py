@@ -619,7 +619,7 @@ def tile_fold_sums(builder: Any, kind: Tile, out: Any, acc: Any, x: Any) -> Any:
     """out[i] += acc[i] * the scale of the block at x."""
 
     def step(i: int) -> Any:
-        sums = builder.sitofp(builder.extract_value(acc, i), F32x16.llvm)
+        sums = builder.sitofp(_row_sums(builder, builder.extract_value(acc, i)), F32x16.llvm)
         factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
         return _fma(builder, sums, factor, builder.extract_value(out, i))
 
