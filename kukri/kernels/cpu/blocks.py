@@ -49,6 +49,7 @@ from kukri.kernels.cpu.tiles import (
     tile_fold_mins,
     tile_fold_short_halves,
     tile_fold_sums,
+    tile_half_start,
     tile_offset_start,
     tile_scale_halves,
     tile_scales_weights,
@@ -351,8 +352,8 @@ def _q6_k_half_group(acc, w, x, first):
 
 @device
 def _q6_k_group(sums, w, x, scales):
-    first = _q6_k_half_group(tile_zeros_like(sums), w, x, 0)
-    last = _q6_k_half_group(tile_zeros_like(sums), w + 192, x, 4)
+    first = _q6_k_half_group(tile_half_start(sums, x, 5, 0), w, x, 0)
+    last = _q6_k_half_group(tile_half_start(sums, x, 5, 1), w + 192, x, 4)
     return tile_fold_halves(sums, first, last, scales, 5, x)
 
 
@@ -382,16 +383,17 @@ def _q3_k_group(sums, w, x, scales):
     a = load_u8x64(w)
     b = load_u8x64(w + 64)
     c = load_u8x64(w + 128)
-    zeros = tile_zeros_like(sums)
-    short = tile_dot4_short(tile_short_start(zeros), low_bits(a, 7), x, 0)
+    first = tile_half_start(sums, x, 2, 0)
+    last = tile_half_start(sums, x, 2, 1)
+    short = tile_dot4_short(tile_short_start(first), low_bits(a, 7), x, 0)
     short = tile_dot4_short(short, byte_bits(a, 3, 7, 0), x, 1)
     short = tile_dot4_short(short, low_bits(b, 7), x, 2)
-    first = tile_short_end(zeros, tile_dot4_short(short, byte_bits(b, 3, 7, 0), x, 3))
-    short = tile_dot4_short(tile_short_start(zeros), low_bits(c, 7), x, 4)
+    first = tile_short_end(first, tile_dot4_short(short, byte_bits(b, 3, 7, 0), x, 3))
+    short = tile_dot4_short(tile_short_start(last), low_bits(c, 7), x, 4)
     short = tile_dot4_short(short, byte_bits(c, 3, 7, 0), x, 5)
     short = tile_dot4_short(short, either(byte_bits(a, 6, 3, 0), byte_bits(b, 6, 1, 2)), x, 6)
     short = tile_dot4_short(short, either(byte_bits(c, 6, 3, 0), byte_bits(b, 7, 1, 2)), x, 7)
-    return tile_fold_short_halves(sums, first, tile_short_end(zeros, short), scales, 2, x)
+    return tile_fold_short_halves(sums, first, tile_short_end(last, short), scales, 2, x)
 
 
 @device

@@ -390,10 +390,10 @@ def low_bits(builder: Any, a: Any, mask: Any) -> Any:
 @operation(U8x64, U8x64, types.int64, types.int64, types.int64)
 def byte_bits(builder: Any, a: Any, right: Any, mask: Any, left: Any) -> Any:
     """((a >> right) & mask) << left in each byte; the result must fit into the byte."""
-    # 16 bits at a time, for which CPUs have shifts: the mask drops what came from the neighbour. (GFNI moves
+    # 16 bits at a time, for which x86 has shifts: the mask drops what came from the neighbour. (GFNI moves
     # bits in one instruction, but on Zen 4 in the units of the dot products: a tenth slower at 2 to 8 tokens)
-    shorts = ir.VectorType(_I16, 32)
-    right, left = (broadcast(builder, builder.trunc(v, _I16), 32) for v in (right, left))
+    shorts = U8x64.llvm if cpu_target().lowering == "dotprod" else ir.VectorType(_I16, 32)
+    right, left = (broadcast(builder, builder.trunc(v, shorts.element), shorts.count) for v in (right, left))
     shifted = builder.bitcast(builder.lshr(builder.bitcast(a, shorts), right), U8x64.llvm)
     kept = builder.and_(shifted, broadcast(builder, builder.trunc(mask, _I8), 64))
     return builder.bitcast(builder.shl(builder.bitcast(kept, shorts), left), U8x64.llvm)

@@ -258,7 +258,12 @@ def _dot2(builder: Any, acc: Any, w: Any, x: Any) -> Any:
     """acc[i] + w[2i] x[2i] + w[2i + 1] x[2i + 1] of int16."""
     if cpu_target().lowering == "avx512vnni":  # LLVM makes one instruction of the two
         return builder.add(acc, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", acc.type, w, x))
-    if cpu_target().lowering in ("dotprod", "generic"):
+    if cpu_target().lowering == "dotprod":  # no shuffles: by lanes of int32
+        words = (_pair_words(builder, builder.bitcast(pairs, acc.type)) for pairs in (w, x))
+        for a, b in zip(*words, strict=True):
+            acc = builder.add(acc, builder.mul(a, b))
+        return acc
+    if cpu_target().lowering == "generic":
         for a, b in zip(_alternate(builder, w), _alternate(builder, x), strict=True):
             acc = builder.add(acc, builder.mul(builder.sext(a, acc.type), builder.sext(b, acc.type)))
         return acc
@@ -390,9 +395,35 @@ def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -
         else:
             totals = _of_tokens(builder, kind, x, NEGATIVE_TOTAL, i, _I32)
         starts = builder.shl(totals, broadcast(builder, builder.trunc(shift, _I32)))
-        if result.vec is I32x16:
-            return starts
-        return builder.bitcast(builder.zext(starts, ir.VectorType(_I64, 16)), I32x32.llvm)  # for one lane of two
+        return _as_start(builder, result, starts)
+
+    return _each(builder, kind.n, result.vec.llvm, step)
+
+
+def _as_start(builder: Any, sums: Tile, starts: Any) -> Any:
+    """A vector of sums with a start for each row."""
+    if sums.vec is I32x16:
+        return starts
+    return builder.bitcast(builder.zext(starts, ir.VectorType(_I64, 16)), I32x32.llvm)  # in one lane of two
+
+
+def _starts_with_offsets(kind: Tile) -> bool:
+    """True if sums of half a block have offsets from their start, as `_dot2` is no instruction."""
+    return cpu_target().lowering == "dotprod" and not kind.is_q16
+
+
+@_tile_operation(_as_sums, types.int64, types.int64, types.int64)
+def tile_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
+    """A tile of int32, the initial sums of a half of the block at x that `tile_fold_halves` takes."""
+    result = _as_sums(kind)
+    if not _starts_with_offsets(kind):
+        return ir.Constant(result.llvm, None)
+
+    def step(i: int) -> Any:
+        pairs = _of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32)
+        starts = builder.select(builder.trunc(half, _I1), *_pair_words(builder, pairs)[::-1])
+        shifted = builder.shl(starts, broadcast(builder, builder.trunc(shift, _I32)))
+        return _as_start(builder, result, shifted)
 
     return _each(builder, kind.n, result.vec.llvm, step)
 
@@ -542,7 +573,7 @@ def _pair_words(builder: Any, pairs: Any) -> tuple[Any, Any]:
 
 def _scaled_sum(builder: Any, first: Any, last: Any, pairs: Any, are_short: bool) -> Any:
     """first * (the first of pairs) + last * (the last), int32; `are_short`: both sums are within int16."""
-    if are_short:
+    if are_short and cpu_target().lowering != "dotprod":
         low = builder.and_(first, constant(I32x16.llvm, 0xFFFF))
         both = builder.or_(low, builder.shl(last, constant(I32x16.llvm, 16)))
         zero = constant(I32x16.llvm, 0)
@@ -568,17 +599,16 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
         offsets = builder.shl(
             builder.bitcast(pairs, _I16x32), broadcast(builder, builder.trunc(shift, _I16), 32)
         )
-        offsets = builder.bitcast(offsets, I32x16.llvm)
 
         def step(i: int) -> Any:
             result = builder.extract_value(out, i)
             halves = [_row_sums(builder, builder.extract_value(tile, i)) for tile in (first, last)]
             factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
             if not kind.is_q16:
-                scale, offset = (_of_rows(builder, kind, v, i) for v in (pairs, offsets))
+                scale = _of_rows(builder, kind, pairs, i)
                 sums = _scaled_sum(builder, halves[0], halves[1], scale, are_short)
-                offset = builder.bitcast(offset, _I16x32)
-                sums = _dot2(builder, sums, offset, _both_sums(builder, kind, x, i))
+                if not _starts_with_offsets(kind):
+                    sums = _dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
                 return _fma(builder, builder.sitofp(sums, F32x16.llvm), factor, result)
             for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
                 offset = builder.shl(_half_sum(builder, kind, x, half, i), builder.trunc(shift, _I32))
