@@ -18,7 +18,7 @@ from kukri.kernels.cpu.features import cpu_target
 
 HERE = Path(__file__).parent
 ARM_PYTHON = os.environ.get("KUKRI_ARM_PYTHON", "")
-# the emulator does not say what it has: the instruction that sums int8 -> features, and the types that are tried
+# the emulator does not say what it has: what multiplies int8 -> features, and the types that are tried
 TARGETS = {
     "i8mm": ("+neon,+lse,+dotprod,+i8mm", TYPES),
     "dotprod": ("+neon,+lse,+dotprod", TYPES),

@@ -113,7 +113,8 @@ def _over_words(n, add):
             acc = add(acc, w, x, 2 * j + 1)
         return acc
 
-    return two_by_two if cpu_target().has_int8_matrix else one_by_one  # words take turns with halves of the rows
+    # words are of the first and of the last rows by turns (layouts.py)
+    return two_by_two if cpu_target().has_int8_matrix else one_by_one
 
 
 @device

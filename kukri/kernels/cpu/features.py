@@ -38,9 +38,10 @@ _BY_NAME: tuple[tuple[Lowering, tuple[str, ...]], ...] = (
                  "cortex-a78", "cortex-a510", "cortex-a520", "cortex-a710", "cortex-a715", "cortex-a720",
                  "cortex-a725", "cortex-x")),
 )  # fmt: skip
-_WITH_I8MM = ("apple-a15", "apple-a16", "apple-a17", "apple-a18", "apple-m2", "apple-m3", "apple-m4", "neoverse-n2",
-              "neoverse-n3", "neoverse-v", "ampere1", "cortex-a510", "cortex-a520", "cortex-a710", "cortex-a715",
-              "cortex-a720", "cortex-a725", "cortex-x2", "cortex-x3", "cortex-x4", "cortex-x925")  # fmt: skip
+_WITH_I8MM = ("apple-a15", "apple-a16", "apple-a17", "apple-a18", "apple-m2", "apple-m3", "apple-m4",
+              "neoverse-n2", "neoverse-n3", "neoverse-v", "ampere1", "cortex-a510", "cortex-a520",
+              "cortex-a710", "cortex-a715", "cortex-a720", "cortex-a725", "cortex-x2", "cortex-x3",
+              "cortex-x4", "cortex-x925")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class CpuTarget:
     has_half: bool  # the CPU converts float16 in hardware
     has_byte_permute: bool  # AVX-512 VBMI: an instruction looks bytes up in a table of 64
     level: str | None = None
-    has_int8_matrix: bool = False  # ARM's i8mm: one multiplies 2 rows by 2 tokens, 8 int8 of each (layouts.py)
+    has_int8_matrix: bool = False  # ARM's i8mm: an instruction multiplies 2 x 8 by 8 x 2 int8
 
     @property
     def name(self) -> str:

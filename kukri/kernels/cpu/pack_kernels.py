@@ -229,14 +229,14 @@ def _arrange(order, source, n_words, words):
             _put(words, j, _get(source, j) ^ flip)
 
 
-# Tiles for matrix products of int8 (layouts.py) are those of rows that were mixed before: lane i takes 8 bytes of
-# row i >> 1 and of row 8 + (i >> 1) by turns, the first or, if i is odd, the last 4 bytes of each.
+# Tiles for matrix products of int8 (layouts.py) are tiles of other rows, mixed from 16: lane i takes words of row
+# i >> 1 and of row 8 + (i >> 1) by turns, of each two words the first or, if i is odd, the last.
 
 
 @device
 def _quants(order, n_words):
     """(The first word of a block that holds quants, the one after the last.)"""
-    if order == Q4_K_GROUPS or order == Q5_K_GROUPS:
+    if order in (Q4_K_GROUPS, Q5_K_GROUPS):
         return 3, n_words
     if order == Q2_K_GROUPS:
         return 4, n_words

@@ -332,7 +332,7 @@ def lanes_nan(builder: Any, a: Any) -> Any:
 
 @operation(types.void, types.int64, I32x16, types.int64)
 def store_words(builder: Any, address: Any, value: Any, width: Any) -> None:
-    """Stores 16 int32 within int8 as words of four or eight bytes: columns of a q8 panel of `width` tokens."""
+    """Stores 16 int32 within int8 as a token's words of four or eight bytes in a q8 panel, `width` wide."""
     column = cpu_target().column_bytes
     word = ir.IntType(8 * column)
     words = builder.bitcast(builder.trunc(value, ir.VectorType(_I8, 16)), ir.VectorType(word, 16 // column))

@@ -50,8 +50,6 @@ _I1, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 16, 32, 64))
 _F32 = ir.FloatType()
 _I8x16 = ir.VectorType(ir.IntType(8), 16)
 _I16x16, _I16x32 = ir.VectorType(_I16, 16), ir.VectorType(_I16, 32)
-
-
 I32x32 = Vec("I32x32", _I32, 32)
 
 
@@ -65,7 +63,7 @@ class Tile(types.Type):  # type: ignore[misc]
         self.vec, self.n, self.width, self.inputs = vec, n, width, inputs
         self.is_q16 = inputs == "q16"
         self.is_for_matrix = inputs == "q8" and cpu_target().has_int8_matrix
-        self.has_pairs = self.is_for_matrix and n > 1
+        self.has_pairs = self.is_for_matrix and n > 1  # vectors are of two tokens, until `tile_rows`
         self.llvm = ir.ArrayType(vec.llvm, n)
         super().__init__(name=f"Tile({vec.name}, {n}, {width}, {inputs})")
 
@@ -186,14 +184,14 @@ def _dot4_short(builder: Any, short: Any, u: Any, s: Any) -> Any:
 
 
 # --- matrix products of int8 --------------------------------------------------------------------------
-# ARM's smmla multiplies 2 rows by 2 tokens, 8 bytes of each, and adds 4 int32. In tiles of weights for it
-# (layouts.py), vectors have 8 bytes each of rows 0 to 7 or, if their number is odd, of rows 8 to 15. Sums of two
-# or more tokens are kept as they come out (`Tile.has_pairs`), floats too, until a tile is stored: vector i has
-# rows 0 to 7, or 8 to 15 if i is odd, of tokens i & -2 and the next,
-#   two rows of the one, the same two of the other, the next two rows of the one, …
-# So what is multiplied with them comes as two rows twice (`_of_rows`) or two tokens, each twice (`_of_tokens`).
+# ARM's smmla multiplies 2 rows by 2 tokens, 8 bytes of each, and adds the products to 4 int32. In tiles of
+# weights for it (layouts.py), word vectors have 8 bytes of each of rows 0 to 7 or, odd ones, of rows 8 to 15.
+# Sums of two or more tokens stay as smmla leaves them, floats too, until a tile is stored (`Tile.has_pairs`):
+# vector i has rows 0 to 7 or, if i is odd, 8 to 15, of tokens i & -2 and the next; lanes are
+#   two rows of the one, the same two rows of the other, the next two rows of the one, …
+# so they meet two rows, twice (`_of_rows`), or each of two tokens, twice (`_of_tokens`).
 #
-# One token is multiplied by sdot. Its sums have two lanes for each row (I32x32), which end in one (`_row_sums`).
+# One token is multiplied by sdot. Its sums have two lanes for each row (I32x32), added at last (`_row_sums`).
 
 
 def _matrix_dots(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, group: Any) -> Any:
@@ -205,7 +203,7 @@ def _matrix_dots(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, group: Any)
         pairs = zip(quarters(builder, sums), quarters(builder, w), strict=True)
         made = [call_llvm(builder, name, ir.VectorType(_I32, 4), c, inputs, rows) for c, rows in pairs]
         added = join(builder, join(builder, *made[:2]), join(builder, *made[2:]))
-        # the condition is a constant once functions are inlined
+        # `group` is a constant, or 2j or 2j + 1, so that LLVM keeps one of the two
         return builder.select(is_last, *((added, sums) if half else (sums, added)))
 
     if kind.n == 1:
@@ -326,6 +324,7 @@ def _as_i32(tile: Tile) -> Tile:
 
 
 def _as_sums(tile: Tile) -> Tile:
+    """The type of sums over a block, or a half, of a tile of outputs."""
     is_halved = tile.is_for_matrix and tile.n == 1
     return Tile(I32x32 if is_halved else I32x16, tile.n, tile.width, tile.inputs)
 
@@ -530,8 +529,8 @@ def tile_add_scaled(builder: Any, kind: Tile, acc: Any, part: Any, scale: Any) -
     """acc[i] += part[i] * scale."""
 
     def step(i: int) -> Any:
-        terms = (builder.extract_value(part, i), _of_rows(builder, kind, scale, i), builder.extract_value(acc, i))
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, *terms)
+        factor = _of_rows(builder, kind, scale, i)
+        return _fma(builder, builder.extract_value(part, i), factor, builder.extract_value(acc, i))
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
@@ -554,9 +553,7 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
     def step(i: int) -> Any:
         sums = _row_sums(builder, builder.extract_value(acc, i))
         factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
-        return _fold(
-            builder, builder.extract_value(out, i), sums, _of_rows(builder, kind, scale, i), factor
-        )
+        return _fold(builder, builder.extract_value(out, i), sums, _of_rows(builder, kind, scale, i), factor)
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
