@@ -229,8 +229,8 @@ def _arrange(order, source, n_words, words):
             _put(words, j, _get(source, j) ^ flip)
 
 
-# Tiles for matrix products of int8 (layouts.py) are tiles of other rows, mixed from 16: lane i takes words of row
-# i >> 1 and of row 8 + (i >> 1) by turns, of each two words the first or, if i is odd, the last.
+# Tiles for matrix products of int8 (layouts.py) are tiles of other rows, mixed from 16: lane i takes words of
+# row i >> 1 and of row 8 + (i >> 1) by turns, of each two words the first or, if i is odd, the last.
 
 
 @device
