@@ -97,26 +97,21 @@ def _signed_start(out, x):
     return tile_offset_start(out, x, 7) if _HAS_SIGNED_BIAS else tile_zeros_like(out)
 
 
-def _over_words(n, add):
-    """A function that adds words 0 to n - 1 of a block up, by add(acc, w, x, j)."""
+# Words that are of the first and of the last rows by turns (layouts.py) are taken two by two.
+_TURNS = 2 if cpu_target().has_int8_matrix else 1
+
+
+def _in_turn(add):
+    """A function that adds a word, or two that take turns, by add(acc, w, x, j)."""
 
     @device
-    def one_by_one(acc, w, x):
-        for j in range(n):
-            acc = add(acc, w, x, j)
-        return acc
+    def add_two(acc, w, x, j):
+        return add(add(acc, w, x, 2 * j), w, x, 2 * j + 1)
 
-    @device
-    def two_by_two(acc, w, x):
-        for j in range(n // 2):
-            acc = add(acc, w, x, 2 * j)
-            acc = add(acc, w, x, 2 * j + 1)
-        return acc
-
-    # words are of the first and of the last rows by turns (layouts.py)
-    return two_by_two if cpu_target().has_int8_matrix else one_by_one
+    return add if _TURNS == 1 else add_two
 
 
+@_in_turn
 @device
 def _add_nibbles(short, w, x, j):
     packed = load_u8x64(w + 64 * j)
@@ -124,13 +119,17 @@ def _add_nibbles(short, w, x, j):
     return tile_dot4_short(short, byte_bits(packed, 4, 15, 0), x, 4 + j)
 
 
-_add_all_nibbles = _over_words(4, _add_nibbles)
+@device
+def _all_nibbles(short, w, x):
+    for j in range(4 // _TURNS):
+        short = _add_nibbles(short, w, x, j)
+    return short
 
 
 @device
 def _dot_nibbles(acc, w, x):
     """acc += 32 nibbles: byte 4j+b of a row holds input 4j+b (low) and 16+4j+b (high)."""
-    return tile_short_end(acc, _add_all_nibbles(tile_short_start(acc), w, x))
+    return tile_short_end(acc, _all_nibbles(tile_short_start(acc), w, x))
 
 
 @device
@@ -182,18 +181,18 @@ def _q5_1(out, w, x):
     return tile_add_min(out, load_f16x16(w + 352), x)
 
 
+@_in_turn
 @device
 def _add_bytes(acc, w, x, j):
     return tile_dot4_signed(acc, load_u8x64(w + 64 * j), x, j)
 
 
-_add_all_bytes = _over_words(8, _add_bytes)
-
-
 @device
 def _q8_0(out, w, x):
     _ahead_9(out, w)
-    acc = _add_all_bytes(_signed_start(out, x), w, x)
+    acc = _signed_start(out, x)
+    for j in range(8 // _TURNS):
+        acc = _add_bytes(acc, w, x, j)
     return tile_fold(out, acc, load_f16x16(w + 512), x)
 
 
@@ -202,17 +201,19 @@ def _make_dot_values(values):
     stored = [int(value) + (128 if _HAS_SIGNED_BIAS else 0) for value in values]
     low, high = look_up(stored, 0), look_up(stored, 4)
 
+    @_in_turn
     @device
     def add(acc, w, x, j):
         packed = load_u8x64(w + 64 * j)
         acc = tile_dot4_signed(acc, low(packed), x, j)
         return tile_dot4_signed(acc, high(packed), x, 4 + j)
 
-    add_all = _over_words(4, add)
-
     @device
     def dot(out, w, x):
-        return add_all(_signed_start(out, x), w, x)
+        acc = _signed_start(out, x)
+        for j in range(4 // _TURNS):
+            acc = add(acc, w, x, j)
+        return acc
 
     return dot
 
@@ -222,20 +223,20 @@ _low_mxfp4, _high_mxfp4 = (look_up([int(value) + 16 for value in MXFP4_VALUES], 
 
 
 @device
-def _add_mxfp4(short, w, x, j):
-    packed = load_u8x64(w + 64 * j)
-    short = tile_dot4_short(short, _low_mxfp4(packed), x, j)
-    return tile_dot4_short(short, _high_mxfp4(packed), x, 4 + j)
-
-
-@device
-def _dot_mxfp4(out, w, x):
+def _dot_runs_of_mxfp4(out, w, x):
     """Integer sums of 32 values, kept as value + 16: five bits, two runs."""
     acc = tile_offset_start(out, x, 4)
     for half in range(2):
-        short = _add_mxfp4(tile_short_start(acc), w, x, 2 * half)
-        acc = tile_short_end(acc, _add_mxfp4(short, w, x, 2 * half + 1))
+        short = tile_short_start(acc)
+        for j in range(2):
+            packed = load_u8x64(w + 128 * half + 64 * j)
+            short = tile_dot4_short(short, _low_mxfp4(packed), x, 2 * half + j)
+            short = tile_dot4_short(short, _high_mxfp4(packed), x, 4 + 2 * half + j)
+        acc = tile_short_end(acc, short)
     return acc
+
+
+_dot_mxfp4 = _make_dot_values(MXFP4_VALUES) if _TURNS == 2 else _dot_runs_of_mxfp4
 
 
 @device
