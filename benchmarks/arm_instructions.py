@@ -1,6 +1,6 @@
 """Counts instructions of ARM's matrix kernels, without an ARM processor.
 
-    python -m benchmarks.arm_instructions Q4_0 Q4_K
+    python -m benchmarks.arm_instructions
 
 For each weight type, by sdot and by smmla: instructions for a token and 32 inputs of 16 rows, of 4 tokens,
 and of these the products, what moves lanes, and what spills registers. What comes once a block of 256 is not
@@ -15,7 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+# not MXFP4, whose words are in two loops
+TYPES = ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 N_TOKENS = 4  # of the last loop in a kernel
 # instruction -> features of LLVM that choose it, rows x tokens x inputs of a product
 LEVELS = {"sdot": ("+neon,+lse,+dotprod", 4 * 4), "smmla": ("+neon,+lse,+dotprod,+i8mm", 2 * 2 * 8)}
@@ -73,7 +74,7 @@ def assembly_of(features: str, kernel: str) -> str:
 def main() -> None:
     """Prints a row for each type and level."""
     print("type    by     " + "".join(f"{kind:>10}" for kind in KINDS))
-    for name in sys.argv[1:] or TYPES:
+    for name in TYPES:
         for level, (features, size) in LEVELS.items():
             counts = count(assembly_of(features, f"linear_{name}"), 16 * 32 * N_TOKENS // size)
             print(f"{name:8}{level:7}" + "".join(f"{counts[kind]:10.1f}" for kind in KINDS), flush=True)
