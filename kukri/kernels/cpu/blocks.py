@@ -111,25 +111,20 @@ def _in_turn(add):
     return add if _TURNS == 1 else add_two
 
 
-@_in_turn
-@device
-def _add_nibbles(short, w, x, j):
-    packed = load_u8x64(w + 64 * j)
-    short = tile_dot4_short(short, low_bits(packed, 15), x, j)
-    return tile_dot4_short(short, byte_bits(packed, 4, 15, 0), x, 4 + j)
-
-
-@device
-def _all_nibbles(short, w, x):
-    for j in range(4 // _TURNS):
-        short = _add_nibbles(short, w, x, j)
-    return short
-
-
 @device
 def _dot_nibbles(acc, w, x):
     """acc += 32 nibbles: byte 4j+b of a row holds input 4j+b (low) and 16+4j+b (high)."""
-    return tile_short_end(acc, _all_nibbles(tile_short_start(acc), w, x))
+    short = tile_short_start(acc)
+    for turns in range(4 // _TURNS):
+        j = _TURNS * turns
+        packed = load_u8x64(w + 64 * j)
+        short = tile_dot4_short(short, low_bits(packed, 15), x, j)
+        short = tile_dot4_short(short, byte_bits(packed, 4, 15, 0), x, 4 + j)
+        if _TURNS == 2:
+            packed = load_u8x64(w + 64 * j + 64)
+            short = tile_dot4_short(short, low_bits(packed, 15), x, j + 1)
+            short = tile_dot4_short(short, byte_bits(packed, 4, 15, 0), x, 5 + j)
+    return tile_short_end(acc, short)
 
 
 @device
