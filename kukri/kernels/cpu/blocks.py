@@ -97,18 +97,9 @@ def _signed_start(out, x):
     return tile_offset_start(out, x, 7) if _HAS_SIGNED_BIAS else tile_zeros_like(out)
 
 
-# Words that are of the first and of the last rows by turns (layouts.py) are taken two by two.
+# Words that are of the first and of the last rows by turns (layouts.py) are written out in pairs: LLVM drops
+# what a word has no part in (`_matrix_dots`).
 _TURNS = 2 if cpu_target().has_int8_matrix else 1
-
-
-def _in_turn(add):
-    """A function that adds a word, or two that take turns, by add(acc, w, x, j)."""
-
-    @device
-    def add_two(acc, w, x, j):
-        return add(add(acc, w, x, 2 * j), w, x, 2 * j + 1)
-
-    return add if _TURNS == 1 else add_two
 
 
 @device
@@ -176,18 +167,15 @@ def _q5_1(out, w, x):
     return tile_add_min(out, load_f16x16(w + 352), x)
 
 
-@_in_turn
-@device
-def _add_bytes(acc, w, x, j):
-    return tile_dot4_signed(acc, load_u8x64(w + 64 * j), x, j)
-
-
 @device
 def _q8_0(out, w, x):
     _ahead_9(out, w)
     acc = _signed_start(out, x)
-    for j in range(8 // _TURNS):
-        acc = _add_bytes(acc, w, x, j)
+    for turns in range(8 // _TURNS):
+        j = _TURNS * turns
+        acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x, j)
+        if _TURNS == 2:
+            acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j + 64), x, j + 1)
     return tile_fold(out, acc, load_f16x16(w + 512), x)
 
 
@@ -196,18 +184,18 @@ def _make_dot_values(values):
     stored = [int(value) + (128 if _HAS_SIGNED_BIAS else 0) for value in values]
     low, high = look_up(stored, 0), look_up(stored, 4)
 
-    @_in_turn
-    @device
-    def add(acc, w, x, j):
-        packed = load_u8x64(w + 64 * j)
-        acc = tile_dot4_signed(acc, low(packed), x, j)
-        return tile_dot4_signed(acc, high(packed), x, 4 + j)
-
     @device
     def dot(out, w, x):
         acc = _signed_start(out, x)
-        for j in range(4 // _TURNS):
-            acc = add(acc, w, x, j)
+        for turns in range(4 // _TURNS):
+            j = _TURNS * turns
+            packed = load_u8x64(w + 64 * j)
+            acc = tile_dot4_signed(acc, low(packed), x, j)
+            acc = tile_dot4_signed(acc, high(packed), x, 4 + j)
+            if _TURNS == 2:
+                packed = load_u8x64(w + 64 * j + 64)
+                acc = tile_dot4_signed(acc, low(packed), x, j + 1)
+                acc = tile_dot4_signed(acc, high(packed), x, 5 + j)
         return acc
 
     return dot
