@@ -17,11 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of what tests share
 from small_programs import attention_case, exact_rows, f32_weight, plain_batch, run, weight
 
 from kukri import LLM, SamplingParams
-from kukri.kernels.constants import Vector, Weight
+from kukri.kernels.constants import Experts, Vector, Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.jit import KernelLibrary
+from kukri.kernels.specs import Routing
 
-N_TOKENS = (1, 2, 3, 8, 9)
+N_TOKENS = (1, 2, 3, 5, 8, 9, 16)
 AS_LOGITS = ("Q4_0", "Q8_0", "Q6_K")  # multiplied with rows of two int8 terms, too
 used: set[str] = set()
 
@@ -34,6 +35,7 @@ def results(model, types):
         found |= products(backend, name)
     for kv_type in ("f16", "q8_0"):
         found[f"attention {kv_type}"] = attention(backend, kv_type)
+    found["mixture"] = mixture(backend)
     found |= elementwise(backend)
     with LLM(model, backend="cpu", n_threads=2, max_context=96) as llm:
         for name, sampling in (("greedy", {"temperature": 0}), ("seeded", {"temperature": 1, "top_p": 0.9})):
@@ -46,7 +48,7 @@ def results(model, types):
 
 def products(backend, name):
     rng = np.random.default_rng(1)
-    w = weight(rng, name, 40, 512)
+    w = weight(rng, name, 41, 512)  # rows end inside a tile
     each = Weight(w.stored, w.type, w.shape, w.name, per_token=True) if name == "Q4_0" else None
     found = {}
     for n in N_TOKENS:
@@ -69,6 +71,20 @@ def products(backend, name):
         if each is not None:
             found[f"{name} x {n}, one scale a token"] = run(backend, per_token, plain_batch(n))
     return found
+
+
+def mixture(backend):
+    rng = np.random.default_rng(4)
+    routing = Routing(n_experts=5, n_used=2, normalized=True)
+    x, logits = f32_weight(exact_rows(rng, 21, 64)), f32_weight(rng.standard_normal((21, 5)))
+    experts = Experts(tuple(weight(rng, "Q8_0", 48, 64) for _ in range(5)))
+
+    def program(ops, batch):
+        routes = ops.route(ops.embed(logits, batch), routing)
+        results = ops.expert_linear(ops.embed(x, batch), routes, [experts])
+        return ops.logit_rows(ops.combine(results, routes), batch)
+
+    return run(backend, program, plain_batch(21))
 
 
 def attention(backend, kv_type):

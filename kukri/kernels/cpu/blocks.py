@@ -51,6 +51,7 @@ from kukri.kernels.cpu.tiles import (
     tile_fold_mins,
     tile_fold_short_halves,
     tile_fold_sums,
+    tile_half_start,
     tile_offset_start,
     tile_scale_halves,
     tile_scaled_short_end,
@@ -99,14 +100,24 @@ def _signed_start(out, x):
     return tile_offset_start(out, x, 7) if _HAS_SIGNED_BIAS else tile_zeros_like(out)
 
 
+# Words that are of the first and of the last rows by turns (layouts.py) are written out in pairs: LLVM drops
+# what a word has no part in (`_matrix_dots`).
+_TURNS = 2 if cpu_target().has_int8_matrix else 1
+
+
 @device
 def _dot_nibbles(acc, w, x):
     """acc += 32 nibbles: byte 4j+b of a row holds input 4j+b (low) and 16+4j+b (high)."""
     short = tile_short_start(acc)
-    for j in range(4):
+    for turns in range(4 // _TURNS):
+        j = _TURNS * turns
         packed = load_u8x64(w + 64 * j)
         short = tile_dot4_short(short, low_bits(packed, 15), x, j)
         short = tile_dot4_short(short, byte_bits(packed, 4, 15, 0), x, 4 + j)
+        if _TURNS == 2:
+            packed = load_u8x64(w + 64 * j + 64)
+            short = tile_dot4_short(short, low_bits(packed, 15), x, j + 1)
+            short = tile_dot4_short(short, byte_bits(packed, 4, 15, 0), x, 5 + j)
     return tile_short_end(acc, short)
 
 
@@ -163,8 +174,11 @@ def _q5_1(out, w, x):
 def _q8_0(out, w, x):
     _ahead_9(out, w)
     acc = _signed_start(out, x)
-    for j in range(8):
+    for turns in range(8 // _TURNS):
+        j = _TURNS * turns
         acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x, j)
+        if _TURNS == 2:
+            acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j + 64), x, j + 1)
     return tile_fold(out, acc, load_f16x16(w + 512), x)
 
 
@@ -176,10 +190,15 @@ def _make_dot_values(values):
     @device
     def dot(out, w, x):
         acc = _signed_start(out, x)
-        for j in range(4):
+        for turns in range(4 // _TURNS):
+            j = _TURNS * turns
             packed = load_u8x64(w + 64 * j)
             acc = tile_dot4_signed(acc, low(packed), x, j)
             acc = tile_dot4_signed(acc, high(packed), x, 4 + j)
+            if _TURNS == 2:
+                packed = load_u8x64(w + 64 * j + 64)
+                acc = tile_dot4_signed(acc, low(packed), x, j + 1)
+                acc = tile_dot4_signed(acc, high(packed), x, 5 + j)
         return acc
 
     return dot
@@ -190,7 +209,7 @@ _low_mxfp4, _high_mxfp4 = (look_up([int(value) + 16 for value in MXFP4_VALUES], 
 
 
 @device
-def _dot_mxfp4(out, w, x):
+def _dot_runs_of_mxfp4(out, w, x):
     """Integer sums of 32 values, kept as value + 16: five bits, two runs."""
     acc = tile_offset_start(out, x, 4)
     for half in range(2):
@@ -201,6 +220,9 @@ def _dot_mxfp4(out, w, x):
             short = tile_dot4_short(short, _high_mxfp4(packed), x, 4 + 2 * half + j)
         acc = tile_short_end(acc, short)
     return acc
+
+
+_dot_mxfp4 = _make_dot_values(MXFP4_VALUES) if _TURNS == 2 else _dot_runs_of_mxfp4
 
 
 @device
@@ -318,8 +340,8 @@ def _q6_k_half_group(acc, w, x, first, scales):
 
 @device
 def _q6_k_group(sums, w, x, scales):
-    first = _q6_k_half_group(tile_zeros_like(sums), w, x, 0, repeat_first(scales))
-    last = _q6_k_half_group(tile_zeros_like(sums), w + 192, x, 4, repeat_last(scales))
+    first = _q6_k_half_group(tile_half_start(sums, x, 5, 0), w, x, 0, repeat_first(scales))
+    last = _q6_k_half_group(tile_half_start(sums, x, 5, 1), w + 192, x, 4, repeat_last(scales))
     return tile_fold_halves(sums, first, last, scales, 5, x)
 
 
@@ -349,17 +371,18 @@ def _q3_k_group(sums, w, x, scales):
     a = load_u8x64(w)
     b = load_u8x64(w + 64)
     c = load_u8x64(w + 128)
-    zeros = tile_zeros_like(sums)
-    short = tile_dot4_short(tile_short_start(zeros), low_bits(a, 7), x, 0)
+    first = tile_half_start(sums, x, 2, 0)
+    last = tile_half_start(sums, x, 2, 1)
+    short = tile_dot4_short(tile_short_start(first), low_bits(a, 7), x, 0)
     short = tile_dot4_short(short, byte_bits(a, 3, 7, 0), x, 1)
     short = tile_dot4_short(short, low_bits(b, 7), x, 2)
     short = tile_dot4_short(short, byte_bits(b, 3, 7, 0), x, 3)
-    first = tile_scaled_short_end(zeros, short, repeat_first(scales))
-    short = tile_dot4_short(tile_short_start(zeros), low_bits(c, 7), x, 4)
+    first = tile_scaled_short_end(first, short, repeat_first(scales))
+    short = tile_dot4_short(tile_short_start(last), low_bits(c, 7), x, 4)
     short = tile_dot4_short(short, byte_bits(c, 3, 7, 0), x, 5)
     short = tile_dot4_short(short, either(byte_bits(a, 6, 3, 0), byte_bits(b, 6, 1, 2)), x, 6)
     short = tile_dot4_short(short, either(byte_bits(c, 6, 3, 0), byte_bits(b, 7, 1, 2)), x, 7)
-    last = tile_scaled_short_end(zeros, short, repeat_last(scales))
+    last = tile_scaled_short_end(last, short, repeat_last(scales))
     return tile_fold_short_halves(sums, first, last, scales, 2, x)
 
 

@@ -38,6 +38,10 @@ _BY_NAME: tuple[tuple[Lowering, tuple[str, ...]], ...] = (
                  "cortex-a78", "cortex-a510", "cortex-a520", "cortex-a710", "cortex-a715", "cortex-a720",
                  "cortex-a725", "cortex-x")),
 )  # fmt: skip
+_WITH_I8MM = ("apple-a15", "apple-a16", "apple-a17", "apple-a18", "apple-m2", "apple-m3", "apple-m4",
+              "neoverse-n2", "neoverse-n3", "neoverse-v", "ampere1", "cortex-a510", "cortex-a520",
+              "cortex-a710", "cortex-a715", "cortex-a720", "cortex-a725", "cortex-x2", "cortex-x3",
+              "cortex-x4", "cortex-x925")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class CpuTarget:
     has_half: bool  # the CPU converts float16 in hardware
     has_byte_permute: bool  # AVX-512 VBMI: an instruction looks bytes up in a table of 64
     level: str | None = None
+    has_int8_matrix: bool = False  # ARM's i8mm: an instruction multiplies 2 x 8 by 8 x 2 int8
 
     @property
     def name(self) -> str:
@@ -71,6 +76,11 @@ class CpuTarget:
     def has_signed_bias(self) -> bool:
         """True if tiles hold signed weights as w + 128: the dot product takes unsigned and signed bytes."""
         return self.lowering in ("avx512vnni", "avxvnni")
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of a token that lie side by side in an int8 panel, and of a row in a tile (layouts.py)."""
+        return 8 if self.has_int8_matrix else 4
 
     @property
     def has_wide_registers(self) -> bool:
@@ -130,20 +140,24 @@ def cpu_target() -> CpuTarget:
             lowering,
             has_half=lowering != "generic" or not is_x86,
             has_byte_permute=lowering == "avx512vnni" and not name.startswith(_WITHOUT_VBMI),
+            has_int8_matrix=lowering == "dotprod" and name.startswith(_WITH_I8MM),
         )
     identity, features = (_linux_x86() if is_x86 else _linux_arm()) or _llvm_host()
     if flags:
         features = {flag[1:]: flag[0] == "+" for flag in flags.split(",")}
     text = flags or ",".join(("+" if on else "-") + flag for flag, on in sorted(features.items()))
     lowering = _lowering_of_features(features)
+    has_int8_matrix = lowering == "dotprod" and bool(features.get("i8mm"))
     if lowering == "generic" and not is_x86 and not flags:  # Apple's, of whose features LLVM knows few
         lowering = _lowering_of_name(_llvm_host()[0])
+        has_int8_matrix = lowering == "dotprod" and _llvm_host()[0].startswith(_WITH_I8MM)
     target = CpuTarget(
         name or identity,
         text,
         lowering,
         has_half=bool(features.get("f16c")) or not is_x86,
         has_byte_permute=lowering == "avx512vnni" and bool(features.get("avx512vbmi")),
+        has_int8_matrix=has_int8_matrix,
     )
     if has_levels() and not name and not flags:
         alike = _of_level(host_level())
@@ -183,7 +197,7 @@ def _linux_x86() -> tuple[str, dict[str, bool]] | None:
 
 
 # Linux's names of ARM's features that kernels use, and LLVM's
-_ARM_FEATURES = {"asimd": "neon", "atomics": "lse", "asimddp": "dotprod"}
+_ARM_FEATURES = {"asimd": "neon", "atomics": "lse", "asimddp": "dotprod", "i8mm": "i8mm"}
 
 
 def _linux_arm() -> tuple[str, dict[str, bool]] | None:

@@ -37,6 +37,12 @@ which meets what a weight tile for such panels has after its last block
 
     16 x 4 bytes      the sum of each row's weights (float32)
 
+ARM's i8mm multiplies 8 bytes of a row and of a token (tiles.py). For it, int8 panels have columns of 8 bytes:
+inputs 8p to 8p + 7 of token 0, of token 1, … for p = 0 to 3, then two scales of each token, then its negative
+sums; a tail has 8 bytes for a token, too. Tiles are packed as if there were 16 other rows, whose quants are
+words of the real ones: in lane i, words 2p and 2p + 1 are both word 2p + (i & 1), of row i >> 1 and of row
+8 + (i >> 1). Scales stay those of the real rows.
+
 For float weights ("f32") a panel is just W x 4 bytes per input: that input of each token.
 """
 
@@ -44,6 +50,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from kukri.kernels.cpu.features import cpu_target
 
 ROWS = 16  # output rows of a weight tile
 TOKENS = 8  # tokens of a full activation panel
@@ -59,7 +67,6 @@ NEGATIVE_TOTAL = LAST_NEGATIVE_SUMS = 44  # of a q8 block, or the last half of a
 Q8_BLOCK_BYTES = 48
 ODD_INPUTS = 48  # of a q16 block
 Q16_BLOCK_BYTES = 80
-Q8T_TAIL_BYTES = 4
 F32_INPUT_BYTES = 4
 
 PanelKind = Literal["q8", "q8x2", "q16", "q8t", "f32"]
@@ -120,7 +127,8 @@ def inputs_bytes(kind: PanelKind, n_inputs: int) -> int:
 def panel_bytes(kind: PanelKind, n_inputs: int) -> int:
     """Bytes from one panel to the next: of one that is 8 tokens wide."""
     n_terms = 2 if kind == "q8x2" else 1
-    return TOKENS * (n_terms * inputs_bytes(kind, n_inputs) + (Q8T_TAIL_BYTES if kind == "q8t" else 0))
+    tail = cpu_target().column_bytes if kind == "q8t" else 0
+    return TOKENS * (n_terms * inputs_bytes(kind, n_inputs) + tail)
 
 
 def linear_kernel(weight_type: str, kind: PanelKind) -> str:

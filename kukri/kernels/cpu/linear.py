@@ -19,7 +19,6 @@ from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import (
     LAYOUTS,
     PER_TOKEN_TYPE,
-    Q8T_TAIL_BYTES,
     ROW_SUM_BYTES,
     ROWS,
     TOKENS,
@@ -32,8 +31,10 @@ from kukri.kernels.cpu.tiles import (
     tile_add,
     tile_fma,
     tile_pair_sums,
+    tile_rows,
     tile_store,
     tile_zeros_f32,
+    tile_zeros_q8,
     tile_zeros_q16,
 )
 
@@ -62,7 +63,7 @@ def steps(weight_type: str, kind: PanelKind) -> Steps:
         layout.tile_block_bytes,
         ROW_SUM_BYTES if per_token else 0,
         inputs_bytes(kind, layout.block_size),
-        Q8T_TAIL_BYTES if per_token else 0,
+        cpu_target().column_bytes if per_token else 0,
         2 if kind == "q8x2" else 1,
     )
 
@@ -72,7 +73,8 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
     block = BLOCK_FUNCTIONS[weight_type]
     per_token = kind == "q8t"
     w_step, _, x_token_step, _, n_terms = steps(weight_type, kind)
-    tile_zeros = tile_zeros_q16 if kind == "q16" else tile_zeros_f32
+    tile_zeros = {"f32": tile_zeros_f32, "q16": tile_zeros_q16}.get(kind, tile_zeros_q8)
+    column = 4 if kind == "f32" else cpu_target().column_bytes
     most = (8 if cpu_target().has_wide_registers else 4) // n_terms  # tokens that registers hold
 
     def make_row_tile(n: int, width: int) -> Callable[..., Any]:
@@ -87,10 +89,11 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
                 out = block(out, w, x)
                 w += w_step
                 x += x_step
+            out = tile_rows(out)
             if n_terms == 2:
                 out = tile_pair_sums(out)
             if per_token:
-                out = tile_fma(out, load_f32x16(w), x, 4)
+                out = tile_fma(out, load_f32x16(w), x, column)
             if bias != 0:
                 out = tile_add(out, bias, 0, count)
             if residual != 0:
@@ -108,7 +111,7 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
             for first in range(0, count, n):
                 yp = y + first * y_stride
                 rp = residual + first * residual_stride if residual != 0 else 0
-                xp = x + 4 * n_terms * first
+                xp = x + column * n_terms * first
                 row_tile(w, xp, n_blocks, yp, y_stride, bias, rp, residual_stride, count - first)
 
         return row_tiles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import (
     device,
     load_i32,
@@ -28,6 +29,7 @@ from kukri.kernels.cpu.layouts import (
     SIGNED_BYTES,
 )
 
+_FOR_MATRIX = cpu_target().has_int8_matrix
 _MOST_WORDS_BYTES = 4 * max(layout.n_words for layout in LAYOUTS.values())
 
 
@@ -227,6 +229,40 @@ def _arrange(order, source, n_words, words):
             _put(words, j, _get(source, j) ^ flip)
 
 
+# Tiles for matrix products of int8 (layouts.py) are tiles of other rows, mixed from 16: lane i takes words of
+# row i >> 1 and of row 8 + (i >> 1) by turns, of each two words the first or, if i is odd, the last.
+
+
+@device
+def _quants(order, n_words):
+    """(The first word of a block that holds quants, the one after the last.)"""
+    if order in (Q4_K_GROUPS, Q5_K_GROUPS):
+        return 3, n_words
+    if order == Q2_K_GROUPS:
+        return 4, n_words
+    if order == Q3_K_GROUPS:
+        return 0, 24
+    if order == Q6_K_GROUPS:
+        return 0, 48
+    if order == Q5_0_WORDS:
+        return 1, n_words  # without the fifth bits
+    return n_words & 1, n_words  # IQ4_XS has scales in word 0
+
+
+@device
+def _mix_rows(order, n_words, lane, own, first, last, words):
+    """Writes a lane's block, in the file's order: scales of its own row, quants of two others."""
+    start, stop = _quants(order, n_words)
+    for j in range(n_words):
+        _put(words, j, _get(own, j))
+    for j in range(start, stop, 2):
+        _put(words, j, _get(first, j + (lane & 1)))
+        _put(words, j + 1, _get(last, j + (lane & 1)))
+    if order == Q5_0_WORDS:  # a bit for each input: nibbles by turns
+        right = 4 * (lane & 1)
+        _put(words, 0, ((_get(first, 0) >> right) & _NIBBLES) | (((_get(last, 0) >> right) & _NIBBLES) << 4))
+
+
 def pack(
     tile, row_addresses, n_row_tiles, n_blocks, block_bytes, word, n_words, order, half, n_halves,
     exponent, out, tile_bytes,
@@ -239,8 +275,17 @@ def pack(
     for row in range(ROWS):
         source = load_i64(row_addresses + 8 * (tile * ROWS + row))
         target = out + tile * tile_bytes
-        for _ in range(n_blocks):
-            _arrange(order, source + word, n_words, words)
+        for block in range(n_blocks):
+            if _FOR_MATRIX:
+                others = row_addresses + 8 * (tile * ROWS + (row >> 1))
+                at = word + block * block_bytes
+                mixed = stack_bytes(_MOST_WORDS_BYTES)
+                first = load_i64(others) + at
+                last = load_i64(others + 4 * ROWS) + at
+                _mix_rows(order, n_words, row, source + word, first, last, mixed)
+                _arrange(order, mixed, n_words, words)
+            else:
+                _arrange(order, source + word, n_words, words)
             for j in range(n_words):
                 store_i32(target + (j * ROWS + row) * 4, load_i32(words + 4 * j))
             halves = target + n_words * ROWS * 4

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import device, load_f32, load_i64, store_f32, store_i32
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import (
@@ -23,7 +24,6 @@ from kukri.kernels.cpu.layouts import (
     NEGATIVE_TOTAL,
     Q8_BLOCK,
     Q8_BLOCK_BYTES,
-    Q8T_TAIL_BYTES,
     Q16_BLOCK_BYTES,
     SCALED_SUMS,
     SCALES,
@@ -44,6 +44,8 @@ from kukri.kernels.cpu.simd import (
     sum_lanes_i32,
     to_i32,
 )
+
+_COLUMN = cpu_target().column_bytes
 
 
 @device
@@ -111,23 +113,29 @@ def panel_of(panels, step, row):
 
 
 @device
+def _part(part, width):
+    """Bytes from a token's share of a panel block to one of its parts, such as SCALES."""
+    return (part & -_COLUMN) * width + (part & (_COLUMN - 1))
+
+
+@device
 def store_scale(scale, total, share, width):
     """Writes the scale of 32 whole numbers and their scaled sum as a token's share of a panel block."""
-    store_f32(share + SCALES * width, scale)
-    store_f32(share + SCALED_SUMS * width, scale * total)
+    store_f32(share + _part(SCALES, width), scale)
+    store_f32(share + _part(SCALED_SUMS, width), scale * total)
 
 
 @device
 def store_block(low, high, scale, target, lane, width):
     """Writes 32 int8 and their scale as one token's share of a panel block."""
-    share = target + 4 * lane
+    share = target + _COLUMN * lane
     store_words(share, low, width)
     store_words(share + 4 * GROUP * width, high, width)
     first = sum_lanes_i32(low)
     last = sum_lanes_i32(high)
     store_scale(scale, first + last, share, width)
-    store_i32(share + NEGATIVE_SUMS * width, (-first & 0xFFFF) | (-last << 16))
-    store_i32(share + NEGATIVE_TOTAL * width, -first - last)
+    store_i32(share + _part(NEGATIVE_SUMS, width), (-first & 0xFFFF) | (-last << 16))
+    store_i32(share + _part(NEGATIVE_TOTAL, width), -first - last)
 
 
 @device
@@ -225,13 +233,13 @@ def panel_q8t(row, width, x, x_stride, n, panels):
     scale = np.float32(span * (1.0 / 255.0))
     inverse = np.float32(255.0 / span if span > 1e-35 else span * 0.0)  # keeps nan
     zero = round_even(splat(np.float32(-128.0 - least * inverse)))
-    target = panel_of(panels, n // Q8_BLOCK * Q8_BLOCK_BYTES + Q8T_TAIL_BYTES, row)
+    target = panel_of(panels, n // Q8_BLOCK * Q8_BLOCK_BYTES + _COLUMN, row)
     for i in range(0, 4 * n, 128):
         low = _with_zero(source + i, splat(inverse), zero)
         high = _with_zero(source + i + 64, splat(inverse), zero)
         store_block(low, high, scale, target, row & 7, width)
         target += Q8_BLOCK_BYTES * width
-    store_f32(target + 4 * (row & 7), -scale * max_lanes(zero))
+    store_f32(target + _COLUMN * (row & 7), -scale * max_lanes(zero))
 
 
 def panel_f32(row, width, x, x_stride, n, panels):

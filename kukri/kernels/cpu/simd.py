@@ -333,10 +333,12 @@ def lanes_nan(builder: Any, a: Any) -> Any:
 
 @operation(types.void, types.int64, I32x16, types.int64)
 def store_words(builder: Any, address: Any, value: Any, width: Any) -> None:
-    """Stores 16 int32 within int8 as four 4-byte words: four groups of a q8 panel of `width` tokens."""
-    words = builder.bitcast(builder.trunc(value, ir.VectorType(_I8, 16)), ir.VectorType(_I32, 4))
-    for i in range(4):
-        where = pointer(builder, at(builder, address, builder.mul(width, _I64(GROUP * i))), _I32)
+    """Stores 16 int32 within int8 as a token's words of four or eight bytes in a q8 panel, `width` wide."""
+    column = cpu_target().column_bytes
+    word = ir.IntType(8 * column)
+    words = builder.bitcast(builder.trunc(value, ir.VectorType(_I8, 16)), ir.VectorType(word, 16 // column))
+    for i in range(16 // column):
+        where = pointer(builder, at(builder, address, builder.mul(width, _I64(column * i))), word)
         builder.store(builder.extract_element(words, _I32(i)), where, align=4)
 
 
@@ -389,10 +391,10 @@ def low_bits(builder: Any, a: Any, mask: Any) -> Any:
 @operation(U8x64, U8x64, types.int64, types.int64, types.int64)
 def byte_bits(builder: Any, a: Any, right: Any, mask: Any, left: Any) -> Any:
     """((a >> right) & mask) << left in each byte; the result must fit into the byte."""
-    # 16 bits at a time, for which CPUs have shifts: the mask drops what came from the neighbour. (GFNI moves
+    # 16 bits at a time, for which x86 has shifts: the mask drops what came from the neighbour. (GFNI moves
     # bits in one instruction, but on Zen 4 in the units of the dot products: a tenth slower at 2 to 8 tokens)
-    shorts = ir.VectorType(_I16, 32)
-    right, left = (broadcast(builder, builder.trunc(v, _I16), 32) for v in (right, left))
+    shorts = U8x64.llvm if cpu_target().lowering == "dotprod" else ir.VectorType(_I16, 32)
+    right, left = (broadcast(builder, builder.trunc(v, shorts.element), shorts.count) for v in (right, left))
     shifted = builder.bitcast(builder.lshr(builder.bitcast(a, shorts), right), U8x64.llvm)
     kept = builder.and_(shifted, broadcast(builder, builder.trunc(mask, _I8), 64))
     return builder.bitcast(builder.shl(builder.bitcast(kept, shorts), left), U8x64.llvm)

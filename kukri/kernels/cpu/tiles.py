@@ -48,19 +48,24 @@ from kukri.kernels.cpu.simd import (
 
 _I1, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 16, 32, 64))
 _F32 = ir.FloatType()
+_I8x16 = ir.VectorType(ir.IntType(8), 16)
 _I16x16, _I16x32 = ir.VectorType(_I16, 16), ir.VectorType(_I16, 32)
+I32x32 = Vec("I32x32", _I32, 32)
 
 
 class Tile(types.Type):  # type: ignore[misc]
     """The Numba type of `n` vectors of one kind, held in registers.
 
-    Their inputs are in a panel that is `width` tokens wide, as int16 if `is_q16`.
+    Their inputs are in a panel that is `width` tokens wide, as `inputs`: f32, q8 or q16.
     """
 
-    def __init__(self, vec: Vec, n: int, width: int, is_q16: bool) -> None:
-        self.vec, self.n, self.width, self.is_q16 = vec, n, width, is_q16
+    def __init__(self, vec: Vec, n: int, width: int, inputs: str) -> None:
+        self.vec, self.n, self.width, self.inputs = vec, n, width, inputs
+        self.is_q16 = inputs == "q16"
+        self.is_for_matrix = inputs == "q8" and cpu_target().has_int8_matrix
+        self.has_pairs = self.is_for_matrix and n > 1  # vectors are of two tokens, until `tile_rows`
         self.llvm = ir.ArrayType(vec.llvm, n)
-        super().__init__(name=f"Tile({vec.name}, {n}, {width}, {is_q16})")
+        super().__init__(name=f"Tile({vec.name}, {n}, {width}, {inputs})")
 
 
 register_model(Tile)(RegisterModel)
@@ -179,6 +184,62 @@ def _dot4_short(builder: Any, short: Any, u: Any, s: Any) -> Any:
     return join(builder, *halves)
 
 
+# --- matrix products of int8 --------------------------------------------------------------------------
+# ARM's smmla multiplies 2 rows by 2 tokens, 8 bytes of each, and adds the products to 4 int32. In tiles of
+# weights for it (layouts.py), word vectors have 8 bytes of each of rows 0 to 7 or, odd ones, of rows 8 to 15.
+# Sums of two or more tokens stay as smmla leaves them, floats too, until a tile is stored (`Tile.has_pairs`):
+# vector i has rows 0 to 7 or, if i is odd, 8 to 15, of tokens i & -2 and the next; lanes are
+#   two rows of the one, the same two rows of the other, the next two rows of the one, …
+# so they meet two rows, twice (`_of_rows`), or each of two tokens, twice (`_of_tokens`).
+#
+# One token is multiplied by sdot. Its sums have two lanes for each row (I32x32), added at last (`_row_sums`).
+
+
+def _matrix_dots(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, group: Any) -> Any:
+    """acc with the products of vector `group` of weights and 8 inputs of the block at x."""
+    where = at(builder, x, builder.mul(builder.and_(group, _I64(-2)), _I64(GROUP * kind.width)))
+    is_last = builder.trunc(group, _I1)
+
+    def add(name: str, sums: Any, inputs: Any, half: int) -> Any:
+        pairs = zip(quarters(builder, sums), quarters(builder, w), strict=True)
+        made = [call_llvm(builder, name, ir.VectorType(_I32, 4), c, inputs, rows) for c, rows in pairs]
+        added = join(builder, join(builder, *made[:2]), join(builder, *made[2:]))
+        # `group` is a constant, or 2j or 2j + 1, so that LLVM keeps one of the two
+        return builder.select(is_last, *((added, sums) if half else (sums, added)))
+
+    if kind.n == 1:
+        inputs = broadcast(builder, builder.load(pointer(builder, where, _I64), align=1), 2)
+        inputs = builder.bitcast(inputs, _I8x16)
+        halves = enumerate(split(builder, builder.extract_value(acc, 0)))
+        both = [add("llvm.aarch64.neon.sdot.v4i32.v16i8", sums, inputs, half) for half, sums in halves]
+        return builder.insert_value(acc, join(builder, *both), 0)
+
+    def step(i: int) -> Any:
+        inputs = builder.load(pointer(builder, at(builder, where, 8 * (i & -2)), _I8x16), align=1)
+        sums = builder.extract_value(acc, i)
+        return add("llvm.aarch64.neon.smmla.v4i32.v16i8", sums, inputs, i & 1)
+
+    return _each(builder, kind.n, kind.vec.llvm, step)
+
+
+def _row_sums(builder: Any, sums: Any) -> Any:
+    """A sum for each row."""
+    if sums.type.count == 16:
+        return sums
+    name = "llvm.aarch64.neon.addp.v4i32"
+    fours = [four for half in split(builder, sums) for four in quarters(builder, half)]
+    rows = [call_llvm(builder, name, a.type, a, b) for a, b in zip(fours[::2], fours[1::2], strict=True)]
+    return join(builder, join(builder, *rows[:2]), join(builder, *rows[2:]))
+
+
+def _of_rows(builder: Any, kind: Tile, v: Any, i: int) -> Any:
+    """What meets vector i of a tile, of a vector with a lane for each row."""
+    if not kind.has_pairs:
+        return v
+    lanes = [8 * (i & 1) + 2 * pair + row for pair in range(4) for row in (0, 1, 0, 1)]
+    return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, 16), lanes))
+
+
 # --- dot products of int16 ----------------------------------------------------------------------------
 # The even bytes of weights, widened to int16, meet the inputs 4g and 4g + 2 of a q16 panel, the odd ones
 # 4g + 1 and 4g + 3: each lane adds up its own row, as with dot4.
@@ -196,7 +257,12 @@ def _dot2(builder: Any, acc: Any, w: Any, x: Any) -> Any:
     """acc[i] + w[2i] x[2i] + w[2i + 1] x[2i + 1] of int16."""
     if cpu_target().lowering == "avx512vnni":  # LLVM makes one instruction of the two
         return builder.add(acc, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", acc.type, w, x))
-    if cpu_target().lowering in ("dotprod", "generic"):
+    if cpu_target().lowering == "dotprod":  # no shuffles: by lanes of int32
+        words = (_pair_words(builder, builder.bitcast(pairs, acc.type)) for pairs in (w, x))
+        for a, b in zip(*words, strict=True):
+            acc = builder.add(acc, builder.mul(a, b))
+        return acc
+    if cpu_target().lowering == "generic":
         for a, b in zip(_alternate(builder, w), _alternate(builder, x), strict=True):
             acc = builder.add(acc, builder.mul(builder.sext(a, acc.type), builder.sext(b, acc.type)))
         return acc
@@ -234,7 +300,7 @@ def fetch_ahead(n_lines: int) -> Any:
     return fetch_lines_ahead
 
 
-def _make_zeros(is_q16: bool) -> Any:
+def _make_zeros(inputs: str) -> Any:
     @intrinsic(prefer_literal=True)
     def zeros(context: Any, n: Any, width: Any) -> Any:
         """A tile of `n` zero vectors, for a panel of `width` tokens (any, without a panel); both literals."""
@@ -242,13 +308,12 @@ def _make_zeros(is_q16: bool) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return ir.Constant(ir.ArrayType(F32x16.llvm, n.literal_value), None)
 
-        return Tile(F32x16, n.literal_value, width.literal_value, is_q16)(n, width), generate
+        return Tile(F32x16, n.literal_value, width.literal_value, inputs)(n, width), generate
 
     return zeros
 
 
-tile_zeros_f32 = _make_zeros(is_q16=False)
-tile_zeros_q16 = _make_zeros(is_q16=True)  # for outputs of int16 inputs
+tile_zeros_f32, tile_zeros_q8, tile_zeros_q16 = (_make_zeros(inputs) for inputs in ("f32", "q8", "q16"))
 
 
 def _same(tile: Tile) -> Tile:
@@ -256,13 +321,19 @@ def _same(tile: Tile) -> Tile:
 
 
 def _as_i32(tile: Tile) -> Tile:
-    return Tile(I32x16, tile.n, tile.width, tile.is_q16)
+    return Tile(I32x16, tile.n, tile.width, tile.inputs)
 
 
-@_tile_operation(_as_i32)
+def _as_sums(tile: Tile) -> Tile:
+    """The type of sums over a block, or a half, of a tile of outputs."""
+    is_halved = tile.is_for_matrix and tile.n == 1
+    return Tile(I32x32 if is_halved else I32x16, tile.n, tile.width, tile.inputs)
+
+
+@_tile_operation(_as_sums)
 def tile_zeros_like(builder: Any, kind: Tile, tile: Any) -> Any:
     """A tile of int32 zeros, as long as `tile`."""
-    return ir.Constant(ir.ArrayType(I32x16.llvm, kind.n), None)
+    return ir.Constant(_as_sums(kind).llvm, None)
 
 
 @_tile_operation(_same)
@@ -283,10 +354,20 @@ def _of_token(builder: Any, kind: Tile, x: Any, part: Any, i: int, element: Any)
     return builder.load(pointer(builder, where, element), align=4)
 
 
+def _of_tokens(builder: Any, kind: Tile, x: Any, part: int, i: int, element: Any) -> Any:
+    """What meets vector i of a tile, of the tokens' numbers in a part of the panel block at x."""
+    if not kind.has_pairs:
+        return broadcast(builder, _of_token(builder, kind, x, _I64(part), i, element))
+    where = at(builder, x, (part & -8) * kind.width + 8 * (i & -2))  # two columns of 8 bytes
+    words = builder.load(pointer(builder, where, ir.VectorType(element, 4)), align=4)
+    first = (part & 4) // 4
+    lanes = [first, first, first + 2, first + 2] * 4
+    return builder.shuffle_vector(words, words, ir.Constant(ir.VectorType(_I32, 16), lanes))
+
+
 def _both_sums(builder: Any, kind: Tile, x: Any, i: int) -> Any:
-    """-(sums of both halves) of the q8 block at x, of token i: 16 times a pair of int16."""
-    word = broadcast(builder, _of_token(builder, kind, x, _I64(NEGATIVE_SUMS), i, _I32))
-    return builder.bitcast(word, _I16x32)
+    """-(sums of both halves) of the q8 block at x: a pair of int16 for each lane of vector i."""
+    return builder.bitcast(_of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32), _I16x32)
 
 
 def _half_sum(builder: Any, kind: Tile, x: Any, half: int, i: int) -> Any:
@@ -302,18 +383,49 @@ def tile_scales_weights(builder: Any, kind: Tile, tile: Any) -> Any:
     return ir.Constant(_I1, int(scales))
 
 
-@_tile_operation(_as_i32, types.int64, types.int64)
+@_tile_operation(_as_sums, types.int64, types.int64)
 def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -> Any:
     """A tile of int32: -(sum of the block at x) << shift, the initial sums for weights q - 2^shift."""
+    result = _as_sums(kind)
 
     def step(i: int) -> Any:
         if kind.is_q16:
             total = builder.add(*(_half_sum(builder, kind, x, half, i) for half in (0, 1)))
+            totals = broadcast(builder, total)
         else:
-            total = _of_token(builder, kind, x, _I64(NEGATIVE_TOTAL), i, _I32)
-        return builder.shl(broadcast(builder, total), broadcast(builder, builder.trunc(shift, _I32)))
+            totals = _of_tokens(builder, kind, x, NEGATIVE_TOTAL, i, _I32)
+        starts = builder.shl(totals, broadcast(builder, builder.trunc(shift, _I32)))
+        return _as_start(builder, result, starts)
 
-    return _each(builder, kind.n, I32x16.llvm, step)
+    return _each(builder, kind.n, result.vec.llvm, step)
+
+
+def _as_start(builder: Any, sums: Tile, starts: Any) -> Any:
+    """A vector of sums with a start for each row."""
+    if sums.vec is I32x16:
+        return starts
+    return builder.bitcast(builder.zext(starts, ir.VectorType(_I64, 16)), I32x32.llvm)  # in one lane of two
+
+
+def _starts_with_offsets(kind: Tile) -> bool:
+    """True if sums of half a block have offsets from their start, as `_dot2` is no instruction."""
+    return cpu_target().lowering == "dotprod" and not kind.is_q16
+
+
+@_tile_operation(_as_sums, types.int64, types.int64, types.int64)
+def tile_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
+    """A tile of int32, the initial sums of a half of the block at x that `tile_fold_halves` takes."""
+    result = _as_sums(kind)
+    if not _starts_with_offsets(kind):
+        return ir.Constant(result.llvm, None)
+
+    def step(i: int) -> Any:
+        pairs = _of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32)
+        starts = builder.select(builder.trunc(half, _I1), *_pair_words(builder, pairs)[::-1])
+        shifted = builder.shl(starts, broadcast(builder, builder.trunc(shift, _I32)))
+        return _as_start(builder, result, shifted)
+
+    return _each(builder, kind.n, result.vec.llvm, step)
 
 
 def _in_order(builder: Any, sums: Any) -> Any:
@@ -330,6 +442,8 @@ def _tile_dot(dot4: Callable[..., Any], is_signed: bool) -> Callable[..., Any]:
         # AVX2's sums are plain additions, which LLVM makes trees of: with several tokens, the trees' leaves
         # are more than there are registers
         may_spill = kind.n > 1 and cpu_target().lowering == "avx2"
+        if kind.is_for_matrix:
+            return _matrix_dots(builder, kind, acc, w, x, group)
         if kind.is_q16:
             even, odd = _even_and_odd(builder, w, is_signed)
             dots = [(_dot2, even, 0), (_dot2, odd, ODD_INPUTS)]
@@ -404,10 +518,6 @@ tile_dot4_signed = _tile_operation(_same, U8x64, types.int64, types.int64)(
 )
 
 
-def _broadcast_f32(builder: Any, kind: Tile, x: Any, part: int, i: int) -> Any:
-    return broadcast(builder, _of_token(builder, kind, x, _I64(part), i, _F32))
-
-
 @_tile_operation(_same, F32x16, types.int64, types.int64)
 def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: Any) -> Any:
     """acc[i] += v * (float32 at address + i * stride)."""
@@ -435,8 +545,8 @@ def tile_add_scaled(builder: Any, kind: Tile, acc: Any, part: Any, scale: Any) -
     """acc[i] += part[i] * scale."""
 
     def step(i: int) -> Any:
-        terms = (builder.extract_value(part, i), scale, builder.extract_value(acc, i))
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, *terms)
+        factor = _of_rows(builder, kind, scale, i)
+        return _fma(builder, builder.extract_value(part, i), factor, builder.extract_value(acc, i))
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
@@ -446,8 +556,8 @@ def tile_add_min(builder: Any, kind: Tile, acc: Any, v: Any, x: Any) -> Any:
     """acc[i] += v * (the scaled sum of the block at x): the mins of a block."""
 
     def step(i: int) -> Any:
-        factor = _broadcast_f32(builder, kind, x, SCALED_SUMS, i)
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, factor, builder.extract_value(acc, i))
+        factor = _of_tokens(builder, kind, x, SCALED_SUMS, i, _F32)
+        return _fma(builder, _of_rows(builder, kind, v, i), factor, builder.extract_value(acc, i))
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
@@ -457,8 +567,9 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
     """out[i] += float(acc[i]) * scale * (the scale of the block at x): one block's integer sums."""
 
     def step(i: int) -> Any:
-        factor = _broadcast_f32(builder, kind, x, SCALES, i)
-        return _fold(builder, builder.extract_value(out, i), builder.extract_value(acc, i), scale, factor)
+        sums = _row_sums(builder, builder.extract_value(acc, i))
+        factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
+        return _fold(builder, builder.extract_value(out, i), sums, _of_rows(builder, kind, scale, i), factor)
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
@@ -478,7 +589,7 @@ def _scaled_sum(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any, are
     """first * (the first of pairs) + last * (the last), int32; `are_short`: both sums are within int16."""
     if _sums_int16(kind):  # as tile_scaled_short_end has multiplied them
         return builder.add(first, last)
-    if are_short:
+    if are_short and cpu_target().lowering != "dotprod":
         low = builder.and_(first, constant(I32x16.llvm, 0xFFFF))
         both = builder.or_(low, builder.shl(last, constant(I32x16.llvm, 16)))
         zero = constant(I32x16.llvm, 0)
@@ -507,11 +618,13 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
 
         def step(i: int) -> Any:
             result = builder.extract_value(out, i)
-            halves = [builder.extract_value(tile, i) for tile in (first, last)]
-            factor = _broadcast_f32(builder, kind, x, SCALES, i)
+            halves = [_row_sums(builder, builder.extract_value(tile, i)) for tile in (first, last)]
+            factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
             if not kind.is_q16:
-                sums = _scaled_sum(builder, kind, halves[0], halves[1], pairs, are_short)
-                sums = _dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
+                scale = _of_rows(builder, kind, pairs, i)
+                sums = _scaled_sum(builder, kind, halves[0], halves[1], scale, are_short)
+                if not _starts_with_offsets(kind):
+                    sums = _dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
                 return _fma(builder, builder.sitofp(sums, F32x16.llvm), factor, result)
             for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
                 offset = builder.shl(_half_sum(builder, kind, x, half, i), builder.trunc(shift, _I32))
@@ -535,13 +648,14 @@ tile_fold_halves, tile_fold_short_halves = (
 )
 
 
-@_tile_operation(_same, None, I32x16)
+@_tile_operation(_as_i32, None, I32x16)
 def tile_scale_halves(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any) -> Any:
     """first[i] * (the first of pairs) + last[i] * (the last), whole numbers; of int8 inputs within int16."""
 
     def step(i: int) -> Any:
-        halves = [builder.extract_value(tile, i) for tile in (first, last)]
-        return _scaled_sum(builder, kind, halves[0], halves[1], pairs, are_short=not kind.is_q16)
+        halves = [_row_sums(builder, builder.extract_value(tile, i)) for tile in (first, last)]
+        scales = _of_rows(builder, kind, pairs, i)
+        return _scaled_sum(builder, kind, halves[0], halves[1], scales, are_short=not kind.is_q16)
 
     return _each(builder, kind.n, I32x16.llvm, step)
 
@@ -551,8 +665,9 @@ def tile_fold_sums(builder: Any, kind: Tile, out: Any, acc: Any, x: Any) -> Any:
     """out[i] += acc[i] * the scale of the block at x."""
 
     def step(i: int) -> Any:
-        sums = builder.sitofp(builder.extract_value(acc, i), F32x16.llvm)
-        return _fma(builder, sums, _broadcast_f32(builder, kind, x, SCALES, i), builder.extract_value(out, i))
+        sums = builder.sitofp(_row_sums(builder, builder.extract_value(acc, i)), F32x16.llvm)
+        factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
+        return _fma(builder, sums, factor, builder.extract_value(out, i))
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
@@ -564,20 +679,35 @@ def tile_fold_mins(builder: Any, kind: Tile, out: Any, pairs: Any, x: Any) -> An
 
     def step(i: int) -> Any:
         result = builder.extract_value(out, i)
-        factor = _broadcast_f32(builder, kind, x, SCALES, i)
+        factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
         if kind.is_q16:
             for half, low in enumerate(mins):
                 total = broadcast(builder, _half_sum(builder, kind, x, half, i))
                 result = _fold(builder, result, total, low, factor)
             return result
         zero = constant(I32x16.llvm, 0)
-        low = _dot2(builder, zero, builder.bitcast(pairs, _I16x32), _both_sums(builder, kind, x, i))
+        scales = builder.bitcast(_of_rows(builder, kind, pairs, i), _I16x32)
+        low = _dot2(builder, zero, scales, _both_sums(builder, kind, x, i))
         return _fma(builder, builder.sitofp(low, F32x16.llvm), factor, result)
 
     return _each(builder, kind.n, F32x16.llvm, step)
 
 
-@_tile_operation(lambda tile: Tile(tile.vec, tile.n // 2, tile.width // 2, tile.is_q16))
+@_tile_operation(_same)
+def tile_rows(builder: Any, kind: Tile, tile: Any) -> Any:
+    """A tile with a vector for each token, a lane for each row."""
+    if not kind.has_pairs:
+        return tile
+
+    def step(i: int) -> Any:
+        both = [builder.extract_value(tile, (i & -2) + half) for half in (0, 1)]
+        lanes = [4 * pair + 2 * (i & 1) + row for pair in range(8) for row in (0, 1)]
+        return builder.shuffle_vector(*both, ir.Constant(ir.VectorType(_I32, 16), lanes))
+
+    return _each(builder, kind.n, F32x16.llvm, step)
+
+
+@_tile_operation(lambda tile: Tile(tile.vec, tile.n // 2, tile.width // 2, tile.inputs))
 def tile_pair_sums(builder: Any, kind: Tile, tile: Any) -> Any:
     """A tile of tile[2i] + tile[2i + 1]."""
 
