@@ -13,6 +13,16 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, register_model
 
+from kukri.kernels.cpu.dots import (
+    I16X16,
+    I16X32,
+    add_pairs,
+    dot2,
+    dot4_short,
+    dot4_signed,
+    even_and_odd,
+    pair_words,
+)
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import (
     at,
@@ -49,7 +59,6 @@ from kukri.kernels.cpu.simd import (
 _I1, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 16, 32, 64))
 _F32 = ir.FloatType()
 _I8x16 = ir.VectorType(ir.IntType(8), 16)
-_I16x16, _I16x32 = ir.VectorType(_I16, 16), ir.VectorType(_I16, 32)
 I32x32 = Vec("I32x32", _I32, 32)
 
 
@@ -98,90 +107,6 @@ def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
     for i in range(n):
         tile = builder.insert_value(tile, make(i), i)
     return tile
-
-
-# --- dot products of int8 -----------------------------------------------------------------------------
-# dot4(acc, u, s): acc[i] += sum over k < 4 of u[4i + k] * s[4i + k], u unsigned, s signed bytes.
-# Unsigned operands above 127 would saturate the 16-bit sums of AVX2, so there are two forms: weights of up
-# to 6 bits and signed bytes. On instruction sets that have only unsigned times signed, signed bytes are kept
-# as w + 128; kernels then begin with what takes the bias away (`CpuTarget.has_signed_bias`).
-#
-# The first form sums *runs* of a few dots. On AVX2, whose dot is a multiplication into sums of two products
-# in int16 and another to widen those, a run is added up in int16 and widened once, at its end. A dot adds at
-# most 2 * 128 * max(u) to an int16, whose largest is 32,767. Runs may therefore have
-#   8 dots of 4 bits  (8 * 256 * 15 = 30,720)      2 dots of 6 bits  (2 * 256 * 63 = 32,256)
-#   4 dots of 5 bits  (4 * 256 * 31 = 31,744)      8 dots of 3 or 2 bits
-
-
-def _dot4_unsigned(builder: Any, acc: Any, u: Any, s: Any) -> Any:
-    lowering = cpu_target().lowering
-    if lowering == "avx512vnni":
-        return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", I32x16.llvm, acc, u, s)
-    if lowering == "dotprod":  # weights of up to 6 bits are the same as signed bytes
-        return _sdot(builder, acc, u, s)
-    if lowering == "generic":
-        return _dot4_generic(builder, acc, u, s, builder.zext)
-    halves = zip(split(builder, acc), split(builder, u), split(builder, s), strict=True)
-    return join(builder, *(_vnni_256(builder, *half) for half in halves))
-
-
-def _vnni_256(builder: Any, acc: Any, u: Any, s: Any) -> Any:
-    return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.256", acc.type, acc, u, s)
-
-
-def _sdot(builder: Any, acc: Any, a: Any, b: Any) -> Any:
-    """ARM's dot product of signed bytes, 128 bits at a time."""
-    parts = zip(quarters(builder, acc), quarters(builder, a), quarters(builder, b), strict=True)
-    sums = [call_llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", c.type, c, x, y) for c, x, y in parts]
-    return join(builder, join(builder, *sums[:2]), join(builder, *sums[2:]))
-
-
-def _pair_sums(builder: Any, u: Any, s: Any) -> Any:
-    """u[2i] s[2i] + u[2i + 1] s[2i + 1], as 16 int16."""
-    return call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", _I16x16, u, s)
-
-
-def _add_pairs(builder: Any, acc: Any, shorts: Any, factors: Any = None) -> Any:
-    """acc[i] + shorts[2i] + shorts[2i + 1], widened to int32; each times its factor, int16, if given."""
-    factors = constant(_I16x16, 1) if factors is None else factors
-    quads = call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, factors)
-    return builder.add(acc, quads)
-
-
-def _dot4_generic(builder: Any, acc: Any, u: Any, s: Any, widen_u: Any) -> Any:
-    for k in range(4):
-        lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(k, 64, 4)))
-        a = widen_u(builder.shuffle_vector(u, u, lanes), I32x16.llvm)
-        b = builder.sext(builder.shuffle_vector(s, s, lanes), I32x16.llvm)
-        acc = builder.add(acc, builder.mul(a, b))
-    return acc
-
-
-def _dot4_signed(builder: Any, acc: Any, w: Any, s: Any) -> Any:
-    if cpu_target().has_signed_bias:
-        return _dot4_unsigned(builder, acc, w, s)
-    if cpu_target().lowering == "dotprod":
-        return _sdot(builder, acc, w, s)
-    if cpu_target().lowering == "generic":
-        return _dot4_generic(builder, acc, w, s, builder.sext)
-    # |w| times s with the sign of w: products stay below the 16-bit saturation
-    halves = []
-    for a, x, y in zip(split(builder, acc), split(builder, w), split(builder, s), strict=True):
-        size = call_llvm(builder, "llvm.abs.v32i8", x.type, x, _I1(0))
-        signed = call_llvm(builder, "llvm.x86.avx2.psign.b", x.type, y, x)
-        halves.append(_add_pairs(builder, a, _pair_sums(builder, size, signed)))
-    return join(builder, *halves)
-
-
-def _dot4_short(builder: Any, short: Any, u: Any, s: Any) -> Any:
-    """A dot of a run. On AVX2 `short` holds 32 int16, two for a lane."""
-    if cpu_target().lowering != "avx2":
-        return _dot4_unsigned(builder, short, u, s)
-    halves = []
-    for a, x, y in zip(split(builder, short), split(builder, u), split(builder, s), strict=True):
-        summed = builder.add(builder.bitcast(a, _I16x16), _pair_sums(builder, x, y))
-        halves.append(builder.bitcast(summed, a.type))
-    return join(builder, *halves)
 
 
 # --- matrix products of int8 --------------------------------------------------------------------------
@@ -238,44 +163,6 @@ def _of_rows(builder: Any, kind: Tile, v: Any, i: int) -> Any:
         return v
     lanes = [8 * (i & 1) + 2 * pair + row for pair in range(4) for row in (0, 1, 0, 1)]
     return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, 16), lanes))
-
-
-# --- dot products of int16 ----------------------------------------------------------------------------
-# The even bytes of weights, widened to int16, meet the inputs 4g and 4g + 2 of a q16 panel, the odd ones
-# 4g + 1 and 4g + 3: each lane adds up its own row, as with dot4.
-
-
-def _even_and_odd(builder: Any, w: Any, is_signed: bool) -> tuple[Any, Any]:
-    """The bytes of `w` as 32 int16 each."""
-    shorts, eight = builder.bitcast(w, _I16x32), constant(_I16x32, 8)
-    if is_signed:
-        return builder.ashr(builder.shl(shorts, eight), eight), builder.ashr(shorts, eight)
-    return builder.and_(shorts, constant(_I16x32, 255)), builder.lshr(shorts, eight)
-
-
-def _dot2(builder: Any, acc: Any, w: Any, x: Any) -> Any:
-    """acc[i] + w[2i] x[2i] + w[2i + 1] x[2i + 1] of int16."""
-    if cpu_target().lowering == "avx512vnni":  # LLVM makes one instruction of the two
-        return builder.add(acc, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", acc.type, w, x))
-    if cpu_target().lowering == "dotprod":  # no shuffles: by lanes of int32
-        words = (_pair_words(builder, builder.bitcast(pairs, acc.type)) for pairs in (w, x))
-        for a, b in zip(*words, strict=True):
-            acc = builder.add(acc, builder.mul(a, b))
-        return acc
-    if cpu_target().lowering == "generic":
-        for a, b in zip(_alternate(builder, w), _alternate(builder, x), strict=True):
-            acc = builder.add(acc, builder.mul(builder.sext(a, acc.type), builder.sext(b, acc.type)))
-        return acc
-    halves = []
-    for a, b, c in zip(split(builder, acc), split(builder, w), split(builder, x), strict=True):
-        halves.append(builder.add(a, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", a.type, b, c)))
-    return join(builder, *halves)
-
-
-def _alternate(builder: Any, a: Any) -> list[Any]:
-    """Entries 0, 2, 4, … and 1, 3, 5, … of 32."""
-    lanes = (ir.Constant(ir.VectorType(_I32, 16), list(range(first, 32, 2))) for first in (0, 1))
-    return [builder.shuffle_vector(a, a, lane) for lane in lanes]
 
 
 # --- tiles --------------------------------------------------------------------------------------------
@@ -367,7 +254,7 @@ def _of_tokens(builder: Any, kind: Tile, x: Any, part: int, i: int, element: Any
 
 def _both_sums(builder: Any, kind: Tile, x: Any, i: int) -> Any:
     """-(sums of both halves) of the q8 block at x: a pair of int16 for each lane of vector i."""
-    return builder.bitcast(_of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32), _I16x32)
+    return builder.bitcast(_of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32), I16X32)
 
 
 def _half_sum(builder: Any, kind: Tile, x: Any, half: int, i: int) -> Any:
@@ -408,7 +295,7 @@ def _as_start(builder: Any, sums: Tile, starts: Any) -> Any:
 
 
 def _starts_with_offsets(kind: Tile) -> bool:
-    """True if sums of half a block have offsets from their start, as `_dot2` is no instruction."""
+    """True if sums of half a block have offsets from their start, as `dot2` is no instruction."""
     return cpu_target().lowering == "dotprod" and not kind.is_q16
 
 
@@ -421,7 +308,7 @@ def tile_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, hal
 
     def step(i: int) -> Any:
         pairs = _of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32)
-        starts = builder.select(builder.trunc(half, _I1), *_pair_words(builder, pairs)[::-1])
+        starts = builder.select(builder.trunc(half, _I1), *pair_words(builder, pairs)[::-1])
         shifted = builder.shl(starts, broadcast(builder, builder.trunc(shift, _I32)))
         return _as_start(builder, result, shifted)
 
@@ -445,8 +332,8 @@ def _tile_dot(dot4: Callable[..., Any], is_signed: bool) -> Callable[..., Any]:
         if kind.is_for_matrix:
             return _matrix_dots(builder, kind, acc, w, x, group)
         if kind.is_q16:
-            even, odd = _even_and_odd(builder, w, is_signed)
-            dots = [(_dot2, even, 0), (_dot2, odd, ODD_INPUTS)]
+            even, odd = even_and_odd(builder, w, is_signed)
+            dots = [(dot2, even, 0), (dot2, odd, ODD_INPUTS)]
         else:
             dots = [(dot4, w, 0)]
 
@@ -480,7 +367,7 @@ def tile_short_start(builder: Any, kind: Tile, acc: Any) -> Any:
 
 
 tile_dot4_short = _tile_operation(_same, U8x64, types.int64, types.int64)(
-    renamed("tile_dot4_short", _tile_dot(_dot4_short, is_signed=False))
+    renamed("tile_dot4_short", _tile_dot(dot4_short, is_signed=False))
 )
 
 
@@ -496,7 +383,7 @@ def _widen_run(builder: Any, kind: Tile, acc: Any, short: Any, factors: list[Any
     def step(i: int) -> Any:
         total, run = builder.extract_value(acc, i), builder.extract_value(short, i)
         halves = zip(split(builder, total), split(builder, run), factors, strict=True)
-        return join(builder, *(_add_pairs(builder, a, builder.bitcast(b, _I16x16), c) for a, b, c in halves))
+        return join(builder, *(add_pairs(builder, a, builder.bitcast(b, I16X16), c) for a, b, c in halves))
 
     return _each(builder, kind.n, I32x16.llvm, step)
 
@@ -510,11 +397,11 @@ def tile_scaled_short_end(builder: Any, kind: Tile, acc: Any, short: Any, scales
     """
     if not _sums_int16(kind):
         return short
-    return _widen_run(builder, kind, acc, short, split(builder, builder.bitcast(scales, _I16x32)))
+    return _widen_run(builder, kind, acc, short, split(builder, builder.bitcast(scales, I16X32)))
 
 
 tile_dot4_signed = _tile_operation(_same, U8x64, types.int64, types.int64)(
-    renamed("tile_dot4_signed", _tile_dot(_dot4_signed, is_signed=True))
+    renamed("tile_dot4_signed", _tile_dot(dot4_signed, is_signed=True))
 )
 
 
@@ -579,12 +466,6 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
 # Runs of both halves end with `tile_scaled_short_end`.
 
 
-def _pair_words(builder: Any, pairs: Any) -> tuple[Any, Any]:
-    """The first and the last of each pair, as int32."""
-    sixteen = constant(I32x16.llvm, 16)
-    return builder.ashr(builder.shl(pairs, sixteen), sixteen), builder.ashr(pairs, sixteen)
-
-
 def _scaled_sum(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any, are_short: bool) -> Any:
     """first * (the first of pairs) + last * (the last), int32; `are_short`: both sums are within int16."""
     if _sums_int16(kind):  # as tile_scaled_short_end has multiplied them
@@ -593,8 +474,8 @@ def _scaled_sum(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any, are
         low = builder.and_(first, constant(I32x16.llvm, 0xFFFF))
         both = builder.or_(low, builder.shl(last, constant(I32x16.llvm, 16)))
         zero = constant(I32x16.llvm, 0)
-        return _dot2(builder, zero, builder.bitcast(both, _I16x32), builder.bitcast(pairs, _I16x32))
-    a, b = _pair_words(builder, pairs)
+        return dot2(builder, zero, builder.bitcast(both, I16X32), builder.bitcast(pairs, I16X32))
+    a, b = pair_words(builder, pairs)
     return builder.add(builder.mul(first, a), builder.mul(last, b))
 
 
@@ -611,9 +492,9 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
     def emit(
         builder: Any, kind: Tile, out: Any, first: Any, last: Any, pairs: Any, shift: Any, x: Any
     ) -> Any:
-        scales = [builder.sitofp(word, F32x16.llvm) for word in _pair_words(builder, pairs)]
+        scales = [builder.sitofp(word, F32x16.llvm) for word in pair_words(builder, pairs)]
         offsets = builder.shl(
-            builder.bitcast(pairs, _I16x32), broadcast(builder, builder.trunc(shift, _I16), 32)
+            builder.bitcast(pairs, I16X32), broadcast(builder, builder.trunc(shift, _I16), 32)
         )
 
         def step(i: int) -> Any:
@@ -624,7 +505,7 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
                 scale = _of_rows(builder, kind, pairs, i)
                 sums = _scaled_sum(builder, kind, halves[0], halves[1], scale, are_short)
                 if not _starts_with_offsets(kind):
-                    sums = _dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
+                    sums = dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
                 return _fma(builder, builder.sitofp(sums, F32x16.llvm), factor, result)
             for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
                 offset = builder.shl(_half_sum(builder, kind, x, half, i), builder.trunc(shift, _I32))
@@ -675,7 +556,7 @@ def tile_fold_sums(builder: Any, kind: Tile, out: Any, acc: Any, x: Any) -> Any:
 @_tile_operation(_same, I32x16, types.int64)
 def tile_fold_mins(builder: Any, kind: Tile, out: Any, pairs: Any, x: Any) -> Any:
     """out[i] -= both halves' sums times pairs * the scale, all of the block at x."""
-    mins = [builder.sitofp(word, F32x16.llvm) for word in _pair_words(builder, pairs)]
+    mins = [builder.sitofp(word, F32x16.llvm) for word in pair_words(builder, pairs)]
 
     def step(i: int) -> Any:
         result = builder.extract_value(out, i)
@@ -686,8 +567,8 @@ def tile_fold_mins(builder: Any, kind: Tile, out: Any, pairs: Any, x: Any) -> An
                 result = _fold(builder, result, total, low, factor)
             return result
         zero = constant(I32x16.llvm, 0)
-        scales = builder.bitcast(_of_rows(builder, kind, pairs, i), _I16x32)
-        low = _dot2(builder, zero, scales, _both_sums(builder, kind, x, i))
+        scales = builder.bitcast(_of_rows(builder, kind, pairs, i), I16X32)
+        low = dot2(builder, zero, scales, _both_sums(builder, kind, x, i))
         return _fma(builder, builder.sitofp(low, F32x16.llvm), factor, result)
 
     return _each(builder, kind.n, F32x16.llvm, step)
