@@ -28,19 +28,20 @@ from kukri.kernels.cpu.layouts import (
 )
 from kukri.kernels.cpu.simd import load_f32x16
 from kukri.kernels.cpu.tiles import (
+    make_tile_zeros,
     tile_add,
     tile_fma,
     tile_pair_sums,
     tile_rows,
     tile_store,
-    tile_zeros_f32,
-    tile_zeros_q8,
-    tile_zeros_q16,
 )
 
 CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
 ROW_TILES_PER_CLAIM = 2
+# AVX2 has registers for sums of 4 tokens and 16 rows, or of 8 tokens and 8 rows. The latter unpacks weights
+# once, not twice, but loads inputs twice as often: a gain only for types that take long to unpack.
+_BY_HALVES = ("Q5_K", "Q6_K", "IQ4_XS")
 
 
 class Steps(NamedTuple):
@@ -73,16 +74,17 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
     block = BLOCK_FUNCTIONS[weight_type]
     per_token = kind == "q8t"
     w_step, _, x_token_step, _, n_terms = steps(weight_type, kind)
-    tile_zeros = {"f32": tile_zeros_f32, "q16": tile_zeros_q16}.get(kind, tile_zeros_q8)
+    inputs = kind if kind in ("f32", "q16") else "q8"
     column = 4 if kind == "f32" else cpu_target().column_bytes
     most = (8 if cpu_target().has_wide_registers else 4) // n_terms  # tokens that registers hold
 
-    def make_row_tile(n: int, width: int) -> Callable[..., Any]:
+    def make_row_tile(n: int, width: int, half: int | None = None) -> Callable[..., Any]:
         n_vectors, n_lanes = n * n_terms, width * n_terms
+        tile_zeros = make_tile_zeros(inputs, half)
 
         @device
         def row_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
-            """16 rows times `count` <= n tokens of a panel that is `width` tokens wide."""
+            """16 rows, or half of them, times `count` <= n tokens of a panel that is `width` wide."""
             out = tile_zeros(n_vectors, n_lanes)
             x_step = x_token_step * n_lanes
             for _ in range(n_blocks):
@@ -116,9 +118,22 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
 
         return row_tiles
 
+    def make_row_halves(n: int) -> Callable[..., Any]:
+        first_rows, last_rows = (make_row_tile(n, n, half) for half in (0, 1))
+
+        @device
+        def row_halves(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
+            """The first 8 rows times all tokens of a panel, then the last: each weight is unpacked once."""
+            first_rows(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count)
+            last_rows(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count)
+
+        return row_halves
+
     row_tile_1, row_tile_2, row_tile_4, row_tile_8 = (
         make_row_tile(n, n) if n <= most else make_row_tiles(most, n) for n in (1, 2, 4, 8)
     )
+    if weight_type in _BY_HALVES and kind == "q8" and cpu_target().lowering == "avx2":
+        row_tile_8 = make_row_halves(8)
 
     @device
     def panel_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):

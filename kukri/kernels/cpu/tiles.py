@@ -65,16 +65,18 @@ I32x32 = Vec("I32x32", _I32, 32)
 class Tile(types.Type):  # type: ignore[misc]
     """The Numba type of `n` vectors of one kind, held in registers.
 
-    Their inputs are in a panel that is `width` tokens wide, as `inputs`: f32, q8 or q16.
+    Their inputs are in a panel that is `width` tokens wide, as `inputs`: f32, q8 or q16. Lanes are rows:
+    all 16, or the first or last 8 if `half` is 0 or 1.
     """
 
-    def __init__(self, vec: Vec, n: int, width: int, inputs: str) -> None:
-        self.vec, self.n, self.width, self.inputs = vec, n, width, inputs
+    def __init__(self, vec: Vec, n: int, width: int, inputs: str, half: int | None = None) -> None:
+        self.vec, self.n, self.width, self.inputs, self.half = vec, n, width, inputs, half
         self.is_q16 = inputs == "q16"
         self.is_for_matrix = inputs == "q8" and cpu_target().has_int8_matrix
         self.has_pairs = self.is_for_matrix and n > 1  # vectors are of two tokens, until `tile_rows`
-        self.llvm = ir.ArrayType(vec.llvm, n)
-        super().__init__(name=f"Tile({vec.name}, {n}, {width}, {inputs})")
+        vector = vec.llvm if half is None else ir.VectorType(vec.llvm.element, vec.llvm.count // 2)
+        self.llvm = ir.ArrayType(vector, n)
+        super().__init__(name=f"Tile({vec.name}, {n}, {width}, {inputs}, {half})")
 
 
 register_model(Tile)(RegisterModel)
@@ -101,12 +103,24 @@ def _tile_operation(result: Callable[..., Any], *parameters: Any) -> Callable[[C
     return define
 
 
-def _each(builder: Any, n: int, vector: Any, make: Callable[[int], Any]) -> Any:
-    """A tile whose entry i is make(i)."""
-    tile = ir.Constant(ir.ArrayType(vector, n), ir.Undefined)
-    for i in range(n):
-        tile = builder.insert_value(tile, make(i), i)
+def _each(builder: Any, kind: Tile, make: Callable[[int], Any]) -> Any:
+    """A tile as long as one of this kind, and of as many rows, whose entry i is make(i)."""
+    entries = [make(i) for i in range(kind.n)]
+    if kind.half is not None:
+        entries = [split(builder, entry)[kind.half] for entry in entries]
+    tile = ir.Constant(ir.ArrayType(entries[0].type, kind.n), ir.Undefined)
+    for i, entry in enumerate(entries):
+        tile = builder.insert_value(tile, entry, i)
     return tile
+
+
+def _entry(builder: Any, kind: Tile, tile: Any, i: int) -> Any:
+    """Entry i of a tile, with 16 lanes; those of rows that it does not have are undefined."""
+    entry = builder.extract_value(tile, i)
+    if kind.half is None:
+        return entry
+    others = ir.Constant(entry.type, ir.Undefined)
+    return join(builder, *((others, entry) if kind.half else (entry, others)))
 
 
 # --- matrix products of int8 --------------------------------------------------------------------------
@@ -135,16 +149,16 @@ def _matrix_dots(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, group: Any)
     if kind.n == 1:
         inputs = broadcast(builder, builder.load(pointer(builder, where, _I64), align=1), 2)
         inputs = builder.bitcast(inputs, _I8x16)
-        halves = enumerate(split(builder, builder.extract_value(acc, 0)))
+        halves = enumerate(split(builder, _entry(builder, kind, acc, 0)))
         both = [add("llvm.aarch64.neon.sdot.v4i32.v16i8", sums, inputs, half) for half, sums in halves]
         return builder.insert_value(acc, join(builder, *both), 0)
 
     def step(i: int) -> Any:
         inputs = builder.load(pointer(builder, at(builder, where, 8 * (i & -2)), _I8x16), align=1)
-        sums = builder.extract_value(acc, i)
+        sums = _entry(builder, kind, acc, i)
         return add("llvm.aarch64.neon.smmla.v4i32.v16i8", sums, inputs, i & 1)
 
-    return _each(builder, kind.n, kind.vec.llvm, step)
+    return _each(builder, kind, step)
 
 
 def _row_sums(builder: Any, sums: Any) -> Any:
@@ -180,27 +194,30 @@ def fetch_ahead(n_lines: int) -> Any:
     @_tile_operation(lambda tile: types.void, types.int64)
     def fetch_lines_ahead(builder: Any, kind: Tile, tile: Any, address: Any) -> None:
         """Prefetches the weights that are multiplied soon."""
-        if kind.n >= _PREFETCH_FROM_TOKENS.get(cpu_target().name, 1):
+        if kind.half != 1 and kind.n >= _PREFETCH_FROM_TOKENS.get(cpu_target().name, 1):
             for line in range(n_lines):
                 prefetch_line(builder, at(builder, address, _AHEAD_BYTES + 64 * line))
 
     return fetch_lines_ahead
 
 
-def _make_zeros(inputs: str) -> Any:
+def make_tile_zeros(inputs: str, half: int | None = None) -> Any:
+    """An operation: a tile of zeros for panels of these inputs, of all rows or of one half of them."""
+
     @intrinsic(prefer_literal=True)
     def zeros(context: Any, n: Any, width: Any) -> Any:
         """A tile of `n` zero vectors, for a panel of `width` tokens (any, without a panel); both literals."""
+        tile = Tile(F32x16, n.literal_value, width.literal_value, inputs, half)
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return ir.Constant(ir.ArrayType(F32x16.llvm, n.literal_value), None)
+            return ir.Constant(tile.llvm, None)
 
-        return Tile(F32x16, n.literal_value, width.literal_value, inputs)(n, width), generate
+        return tile(n, width), generate
 
     return zeros
 
 
-tile_zeros_f32, tile_zeros_q8, tile_zeros_q16 = (_make_zeros(inputs) for inputs in ("f32", "q8", "q16"))
+tile_zeros_f32 = make_tile_zeros("f32")
 
 
 def _same(tile: Tile) -> Tile:
@@ -208,13 +225,13 @@ def _same(tile: Tile) -> Tile:
 
 
 def _as_i32(tile: Tile) -> Tile:
-    return Tile(I32x16, tile.n, tile.width, tile.inputs)
+    return Tile(I32x16, tile.n, tile.width, tile.inputs, tile.half)
 
 
 def _as_sums(tile: Tile) -> Tile:
     """The type of sums over a block, or a half, of a tile of outputs."""
     is_halved = tile.is_for_matrix and tile.n == 1
-    return Tile(I32x32 if is_halved else I32x16, tile.n, tile.width, tile.inputs)
+    return Tile(I32x32 if is_halved else I32x16, tile.n, tile.width, tile.inputs, tile.half)
 
 
 @_tile_operation(_as_sums)
@@ -226,7 +243,7 @@ def tile_zeros_like(builder: Any, kind: Tile, tile: Any) -> Any:
 @_tile_operation(_same)
 def tile_sums_like(builder: Any, kind: Tile, tile: Any) -> Any:
     """A tile of float32 zeros, as long as `tile`, for sums over the groups of a block."""
-    return ir.Constant(ir.ArrayType(F32x16.llvm, kind.n), None)
+    return ir.Constant(kind.llvm, None)
 
 
 @_tile_operation(lambda tile: types.int64)
@@ -284,7 +301,7 @@ def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -
         starts = builder.shl(totals, broadcast(builder, builder.trunc(shift, _I32)))
         return _as_start(builder, result, starts)
 
-    return _each(builder, kind.n, result.vec.llvm, step)
+    return _each(builder, kind, step)
 
 
 def _as_start(builder: Any, sums: Tile, starts: Any) -> Any:
@@ -312,15 +329,15 @@ def tile_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, hal
         shifted = builder.shl(starts, broadcast(builder, builder.trunc(shift, _I32)))
         return _as_start(builder, result, shifted)
 
-    return _each(builder, kind.n, result.vec.llvm, step)
+    return _each(builder, kind, step)
 
 
-def _in_order(builder: Any, sums: Any) -> Any:
+def _in_order(builder: Any, kind: Tile, sums: Any) -> Any:
     """The same value, out of an empty instruction that the compiler cannot look into."""
-    halves = []
-    for half in split(builder, sums):
-        same = ir.FunctionType(half.type, [half.type])
-        halves.append(builder.call(ir.InlineAsm(same, "", "=x,0", side_effect=True), [half]))
+    halves = split(builder, sums)
+    same = ir.FunctionType(halves[0].type, [halves[0].type])
+    for i in (0, 1) if kind.half is None else (kind.half,):
+        halves[i] = builder.call(ir.InlineAsm(same, "", "=x,0", side_effect=True), [halves[i]])
     return join(builder, *halves)
 
 
@@ -338,16 +355,16 @@ def _tile_dot(dot4: Callable[..., Any], is_signed: bool) -> Callable[..., Any]:
             dots = [(dot4, w, 0)]
 
         def step(i: int) -> Any:
-            sums = builder.extract_value(acc, i)
+            sums = _entry(builder, kind, acc, i)
             for dot, weights, offset in dots:
                 part = builder.add(builder.mul(group, _I64(GROUP)), _I64(offset))
                 word = _of_token(builder, kind, x, part, i, _I32)
                 inputs = builder.bitcast(broadcast(builder, word), weights.type)
                 sums = dot(builder, sums, weights, inputs)
-                sums = _in_order(builder, sums) if may_spill else sums
+                sums = _in_order(builder, kind, sums) if may_spill else sums
             return sums
 
-        return _each(builder, kind.n, I32x16.llvm, step)
+        return _each(builder, kind, step)
 
     emit.__doc__ = (
         """acc[i] += the products of 16 x 4 weights and the 4 inputs of a group of the block at x."""
@@ -381,11 +398,11 @@ def _widen_run(builder: Any, kind: Tile, acc: Any, short: Any, factors: list[Any
     """`acc` with a run in int16 added, times the factors of both halves of its rows."""
 
     def step(i: int) -> Any:
-        total, run = builder.extract_value(acc, i), builder.extract_value(short, i)
+        total, run = _entry(builder, kind, acc, i), _entry(builder, kind, short, i)
         halves = zip(split(builder, total), split(builder, run), factors, strict=True)
         return join(builder, *(add_pairs(builder, a, builder.bitcast(b, I16X16), c) for a, b, c in halves))
 
-    return _each(builder, kind.n, I32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 @_tile_operation(_same, None, I32x16)
@@ -412,9 +429,9 @@ def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: A
     def step(i: int) -> Any:
         where = at(builder, address, builder.mul(stride, _I64(i)))
         factor = broadcast(builder, builder.load(pointer(builder, where, _F32), align=4))
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, factor, builder.extract_value(acc, i))
+        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, factor, _entry(builder, kind, acc, i))
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 @_tile_operation(_same, None)
@@ -422,9 +439,9 @@ def tile_sum(builder: Any, kind: Tile, a: Any, b: Any) -> Any:
     """A tile of a[i] + b[i]."""
 
     def step(i: int) -> Any:
-        return builder.fadd(*(builder.extract_value(tile, i) for tile in (a, b)))
+        return builder.fadd(*(_entry(builder, kind, tile, i) for tile in (a, b)))
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 @_tile_operation(_same, None, F32x16)
@@ -433,9 +450,9 @@ def tile_add_scaled(builder: Any, kind: Tile, acc: Any, part: Any, scale: Any) -
 
     def step(i: int) -> Any:
         factor = _of_rows(builder, kind, scale, i)
-        return _fma(builder, builder.extract_value(part, i), factor, builder.extract_value(acc, i))
+        return _fma(builder, _entry(builder, kind, part, i), factor, _entry(builder, kind, acc, i))
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 @_tile_operation(_same, F32x16, types.int64)
@@ -444,9 +461,9 @@ def tile_add_min(builder: Any, kind: Tile, acc: Any, v: Any, x: Any) -> Any:
 
     def step(i: int) -> Any:
         factor = _of_tokens(builder, kind, x, SCALED_SUMS, i, _F32)
-        return _fma(builder, _of_rows(builder, kind, v, i), factor, builder.extract_value(acc, i))
+        return _fma(builder, _of_rows(builder, kind, v, i), factor, _entry(builder, kind, acc, i))
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 @_tile_operation(_same, None, F32x16, types.int64)
@@ -454,11 +471,11 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
     """out[i] += float(acc[i]) * scale * (the scale of the block at x): one block's integer sums."""
 
     def step(i: int) -> Any:
-        sums = _row_sums(builder, builder.extract_value(acc, i))
+        sums = _row_sums(builder, _entry(builder, kind, acc, i))
         factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
-        return _fold(builder, builder.extract_value(out, i), sums, _of_rows(builder, kind, scale, i), factor)
+        return _fold(builder, _entry(builder, kind, out, i), sums, _of_rows(builder, kind, scale, i), factor)
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 # Two halves of a block, 16 inputs each, may have scales of their own: `pairs` are those of each row, int16.
@@ -498,8 +515,8 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
         )
 
         def step(i: int) -> Any:
-            result = builder.extract_value(out, i)
-            halves = [_row_sums(builder, builder.extract_value(tile, i)) for tile in (first, last)]
+            result = _entry(builder, kind, out, i)
+            halves = [_row_sums(builder, _entry(builder, kind, tile, i)) for tile in (first, last)]
             factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
             if not kind.is_q16:
                 scale = _of_rows(builder, kind, pairs, i)
@@ -513,7 +530,7 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
                 result = _fold(builder, result, sums, scale, factor)
             return result
 
-        return _each(builder, kind.n, F32x16.llvm, step)
+        return _each(builder, kind, step)
 
     emit.__doc__ = (
         """out[i] += the sums of both halves of the block at x, of weights q - 2^shift, times pairs."""
@@ -534,11 +551,11 @@ def tile_scale_halves(builder: Any, kind: Tile, first: Any, last: Any, pairs: An
     """first[i] * (the first of pairs) + last[i] * (the last), whole numbers; of int8 inputs within int16."""
 
     def step(i: int) -> Any:
-        halves = [_row_sums(builder, builder.extract_value(tile, i)) for tile in (first, last)]
+        halves = [_row_sums(builder, _entry(builder, kind, tile, i)) for tile in (first, last)]
         scales = _of_rows(builder, kind, pairs, i)
         return _scaled_sum(builder, kind, halves[0], halves[1], scales, are_short=not kind.is_q16)
 
-    return _each(builder, kind.n, I32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 @_tile_operation(_same, None, types.int64)
@@ -546,11 +563,11 @@ def tile_fold_sums(builder: Any, kind: Tile, out: Any, acc: Any, x: Any) -> Any:
     """out[i] += acc[i] * the scale of the block at x."""
 
     def step(i: int) -> Any:
-        sums = builder.sitofp(_row_sums(builder, builder.extract_value(acc, i)), F32x16.llvm)
+        sums = builder.sitofp(_row_sums(builder, _entry(builder, kind, acc, i)), F32x16.llvm)
         factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
-        return _fma(builder, sums, factor, builder.extract_value(out, i))
+        return _fma(builder, sums, factor, _entry(builder, kind, out, i))
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 @_tile_operation(_same, I32x16, types.int64)
@@ -559,7 +576,7 @@ def tile_fold_mins(builder: Any, kind: Tile, out: Any, pairs: Any, x: Any) -> An
     mins = [builder.sitofp(word, F32x16.llvm) for word in pair_words(builder, pairs)]
 
     def step(i: int) -> Any:
-        result = builder.extract_value(out, i)
+        result = _entry(builder, kind, out, i)
         factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
         if kind.is_q16:
             for half, low in enumerate(mins):
@@ -571,7 +588,7 @@ def tile_fold_mins(builder: Any, kind: Tile, out: Any, pairs: Any, x: Any) -> An
         low = dot2(builder, zero, scales, _both_sums(builder, kind, x, i))
         return _fma(builder, builder.sitofp(low, F32x16.llvm), factor, result)
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
 @_tile_operation(_same)
@@ -581,21 +598,25 @@ def tile_rows(builder: Any, kind: Tile, tile: Any) -> Any:
         return tile
 
     def step(i: int) -> Any:
-        both = [builder.extract_value(tile, (i & -2) + half) for half in (0, 1)]
+        both = [_entry(builder, kind, tile, (i & -2) + half) for half in (0, 1)]
         lanes = [4 * pair + 2 * (i & 1) + row for pair in range(8) for row in (0, 1)]
         return builder.shuffle_vector(*both, ir.Constant(ir.VectorType(_I32, 16), lanes))
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
 
 
-@_tile_operation(lambda tile: Tile(tile.vec, tile.n // 2, tile.width // 2, tile.inputs))
+def _of_pairs(tile: Tile) -> Tile:
+    return Tile(tile.vec, tile.n // 2, tile.width // 2, tile.inputs, tile.half)
+
+
+@_tile_operation(_of_pairs)
 def tile_pair_sums(builder: Any, kind: Tile, tile: Any) -> Any:
     """A tile of tile[2i] + tile[2i + 1]."""
 
     def step(i: int) -> Any:
-        return builder.fadd(*(builder.extract_value(tile, 2 * i + k) for k in (0, 1)))
+        return builder.fadd(*(_entry(builder, kind, tile, 2 * i + k) for k in (0, 1)))
 
-    return _each(builder, kind.n // 2, F32x16.llvm, step)
+    return _each(builder, _of_pairs(kind), step)
 
 
 @_tile_operation(lambda tile: types.void, types.int64, types.int64, types.int64)
@@ -603,8 +624,9 @@ def tile_store(builder: Any, kind: Tile, tile: Any, address: Any, stride: Any, c
     """Stores the first `count` entries, 16 float32 each, at address + i * stride."""
     for i in range(kind.n):
         with builder.if_then(builder.icmp_signed(">", count, _I64(i)), likely=True):
-            where = at(builder, address, builder.mul(stride, _I64(i)))
-            builder.store(builder.extract_value(tile, i), pointer(builder, where, F32x16.llvm), align=1)
+            entry = builder.extract_value(tile, i)
+            where = at(builder, at(builder, address, builder.mul(stride, _I64(i))), 32 * (kind.half or 0))
+            builder.store(entry, pointer(builder, where, entry.type), align=1)
 
 
 @_tile_operation(_same, types.int64, types.int64, types.int64)
@@ -617,6 +639,6 @@ def tile_add(builder: Any, kind: Tile, tile: Any, address: Any, stride: Any, cou
             builder.icmp_signed(">", count, _I64(i)), builder.mul(stride, _I64(i)), _I64(0)
         )
         row = builder.load(pointer(builder, at(builder, address, offset), F32x16.llvm), align=1)
-        return builder.fadd(builder.extract_value(tile, i), row)
+        return builder.fadd(_entry(builder, kind, tile, i), row)
 
-    return _each(builder, kind.n, F32x16.llvm, step)
+    return _each(builder, kind, step)
