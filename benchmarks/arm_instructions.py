@@ -9,6 +9,8 @@ counted.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import subprocess
@@ -72,12 +74,24 @@ def assembly_of(features: str, kernel: str) -> str:
 
 
 def main() -> None:
-    """Prints a row for each type and level."""
-    print("type    by     " + "".join(f"{kind:>10}" for kind in KINDS))
+    """Prints a row for each type and level, or with --json a line of all counts."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.arm_instructions",
+        description="Count instructions of ARM's matrix kernels for a token and 32 inputs of 16 rows.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    as_json = parser.parse_args().json
+    if not as_json:
+        print("type    by     " + "".join(f"{kind:>10}" for kind in KINDS))
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for name in TYPES:
         for level, (features, size) in LEVELS.items():
             counts = count(assembly_of(features, f"linear_{name}"), 16 * 32 * N_TOKENS // size)
-            print(f"{name:8}{level:7}" + "".join(f"{counts[kind]:10.1f}" for kind in KINDS), flush=True)
+            found.setdefault(name, {})[level] = counts
+            if not as_json:
+                print(f"{name:8}{level:7}" + "".join(f"{counts[kind]:10.1f}" for kind in KINDS), flush=True)
+    if as_json:
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":
