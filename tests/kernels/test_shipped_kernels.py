@@ -146,6 +146,7 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "intrinsics",
         "atomics",
         "simd",
+        "dots",
         "tiles",
         "blocks",
         "candidates",
