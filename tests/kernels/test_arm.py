@@ -14,6 +14,7 @@ import pytest
 from small_programs import TYPES
 from tiny_gguf import write_tiny
 
+from benchmarks.arm_instructions import assembly_of
 from kukri.kernels.cpu import features
 from kukri.kernels.cpu.features import cpu_target
 
@@ -32,18 +33,6 @@ def compile_for_arm(directory, flags, names):
     command = [sys.executable, str(HERE / "compile_for_arm.py"), str(directory)]
     halves = [subprocess.Popen([*command, *names[i::2]], env=env) for i in range(2)]
     assert [half.wait() for half in halves] == [0, 0]
-
-
-def assembly(flags, name):
-    """A kernel's assembly for ARM."""
-    source = (
-        f"import sys; sys.path.insert(0, {str(HERE)!r}); from compile_for_arm import aim_at_arm, assembly; "
-        f"aim_at_arm(); print(assembly({name!r}))"
-    )
-    env = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": flags}
-    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -71,14 +60,14 @@ def test_what_a_processor_has(listed, name, has_both, monkeypatch):
 
 def test_products_use_the_dot_product():
     """Would catch a lowering that LLVM cannot compile for ARM, and sums by shuffles."""
-    code = assembly(TARGETS["dotprod"][0], "linear_Q8_0")
+    code = assembly_of(TARGETS["dotprod"][0], "linear_Q8_0")
     assert len(re.findall(r"\tsdot\t", code)) >= 4 * (1 + 2 + 4)  # a group for each number of tokens
     assert not re.findall(r"\t(zip|uzp|tbl)\w*\t", code)
 
 
 def test_products_use_matrix_products():
     """Would catch both halves of the rows multiplied for each word, and shuffles of bytes."""
-    code = assembly(TARGETS["i8mm"][0], "linear_Q8_0")
+    code = assembly_of(TARGETS["i8mm"][0], "linear_Q8_0")
     assert len(re.findall(r"\tsdot\t", code)) == 8  # one token: two words
     assert len(re.findall(r"\tsmmla\t", code)) == 8 * (1 + 2 + 2)  # 2, 4 and 8 tokens
     assert not re.findall(r"\t(zip|uzp|tbl)\w*\tv\d+\.(8b|16b)", code)
@@ -86,7 +75,7 @@ def test_products_use_matrix_products():
 
 def test_the_executor_orders_memory():
     """Would catch an atomic that x86 forgives: ARM reorders what no instruction keeps in order."""
-    code = assembly("+neon,+lse", "run_plan")
+    code = assembly_of("+neon,+lse", "run_plan")
     used = set(re.findall(r"^\t(ldadd\w*|ldap?r|stlr|isb)\b", code, re.MULTILINE))
     assert used == {"ldar", "stlr", "ldadda", "ldaddal", "ldadd", "isb"}
 

@@ -148,6 +148,7 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "simd",
         "dots",
         "tiles",
+        "unpack",
         "blocks",
         "candidates",
         "head_rotation",

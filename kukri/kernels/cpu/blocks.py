@@ -13,30 +13,13 @@ from typing import Any
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import device
 from kukri.kernels.cpu.simd import (
-    add_to_pairs,
-    byte_bits,
-    byte_pairs,
-    byte_to_f32,
-    either,
-    either_word,
     load_bf16x16,
     load_f16x16,
     load_f32x16,
     load_i32x16,
-    load_powers,
     load_u8x64,
     load_u16x16,
-    look_up,
-    look_up_pairs_of_bits,
-    low_bits,
-    multiples,
-    next_byte,
-    repeat_first,
-    repeat_last,
-    signed_byte_pairs,
     splat,
-    word_bits,
-    words_to_f32,
 )
 from kukri.kernels.cpu.tiles import (
     fetch_ahead,
@@ -60,6 +43,25 @@ from kukri.kernels.cpu.tiles import (
     tile_short_start,
     tile_sums_like,
     tile_zeros_like,
+)
+from kukri.kernels.cpu.unpack import (
+    add_to_pairs,
+    byte_bits,
+    byte_pairs,
+    byte_to_f32,
+    either,
+    either_word,
+    load_powers,
+    look_up,
+    look_up_pairs_of_bits,
+    low_bits,
+    multiples,
+    next_byte,
+    repeat_first,
+    repeat_last,
+    signed_byte_pairs,
+    word_bits,
+    words_to_f32,
 )
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 
 from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.cpu.intrinsics import call_llvm, constant, join, quarters, split
+from kukri.kernels.cpu.intrinsics import call_llvm, constant, join, join_quarters, quarters, split
 from kukri.kernels.cpu.simd import I32x16
 
 _I1, _I16, _I32 = (ir.IntType(n) for n in (1, 16, 32))
@@ -33,7 +33,7 @@ def dot4_unsigned(builder: Any, acc: Any, u: Any, s: Any) -> Any:
     if lowering == "avx512vnni":
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", I32x16.llvm, acc, u, s)
     if lowering == "dotprod":  # weights of up to 6 bits are the same as signed bytes
-        return _sdot(builder, acc, u, s)
+        return sdot(builder, acc, u, s)
     if lowering == "generic":
         return _dot4_generic(builder, acc, u, s, builder.zext)
     halves = zip(split(builder, acc), split(builder, u), split(builder, s), strict=True)
@@ -44,11 +44,32 @@ def _vnni_256(builder: Any, acc: Any, u: Any, s: Any) -> Any:
     return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.256", acc.type, acc, u, s)
 
 
-def _sdot(builder: Any, acc: Any, a: Any, b: Any) -> Any:
-    """ARM's dot product of signed bytes, 128 bits at a time."""
-    parts = zip(quarters(builder, acc), quarters(builder, a), quarters(builder, b), strict=True)
-    sums = [call_llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", c.type, c, x, y) for c, x, y in parts]
-    return join(builder, join(builder, *sums[:2]), join(builder, *sums[2:]))
+def _by_quarters(builder: Any, name: str, acc: Any, a: Any, b: Any) -> Any:
+    """An instruction of ARM's, on 128 bits at a time; an `a` of 128 bits meets all quarters of b."""
+    firsts = quarters(builder, a) if a.type == b.type else [a] * 4
+    parts = zip(quarters(builder, acc), firsts, quarters(builder, b), strict=True)
+    sums = [call_llvm(builder, f"llvm.aarch64.neon.{name}.v4i32.v16i8", c.type, c, x, y) for c, x, y in parts]
+    return join_quarters(builder, sums)
+
+
+def sdot(builder: Any, acc: Any, a: Any, b: Any) -> Any:
+    """ARM's dot product of signed bytes: each lane adds up four products."""
+    return _by_quarters(builder, "sdot", acc, a, b)
+
+
+def matrix_dot(builder: Any, acc: Any, a: Any, b: Any) -> Any:
+    """ARM's product of two rows of a and two of b, 8 signed bytes of each: a lane adds up 8 products."""
+    return _by_quarters(builder, "smmla", acc, a, b)
+
+
+def row_sums(builder: Any, sums: Any) -> Any:
+    """A sum for each row, of sums by `matrix_dot`: those of one token have two lanes for a row."""
+    if sums.type.count == 16:
+        return sums
+    name = "llvm.aarch64.neon.addp.v4i32"
+    fours = [four for half in split(builder, sums) for four in quarters(builder, half)]
+    rows = [call_llvm(builder, name, a.type, a, b) for a, b in zip(fours[::2], fours[1::2], strict=True)]
+    return join_quarters(builder, rows)
 
 
 def _pair_sums(builder: Any, u: Any, s: Any) -> Any:
@@ -77,7 +98,7 @@ def dot4_signed(builder: Any, acc: Any, w: Any, s: Any) -> Any:
     if cpu_target().has_signed_bias:
         return dot4_unsigned(builder, acc, w, s)
     if cpu_target().lowering == "dotprod":
-        return _sdot(builder, acc, w, s)
+        return sdot(builder, acc, w, s)
     if cpu_target().lowering == "generic":
         return _dot4_generic(builder, acc, w, s, builder.sext)
     # |w| times s with the sign of w: products stay below the 16-bit saturation

@@ -23,7 +23,16 @@ from kukri.kernels.cpu.intrinsics import (
 from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.layouts import LAYOUTS
 from kukri.kernels.cpu.panels import first_row, row_tiles, stop_row
-from kukri.kernels.cpu.simd import first_lane, load_bf16, load_f16, load_f32x16, load_powers, store_f32x16
+from kukri.kernels.cpu.simd import (
+    first_lane,
+    load_bf16,
+    load_f16,
+    load_f32x16,
+    store_f32x16,
+)
+from kukri.kernels.cpu.unpack import (
+    load_powers,
+)
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
 _FP4 = tuple(np.float32(value) for value in MXFP4_VALUES)

@@ -6,7 +6,7 @@ as kernels find them in their records; nothing here checks bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -179,6 +179,11 @@ def join(builder: Any, low: Any, high: Any) -> Any:
     """The vector of these halves."""
     count = 2 * low.type.count
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, count), list(range(count))))
+
+
+def join_quarters(builder: Any, parts: Sequence[Any]) -> Any:
+    """The vector of these quarters."""
+    return join(builder, join(builder, *parts[:2]), join(builder, *parts[2:]))
 
 
 # --- scalars and addresses ----------------------------------------------------------------------------

@@ -118,8 +118,8 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
 
         return row_tiles
 
-    def make_row_halves(n: int) -> Callable[..., Any]:
-        first_rows, last_rows = (make_row_tile(n, n, half) for half in (0, 1))
+    def make_row_halves() -> Callable[..., Any]:
+        first_rows, last_rows = (make_row_tile(TOKENS, TOKENS, half) for half in (0, 1))
 
         @device
         def row_halves(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
@@ -129,11 +129,14 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
 
         return row_halves
 
-    row_tile_1, row_tile_2, row_tile_4, row_tile_8 = (
-        make_row_tile(n, n) if n <= most else make_row_tiles(most, n) for n in (1, 2, 4, 8)
-    )
-    if weight_type in _BY_HALVES and kind == "q8" and cpu_target().lowering == "avx2":
-        row_tile_8 = make_row_halves(8)
+    by_halves = weight_type in _BY_HALVES and kind == "q8" and cpu_target().lowering == "avx2"
+
+    def make(n: int) -> Callable[..., Any]:
+        if by_halves and n == TOKENS:
+            return make_row_halves()
+        return make_row_tile(n, n) if n <= most else make_row_tiles(most, n)
+
+    row_tile_1, row_tile_2, row_tile_4, row_tile_8 = (make(n) for n in (1, 2, 4, TOKENS))
 
     @device
     def panel_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):

@@ -17,7 +17,6 @@ from kukri.kernels.cpu.kernel_cache import KernelSource
 from kukri.kernels.cpu.panels import first_row, row_tiles, stop_row
 from kukri.kernels.cpu.simd import (
     absolute,
-    either_word,
     first_lane,
     load_f32x16,
     max_lanes,
@@ -34,6 +33,9 @@ from kukri.kernels.cpu.simd import (
     sum_lanes,
     to_f16_range,
     to_i32,
+)
+from kukri.kernels.cpu.unpack import (
+    either_word,
     word_bits,
 )
 from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS

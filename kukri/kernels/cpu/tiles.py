@@ -21,7 +21,10 @@ from kukri.kernels.cpu.dots import (
     dot4_short,
     dot4_signed,
     even_and_odd,
+    matrix_dot,
     pair_words,
+    row_sums,
+    sdot,
 )
 from kukri.kernels.cpu.features import cpu_target
 from kukri.kernels.cpu.intrinsics import (
@@ -33,7 +36,6 @@ from kukri.kernels.cpu.intrinsics import (
     named_intrinsic,
     pointer,
     prefetch_line,
-    quarters,
     renamed,
     split,
 )
@@ -131,7 +133,7 @@ def _entry(builder: Any, kind: Tile, tile: Any, i: int) -> Any:
 #   two rows of the one, the same two rows of the other, the next two rows of the one, …
 # so they meet two rows, twice (`_of_rows`), or each of two tokens, twice (`_of_tokens`).
 #
-# One token is multiplied by sdot. Its sums have two lanes for each row (I32x32), added at last (`_row_sums`).
+# One token is multiplied by sdot. Its sums have two lanes for each row (I32x32), added at last (`row_sums`).
 
 
 def _matrix_dots(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, group: Any) -> Any:
@@ -139,10 +141,8 @@ def _matrix_dots(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, group: Any)
     where = at(builder, x, builder.mul(builder.and_(group, _I64(-2)), _I64(GROUP * kind.width)))
     is_last = builder.trunc(group, _I1)
 
-    def add(name: str, sums: Any, inputs: Any, half: int) -> Any:
-        pairs = zip(quarters(builder, sums), quarters(builder, w), strict=True)
-        made = [call_llvm(builder, name, ir.VectorType(_I32, 4), c, inputs, rows) for c, rows in pairs]
-        added = join(builder, join(builder, *made[:2]), join(builder, *made[2:]))
+    def add(dot: Callable[..., Any], sums: Any, inputs: Any, half: int) -> Any:
+        added = dot(builder, sums, inputs, w)
         # `group` is a constant, or 2j or 2j + 1, so that LLVM keeps one of the two
         return builder.select(is_last, *((added, sums) if half else (sums, added)))
 
@@ -150,25 +150,15 @@ def _matrix_dots(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, group: Any)
         inputs = broadcast(builder, builder.load(pointer(builder, where, _I64), align=1), 2)
         inputs = builder.bitcast(inputs, _I8x16)
         halves = enumerate(split(builder, _entry(builder, kind, acc, 0)))
-        both = [add("llvm.aarch64.neon.sdot.v4i32.v16i8", sums, inputs, half) for half, sums in halves]
+        both = [add(sdot, sums, inputs, half) for half, sums in halves]
         return builder.insert_value(acc, join(builder, *both), 0)
 
     def step(i: int) -> Any:
         inputs = builder.load(pointer(builder, at(builder, where, 8 * (i & -2)), _I8x16), align=1)
         sums = _entry(builder, kind, acc, i)
-        return add("llvm.aarch64.neon.smmla.v4i32.v16i8", sums, inputs, i & 1)
+        return add(matrix_dot, sums, inputs, i & 1)
 
     return _each(builder, kind, step)
-
-
-def _row_sums(builder: Any, sums: Any) -> Any:
-    """A sum for each row."""
-    if sums.type.count == 16:
-        return sums
-    name = "llvm.aarch64.neon.addp.v4i32"
-    fours = [four for half in split(builder, sums) for four in quarters(builder, half)]
-    rows = [call_llvm(builder, name, a.type, a, b) for a, b in zip(fours[::2], fours[1::2], strict=True)]
-    return join(builder, join(builder, *rows[:2]), join(builder, *rows[2:]))
 
 
 def _of_rows(builder: Any, kind: Tile, v: Any, i: int) -> Any:
@@ -429,7 +419,7 @@ def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: A
     def step(i: int) -> Any:
         where = at(builder, address, builder.mul(stride, _I64(i)))
         factor = broadcast(builder, builder.load(pointer(builder, where, _F32), align=4))
-        return call_llvm(builder, "llvm.fma.v16f32", F32x16.llvm, v, factor, _entry(builder, kind, acc, i))
+        return _fma(builder, v, factor, _entry(builder, kind, acc, i))
 
     return _each(builder, kind, step)
 
@@ -471,7 +461,7 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
     """out[i] += float(acc[i]) * scale * (the scale of the block at x): one block's integer sums."""
 
     def step(i: int) -> Any:
-        sums = _row_sums(builder, _entry(builder, kind, acc, i))
+        sums = row_sums(builder, _entry(builder, kind, acc, i))
         factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
         return _fold(builder, _entry(builder, kind, out, i), sums, _of_rows(builder, kind, scale, i), factor)
 
@@ -516,7 +506,7 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
 
         def step(i: int) -> Any:
             result = _entry(builder, kind, out, i)
-            halves = [_row_sums(builder, _entry(builder, kind, tile, i)) for tile in (first, last)]
+            halves = [row_sums(builder, _entry(builder, kind, tile, i)) for tile in (first, last)]
             factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
             if not kind.is_q16:
                 scale = _of_rows(builder, kind, pairs, i)
@@ -551,7 +541,7 @@ def tile_scale_halves(builder: Any, kind: Tile, first: Any, last: Any, pairs: An
     """first[i] * (the first of pairs) + last[i] * (the last), whole numbers; of int8 inputs within int16."""
 
     def step(i: int) -> Any:
-        halves = [_row_sums(builder, _entry(builder, kind, tile, i)) for tile in (first, last)]
+        halves = [row_sums(builder, _entry(builder, kind, tile, i)) for tile in (first, last)]
         scales = _of_rows(builder, kind, pairs, i)
         return _scaled_sum(builder, kind, halves[0], halves[1], scales, are_short=not kind.is_q16)
 
@@ -563,7 +553,7 @@ def tile_fold_sums(builder: Any, kind: Tile, out: Any, acc: Any, x: Any) -> Any:
     """out[i] += acc[i] * the scale of the block at x."""
 
     def step(i: int) -> Any:
-        sums = builder.sitofp(_row_sums(builder, _entry(builder, kind, acc, i)), F32x16.llvm)
+        sums = builder.sitofp(row_sums(builder, _entry(builder, kind, acc, i)), F32x16.llvm)
         factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
         return _fma(builder, sums, factor, _entry(builder, kind, out, i))
 
@@ -621,7 +611,7 @@ def tile_pair_sums(builder: Any, kind: Tile, tile: Any) -> Any:
 
 @_tile_operation(lambda tile: types.void, types.int64, types.int64, types.int64)
 def tile_store(builder: Any, kind: Tile, tile: Any, address: Any, stride: Any, count: Any) -> None:
-    """Stores the first `count` entries, 16 float32 each, at address + i * stride."""
+    """Stores the first `count` entries at address + i * stride, where 16 rows of float32 have their place."""
     for i in range(kind.n):
         with builder.if_then(builder.icmp_signed(">", count, _I64(i)), likely=True):
             entry = builder.extract_value(tile, i)
