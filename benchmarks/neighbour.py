@@ -3,8 +3,8 @@
 Other processes do nothing but count. Speeds with and without them are measured in pairs, and their ratio is
 the share of its speed that an engine keeps.
 
-`--quota 1` is another experiment: kukri in a control group that grants it so many cores, beside kukri with
-as many threads and no such limit. It needs the right to make control groups (root, on Linux).
+`--quota 1.5` is another experiment: kukri in a control group that grants it so many cores, beside kukri with
+a thread for each whole one and no such limit. It needs the right to make control groups (root, on Linux).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class QuotaReport:
     """The report of `--quota`: by test, tokens/s within the quota and with as many threads without one."""
 
     model: str
-    cores: int
+    cores: float
     rounds: int
     tests: dict[str, Comparison]
 
@@ -100,9 +101,9 @@ def disturb(
 
 
 def limit(
-    model: str | None, cores: int, rounds: int, n_generate: int, n_prompt: int, say: Say = silent
+    model: str | None, cores: float, rounds: int, n_generate: int, n_prompt: int, say: Say = silent
 ) -> QuotaReport:
-    """Measures kukri within a quota of `cores`, its threads by its own choice, and with `cores` threads.
+    """Measures kukri within a quota of `cores`, its threads by its own choice, and with a thread a core.
 
     Raises UnsupportedError if no control group can be made.
     """
@@ -112,7 +113,7 @@ def limit(
         group = stack.enter_context(_control_group(cores))
         limited = stack.enter_context(Worker("kukri", path, 0, context))
         (group / "cgroup.procs").write_text(str(limited.process_id))
-        free = stack.enter_context(Worker("kukri", path, cores, context))
+        free = stack.enter_context(Worker("kukri", path, max(int(cores), 1), context))
         for worker in (limited, free):
             worker.ready()
         tests = {}
@@ -126,18 +127,19 @@ def limit(
 
 
 @contextmanager
-def _control_group(cores: int) -> Iterator[Path]:
+def _control_group(cores: float) -> Iterator[Path]:
     """A control group of this command's own that grants `cores`, for as long as the `with` block."""
     root = Path("/sys/fs/cgroup")
     is_v1 = (root / "cpu/cpu.cfs_quota_us").exists() or (root / "cpu/tasks").exists()
     group = (root / "cpu" if is_v1 else root) / f"kukri-quota-{os.getpid()}"
+    quota_us = round(100_000 * cores)
     try:
         group.mkdir()
         if is_v1:
             (group / "cpu.cfs_period_us").write_text("100000")
-            (group / "cpu.cfs_quota_us").write_text(str(100_000 * cores))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
         else:
-            (group / "cpu.max").write_text(f"{100_000 * cores} 100000")
+            (group / "cpu.max").write_text(f"{quota_us} 100000")
     except OSError as error:
         raise UnsupportedError(f"no control group can be made here: {error}") from None
     try:
@@ -172,6 +174,14 @@ def _busy_processes(n: int) -> Iterator[None]:
             process.wait()
 
 
+def _cores(text: str) -> float:
+    """An option's number of cores, whole or not."""
+    with suppress(ValueError):
+        if 0.01 <= (cores := float(text)) <= 1024:
+            return cores
+    raise ArgumentTypeError(f"must be a number of cores, such as 1.5, not {text!r}")
+
+
 def main() -> None:
     """Runs the experiment."""
     experiment = Experiment("neighbour", "Compare an engine beside busy processes with itself alone.")
@@ -180,7 +190,7 @@ def main() -> None:
     experiment.count("-p", "--n-prompt", 512, "tokens of a prompt")
     add = experiment.options.add_argument
     add("--busy", type=positive, nargs="+", default=[1], metavar="N", help="busy processes beside (1)")
-    add("--quota", type=positive, metavar="CORES", help="measure within a quota of a control group instead")
+    add("--quota", type=_cores, metavar="CORES", help="measure within a quota of a control group instead")
     given = experiment.parse()
     sizes = given.rounds, given.n_generate, given.n_prompt, experiment.say
     if given.quota:
