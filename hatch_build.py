@@ -1,8 +1,8 @@
 """Build hooks: whether a wheel carries compiled kernels, or depends on Numba, which compiles them.
 
 KUKRI_KERNELS says for which processors: `all`, the best level that this `host` runs, or names of levels
-(kukri/kernels/cpu/levels.py) with commas between them. Without it no kernels are compiled, which takes
-minutes, and the wheel needs Numba.
+(kukri/kernels/cpu/compile/levels.py) with commas between them. Without it no kernels are compiled, which
+takes minutes, and the wheel needs Numba.
 """
 
 from __future__ import annotations
@@ -45,9 +45,15 @@ class CompiledKernels(BuildHookInterface[Any]):
         """Compiles in a process of its own; not for `pip install -e`, whose kernels may be edited."""
         self._directory = Path(tempfile.mkdtemp())
         if WANTED and version != "editable":
-            command = [sys.executable, "-m", "kukri.kernels.cpu.wheel_kernels", str(self._directory), WANTED]
+            command = [
+                sys.executable,
+                "-m",
+                "kukri.kernels.cpu.compile.wheel_kernels",
+                str(self._directory),
+                WANTED,
+            ]
             subprocess.run(command, cwd=self.root, check=True)
-            build_data["force_include"][str(self._directory)] = "kukri/kernels/cpu/shipped"
+            build_data["force_include"][str(self._directory)] = "kukri/kernels/cpu/compile/shipped"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Removes the files, which are in the wheel."""

@@ -16,12 +16,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
-from kukri.opening import opening
 from kukri.sampling import with_overrides
+from kukri.system_message import opening
 
 if TYPE_CHECKING:
+    from kukri.calls.results import Result
     from kukri.llm import LLM
-    from kukri.results import Result
     from kukri.sampling import SamplingParams
 
 POEMS = ("Write a short poem about rain.", "Write a poem about the sea.", "Write a poem about winter.")

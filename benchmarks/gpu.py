@@ -27,7 +27,7 @@ from kukri.bench.offline import Kukri
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats import hub
 from kukri.kernels import choose_backend
-from kukri.kernels.cpu.features import usable_cores
+from kukri.kernels.cpu.compile.features import usable_cores
 
 N_PREFILL, N_PROMPT, N_DECODE = 512, 16, 128  # tokens
 

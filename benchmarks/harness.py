@@ -22,7 +22,7 @@ from benchmarks.llama_cpp import import_llama_cpp
 from kukri.bench.child import Child
 from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.formats import hub
-from kukri.kernels.cpu.features import usable_cores
+from kukri.kernels.cpu.compile.features import usable_cores
 
 ENGINES = ("kukri", "llama-cpp-python")
 Say = Callable[[str], None]  # takes a line of progress

@@ -21,7 +21,7 @@ from kukri.bench.turns import in_turns
 from kukri.errors import KukriError
 
 if TYPE_CHECKING:
-    from kukri.results import Result
+    from kukri.calls.results import Result
 
 _CONTEXT = 1024
 _N_PROSE = 160  # tokens of an answer at most

@@ -25,11 +25,11 @@ from kukri.bench.turns import in_turns
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
-from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.cpu.jit import pack_record
-from kukri.kernels.cpu.layouts import LAYOUTS, linear_kernel, panel_bytes
-from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.pack import pack
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.jit import pack_record
+from kukri.kernels.cpu.pack.layouts import LAYOUTS, linear_kernel, panel_bytes
+from kukri.kernels.cpu.pack.weights import pack
+from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import QUANT_TYPES

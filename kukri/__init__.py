@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kukri import errors
     from kukri.async_llm import AsyncLLM
+    from kukri.calls.results import Chunk, Output, Result
     from kukri.engine import Timings
     from kukri.llm import LLM, load
     from kukri.loading import ModelOptions
-    from kukri.results import Chunk, Output, Result
     from kukri.sampling import Grammar, SampledToken, SamplingOptions, SamplingParams
     from kukri.tasks import Label, Span, TokenLabel
 
@@ -51,10 +51,10 @@ _HOMES = {
     "Label": "kukri.tasks",
     "Span": "kukri.tasks",
     "TokenLabel": "kukri.tasks",
-    "Chunk": "kukri.results",
+    "Chunk": "kukri.calls.results",
     "ModelOptions": "kukri.loading",
-    "Output": "kukri.results",
-    "Result": "kukri.results",
+    "Output": "kukri.calls.results",
+    "Result": "kukri.calls.results",
     "Grammar": "kukri.sampling",
     "SampledToken": "kukri.sampling",
     "SamplingOptions": "kukri.sampling",

@@ -14,10 +14,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from kukri.calls import Call, Message, Prompt, is_many
+from kukri.calls.engine_calls import Call, Message, Prompt, is_many
+from kukri.calls.results import Chunk, Result
 from kukri.errors import KukriError
 from kukri.llm import LLM
-from kukri.results import Chunk, Result
 from kukri.sampling import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:

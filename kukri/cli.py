@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kukri.opening import DEFAULT_SYSTEM
+from kukri.system_message import DEFAULT_SYSTEM
 from kukri.terminal.command import command, expanded, given
 from kukri.terminal.errors import BenchGroup, ErrorReportingGroup
 from kukri.terminal.options import (

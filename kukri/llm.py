@@ -1,6 +1,6 @@
 """Offline generation: text in, text out, from any number of threads.
 
-Calls under way are in `kukri.calls`; models are opened in `kukri.loading`.
+Calls under way are in `kukri.calls.engine_calls`; models are opened in `kukri.loading`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from kukri.calls import EngineCalls, Message, Prompt, is_many
+from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_many
+from kukri.calls.results import Chunk, Result
 from kukri.config import Pooling, Speculation
 from kukri.embedding import Ranked, check_pooling, ranked
 from kukri.engine import Engine
@@ -24,12 +25,11 @@ from kukri.kernels.cache import KVType
 from kukri.kernels.taps import Hook
 from kukri.loading import BackendName, ModelOptions, Progress, open_model
 from kukri.models import Forward, tap_names
-from kukri.results import Chunk, Result
 from kukri.sampling import SamplingOptions, SamplingParams
 from kukri.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
-    from kukri.calls import Intervene
+    from kukri.calls.engine_calls import Intervene
     from kukri.interp.cache import ActivationCache
     from kukri.interp.interventions import Intervention
     from kukri.interp.listening import PointHook

@@ -13,7 +13,7 @@ from llm.parts import TextPart
 from pydantic import Field
 
 from kukri import LLM, Grammar
-from kukri.opening import opening
+from kukri.system_message import opening
 
 _SUBSCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
 _NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}

@@ -21,11 +21,11 @@ from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.headers import Headers, read_headers
 from kukri.formats.huggingface.weights import packed_type
+from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
-from kukri.machine import available_bytes
 from kukri.model_identity import model_identity, weights_identity
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
@@ -242,7 +242,7 @@ def _n_stages(options: ModelOptions) -> int:
 
 def _staged(options: ModelOptions, read: ReadModel, config: EngineConfig, local: Backend) -> StagedBackend:
     """The backend of a model that is cut into stages, the last of them on `local`. Raises KukriError."""
-    from kukri.kernels.cpu.read_speed import measure_read_speed
+    from kukri.kernels.cpu.run.read_speed import measure_read_speed
     from kukri.stages.backend import StagedBackend
     from kukri.stages.cut import StageRoom
     from kukri.stages.pipeline import SPEED_TEST, open_pipeline

@@ -16,9 +16,9 @@ from typing import Any
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError
 from kukri.formats.gguf.split import part_of, part_paths
+from kukri.host.private_files import make_private, open_private, write_private
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVType
-from kukri.private_files import make_private, open_private, write_private
 
 _DIGESTS = "models.json"
 _MAX_DIGESTS = 64

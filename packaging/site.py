@@ -28,7 +28,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links to the sources into links to the repository, or into text if it has no address."""
+    """Turns links to sources and the log into links to the repository, or text if it has no address."""
     is_added = page.file.src_uri in (*PAGES.values(), "api.md")
     return markdown if is_added else _relinked(markdown, ROOT / "docs", config)
 
@@ -40,7 +40,7 @@ def _relinked(markdown: str, folder: Path, config: Any) -> str:
         is_image, text, target = match.groups()
         path, _, anchor = target.partition("#")
         file = (folder / path).resolve()
-        if file.is_relative_to(ROOT / "docs"):
+        if file.is_relative_to(ROOT / "docs") and not file.is_relative_to(ROOT / "docs" / "log"):
             return f"{is_image}[{text}]({file.relative_to(ROOT / 'docs')}{'#' + anchor if anchor else ''})"
         inside = str(file.relative_to(ROOT))
         if inside in PAGES:

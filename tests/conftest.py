@@ -35,7 +35,7 @@ if sys.dont_write_bytecode:
 # They are busy already when kernels are missing: helpers would import Numba anew for every few kernels.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from kukri.kernels.cpu import compiling
+    from kukri.kernels.cpu.compile import compiling
 
     compiling._MOST_HELPERS = 0
 
@@ -65,7 +65,7 @@ def compiled_kernels(smollm2_path: Path) -> None:
     for temperature in ("0", "1"):
         command = [sys.executable, "-m", "kukri", "run", "Hi", "-n", "2", "-t", temperature, "--top-p", "0.9"]
         subprocess.run([*command, "-m", str(smollm2_path)], stdin=subprocess.DEVNULL, capture_output=True)
-    from kukri.kernels.cpu.jit import KernelLibrary
+    from kukri.kernels.cpu.compile.jit import KernelLibrary
 
     KernelLibrary().load(["attend_masked[64]", "panel_q8"])  # of a forward with a mask
 

@@ -17,10 +17,9 @@ PACKAGE = Path(kukri.__file__).parent
 
 # Each part may import itself and these; `__init__` is the face of the package and imports lazily.
 LAYERS = (
-    *("errors", "system", "machine", "config", "mapped_files", "private_files", "traces", "quant", "kernels"),
-    *("models", "formats", "engine", "tasks", "embedding", "answer", "model_identity", "stages"),
+    *("errors", "host", "config", "traces", "quant", "kernels"),
+    *("models", "formats", "engine", "tasks", "embedding", "model_identity", "stages"),
     *("loading", "interp"),
-    *("results", "batch_files"),
     *("calls", "llm", "async_llm"),
 )
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
@@ -29,10 +28,10 @@ ALLOWED["sampling"] = {"errors", "kernels"}
 ALLOWED["tasks"] |= {"tokenizer"}
 ALLOWED["embedding"] |= {"tokenizer"}
 ALLOWED["engine"] |= {"sampling", "tokenizer"}
-for part in ("answer", "loading", "results", "calls", "llm", "async_llm"):
+for part in ("loading", "calls", "llm", "async_llm"):
     ALLOWED[part] |= {"sampling", "tokenizer"}
-ALLOWED["opening"] = {"tokenizer"}
-BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "opening", "__init__"}
+ALLOWED["system_message"] = {"tokenizer"}
+BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "system_message", "__init__"}
 ALLOWED["evaluate"] = BELOW_THE_FACES
 ALLOWED["bench"] = BELOW_THE_FACES | {"evaluate"}
 ALLOWED["server"] = BELOW_THE_FACES

@@ -45,7 +45,7 @@ def work(source, target):
 BATCH = """
 import json, sys
 from pathlib import Path
-from kukri.batch_files import Results, read_batch
+from kukri.calls.batch_files import Results, read_batch
 
 def work(source, target):
     target.unlink(missing_ok=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kukri.kernels.cpu import features
-from kukri.machine import cpu_quota
+from kukri.host.hardware import cpu_quota
+from kukri.kernels.cpu.compile import features
 
 V1 = "sys/fs/cgroup/cpu"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kukri.kernels.cpu.memory import address_of
-from kukri.mapped_files import fetch_pages, release_pages
+from kukri.host.mapped_files import fetch_pages, release_pages
+from kukri.kernels.cpu.run.memory import address_of
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident"

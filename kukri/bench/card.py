@@ -18,11 +18,11 @@ from pathlib import Path
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.weights import is_packed, packed_type
-from kukri.kernels.cpu.features import usable_cores
-from kukri.kernels.cpu.read_speed import measure_read_speed
-from kukri.machine import cpu_features, cpu_model, installed_versions
+from kukri.host.hardware import cpu_features, cpu_model, installed_versions
+from kukri.host.os_calls import memory_bytes
+from kukri.kernels.cpu.compile.features import usable_cores
+from kukri.kernels.cpu.run.read_speed import measure_read_speed
 from kukri.quant.types import fitting_type
-from kukri.system import memory_bytes
 
 _PACKAGES = ("kukri", "numpy", "numba", "llvmlite", "tokenizers")
 _BUFFER_BYTES = 512 << 20  # many times what caches hold

@@ -25,12 +25,12 @@ from kukri.bench.card import (
 )
 from kukri.errors import ConfigError
 from kukri.formats import hub
+from kukri.host.hardware import peak_rss_bytes
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Logits
-from kukri.kernels.cpu.features import usable_cores
+from kukri.kernels.cpu.compile.features import usable_cores
 from kukri.kernels.step import ForwardBatch
 from kukri.kernels.taps import Hook
-from kukri.machine import peak_rss_bytes
 from kukri.sampling import SamplingParams
 
 FIRST_TOKEN_PROMPT = 128  # tokens of the prompt that first-token latency is measured with

@@ -53,7 +53,7 @@ class DraftBudget:
     """Decides how many drafts of each request a step computes.
 
     A row in a panel that is computed anyway costs a tenth of a step, and so does any row beside a prompt;
-    other rows cost twice that, in a step that serves many: these must be all but sure (docs/log.md).
+    other rows cost twice that, in a step that serves many: these must be all but sure (docs/log).
     """
 
     def __init__(self, n_tokens: int, n_decoding: int) -> None:

@@ -24,9 +24,9 @@ from tempfile import mkstemp
 
 from kukri.engine.pages import PageKey
 from kukri.errors import ConfigError
+from kukri.host.os_calls import sync_directory
+from kukri.host.private_files import make_private, open_private
 from kukri.kernels.cache import Cache
-from kukri.private_files import make_private, open_private
-from kukri.system import sync_directory
 
 logger = logging.getLogger("kukri.prefixes")
 

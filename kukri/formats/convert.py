@@ -38,9 +38,9 @@ from kukri.formats.huggingface.weights import (
     parts_of,
 )
 from kukri.formats.imatrix import ImportanceMatrix
+from kukri.host.mapped_files import release_pages
 from kukri.kernels.constants import Experts
-from kukri.kernels.cpu.quantize import requantize
-from kukri.mapped_files import release_pages
+from kukri.kernels.cpu.pack.quantize import requantize
 from kukri.models import ARCHITECTURES
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from kukri.errors import DownloadError, FormatError, UnsupportedError
 from kukri.formats.repos import SHORT_NAMES, fetch, parse_name
-from kukri.private_files import make_private
-from kukri.system import kill_session, locked, sync_directory
+from kukri.host.os_calls import kill_session, locked, sync_directory
+from kukri.host.private_files import make_private
 
 if TYPE_CHECKING:
     import subprocess

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
-from kukri.system import locked, sync_directory
+from kukri.host.os_calls import locked, sync_directory
 
 
 @contextmanager

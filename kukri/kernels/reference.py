@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kukri.host.hardware import available_bytes, cpu_model
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
@@ -39,7 +40,6 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.kernels.taps import Hook, tap_name
-from kukri.machine import available_bytes, cpu_model
 from kukri.quant.blocks import dequantize
 
 Array = npt.NDArray[Any]

@@ -1,7 +1,7 @@
 """Blocks of weights to float32, a function for each type, vectorised over blocks.
 
 Bit-exact with GGML's reference (ggml-quants.c, as mirrored by the `gguf` package), whose arithmetic is
-float32 throughout. `kukri.kernels.cpu.quantize` has the way back.
+float32 throughout. `kukri.kernels.cpu.pack.quantize` has the way back.
 
 `d` is a block's float16 scale, `m` its float16 minimum, `q` a quant. Types of 256 weights divide them into
 groups g, each with a whole scale s and, with a minimum, a whole t.

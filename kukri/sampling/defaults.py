@@ -12,7 +12,7 @@ from kukri.sampling.params import SamplingParams
 
 logger = logging.getLogger("kukri.sampling")
 
-# For a model that advises nothing. Measured on SmolLM2-135M-Instruct: docs/log.md, 2026-11-22.
+# For a model that advises nothing. Measured on SmolLM2-135M-Instruct: docs/log, 2026-11-22.
 OWN_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 
 # The fields that switch each stage on, and their values that switch it off.

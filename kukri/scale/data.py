@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kukri.calls.results import Result
 from kukri.errors import ConfigError, RequestError
 from kukri.llm import LLM
-from kukri.results import Result
 
 Task = Literal["generate", "chat", "embed", "classify", "rerank"]
 _TASKS = ("generate", "chat", "embed", "classify", "rerank")

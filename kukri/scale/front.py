@@ -96,7 +96,7 @@ class RemoteRequestMaker(RequestMaker):
 
 
 class RemoteModel:
-    """A model whose engines are elsewhere. Attributes: those of `server.service.OpenModel`, identity."""
+    """A model whose engines are elsewhere. Attributes: those of `server.served.OpenModel`, identity."""
 
     memory_bytes = 0  # here
 

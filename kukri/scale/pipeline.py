@@ -19,8 +19,8 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kukri.errors import ConfigError, StageError
-from kukri.kernels.cpu.features import usable_cores
-from kukri.kernels.cpu.read_speed import measure_read_speed
+from kukri.kernels.cpu.compile.features import usable_cores
+from kukri.kernels.cpu.run.read_speed import measure_read_speed
 from kukri.scale.stage import StageOptions, serve_stage
 from kukri.stages.connection import listen
 from kukri.stages.pipeline import SPEED_TEST

@@ -26,8 +26,8 @@ from kukri.scale.facts import ReplicaFacts
 from kukri.scale.front import Invite, RemoteModel, ReplicaLoop
 from kukri.scale.replica import EngineReplica
 from kukri.server.app import create_app
+from kukri.server.models.warm_up import warm_up
 from kukri.server.settings import ServerSettings, default_name
-from kukri.server.warm_up import warm_up
 from kukri.traces import open_traces
 
 _REPLICA = "KukriReplica"

@@ -11,12 +11,12 @@ from typing import Any
 
 from kukri.errors import ConfigError, KukriError, StageError
 from kukri.formats import hub
+from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.step import StepLimits
 from kukri.loading import ModelOptions, read_weights
-from kukri.machine import available_bytes
 from kukri.model_identity import code_digest, weights_identity
 from kukri.stages.connection import Connection, accept, connect
 from kukri.stages.messages import (

@@ -16,21 +16,21 @@ from starlette.responses import JSONResponse, Response
 from kukri import __version__
 from kukri.engine import EngineLoop
 from kukri.errors import KukriError
-from kukri.server.anthropic_routes import add_anthropic_routes
-from kukri.server.batch_routes import add_batch_routes
-from kukri.server.batches import Batches
-from kukri.server.bridge import LoopMaker
+from kukri.server.anthropic.routes import add_anthropic_routes
 from kukri.server.errors import on_deep_body, on_http_error, on_invalid_body, on_kukri_error
-from kukri.server.llama_cpp_routes import add_llama_cpp_routes
+from kukri.server.llama_cpp.routes import add_llama_cpp_routes
 from kukri.server.middleware import Middleware
-from kukri.server.ollama_routes import add_ollama_routes
-from kukri.server.openai_routes import add_adapter_routes, add_openai_routes
+from kukri.server.models.bridge import LoopMaker
+from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.served_model import OpenModel
+from kukri.server.ollama.routes import add_ollama_routes
+from kukri.server.openai.batch_routes import add_batch_routes
+from kukri.server.openai.batches import Batches
+from kukri.server.openai.routes import add_adapter_routes, add_openai_routes
+from kukri.server.openai.token_routes import add_token_routes
 from kukri.server.openapi import ERRORS, drop_validation_errors
-from kukri.server.page import add_page
-from kukri.server.registry import ModelRegistry
-from kukri.server.service import OpenModel
-from kukri.server.settings import ServedModel, ServerSettings
-from kukri.server.token_routes import add_token_routes
+from kukri.server.page.routes import add_page
+from kukri.server.settings import ModelSpec, ServerSettings
 from kukri.traces import open_traces
 
 log = logging.getLogger("kukri.server")
@@ -39,7 +39,7 @@ log = logging.getLogger("kukri.server")
 def create_app(
     llm: OpenModel | None,
     settings: ServerSettings,
-    models: Sequence[ServedModel] = (),
+    models: Sequence[ModelSpec] = (),
     make_loop: LoopMaker = EngineLoop,
 ) -> FastAPI:
     """The ASGI application that serves an open model under `settings.model_names`, and `models` on demand.

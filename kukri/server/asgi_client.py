@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message
 
-from kukri.batch_files import BatchLine, Results
+from kukri.calls.batch_files import BatchLine, Results
 from kukri.server.keys import Client
 
 

@@ -19,13 +19,13 @@ from starlette.types import Receive, Scope, Send
 from kukri.errors import KukriError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.generation import Readout
-from kukri.server.bridge import Call
 from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
-from kukri.server.logprobs import vllm_logprobs
+from kukri.server.models.bridge import LiveCall
+from kukri.server.models.served_model import ServedModel
+from kukri.server.openai.logprobs import vllm_logprobs
 from kukri.server.progress import PromptProgress
 from kukri.server.schema import GenerationBody
-from kukri.server.service import Service
 from kukri.server.timings import timings_of
 
 DONE = b"data: [DONE]\n\n"
@@ -78,9 +78,16 @@ class ChunkWriter(ABC):
     """
 
     def __init__(
-        self, service: Service, call: Call, body: GenerationBody, model: str, *, kind: str, id_kind: str
+        self,
+        served: ServedModel,
+        call: LiveCall,
+        body: GenerationBody,
+        model: str,
+        *,
+        kind: str,
+        id_kind: str,
     ) -> None:
-        self._service, self._call = service, call
+        self._served, self._call = served, call
         self._is_ended = [False] * len(call.answers)
         self._n_ids_sent = [0] * len(call.answers)
         self._head = {
@@ -88,7 +95,7 @@ class ChunkWriter(ABC):
             "object": kind,
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": service.fingerprint,
+            "system_fingerprint": served.fingerprint,
         }
         self._prefix = f"data: {json.dumps(self._head, separators=(',', ':'))[:-1]}"
         options = body.stream_options
@@ -141,14 +148,14 @@ class ChunkWriter(ABC):
     def _prompt_scores(self, i: int, n_top: int) -> list[dict[str, dict[str, Any]] | None]:
         """The `prompt_logprobs` of an answer's prompt; nothing comes before the first token."""
         scores = self._call.answers[i].request.prompt_logprobs
-        return [None, *vllm_logprobs(self._service.tokenizer, scores, n_top)]
+        return [None, *vllm_logprobs(self._served.tokenizer, scores, n_top)]
 
     @abstractmethod
     def _usage(self) -> dict[str, Any]:
         """The `usage` of the call."""
 
 
-def interp_fields(call: Call, i: int) -> dict[str, Any]:
+def interp_fields(call: LiveCall, i: int) -> dict[str, Any]:
     """Readings of interventions since the last time, and captures once the answer has ended."""
     fields: dict[str, Any] = {}
     if call.readouts[i]:
@@ -170,7 +177,7 @@ def _readout(one: Readout) -> dict[str, Any]:
     return {"position": one.position, "token_id": one.token_id, "values": values}
 
 
-def usage(call: Call, n_reasoning: int) -> dict[str, Any]:
+def usage(call: LiveCall, n_reasoning: int) -> dict[str, Any]:
     """The `usage` of the older endpoints."""
     return {
         "prompt_tokens": call.n_prompt_tokens,
@@ -191,8 +198,8 @@ class Reply(Response):
 
     def __init__(
         self,
-        service: Service,
-        call: Call,
+        served: ServedModel,
+        call: LiveCall,
         writer: Writer,
         *,
         stream: bool,
@@ -201,7 +208,7 @@ class Reply(Response):
     ) -> None:
         super().__init__()
         self._form, self._tells_progress = form, tells_progress and stream
-        self._service, self._call, self._writer, self._is_stream = service, call, writer, stream
+        self._served, self._call, self._writer, self._is_stream = served, call, writer, stream
         self._has_begun = self._was_active = False
         self._connection: Connection | None = None
 
@@ -236,7 +243,7 @@ class Reply(Response):
             for task in (watcher, *timers):
                 task.cancel()
             call.close()
-            self._service.metrics.on_end(*call.outcome)
+            self._served.metrics.on_end(*call.outcome)
             scope["kukri.log"].update(
                 n_prompt_tokens=call.n_prompt_tokens,
                 n_generated=call.n_generated,
@@ -279,7 +286,7 @@ class Reply(Response):
         """Sends a keep-alive comment after a silence, so that no proxy drops the connection."""
         while True:
             self._was_active = False
-            await asyncio.sleep(self._service.settings.keep_alive_s)
+            await asyncio.sleep(self._served.settings.keep_alive_s)
             if not self._was_active:
                 await self._send(send, self._form.keep_alive)
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from kukri.errors import RequestError
 from kukri.interp.interventions import MAX_INTERVENTIONS
 from kukri.sampling import Grammar, SamplingParams
-from kukri.server.chat_request import only_grammar
+from kukri.server.chat.request import only_grammar
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 

@@ -40,7 +40,7 @@ def default_name(model: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelSpec:
     """A model that a server loads when it is needed.
 
     `names` are those that requests may use; the first is the one that answers carry. A pinned model is loaded

@@ -10,7 +10,7 @@ from pathlib import Path
 from kukri.bench.ablate import TECHNIQUES, AblationReport, ablate, chosen, n_rounds
 from kukri.bench.ablation.trial import Row, Sizes
 from kukri.errors import ConfigError
-from kukri.kernels.cpu.features import usable_cores
+from kukri.kernels.cpu.compile.features import usable_cores
 from kukri.terminal.files import writing
 from kukri.terminal.output import n_bytes_text, printable
 from kukri.terminal.plots import Bars, require_plots, save_bars

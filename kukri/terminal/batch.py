@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kukri.batch_files import BatchLine, Results, files_of, read_batch
+from kukri.calls.batch_files import BatchLine, Results, files_of, read_batch
 from kukri.errors import ConfigError
 from kukri.terminal.files import check_parent
 from kukri.terminal.progress import progress_bar

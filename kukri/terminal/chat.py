@@ -14,12 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kukri.calls.results import Result
 from kukri.errors import ContextLengthError, KukriError, RequestError
+from kukri.host.os_calls import no_echo
 from kukri.llm import LLM
-from kukri.opening import DEFAULT_SYSTEM, opening
-from kukri.results import Result
 from kukri.sampling import SamplingParams, with_overrides
-from kukri.system import no_echo
+from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.terminal.errors import one_line
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
 from kukri.terminal.progress import loading_bar

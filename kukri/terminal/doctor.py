@@ -11,12 +11,12 @@ from typing import Any
 
 import kukri
 from kukri.formats import hub
+from kukri.host.hardware import cpu_features, cpu_model, cpu_quota, installed_versions
+from kukri.host.os_calls import allowed_cores
 from kukri.kernels import choose_backend
-from kukri.kernels.cpu.features import cpu_target, usable_cores
-from kukri.kernels.cpu.kernel_cache import cache_dir, cache_root
-from kukri.kernels.cpu.shipped_kernels import shipped_for_cpu
-from kukri.machine import cpu_features, cpu_model, cpu_quota, installed_versions
-from kukri.system import allowed_cores
+from kukri.kernels.cpu.compile.features import cpu_target, usable_cores
+from kukri.kernels.cpu.compile.kernel_cache import cache_dir, cache_root
+from kukri.kernels.cpu.compile.shipped_kernels import shipped_for_cpu
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kukri.calls.results import Chunk, Result
 from kukri.errors import RequestError
 from kukri.llm import LLM
-from kukri.opening import DEFAULT_SYSTEM, opening
-from kukri.results import Chunk, Result
 from kukri.sampling import SamplingParams, with_overrides
+from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
 from kukri.terminal.progress import loading_bar
 from kukri.tokenizer.template_process import start_early

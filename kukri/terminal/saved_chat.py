@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kukri.errors import RequestError
-from kukri.private_files import write_private
+from kukri.host.private_files import write_private
 
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]

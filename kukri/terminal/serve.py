@@ -19,7 +19,7 @@ from kukri.terminal.options import ServeOptions, size_bytes
 from kukri.terminal.progress import loading_bar
 
 if TYPE_CHECKING:
-    from kukri.server.settings import ServedModel, ServerSettings
+    from kukri.server.settings import ModelSpec, ServerSettings
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -52,11 +52,11 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
             _serve_one(served[0], settings, bound)
 
 
-def _serve_one(model: ServedModel, settings: ServerSettings, bound: socket.socket) -> None:
+def _serve_one(model: ModelSpec, settings: ServerSettings, bound: socket.socket) -> None:
     """Loads a model, with a bar that shows the progress, and serves it."""
     from kukri.llm import LLM
     from kukri.server.app import create_app
-    from kukri.server.warm_up import warm_up
+    from kukri.server.models.warm_up import warm_up
 
     settings = replace(settings, model_names=model.names)
     with loading_bar() as progress:
@@ -75,7 +75,7 @@ def _serve_one(model: ServedModel, settings: ServerSettings, bound: socket.socke
         run_app(app, settings, bound)
 
 
-def _serve_box(models: Sequence[ServedModel], settings: ServerSettings, bound: socket.socket) -> None:
+def _serve_box(models: Sequence[ModelSpec], settings: ServerSettings, bound: socket.socket) -> None:
     """Serves models that are loaded when they are needed, those that are pinned at once."""
     from kukri.server.app import create_app
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from kukri.errors import ConfigError
 from kukri.loading import ModelOptions
-from kukri.server.settings import ServedModel, default_name, duration_s
+from kukri.server.settings import ModelSpec, default_name, duration_s
 from kukri.terminal.config_file import MAX_BYTES, read_config
 from kukri.terminal.files import read_text
 from kukri.terminal.options import ManyOptions, ReaderOptions, ServeOptions, size_bytes
@@ -22,7 +22,7 @@ _KINDS = {"max_context": int, "n_threads": int, "max_requests": int, "rope_facto
 
 def served_models(
     models: Sequence[str], options: ServeOptions, loading: Mapping[str, Any]
-) -> list[ServedModel]:
+) -> list[ModelSpec]:
     """The models of the command line, NAME=MODEL or MODEL, and of the configuration file.
 
     Without any, the default model. Options of loading hold for all but those of the file.
@@ -36,7 +36,7 @@ def served_models(
     if not is_alone and "adapters" in loading:
         raise ConfigError("--adapter is for a single model: give those of several in a file, --config")
     shared = {n: v for n, v in loading.items() if is_alone or n != "kv_bytes"}  # else of all together
-    named = [ServedModel((name,), ModelOptions(model=model, **shared)) for name, model in given]
+    named = [ModelSpec((name,), ModelOptions(model=model, **shared)) for name, model in given]
     for i, one in enumerate(named[1:], 1):  # files are made for one model: the first
         options_left = replace(one.options, control_vectors=None, probes=None, saes=None)
         named[i] = replace(one, options=options_left)
@@ -65,7 +65,7 @@ def _name_and_model(text: str) -> tuple[str, str]:
     return name, model
 
 
-def configured_models(file: Path) -> list[ServedModel]:
+def configured_models(file: Path) -> list[ModelSpec]:
     """The models of a file's table `models`. Raises ConfigError."""
     tables = read_config(file).get("models", {})
     if not isinstance(tables, dict):
@@ -73,7 +73,7 @@ def configured_models(file: Path) -> list[ServedModel]:
     return [_model(file, name, table) for name, table in tables.items()]
 
 
-def _model(file: Path, name: str, table: Any) -> ServedModel:
+def _model(file: Path, name: str, table: Any) -> ModelSpec:
     if isinstance(table, str):
         table = {"model": table}
     where = f"{file}: models.{name}"
@@ -103,7 +103,7 @@ def _model(file: Path, name: str, table: Any) -> ServedModel:
     if template is not None:
         options["chat_template"] = read_text(file.parent / str(template), MAX_BYTES)
     keep_alive = table.get("keep-alive")
-    return ServedModel(
+    return ModelSpec(
         (name, *cast("list[str]", aliases)),
         ModelOptions(model=table["model"], **options),
         is_pinned=pinned,

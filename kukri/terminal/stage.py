@@ -29,7 +29,7 @@ def run_stage(address: str, device: str | None, n_threads: int | None, *, once: 
 
     speed = 1.0
     if not once and device is None:  # else all stages are on one machine, or nothing is known
-        from kukri.kernels.cpu.read_speed import measure_read_speed
+        from kukri.kernels.cpu.run.read_speed import measure_read_speed
         from kukri.stages.pipeline import SPEED_TEST
 
         speed = measure_read_speed(n_threads, *SPEED_TEST)

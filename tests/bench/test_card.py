@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kukri import machine, system
 from kukri.bench import card
+from kukri.host import hardware as machine
+from kukri.host import os_calls as system
 
 
 def test_model_card_of_the_default_model(smollm2_path: Path) -> None:

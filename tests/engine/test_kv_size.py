@@ -12,9 +12,9 @@ from tiny_gguf import tiny_config, write_tiny
 from kukri import LLM, SamplingParams
 from kukri.engine.kv_size import choose_kv_size
 from kukri.errors import ConfigError
+from kukri.host.hardware import available_bytes
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.reference import ReferenceBackend
-from kukri.machine import available_bytes
 
 MiB = 1 << 20
 HUGE_CONTEXT = 1 << 22

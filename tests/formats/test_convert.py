@@ -27,7 +27,7 @@ from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.convert import open_gguf, with_recipe, write
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.kernels.cpu.quantize import quantize
+from kukri.kernels.cpu.pack.quantize import quantize
 from kukri.quant.blocks import dequantize
 from kukri.quant.mixes import MIXES
 from kukri.quant.recipes import Recipe

@@ -19,7 +19,7 @@ from small_programs import attention_case, exact_rows, f32_weight, plain_batch, 
 from kukri import LLM, SamplingParams
 from kukri.kernels.constants import Experts, Vector, Weight
 from kukri.kernels.cpu import CpuBackend
-from kukri.kernels.cpu.jit import KernelLibrary
+from kukri.kernels.cpu.compile.jit import KernelLibrary
 from kukri.kernels.specs import Routing
 
 N_TOKENS = (1, 2, 3, 5, 8, 9, 16)

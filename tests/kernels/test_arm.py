@@ -15,8 +15,8 @@ from small_programs import TYPES
 from tiny_gguf import write_tiny
 
 from benchmarks.arm_instructions import assembly_of
-from kukri.kernels.cpu import features
-from kukri.kernels.cpu.features import cpu_target
+from kukri.kernels.cpu.compile import features
+from kukri.kernels.cpu.compile.features import cpu_target
 
 HERE = Path(__file__).parent
 ARM_PYTHON = os.environ.get("KUKRI_ARM_PYTHON", "")

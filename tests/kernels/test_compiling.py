@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kukri.errors import ConfigError
-from kukri.kernels.cpu import compiling, kernel_cache
+from kukri.kernels.cpu.compile import compiling, kernel_cache
 
 CODE = ("symbol", ("a",), b"code")
 
@@ -103,7 +103,7 @@ def test_no_helpers_are_started_by_another_program(kernels: Path, monkeypatch: p
 
 def test_a_helper_ends_with_the_process_it_helps(kernels: Path) -> None:
     """Catches processes that go on for nobody after Ctrl-C."""
-    program = "from kukri.kernels.cpu.compiling import help_compiling; help_compiling()"
+    program = "from kukri.kernels.cpu.compile.compiling import help_compiling; help_compiling()"
     helper = subprocess.Popen([sys.executable, "-P", "-c", program, "choose_tokens"], stdin=subprocess.PIPE)
     assert ended(lambda: (kernels / "choose_tokens.lock").exists())
     assert helper.stdin is not None

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kukri.kernels.cpu.features import cpu_target, has_levels, host_level
-from kukri.kernels.cpu.levels import LEVELS
+from kukri.kernels.cpu.compile.features import cpu_target, has_levels, host_level
+from kukri.kernels.cpu.compile.levels import LEVELS
 
 
 def runnable():
@@ -49,7 +49,7 @@ def test_all_kernel_tests_under(level):
 
 def run_kernel_tests(level, selection):
     env = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_CPU")} | {"KUKRI_CPU": level}
-    check = "from kukri.kernels.cpu.features import cpu_target; print(cpu_target().level)"
+    check = "from kukri.kernels.cpu.compile.features import cpu_target; print(cpu_target().level)"
     chosen = subprocess.run(
         [sys.executable, "-c", check], env=env, capture_output=True, text=True, check=True
     )

@@ -26,7 +26,8 @@ from small_programs import (
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import RopeFrequencies, Vector
-from kukri.kernels.cpu import CpuBackend, abi
+from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.cpu.run import abi
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec, ConvSpec

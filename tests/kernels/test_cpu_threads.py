@@ -11,10 +11,10 @@ import time
 import numpy as np
 import pytest
 
-from kukri.kernels.cpu.abi import STALLED_NS
-from kukri.kernels.cpu.jit import KernelLibrary, pack_record
-from kukri.kernels.cpu.memory import address_of
-from kukri.kernels.cpu.pool import ThreadPool
+from kukri.kernels.cpu.compile.jit import KernelLibrary, pack_record
+from kukri.kernels.cpu.run.abi import STALLED_NS
+from kukri.kernels.cpu.run.memory import address_of
+from kukri.kernels.cpu.run.pool import ThreadPool
 from kukri.kernels.paged_kv import PagedKV
 
 N = 64  # float32 of one row

@@ -6,11 +6,11 @@ import random
 import llvmlite.binding as llvm
 import pytest
 
-from kukri.kernels.cpu import features, object_code
-from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.cpu.jit import KernelLibrary, _LlvmLoader, call
-from kukri.kernels.cpu.kernel_cache import read_cached
-from kukri.kernels.cpu.object_code import ObjectCode, UnsupportedObjectError
+from kukri.kernels.cpu.compile import features, object_code
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.jit import KernelLibrary, _LlvmLoader, call
+from kukri.kernels.cpu.compile.kernel_cache import read_cached
+from kukri.kernels.cpu.compile.object_code import ObjectCode, UnsupportedObjectError
 
 pytestmark = pytest.mark.skipif(not object_code.is_supported(), reason="objects here are LLVM's to load")
 
@@ -109,7 +109,7 @@ def test_damaged_objects(kernel):
 
 def test_what_llvm_loads_instead(kernel, monkeypatch):
     """Would catch kernels that cannot be used if kukri does not understand an object."""
-    monkeypatch.setattr("kukri.kernels.cpu.jit.object_code.is_supported", lambda: False)
+    monkeypatch.setattr("kukri.kernels.cpu.compile.jit.object_code.is_supported", lambda: False)
     library = KernelLibrary()
     assert library["choose_tokens"](-1, **dict.fromkeys(library["choose_tokens"].parameters, 0)) == 0
 

@@ -11,20 +11,20 @@ import pytest
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.kernels.constants import RopeFrequencies, Vector, Weight
-from kukri.kernels.cpu import ops
-from kukri.kernels.cpu.abi import query_tokens
-from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.cpu.ops import Buffer, Value
-from kukri.kernels.cpu.passes import (
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.cpu.plan import ops
+from kukri.kernels.cpu.plan.ops import Buffer, Value
+from kukri.kernels.cpu.plan.passes import (
     add_attention_work,
     drop_unread,
     fuse_add,
     fuse_rope_store,
     quantize_in_producer,
 )
-from kukri.kernels.cpu.place import lifetimes, place
-from kukri.kernels.cpu.quantize import quantize
-from kukri.kernels.cpu.record import Recorder
+from kukri.kernels.cpu.plan.place import lifetimes, place
+from kukri.kernels.cpu.plan.record import Recorder
+from kukri.kernels.cpu.run.abi import query_tokens
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kukri.errors import ConfigError, MissingKernelError
-from kukri.kernels.cpu import compiling, features, jit, kernel_cache, shipped_kernels
-from kukri.kernels.cpu.features import cpu_target
-from kukri.kernels.cpu.jit import KernelLibrary
-from kukri.kernels.cpu.kernel_cache import read_cached
-from kukri.kernels.cpu.levels import LEVELS, best_level
-from kukri.kernels.cpu.shipped_kernels import ShippedKernels, read_shipped, write_shipped
-from kukri.kernels.cpu.wheel_kernels import wheel_kernel_names
+from kukri.kernels.cpu.compile import compiling, features, jit, kernel_cache, shipped_kernels
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.jit import KernelLibrary
+from kukri.kernels.cpu.compile.kernel_cache import read_cached
+from kukri.kernels.cpu.compile.levels import LEVELS, best_level
+from kukri.kernels.cpu.compile.shipped_kernels import ShippedKernels, read_shipped, write_shipped
+from kukri.kernels.cpu.compile.wheel_kernels import wheel_kernel_names
 
 CODE = ("symbol", ("a", "b"), b"object code " * 50)
 
@@ -131,11 +131,11 @@ sys.meta_path.insert(0, Absent())
 import pkgutil, importlib
 sources = sys.argv[1].split()
 for package in ("kukri.kernels.cpu", "kukri.engine", "kukri.formats", "kukri.evaluate", "kukri.interp"):
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if package != "kukri.kernels.cpu" or module.name not in sources:
-            importlib.import_module(f"{package}.{module.name}")
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if module.name.removeprefix("kukri.kernels.cpu.") not in sources:
+            importlib.import_module(module.name)
 import kukri.llm, kukri.cli, kukri.terminal.doctor
-from kukri.machine import cpu_features
+from kukri.host.hardware import cpu_features
 cpu_features()
 """
 
@@ -143,17 +143,17 @@ cpu_features()
 def test_nothing_but_kernels_imports_numba() -> None:
     """Catches an import by which a program without Numba ends."""
     made_of = (
-        "intrinsics",
-        "atomics",
-        "simd",
-        "dots",
-        "tiles",
-        "unpack",
-        "blocks",
-        "candidates",
-        "head_rotation",
-        "kv_readers",
-        "scale_search",
+        "kernels.intrinsics",
+        "run.atomics",
+        "kernels.simd",
+        "kernels.dots",
+        "kernels.tiles",
+        "kernels.unpack",
+        "kernels.blocks",
+        "kernels.candidates",
+        "kernels.head_rotation",
+        "kernels.kv_readers",
+        "pack.scale_search",
     )
     command = [sys.executable, "-c", _WITHOUT, " ".join([*compiling.KERNEL_MODULES, *made_of])]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -14,7 +14,7 @@ from kukri.errors import CapacityError, MissingKernelError, ShapeError, Unsuppor
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.constants import RopeFrequencies, Vector, Weight
-from kukri.kernels.cpu.record import Recorder
+from kukri.kernels.cpu.plan.record import Recorder
 from kukri.kernels.op_set import Ops
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.pytorch import TorchBackend

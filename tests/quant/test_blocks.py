@@ -10,8 +10,8 @@ import pytest
 from random_blocks import HALVES
 
 from kukri.errors import ShapeError, UnsupportedError
-from kukri.kernels.cpu.encode import KERNELS
-from kukri.kernels.cpu.quantize import quantize
+from kukri.kernels.cpu.pack.encode import KERNELS
+from kukri.kernels.cpu.pack.quantize import quantize
 from kukri.quant.blocks import BLOCKS, WRITTEN, dequantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -15,7 +15,7 @@ from kukri import LLM
 from kukri.errors import MissingKernelError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
-from kukri.kernels.cpu.layouts import LAYOUTS
+from kukri.kernels.cpu.pack.layouts import LAYOUTS
 from kukri.quant.blocks import BLOCKS
 from kukri.quant.types import QUANT_TYPES
 

@@ -82,6 +82,6 @@ def forced(site, monkeypatch) -> Callable[..., None]:
     from forcing import force
 
     def force_text(text: str, pause_s: float = 0.0) -> None:
-        force(site.service, monkeypatch, text, pause_s=pause_s)
+        force(site.served, monkeypatch, text, pause_s=pause_s)
 
     return force_text

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kukri.server.service import Service
+from kukri.server.models.served_model import ServedModel
 
 
 def force(
-    service: Service,
+    service: ServedModel,
     monkeypatch: pytest.MonkeyPatch,
     text: str,
     *,

@@ -18,9 +18,9 @@ import uvicorn
 from kukri import LLM
 from kukri.server.app import create_app
 from kukri.server.connection import protocol_with_timeout
-from kukri.server.registry import ModelRegistry
-from kukri.server.service import Service
-from kukri.server.settings import ServedModel, ServerSettings
+from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.served_model import ServedModel
+from kukri.server.settings import ModelSpec, ServerSettings
 
 MODEL = "smol"
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -52,11 +52,11 @@ class Served:
     registry: ModelRegistry | None = None  # None: it is another process
 
     @property
-    def service(self) -> Service:
+    def served(self) -> ServedModel:
         """The first model's."""
         assert self.registry is not None, f"only a server of the test's own shows it, not ${SERVER}"
-        assert self.registry.default.service is not None
-        return self.registry.default.service
+        assert self.registry.default.served is not None
+        return self.registry.default.served
 
     @property
     def client(self) -> openai.OpenAI:
@@ -67,7 +67,7 @@ class Served:
 
     def pages_used(self) -> int:
         """KV pages that requests hold now."""
-        return self.service.bridge.loop.status().n_pages_held
+        return self.served.bridge.loop.status().n_pages_held
 
     def wait_until(self, is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -77,7 +77,7 @@ class Served:
 
 
 @contextmanager
-def serving(llm: LLM | None, models: Sequence[ServedModel] = (), **settings) -> Iterator[Served]:
+def serving(llm: LLM | None, models: Sequence[ModelSpec] = (), **settings) -> Iterator[Served]:
     """Serves an open model, and others on demand, from a thread within the `with` block."""
     names = {} if llm is None else {"model_names": (MODEL, OTHER_NAME)}
     given = ServerSettings(**{**names, **settings})

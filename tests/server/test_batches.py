@@ -16,7 +16,7 @@ from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.errors import RequestError
-from kukri.server.batch_routes import form_fields
+from kukri.server.openai.batch_routes import form_fields
 
 
 @pytest.fixture(scope="module")

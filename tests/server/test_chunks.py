@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kukri.answer import Answer
+from kukri.calls.answer import Answer
 from kukri.engine import Request
 from kukri.sampling import SampledToken, SamplingParams
-from kukri.server.bridge import Call
-from kukri.server.chat_completions import ChatWriter
-from kukri.server.choice import Choice
+from kukri.server.chat.choice import Choice
+from kukri.server.chat.tool_dialects import HERMES
+from kukri.server.chat.tools import Toolbox
+from kukri.server.models.bridge import LiveCall
+from kukri.server.models.served_model import Chat
+from kukri.server.openai.chat_completions import ChatWriter
 from kukri.server.schema import ChatBody
-from kukri.server.service import Chat
-from kukri.server.tool_dialects import HERMES
-from kukri.server.tools import Toolbox
 
 TEXTS = {
     "plain": ["Once", " upon", " a", " time"],
@@ -64,7 +64,7 @@ def streamed(pieces: list[bytes], options: dict[str, Any], *, keeps: bool) -> li
         {"messages": [{"role": "user", "content": "Hi"}], "stream": True, **options}
     )
     bridge: Any = None
-    call = Call(bridge, answers, 1, "log")
+    call = LiveCall(bridge, answers, 1, "log")
     toolbox = Toolbox(HERMES, [ADD], many=True, required=False, is_strict=False)
     service: Any = SimpleNamespace(fingerprint='kukri-"1"', tokenizer=tokenizer)
     choices = [Choice(answer, inside=False, toolbox=toolbox) for answer in answers]

@@ -70,9 +70,9 @@ def test_streams_go_on_beside_many_texts(served, offline):
     n_steps, found = [], []
 
     def embed() -> None:
-        n_steps.append(served.service.bridge.loop.status().n_steps)
+        n_steps.append(served.served.bridge.loop.status().n_steps)
         found.append(served.client.embeddings.create(model=MODEL, input=texts))
-        n_steps.append(served.service.bridge.loop.status().n_steps)
+        n_steps.append(served.served.bridge.loop.status().n_steps)
 
     thread = threading.Thread(target=embed)
     more = {"ignore_eos": True}
@@ -90,7 +90,7 @@ def test_streams_go_on_beside_many_texts(served, offline):
 
 def test_who_leaves_ends_the_work(served):
     """Catches texts that are embedded for nobody."""
-    loop = served.service.bridge.loop
+    loop = served.served.bridge.loop
     with served.http() as http, pytest.raises(httpx.ReadTimeout):
         http.post(
             "/v1/embeddings", json={"model": MODEL, "input": [TEXT * 30 for _ in range(300)]}, timeout=0.3
@@ -131,7 +131,7 @@ def test_numbers_that_json_has_not_are_an_error(served, monkeypatch):
         for request in requests:
             request.rows = np.full(576, np.nan, np.float32)
 
-    monkeypatch.setattr(served.service.bridge, "compute", compute)
+    monkeypatch.setattr(served.served.bridge, "compute", compute)
     with served.http() as http:
         response = http.post("/v1/embeddings", json={"model": MODEL, "input": "a"})
         assert "not finite" in check_error(response, 500)
@@ -144,4 +144,4 @@ def test_a_deadline_ends_it(smollm2_path):
             body = {"model": MODEL, "input": [TEXT * 10 for _ in range(400)]}
             message = check_error(http.post("/v1/embeddings", json=body), 503)
         assert message == "the answer was not done within 0.2 s"
-        server.wait_until(lambda: server.service.bridge.loop.status().n_waiting == 0, 5)
+        server.wait_until(lambda: server.served.bridge.loop.status().n_waiting == 0, 5)

@@ -58,16 +58,16 @@ def test_history_is_plain_text(served):
 
 def test_calls_are_read_and_enforced(served, monkeypatch):
     """Catches a form that is not read, calls that are not enforced, and text that tools forbid."""
-    force(served.service, monkeypatch, "Let me see.\n" + written(CALLS))
+    force(served.served, monkeypatch, "Let me see.\n" + written(CALLS))
     for options in ({}, {"tools": STRICT}):
         assert ask(served, **options) == ("Let me see.", CALLS, "tool_calls")
-    force(served.service, monkeypatch, written(CALLS))
+    force(served.served, monkeypatch, written(CALLS))
     assert ask(served, tool_choice="required") == (None, CALLS, "tool_calls")
-    force(served.service, monkeypatch, written(CALLS[1:]))
+    force(served.served, monkeypatch, written(CALLS[1:]))
     assert ask(served, tool_choice=NAMED) == (None, CALLS[1:], "tool_calls")
-    force(served.service, monkeypatch, "It is { noon }.")
+    force(served.served, monkeypatch, "It is { noon }.")
     assert ask(served) == ("It is { noon }.", [], "stop")
-    force(served.service, monkeypatch, written([("get_weather", {"city": 5})]))
+    force(served.served, monkeypatch, written([("get_weather", {"city": 5})]))
     body = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
     with served.http() as http:
         assert http.post("/v1/chat/completions", json=body).status_code == 500, "5 is no city"

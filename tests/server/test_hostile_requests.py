@@ -17,7 +17,7 @@ from bodies import check_error, events
 from live_server import MODEL, serving
 
 from kukri import LLM
-from kukri.server.grammar_worker import BUDGET_S, MAX_AT_ONCE
+from kukri.server.chat.grammar_worker import BUDGET_S, MAX_AT_ONCE
 from kukri.terminal.serve import host_names
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -94,10 +94,10 @@ def test_a_known_grammar_is_not_compiled_again(small):
     with serving(small) as server, server.http() as http:
         body = {"model": MODEL, "prompt": "A", "max_tokens": 2, "structured_outputs": {"regex": "[a-z]+"}}
         assert http.post(TEXT, json=body).status_code == 200
-        server.service.grammars._process.kill()
+        server.served.grammars._process.kill()
         assert http.post(TEXT, json=body).status_code == 200
         body["structured_outputs"] = {"regex": "[a-z]{2,}"}
-        server.wait_until(lambda: server.service.grammars._process is None)
+        server.wait_until(lambda: server.served.grammars._process is None)
         assert http.post(TEXT, json=body).status_code == 200, "in a new one"
 
 
@@ -223,8 +223,8 @@ def test_an_expired_drain_ends_streams_with_an_error(small):
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with serving(small) as server, server.http() as http:
         with http.stream("POST", TEXT, json=body) as response:
-            server.wait_until(lambda: server.service.bridge.loop.status().n_running == 1)
-            server.service.bridge.drain(0.3)
+            server.wait_until(lambda: server.served.bridge.loop.status().n_running == 1)
+            server.served.bridge.drain(0.3)
             *chunks, last = events(response)
         assert chunks
         assert "shutting down" in last["error"]["message"]

@@ -19,8 +19,8 @@ from bodies import (
 from live_server import MODEL, Served, serving
 
 from kukri import LLM
-from kukri.server.messages import parse_message
-from kukri.server.messages_schema import PromptBody
+from kukri.server.anthropic.messages import parse_message
+from kukri.server.anthropic.schema import PromptBody
 
 SYSTEM = "You are a helpful AI assistant."
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -196,7 +196,7 @@ def test_tools_are_called_and_their_results_read(tooled, choice):
         {"role": "tool", "name": "get_weather", "content": "Error: 12 C"},
         {"role": "user", "content": "And now?"},
     ]
-    tokenizer, template = tooled.service.tokenizer, tooled.service.prompts.template
+    tokenizer, template = tooled.served.tokenizer, tooled.served.prompts.template
     counted = client(tooled).messages.count_tokens(model=MODEL, messages=history)
     assert counted.input_tokens == len(template.encode(tokenizer, said))
     with_tools = client(tooled).messages.count_tokens(model=MODEL, messages=history, tools=options["tools"])

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from kukri.engine import StepOutput
 from kukri.sampling import SampledToken
-from kukri.server import bridge as bridge_module
-from kukri.server.bridge import Bridge, Call
 from kukri.server.metrics import _TOKEN_SECONDS, Metrics, ModelMetrics
+from kukri.server.models import bridge as bridge_module
+from kukri.server.models.bridge import Bridge, LiveCall
 
 
 def shown(text: bytes) -> list[str]:
@@ -61,7 +61,7 @@ def test_a_step_counts_each_of_its_tokens(monkeypatch):
         bridge.start()
         for request in requests:
             answer: Any = SimpleNamespace(request=request, finish_reason=None, push=lambda *_: None)
-            bridge.submit(Call(bridge, [answer], 1, "log"), None)
+            bridge.submit(LiveCall(bridge, [answer], 1, "log"), None)
         for at_s, tokens in ((1.0, "01"), (2.0, "012"), (4.0, "0122"), (8.0, "12")):
             now_s[0] = at_s
             bridge._receive([StepOutput(requests[int(i)], SampledToken(0), None) for i in tokens])

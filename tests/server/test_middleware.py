@@ -203,7 +203,7 @@ def test_a_full_queue_says_when_to_come_back(small):
                 waiting = [threading.Thread(target=ask_once, args=[server.url]) for _ in range(2)]
                 for thread in waiting:
                     thread.start()
-                server.wait_until(lambda: server.service.bridge.loop.status().n_waiting == 2)
+                server.wait_until(lambda: server.served.bridge.loop.status().n_waiting == 2)
                 refused = http.post("/v1/completions", json=ASK)
                 check_error(refused, 503)
                 assert int(refused.headers["retry-after"]) >= 1
@@ -251,7 +251,7 @@ def test_a_silent_stream_is_kept_alive(small):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_pages(served, stream):
     """Catches requests that are computed for nobody."""
-    before, status = served.pages_used(), served.service.bridge.loop.status
+    before, status = served.pages_used(), served.served.bridge.loop.status
     n_generated = status().n_generated
     with served.http() as http:
         if stream:
@@ -273,7 +273,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(small):
         next(one), next(two)
         with server.http() as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=ASK, timeout=0.2)
-        status = server.service.bridge.loop.status
+        status = server.served.bridge.loop.status
         server.wait_until(lambda: status().n_waiting == 0)
         assert status().n_running == 2, "those whom it waited for are not done"
 
@@ -313,7 +313,7 @@ def test_the_log_names_keys_and_leaves_polls_and_files_out(small, caplog):
             assert http.get("/v1/models", headers={"x-api-key": key}).status_code == 200
         for path in ("/ui/static/page.css", "/ready", "/health"):
             http.get(path)
-        server.service.bridge.drain(60)
+        server.served.bridge.drain(60)
         server.wait_until(lambda: "draining" in caplog.messages)
     requests = [r for r in caplog.records if r.message == "request"]
     assert [r.path for r in requests] == ["/v1/models"] * 2

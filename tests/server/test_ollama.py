@@ -18,7 +18,7 @@ from tiny_gguf import write_tiny
 from kukri import LLM
 from kukri.formats import hub
 from kukri.loading import ModelOptions
-from kukri.server.settings import ServedModel
+from kukri.server.settings import ModelSpec
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 LIKELIEST = {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0}
@@ -122,7 +122,7 @@ def test_tools_are_called_and_answered(tmp_path, monkeypatch, stream):
     model = MODEL
     with LLM(write_family(tmp_path / "tiny.gguf", family), max_requests=2) as llm, serving(llm) as served:
         client = ollama.Client(served.url)
-        force(served.service, monkeypatch, family.before + family.write(wanted), with_marks=True)
+        force(served.served, monkeypatch, family.before + family.write(wanted), with_marks=True)
         given: Any = client.chat(model, QUESTION, tools=[get_time], stream=stream, options={"temperature": 0})
         parts = list(given) if stream else [given]
         calls = [call for part in parts for call in part.message.tool_calls or ()]
@@ -202,7 +202,7 @@ def test_bodies_need_no_content_type_unless_a_page_sends_them(served):
 def test_a_model_is_loaded_and_unloaded_by_keep_alive(tmp_path):
     """Catches keep_alive that is ignored: seconds, for ever, or not at all."""
     path = write_tiny(tmp_path / "tiny.gguf")
-    models = [ServedModel(("tiny",), ModelOptions(model=str(path), max_requests=2))]
+    models = [ModelSpec(("tiny",), ModelOptions(model=str(path), max_requests=2))]
     with serving(None, models) as served:
         client = ollama.Client(served.url)
         assert client.ps().models == []
@@ -258,7 +258,7 @@ def test_models_are_not_changed_unless_allowed(client, tmp_path):
         assert caught.value.status_code == 403
     path = write_tiny(tmp_path / "tiny.gguf")
     with (
-        serving(None, [ServedModel(("tiny",), ModelOptions(model=str(path)))], manages_models=True) as served,
+        serving(None, [ModelSpec(("tiny",), ModelOptions(model=str(path)))], manages_models=True) as served,
         pytest.raises(ollama.ResponseError, match="was given to the server"),
     ):
         ollama.Client(served.url).delete("tiny")
@@ -267,7 +267,7 @@ def test_models_are_not_changed_unless_allowed(client, tmp_path):
 
 def test_keys_and_hosts_hold_here_too(tmp_path):
     """Catches routes that need no key."""
-    models = [ServedModel(("tiny",), ModelOptions(model=str(write_tiny(tmp_path / "tiny.gguf"))))]
+    models = [ModelSpec(("tiny",), ModelOptions(model=str(write_tiny(tmp_path / "tiny.gguf"))))]
     with serving(None, models, api_keys=("k",), allowed_hosts=("127.0.0.1",)) as served:
         with pytest.raises(ollama.ResponseError, match="API key") as caught:
             ollama.Client(served.url).list()

@@ -11,8 +11,8 @@ from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.loading import ModelOptions
-from kukri.opening import opening
-from kukri.server.settings import ServedModel
+from kukri.server.settings import ModelSpec
+from kukri.system_message import opening
 
 # --- a conversation
 
@@ -186,7 +186,7 @@ def test_an_error_is_shown_and_can_be_tried_again(browser, site, forced):
 def test_a_failure_in_the_middle_is_said(visit, site, forced, monkeypatch):
     """Catches an answer that ends early and looks whole: a deadline here."""
     forced("tick tock " * 400, pause_s=0.01)
-    monkeypatch.setattr(site.service, "settings", replace(site.service.settings, deadline_s=0.5))
+    monkeypatch.setattr(site.served, "settings", replace(site.served.settings, deadline_s=0.5))
     visit.ask("Go")
     visit.page.wait_for_selector("#notice:visible")
     assert "0.5 s" in visit.page.inner_text("#notice")
@@ -254,7 +254,7 @@ def test_what_needs_a_key_and_what_does_not(smollm2_path, served):
 
 def test_an_answer_that_nobody_opens_is_ended(served, monkeypatch):
     """Catches answers that run, and are kept, for browsers that have left."""
-    monkeypatch.setattr("kukri.server.page.OPEN_S", 0.2)
+    monkeypatch.setattr("kukri.server.page.routes.OPEN_S", 0.2)
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Count to a thousand."}],
@@ -296,7 +296,7 @@ def test_conversations_are_renamed_found_and_exported(visit, forced):
 def test_a_model_is_chosen_among_several(browser, tmp_path):
     """Catches questions that go to the first model, whichever is chosen."""
     models = [
-        ServedModel((name,), ModelOptions(model=str(write_tiny(tmp_path / f"{name}.gguf")), max_requests=2))
+        ModelSpec((name,), ModelOptions(model=str(write_tiny(tmp_path / f"{name}.gguf")), max_requests=2))
         for name in ("red", "blue")
     ]
     with serving(None, models) as served, visiting(browser, served.url) as visit:

@@ -16,7 +16,7 @@ from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ContextLengthError
-from kukri.kernels.cpu import features
+from kukri.kernels.cpu.compile import features
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -115,7 +115,7 @@ def test_tool_call_parse_errors_ollama_17638(
     tooled: Served, monkeypatch: pytest.MonkeyPatch, said: str, stream: bool
 ) -> None:
     """A 500, or an answer that is lost, for a call that the model wrote wrongly."""
-    force(tooled.service, monkeypatch, said)
+    force(tooled.served, monkeypatch, said)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     body = {"model": MODEL, "messages": QUESTION, "tools": [tool], "max_tokens": 60, "stream": stream}
     with tooled.http() as http:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kukri.server.reasoning_parser import ReasoningParser
+from kukri.server.chat.reasoning_parser import ReasoningParser
 
 
 def split(text: str, cuts: list[int], inside: bool = False) -> tuple[str, str]:

@@ -21,8 +21,8 @@ from tiny_gguf import random_arrays, tiny_config, write_tiny
 from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.loading import ModelOptions, memory_need
-from kukri.server import registry as registry_module
-from kukri.server.settings import ServedModel, duration_s
+from kukri.server.models import registry as registry_module
+from kukri.server.settings import ModelSpec, duration_s
 
 NAMES = ("red", "green", "blue")
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -53,8 +53,8 @@ def options(path: Path, **more: Any) -> ModelOptions:
     return ModelOptions(model=str(path), max_requests=4, **more)
 
 
-def served_models(files: dict[str, Path], **more: Any) -> list[ServedModel]:
-    return [ServedModel((name,), options(path), **more) for name, path in files.items()]
+def served_models(files: dict[str, Path], **more: Any) -> list[ModelSpec]:
+    return [ModelSpec((name,), options(path), **more) for name, path in files.items()]
 
 
 def body(name: str, **more: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_a_lone_model_shows_its_memory(files):
 
 def test_pinned_models_stay(files):
     """Catches the eviction of a pinned model, and a pinned model that is not loaded at the start."""
-    models = [ServedModel(("red",), options(files["red"]), is_pinned=True), *served_models(files)[1:]]
+    models = [ModelSpec(("red",), options(files["red"]), is_pinned=True), *served_models(files)[1:]]
     with serving(None, models, max_loaded=2) as served, served.http() as http:
         assert states(served) == {"red": "loaded", "green": "unloaded", "blue": "unloaded"}
         for name in ("green", "blue", "green"):
@@ -148,7 +148,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_alone(files, answers, 
     """Catches a broken file that takes the server, or requests for other models, with it."""
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(files["red"].read_bytes()[:2000])
-    models = [*served_models(files), ServedModel(("broken",), options(broken))]
+    models = [*served_models(files), ModelSpec(("broken",), options(broken))]
     with serving(None, models, keep_alive_s=0.01) as served, served.http() as http:
         for stream in (False, True):
             failed = http.post("/v1/completions", json=body("broken", stream=stream))
@@ -163,7 +163,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_alone(files, answers, 
 def test_a_model_that_never_fits_is_refused_in_one_line(files):
     """Catches models that are unloaded for one that cannot fit anyway, and a system that swaps."""
     need = memory_need(options(files["red"])).n_bytes
-    models = [*served_models(files)[:2], ServedModel(("blue",), options(files["blue"], kv_bytes=1 << 30))]
+    models = [*served_models(files)[:2], ModelSpec(("blue",), options(files["blue"], kv_bytes=1 << 30))]
     with serving(None, models, memory_bytes=3 * need, kv_bytes=1 << 40) as served, served.http() as http:
         assert http.post("/v1/completions", json=body("red")).status_code == 200
         refused = http.post("/v1/completions", json=body("blue"))
@@ -178,7 +178,7 @@ def test_a_changed_file_is_loaded_anew(files, answers, tmp_path):
     """Catches a server that must be restarted for a new version of a model."""
     path = tmp_path / "model.gguf"
     shutil.copy(files["red"], path)
-    with serving(None, [ServedModel(("m",), options(path))]) as served, served.http() as http:
+    with serving(None, [ModelSpec(("m",), options(path))]) as served, served.http() as http:
 
         def answer() -> str:
             return http.post("/v1/completions", json=body("m", prompt="green")).json()["choices"][0]["text"]
@@ -207,7 +207,7 @@ def test_models_of_a_directory_come_and_go_by_name(files, tmp_path):
 def test_an_encoder_is_served_beside_language_models(files, tmp_path):
     """Catches a model without text that cannot be loaded, and a 500 where it is asked for text."""
     save(tmp_path, "bert", "Model")
-    encoder = ServedModel(("embed",), options(tmp_path))
+    encoder = ModelSpec(("embed",), options(tmp_path))
     with serving(None, [*served_models(files), encoder]) as served, served.http() as http:
         vectors = http.post("/v1/embeddings", json={"model": "embed", "input": ["a", "b"]})
         assert len(vectors.json()["data"]) == 2
@@ -223,12 +223,12 @@ import httpx
 sys.path[:0] = ["tests/server", "tests"]
 from live_server import serving
 from kukri.loading import ModelOptions
-from kukri.server.settings import ServedModel
+from kukri.server.settings import ModelSpec
 
 def rss():
     return next(int(l.split()[1]) / 1024 for l in open("/proc/self/status") if l.startswith("VmRSS"))
 
-model = ServedModel(("m",), ModelOptions(model=sys.argv[1], max_context=1024), keep_alive_s=0.2)
+model = ModelSpec(("m",), ModelOptions(model=sys.argv[1], max_context=1024), keep_alive_s=0.2)
 found = []
 with serving(None, [model]) as served, served.http() as http:
     for _ in range(3):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kukri.server.bridge import Call
+from kukri.server.models.bridge import LiveCall
 from kukri.server.reply import Reply
 
 
@@ -100,7 +100,7 @@ async def written(tokens: list[bool], writer: Numbers, version: str = "1.1") -> 
         request=SimpleNamespace(id=1, n_prompt=1), n_tokens=0, finish_reason=None, index=0
     )
     bridge: Any = SimpleNamespace(drop=lambda call: None)
-    call = Call(bridge, [answer], 1, "log")
+    call = LiveCall(bridge, [answer], 1, "log")
     service: Any = SimpleNamespace(
         metrics=SimpleNamespace(on_end=lambda *_: None), settings=SimpleNamespace(keep_alive_s=60.0)
     )

@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from kukri.server.responses_schema import ResponseBody
+from kukri.server.openai.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody
 
 

@@ -126,7 +126,7 @@ def test_results_of_calls_reach_the_template(tooled):
         {"role": "tool", "name": "get_weather", "content": "12 C"},
         {"role": "user", "content": "And now?"},
     ]
-    service = tooled.service
+    service = tooled.served
     n_tokens = len(service.prompts.template.encode(service.tokenizer, said))
     plain = tooled.client.responses.create(model=MODEL, input=history, max_output_tokens=1)
     assert plain.usage.input_tokens == n_tokens
@@ -139,8 +139,8 @@ def test_results_of_calls_reach_the_template(tooled):
 
 def test_pieces_of_a_turn_are_one_message():
     """Catches thoughts, text and calls of one turn that become three turns, and two turns that become one."""
-    from kukri.server.responses import parse_response
-    from kukri.server.responses_schema import ResponseBody
+    from kukri.server.openai.responses import parse_response
+    from kukri.server.openai.responses_schema import ResponseBody
 
     def call(name: str) -> dict[str, Any]:
         return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}

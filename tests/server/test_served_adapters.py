@@ -18,7 +18,7 @@ from tiny_gguf import random_arrays, tiny_config, write_tiny
 from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.loading import ModelOptions
-from kukri.server.settings import ServedModel
+from kukri.server.settings import ModelSpec
 from kukri.terminal.options import ServeOptions
 from kukri.terminal.served_models import served_models
 
@@ -69,7 +69,7 @@ def options(folder: Path, **more: Any) -> ModelOptions:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    model = ServedModel(("base", "alias"), options(folder))
+    model = ModelSpec(("base", "alias"), options(folder))
     with serving(None, [model], adapter_dir=folder / "adapters") as made:
         yield made
 
@@ -213,7 +213,7 @@ def test_without_the_directory_clients_change_nothing(folder: Path, answers: dic
 def test_adapters_outlive_an_unloaded_model(folder: Path, answers: dict[str | None, str]) -> None:
     """A name that is forgotten when its model is unloaded; a model that a lost file keeps from loading."""
     write_peft(folder / "adapters" / "brief", updates(2))
-    model = ServedModel(("base",), options(folder))
+    model = ModelSpec(("base",), options(folder))
     with serving(None, [model], adapter_dir=folder / "adapters") as served, served.http() as http:
         for name, path in (("json", "json"), ("brief", "brief")):
             body = {"lora_name": name, "lora_path": path, "model": "base"}
@@ -222,7 +222,7 @@ def test_adapters_outlive_an_unloaded_model(folder: Path, answers: dict[str | No
         (folder / "adapters" / "brief").rename(folder / "away")
         body = {"model": "base", "keep_alive": 0}
         assert http.post("/api/generate", json=body).status_code == 200
-        served.wait_until(lambda: served.registry.default.service is None)
+        served.wait_until(lambda: served.registry.default.served is None)
         assert completion(http, "json") == answers["json"]
         assert completion(http, "sql") == answers["sql"]
         with pytest.raises(openai.NotFoundError):

@@ -15,7 +15,7 @@ from live_server import MODEL, serving
 from pydantic import BaseModel
 
 from kukri import LLM, Grammar
-from kukri.server.grammar_check import GrammarCheck
+from kukri.server.chat.grammar_check import GrammarCheck
 
 QUESTION = [{"role": "user", "content": "Name a city and its country."}]
 SAMPLED = {"model": MODEL, "temperature": 1, "max_tokens": 160}

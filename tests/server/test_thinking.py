@@ -42,7 +42,7 @@ def make(path: Path) -> None:
 
 def options(server: Served) -> dict:
     """Greedy answers of nothing but the letter a, but for what is forced."""
-    letter = server.service.tokenizer.encode("a")[-1]
+    letter = server.served.tokenizer.encode("a")[-1]
     return {"messages": QUESTION, "model": MODEL, "temperature": 0, "logit_bias": {str(letter): 100}}
 
 

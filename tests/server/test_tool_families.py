@@ -63,7 +63,7 @@ def say(server, monkeypatch) -> Callable[[str], None]:
     """Makes the model of a server write a text."""
 
     def make(text: str, of: Served = server) -> None:
-        force(of.service, monkeypatch, text, with_marks=True)
+        force(of.served, monkeypatch, text, with_marks=True)
 
     return make
 
@@ -181,18 +181,18 @@ def test_the_other_endpoints_read_the_same(server, family, say):
 def prompt_of(server: Served, messages: list[dict[str, Any]], **options: Any) -> str:
     """The prompt that a chat becomes."""
     seen = []
-    encode = server.service.prompts.encode
+    encode = server.served.prompts.encode
 
     async def spy(*args: Any, **kwargs: Any) -> list[int]:
         ids = await encode(*args, **kwargs)
-        seen.append(server.service.tokenizer.decode(ids, skip_special=False))
+        seen.append(server.served.tokenizer.decode(ids, skip_special=False))
         return ids
 
-    server.service.prompts.encode = spy
+    server.served.prompts.encode = spy
     try:
         server.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, **options)
     finally:
-        del server.service.prompts.encode
+        del server.served.prompts.encode
     return seen[0]
 
 
@@ -246,7 +246,7 @@ def coder(tmp_path_factory) -> Iterator[Served]:
 def test_code_is_read_and_shown(coder, monkeypatch):
     """Catches calls written as Python that are not recognized, and a history in another form."""
     python = {"chat_template_kwargs": {"python_tools": PYTHON_TOOLS}}
-    force(coder.service, monkeypatch, "Well.\n" + SMOLLM3_CODE.write(CALLS), with_marks=True)
+    force(coder.served, monkeypatch, "Well.\n" + SMOLLM3_CODE.write(CALLS), with_marks=True)
     for tools in (None, TOOLS):
         assert ask(coder, tools=tools, **python) == ("Well.", CALLS, "tool_calls")
     prompt = prompt_of(coder, history_of(SMOLLM3_CODE), extra_body=python)

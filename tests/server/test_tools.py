@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import MODEL
 
-from kukri.server.tool_dialects import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, ToolDialect, dialect_of
-from kukri.server.tool_parser import CallDelta, ToolParser
+from kukri.server.chat.tool_dialects import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, ToolDialect, dialect_of
+from kukri.server.chat.tool_parser import CallDelta, ToolParser
 
 CODE = ToolDialect("hermes", "<tool_call>", "</tool_call>", reads_code=True)
 PARAMETERS = {"add": ["a", "b"]}
@@ -285,7 +285,7 @@ def test_history_with_results_reaches_the_template(tooled):
         "é", "\\u00e9"
     )
     answer = tooled.client.chat.completions.create(messages=history, model=MODEL, max_tokens=2)
-    ids = tooled.service.tokenizer.encode("get_time: noon")
+    ids = tooled.served.tokenizer.encode("get_time: noon")
     assert answer.usage.prompt_tokens >= len(ids)
     assert "get_time: noon" in prompt
 

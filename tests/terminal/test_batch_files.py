@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kukri import LLM
-from kukri.batch_files import Results, read_batch
+from kukri.calls.batch_files import Results, read_batch
 from kukri.cli import app
 from kukri.errors import ConfigError
 

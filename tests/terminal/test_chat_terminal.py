@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kukri.calls.results import Chunk, Result
 from kukri.engine import Timings
 from kukri.errors import ContextLengthError, RequestError
-from kukri.results import Chunk, Result
 from kukri.sampling import SamplingParams
 from kukri.terminal import chat as chat_module
 from kukri.terminal.chat import Chat, read_message, talk

@@ -280,7 +280,7 @@ def test_nor_are_those_of_a_gguf_file(tmp_path: Path) -> None:
 def inspected_within(path: Path, most_bytes: float) -> str:
     """The output of a process of its own, whose peak memory is below a bound."""
     program = (
-        "from kukri.cli import app; from kukri.machine import peak_rss_bytes\n"
+        "from kukri.cli import app; from kukri.host.hardware import peak_rss_bytes\n"
         f"app(['inspect', {str(path)!r}], standalone_mode=False)\n"
         "print(peak_rss_bytes())"
     )

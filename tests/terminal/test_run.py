@@ -9,7 +9,7 @@ from tiny_gguf import TEMPLATE, write_tiny
 
 from kukri import LLM
 from kukri.interp import ControlVector
-from kukri.opening import DEFAULT_SYSTEM, opening
+from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.terminal.options import SteeringOptions
 from kukri.terminal.run import answer_prompt
 

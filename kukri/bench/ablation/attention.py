@@ -19,6 +19,7 @@ import numpy as np
 from kukri.bench.ablation.trial import Row, Trial, row
 from kukri.bench.child import Child, serve
 from kukri.engine.pages import pages_for
+from kukri.host.hardware import peak_rss_bytes
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Weight
@@ -26,7 +27,6 @@ from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
-from kukri.machine import peak_rss_bytes
 from kukri.quant.types import QUANT_TYPES
 
 _SOFTMAX_ROWS = 64  # that a thread takes at a time: what it goes over three times stays in its cache

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.gguf.split import part_name, part_paths
-from kukri.mapped_files import map_file
+from kukri.host.mapped_files import map_file
 from kukri.quant.blocks import ByteArray, dequantize
 from kukri.quant.types import QUANT_TYPES_BY_ID, QuantType
 

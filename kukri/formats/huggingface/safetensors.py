@@ -20,7 +20,7 @@ import numpy as np
 
 from kukri.errors import FormatError, brief
 from kukri.formats.json_files import parse_json, read_json
-from kukri.mapped_files import map_file
+from kukri.host.mapped_files import map_file
 from kukri.quant.blocks import ByteArray
 
 SINGLE_NAME = "model.safetensors"

@@ -17,10 +17,10 @@ from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
 from kukri.formats.huggingface.weights import is_decay, joined_name, norm_offset, parameter_name, stored_shape
 from kukri.formats.unfinished import unfinished
+from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import Experts, Weight
-from kukri.kernels.cpu.quantize import requantize
-from kukri.mapped_files import release_pages
+from kukri.kernels.cpu.pack.quantize import requantize
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order

@@ -18,29 +18,29 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kukri.errors import ShapeError
+from kukri.host.hardware import available_bytes
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
-from kukri.kernels.cpu import abi
-from kukri.kernels.cpu.adapter_ops import PackedLowRank
-from kukri.kernels.cpu.jit import KernelLibrary, entry_point, pack_record
-from kukri.kernels.cpu.kernel_cache import cache_dir
-from kukri.kernels.cpu.memory import address_of, aligned_zeros
-from kukri.kernels.cpu.ops import ACTIVATIONS, RouteTable, Value
-from kukri.kernels.cpu.pack import PackedWeight, pack, pack_experts
-from kukri.kernels.cpu.passes import run_passes
-from kukri.kernels.cpu.place import Plan, Segment
-from kukri.kernels.cpu.pool import shared_pool
-from kukri.kernels.cpu.record import Recorder, max_partials, whole_head
-from kukri.kernels.cpu.sampling_backend import CpuSampling
-from kukri.kernels.cpu.shipped_kernels import shipped_for_cpu
+from kukri.kernels.cpu.compile.jit import KernelLibrary, entry_point, pack_record
+from kukri.kernels.cpu.compile.kernel_cache import cache_dir
+from kukri.kernels.cpu.compile.shipped_kernels import shipped_for_cpu
+from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
+from kukri.kernels.cpu.pack.weights import PackedWeight, pack, pack_experts
+from kukri.kernels.cpu.plan.adapter_ops import PackedLowRank
+from kukri.kernels.cpu.plan.ops import ACTIVATIONS, RouteTable, Value
+from kukri.kernels.cpu.plan.passes import run_passes
+from kukri.kernels.cpu.plan.place import Plan, Segment
+from kukri.kernels.cpu.plan.record import Recorder, max_partials, whole_head
+from kukri.kernels.cpu.run import abi
+from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
+from kukri.kernels.cpu.run.pool import shared_pool
 from kukri.kernels.host_step import HostLogits, batch_activations, check_adapters, check_routes, check_sizes
 from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.kernels.taps import Hook
-from kukri.machine import available_bytes
 
 
 class CpuBackend:

@@ -13,12 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
+from kukri.host.mapped_files import release_pages
 from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import linear_kernels, tiles
 from kukri.kernels.gpu.assembler import has_ptx, register_options
 from kukri.kernels.gpu.pack import PAIR, Words, pack
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, empty_q8
-from kukri.mapped_files import release_pages
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,13 @@ from functools import cached_property
 
 import torch
 
+from kukri.host.hardware import cpu_model
 from kukri.kernels.backend import CompiledProgram, SamplingBackend
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.constants import AdapterSlots
-from kukri.kernels.cpu.jit import KernelLibrary
-from kukri.kernels.cpu.pool import ThreadPool
-from kukri.kernels.cpu.sampling_backend import CpuSampling
+from kukri.kernels.cpu.compile.jit import KernelLibrary
+from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
+from kukri.kernels.cpu.run.pool import ThreadPool
 from kukri.kernels.host_step import StoppedError, check_adapters, check_sizes, row_adapters
 from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
@@ -27,7 +28,6 @@ from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.kernels.pytorch.step import DeviceBatch, DeviceInputs, TensorLogits, check_indices
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
-from kukri.machine import cpu_model
 
 
 class TorchBackend:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kukri.errors import ConfigError
-from kukri.machine import available_bytes
+from kukri.host.hardware import available_bytes
 
 KINDS = ("cpu", "cuda", "mps", "xpu")  # ROCm's are called cuda by PyTorch
 

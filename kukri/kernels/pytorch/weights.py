@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kukri.errors import MissingKernelError
+from kukri.host.mapped_files import release_pages
 from kukri.kernels.constants import Weight
-from kukri.mapped_files import release_pages
 from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
 
 _CHUNK_WEIGHTS = 1 << 23  # dequantized at a time: 32 MB of float32

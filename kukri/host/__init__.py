@@ -1,0 +1,1 @@
+"""The machine and its operating system: hardware, system calls, private and memory-mapped files."""

@@ -1,0 +1,146 @@
+"""The operating system: what only some have, and what is done elsewhere.
+
+Modules and calls that a system may lack are used here alone, and in two worker programs, which limit
+themselves (`tokenizer/sandbox.py`, `server/chat/grammar_worker.py`). Windows has no affinity, locks, owners
+or limits of this kind; tests take them away, but nothing was run there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
+
+# How a file that others might have put there is opened: no link is followed, no pipe waited for
+_CAREFUL = ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_BINARY")
+
+
+def allowed_cores() -> int:
+    """Cores that the process' affinity mask allows; all, if the system has none."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Physical memory of the machine."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _windows_memory_bytes()
+
+
+def _windows_memory_bytes() -> int:
+    import ctypes
+
+    status = (ctypes.c_uint64 * 8)(
+        64
+    )  # MEMORYSTATUSEX: its size (and the load) in the first, the total in the next
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined]
+    return int(status[1])
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process, or an ancestor until it started it, has held; 0 if unknown."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def cpu_s(process_id: int) -> float | None:
+    """Processor time of another process in seconds; None if unknown."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def user_id() -> int | None:
+    """The user whom this process acts for; None if files have no owner and mode that say anything."""
+    return os.geteuid() if hasattr(os, "geteuid") else None
+
+
+def open_carefully(path: Path) -> int:
+    """A descriptor to read, of the path itself and not of what a link there points to. Raises OSError."""
+    flags = sum(getattr(os, name, 0) for name in _CAREFUL)
+    return os.open(path, os.O_RDONLY | flags)
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True, create: bool = False) -> Iterator[bool | None]:
+    """Holds the lock of a file or directory within the block; the system drops it when the process ends.
+
+    Yields True, or False if another process has it, or None if there are no locks here. Raises OSError if the
+    path cannot be opened, which `create` makes a file of this user alone.
+    """
+    if not HAS_LOCKS:
+        yield None
+        return
+    if create:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    else:
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield _lock(descriptor, wait)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, wait: bool) -> bool | None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without
+        return None
+    return True
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes renames in a directory survive a power cut, if directories can be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that was started in a session of its own, with all that it started."""
+    if not hasattr(os, "killpg"):
+        process.kill()
+        return
+    import signal
+
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def no_echo(descriptor: int) -> Iterator[None]:
+    """Within the block a terminal does not show what is typed."""
+    try:
+        import termios
+    except ImportError:
+        yield
+        return
+    before = termios.tcgetattr(descriptor)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)

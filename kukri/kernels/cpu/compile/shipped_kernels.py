@@ -1,0 +1,103 @@
+"""Compiled kernels that come with kukri: a file of object code for each level of processors.
+
+`wheel_kernels.py` makes the files when a wheel is built. A file is used if it was made of the very sources
+that are installed: whoever edits a kernel compiles it. Format: the SHA-256 of the header in hexadecimal and
+the header (JSON), a line each, then every kernel's object code, compressed by zlib.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.kernel_cache import KernelCode, sources_hash
+
+SHIPPED_DIR = Path(__file__).with_name("shipped")
+
+
+class ShippedKernels:
+    """The kernels of one file, which is read whole; each is decompressed and verified as it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, and ValueError if the file is damaged."""
+        digest, _, rest = path.read_bytes().partition(b"\n")
+        header, _, self._blobs = rest.partition(b"\n")
+        if hashlib.sha256(header).hexdigest().encode() != digest:
+            raise ValueError(f"{path} is damaged")
+        self.digest = digest.decode()[:24]  # of everything, as the header has each kernel's
+        self._facts: dict[str, Any] = json.loads(header)
+
+    @property
+    def sources(self) -> str:
+        """The `sources_hash` of what was compiled."""
+        return str(self._facts["sources"])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kernels' names."""
+        return tuple(self._facts["kernels"])
+
+    def read(self, name: str) -> KernelCode | None:
+        """A kernel; None if it is not there or damaged."""
+        if name not in self._facts["kernels"]:
+            return None
+        symbol, parameters, start, stop, digest = self._facts["kernels"][name]
+        try:
+            code = zlib.decompress(self._blobs[start:stop])
+        except zlib.error:
+            code = b""
+        if hashlib.sha256(code).hexdigest() != digest:
+            return None
+        return symbol, tuple(parameters), code
+
+
+def write_shipped(path: Path, kernels: Mapping[str, KernelCode]) -> None:
+    """Writes a file of kernels compiled of the present sources. Raises OSError."""
+    listed, blobs, start = {}, [], 0
+    for name, (symbol, parameters, code) in sorted(kernels.items()):
+        blobs.append(zlib.compress(code, 9))
+        stop = start + len(blobs[-1])
+        listed[name] = symbol, parameters, start, stop, hashlib.sha256(code).hexdigest()
+        start = stop
+    header = json.dumps({"sources": sources_hash(), "kernels": listed}, separators=(",", ":")).encode()
+    digest = hashlib.sha256(header).hexdigest().encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\n".join([digest, header, b"".join(blobs)]))
+
+
+@cache
+def shipped_for_cpu() -> ShippedKernels | None:
+    """The kernels that came for this processor; None if there are none, or the file is damaged or made of
+    other sources.
+    """
+    level = cpu_target().level
+    if level is None:
+        return None
+    try:
+        found = ShippedKernels(SHIPPED_DIR / f"{level}.kernels")
+    except (OSError, ValueError):
+        return None
+    return found if found.sources == sources_hash() else None
+
+
+def read_shipped(name: str) -> KernelCode | None:
+    """A kernel that came with kukri; None if it has to be compiled."""
+    found = shipped_for_cpu()
+    return None if found is None else found.read(name)
+
+
+def reason_for_compiling() -> str:
+    """The reason why a kernel did not come with kukri, for an error."""
+    level = cpu_target().level
+    path = SHIPPED_DIR / f"{level}.kernels"
+    if level is None or not path.exists():
+        return f"none came compiled for this processor ({level or cpu_target().identity})"
+    if shipped_for_cpu() is None:
+        return "those that came compiled are of other sources, or damaged"
+    return "it is not among those that came compiled, or damaged there"

@@ -1,0 +1,1 @@
+"""The kernels, as Numba compiles them."""

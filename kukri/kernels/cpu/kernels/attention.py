@@ -1,0 +1,518 @@
+"""Attention over KV pages, for decoding and prompts alike, and for texts that see all of themselves.
+
+Keys are taken in *chunks* of 64, fixed in absolute position. A chunk gives a partial result per query row
+(its maximum, its sum of exponentials and its weighted values); partials are merged in chunk order, as in
+FlashAttention (Dao et al. 2022). Whether one thread runs over all chunks or several share them, and
+whatever the other rows are, a row's result is bit-identical.
+
+Rows are (token, head) pairs that share a key head, so each key is widened to float32 once for all of
+them. Their tokens are of one sequence, or of several that decode from the same prefix. Scores of a page of
+16 keys are one vector: lanes are keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.kernels.head_rotation import rotate_head
+from kukri.kernels.cpu.kernels.intrinsics import (
+    device,
+    f32_of_bits,
+    load_f32,
+    load_i32,
+    load_i64,
+    prefetch,
+    stack_bytes,
+    store_f32,
+    store_i64,
+)
+from kukri.kernels.cpu.kernels.kv_readers import READERS, Reader
+from kukri.kernels.cpu.kernels.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
+from kukri.kernels.cpu.kernels.simd import (
+    exponential,
+    fma,
+    hyperbolic_tangent,
+    load_f32x16,
+    mask_outside,
+    max_lanes,
+    maximum,
+    splat,
+    store_f32x16,
+    sum_lanes,
+)
+from kukri.kernels.cpu.kernels.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.run.abi import (
+    CHUNK_PAGES,
+    CHUNK_TOKENS,
+    CONTEXT_LEN,
+    MAX_PAGES,
+    MAX_TILE_ROWS,
+    N_PARTS,
+    N_SHARED,
+    N_TOKENS,
+    N_WORK,
+    PAGE_TABLE,
+    PARTS_BYTES,
+    PARTS_FIRST,
+    PARTS_TOKEN,
+    POSITIONS,
+    SHARED_FIRST,
+    SHARED_STEP,
+    SHARED_TOKEN,
+    TOKEN_PARTS,
+    WORK,
+    WORK_BYTES,
+    WORK_CHUNK,
+    WORK_CHUNK_STOP,
+    WORK_N_TOKENS,
+    WORK_PARTIAL,
+    WORK_SEQUENCE,
+    WORK_TOKEN,
+    partial_bytes,
+    query_tokens,
+)
+from kukri.kernels.paged_kv import PAGE_TOKENS
+
+_NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
+_SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
+_VALUES = 8 * MAX_TILE_ROWS
+_ENTRIES_TO_CUT = 8  # fewer work entries than this are cut into their key heads, to keep threads busy
+_PAGE_BYTES = 8 * (CHUNK_PAGES + 1)  # page offsets of a chunk
+
+
+@device
+def _start(state, rows, d_head):
+    store_f32x16(state, splat(_NO_SCORE))
+    store_f32x16(state + _SUMS, splat(0.0))
+    for i in range(0, rows * d_head * 4, 64):
+        store_f32x16(state + _VALUES + i, splat(0.0))
+
+
+@device
+def _merge(state, part, first, rows, d_head):
+    """state = state and `rows` rows of part, from `first` on: partial results over neighbouring keys."""
+    weights = stack_bytes(128)
+    old = load_f32x16(state)
+    new = load_f32x16(part + 4 * first)  # and numbers of no row, which come to nothing
+    top = maximum(old, new)
+    keep = exponential(old - top)
+    take = exponential(new - top)
+    store_f32x16(weights, keep)
+    store_f32x16(weights + 64, take)
+    store_f32x16(state, top)
+    sums = fma(load_f32x16(part + _SUMS + 4 * first), take, load_f32x16(state + _SUMS) * keep)
+    store_f32x16(state + _SUMS, sums)
+    values = part + _VALUES + first * d_head * 4
+    for row in range(rows):
+        a = splat(load_f32(weights + 4 * row))
+        b = splat(load_f32(weights + 64 + 4 * row))
+        for i in range(row * d_head * 4, (row + 1) * d_head * 4, 64):
+            value = load_f32x16(state + _VALUES + i) * a
+            store_f32x16(state + _VALUES + i, fma(load_f32x16(values + i), b, value))
+
+
+@device
+def _finish(state, row, y, d_head, sink):
+    """y = the finished row: its values over its sum, to which the score at `sink` adds; -inf adds nothing."""
+    score = splat(load_f32(sink)) - splat(load_f32(state + 4 * row))
+    total = splat(load_f32(state + _SUMS + 4 * row)) + exponential(score)
+    for i in range(0, d_head * 4, 64):
+        store_f32x16(y + i, load_f32x16(state + _VALUES + row * d_head * 4 + i) / total)
+
+
+@device
+def _finish_rotated(state, row, y, d_head, sink):
+    """The same from values that are rotated, rotated back."""
+    _finish(state, row, y, d_head, sink)
+    rotate_head(y, d_head)
+
+
+def _each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
+    """A function that gives the tuple of make(0)(…), …, make(n - 1)(…)."""
+    last = device(make(n - 1))
+    if n == 1:
+        return device(lambda *arguments: (last(*arguments),))
+    others = _each(n - 1, make)
+    return device(lambda *arguments: others(*arguments) + (last(*arguments),))  # noqa: RUF005 (Numba)
+
+
+def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int) -> Any:
+    """A function for the scores of `rows` query rows and the keys of `n_pages` pages.
+
+    The pages' values are prefetched on the way, and the next page's keys if `n_pages` is 1.
+    """
+    load_key, key_scale = reader.key, reader.key_scale
+    n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
+    dim_bytes = reader.head_bytes(d_head) // d_head  # of a page's keys, and of its values
+    n_fetches = max(n_pages * dim_bytes // 64, 1)  # in turn, instead of all at every line, which branches
+    addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
+    zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
+    add = _each(
+        n_pages, lambda p: lambda s, keys, v, d, q: tile_fma(s[p], load_key(keys[p], v, d), q, 4 * d_head)
+    )
+    if key_scale is None:
+        fold = _each(n_pages, lambda p: lambda s, part, keys, v: part[p])
+    else:
+        fold = _each(
+            n_pages,
+            lambda p: lambda s, part, keys, v: tile_add_scaled(s[p], part[p], key_scale(keys[p], v, d_head)),
+        )
+    store = _each(
+        n_pages, lambda p: lambda s, scores: tile_store(s[p], scores + 64 * p, 4 * CHUNK_TOKENS, rows)
+    )
+
+    @device
+    def page_scores(q, keys, values, pages, scores):
+        at = addresses(keys, pages)
+        s = zeros()
+        for first in range(0, n_vectors, span):
+            part = zeros()
+            for v in range(first, first + span):
+                for d in range(16):
+                    offset = dim_bytes * (16 * v + d)
+                    for i in range(n_fetches):
+                        page = (n_fetches * d + i) % n_pages
+                        prefetch(values + load_i64(pages + 8 * page) + offset)
+                    if n_pages == 1:
+                        prefetch(keys + load_i64(pages + 8) + offset)
+                    part = add(part, at, v, d, q + 4 * (16 * v + d))
+            s = fold(s, part, at, first)
+        store(s, scores)
+
+    return page_scores
+
+
+def _make_weights(reader: Reader, rows: int, d_head: int, together: int) -> Any:
+    """A function for the weights of a chunk's values, from vector `first` on: scores times their scales.
+
+    A scale that `together` vectors do not share needs weights of its own.
+    """
+    value_scale = reader.value_scale
+    span = reader.vectors_per_scale(d_head)
+    n_scales = max(1, together // span)
+    n_bytes = n_scales * rows * 4 * CHUNK_TOKENS
+
+    @device
+    def scaled(scores, values, pages, n_keys, first):
+        weights = stack_bytes(n_bytes)
+        for i in range(n_scales):
+            for page in range((n_keys + PAGE_TOKENS - 1) >> 4):
+                scale = value_scale(values + load_i64(pages + 8 * page), first + i * span, d_head)
+                for row in range(rows):
+                    score = load_f32x16(scores + row * 4 * CHUNK_TOKENS + 64 * page)
+                    place = (i * rows + row) * 4 * CHUNK_TOKENS + 64 * page
+                    store_f32x16(weights + place, score * scale)
+        return weights
+
+    return scaled
+
+
+@device
+def _scores_alone(scores, values, pages, n_keys, first):
+    return scores
+
+
+def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
+    """A function for the weighted sum of values, `together` vectors of 16 dimensions at a time.
+
+    Keys that are multiplied next are prefetched on the way.
+    """
+    load_value = reader.value
+    n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
+    if reader.value_scale is None:
+        scaled, span, next_scale = _scores_alone, n_vectors, 0
+    else:
+        scaled, next_scale = _make_weights(reader, rows, d_head, together), rows * 4 * CHUNK_TOKENS
+    zeros = _each(together, lambda j: lambda: tile_zeros_f32(rows, 1))
+    add = _each(
+        together,
+        lambda j: (
+            lambda o, page, key, i, weights: tile_fma(
+                o[j], load_value(page, key, i + j, d_head), weights + j // span * next_scale, 4 * CHUNK_TOKENS
+            )
+        ),
+    )
+    store = _each(together, lambda j: lambda o, out: tile_store(o[j], out + 64 * j, 4 * d_head, rows))
+    step = max(span, together)
+    n_passes = n_vectors // together
+    key_bytes = reader.head_bytes(d_head) // PAGE_TOKENS // n_passes  # for a pass to fetch
+    lines = max(key_bytes // 64, 1)
+
+    @device
+    def weighted_values(scores, values, pages, n_keys, part, next_keys):
+        for first in range(0, n_vectors, step):
+            weights = scaled(scores, values, pages, n_keys, first)
+            for i in range(first, first + step, together):
+                o = zeros()
+                for key in range(n_keys):
+                    offset = load_i64(pages + 8 * (key >> 4))
+                    place = (i // together * PAGE_TOKENS + (key & 15)) * (64 * lines)
+                    for line in range(lines):
+                        prefetch(next_keys + offset + place + 64 * line)
+                    o = add(o, values + offset, key & 15, i, weights + 4 * key)
+                store(o, part + _VALUES + 64 * i)
+
+    return weighted_values
+
+
+@device
+def _uncapped(scores, cap):
+    return scores
+
+
+@device
+def _capped(scores, cap):
+    return hyperbolic_tangent(scores / cap) * cap
+
+
+def _make_chunk(reader: Reader, rows: int, d_head: int, capped: Any) -> Any:
+    """A function for one chunk of keys and `rows` query rows."""
+    row_scores = 4 * CHUNK_TOKENS
+    # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
+    # and what goes into them (12 sums of three rows and two pages do not fit into 16 with their factors)
+    if cpu_target().has_wide_registers:
+        n_pages = 4 if rows <= 4 else 1
+    else:
+        n_pages = {1: 4, 2: 2}.get(rows, 1)
+    page_scores = _make_scores(reader, rows, d_head, n_pages)
+    together = next(n for n in (4, 2, 1) if n <= n_pages and d_head // 16 % n == 0)
+    weighted_values = _make_values(reader, rows, d_head, together)
+
+    @device
+    def softmax(scores, cap, base, first, last, part, row):
+        """Turns a row of scores into exponentials; stores their maximum and sum."""
+        s = scores + row * row_scores
+        s0 = mask_outside(capped(load_f32x16(s), cap), base, first, last)
+        s1 = mask_outside(capped(load_f32x16(s + 64), cap), base + 16, first, last)
+        s2 = mask_outside(capped(load_f32x16(s + 128), cap), base + 32, first, last)
+        s3 = mask_outside(capped(load_f32x16(s + 192), cap), base + 48, first, last)
+        largest = max(max_lanes(maximum(maximum(s0, s1), maximum(s2, s3))), _NO_SCORE)
+        top = splat(largest)
+        s0 = exponential(s0 - top)
+        s1 = exponential(s1 - top)
+        s2 = exponential(s2 - top)
+        s3 = exponential(s3 - top)
+        store_f32x16(s, s0)
+        store_f32x16(s + 64, s1)
+        store_f32x16(s + 128, s2)
+        store_f32x16(s + 192, s3)
+        store_f32(part + 4 * row, largest)
+        store_f32(part + _SUMS + 4 * row, sum_lanes((s0 + s1) + (s2 + s3)))
+
+    @device
+    def chunk_part(q, cap, ranges, keys, values, next_keys, pages, base, n_keys, part, scores):
+        """The partial result of keys base to base + n_keys - 1.
+
+        `pages`: the byte offsets of their 4 pages and of the next; `next_keys` are of the head that follows.
+        """
+        for page in range(0, (n_keys + PAGE_TOKENS - 1) >> 4, n_pages):
+            page_scores(q, keys, values, pages + 8 * page, scores + 64 * page)
+        for row in range(rows):
+            first = load_i64(ranges + 16 * row)
+            softmax(scores, cap, base, first, load_i64(ranges + 16 * row + 8), part, row)
+        weighted_values(scores, values, pages, n_keys, part, next_keys)
+
+    return chunk_part
+
+
+class _Work(NamedTuple):
+    """The arguments of a work entry and one key head: addresses, byte strides, vectors and counts."""
+
+    batch: Any
+    entry: Any
+    head: Any
+    q: Any
+    q_stride: Any
+    scale: Any  # of 16 lanes, as the cap
+    cap: Any
+    keys: Any  # of this head, as the values
+    values: Any
+    next_keys: Any  # of the head that the thread attends with next; of this one if it is the last
+    page_stride: Any
+    window: Any
+    n_ahead: Any
+    sinks: Any
+    partials: Any
+    y: Any
+    y_stride: Any
+
+
+def _make_load_rows(group: int, rows: int, d_head: int) -> Any:
+    """A function for the query rows of a work entry, scaled, and the ranges of keys that they see."""
+    row_bytes = 4 * d_head
+
+    @device
+    def load_rows(work, rows_q, ranges):
+        """Gives the first position that any row sees."""
+        token = load_i64(work.entry + WORK_TOKEN)
+        n_tokens = load_i64(work.entry + WORK_N_TOKENS)
+        positions = load_i64(work.batch + POSITIONS)
+        last = load_i32(load_i64(work.batch + CONTEXT_LEN) + 4 * load_i64(work.entry + WORK_SEQUENCE)) - 1
+        first_visible = load_i32(positions + 4 * token)
+        for row in range(rows):
+            t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
+            source = work.q + t * work.q_stride + (work.head * group + row % group) * row_bytes
+            for i in range(0, row_bytes, 64):
+                store_f32x16(rows_q + row * row_bytes + i, load_f32x16(source + i) * work.scale)
+            position = load_i32(positions + 4 * t)
+            first = max(position - work.window + 1, 0)
+            first_visible = min(first_visible, first)
+            store_i64(ranges + 16 * row, first)
+            store_i64(ranges + 16 * row + 8, min(position + work.n_ahead, last))
+        return first_visible
+
+    return load_rows
+
+
+@device
+def _load_pages(work, base, n_context, pages):
+    """Stores the byte offsets of a chunk's 4 pages and of the next; of the first for those past the end."""
+    sequence = load_i64(work.entry + WORK_SEQUENCE)
+    table = load_i64(work.batch + PAGE_TABLE) + 4 * sequence * load_i64(work.batch + MAX_PAGES)
+    for page in range(CHUNK_PAGES + 1):
+        index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
+        store_i64(pages + 8 * page, load_i32(table + 4 * index) * work.page_stride)
+
+
+def _make_entry(reader: Reader, group: int, n_query_tokens: int, d_head: int, capped: Any) -> Any:
+    """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
+    rows = group * n_query_tokens
+    load_rows = _make_load_rows(group, rows, d_head)
+    chunk_part = _make_chunk(reader, rows, d_head, capped)
+    scratch_bytes = partial_bytes(rows, d_head)
+    finish = _finish_rotated if reader.is_rotated else _finish
+    q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
+
+    @device
+    def finish_rows(work, state):
+        for row in range(load_i64(work.entry + WORK_N_TOKENS) * group):
+            t = load_i64(work.entry + WORK_TOKEN) + row // group
+            of_head = work.head * group + row % group
+            y = work.y + t * work.y_stride + of_head * (4 * d_head)
+            finish(state, row, y, d_head, work.sinks + 4 * of_head)
+
+    @device
+    def attend_entry(work):
+        rows_q = stack_bytes(q_bytes)
+        ranges = stack_bytes(range_bytes)
+        scores = stack_bytes(score_bytes)
+        pages = stack_bytes(_PAGE_BYTES)
+        part = stack_bytes(scratch_bytes)
+        merged = stack_bytes(scratch_bytes)
+        first_visible = load_rows(work, rows_q, ranges)
+        n_context = load_i64(ranges + 16 * (rows - 1) + 8) + 1
+        is_partial = load_i64(work.entry + WORK_PARTIAL) >= 0  # of one chunk: nothing to merge it with
+        state = work.partials if is_partial else merged
+        _start(state, rows, d_head)
+        for chunk in range(load_i64(work.entry + WORK_CHUNK), load_i64(work.entry + WORK_CHUNK_STOP)):
+            base = chunk * CHUNK_TOKENS
+            if base + CHUNK_TOKENS <= first_visible:
+                continue
+            n_keys = min(n_context - base, CHUNK_TOKENS)
+            _load_pages(work, base, n_context, pages)
+            target = state if is_partial else part
+            chunk_part(
+                rows_q, work.cap, ranges, work.keys, work.values, work.next_keys, pages, base, n_keys, target,
+                scores,
+            )  # fmt: skip
+            if not is_partial:
+                _merge(state, part, 0, rows, d_head)
+        if not is_partial:
+            finish_rows(work, state)
+
+    return attend_entry
+
+
+def _make_attend(reader: Reader, is_capped: bool, group: int, d_head: int) -> KernelSource:
+    """`attend_f16[group,d_head]`: every work entry for every key head; `attend_f16_softcap` caps scores."""
+    capped = _capped if is_capped else _uncapped
+    one_token = _make_entry(reader, group, 1, d_head, capped)
+    many_tokens = _make_entry(reader, group, query_tokens(group), d_head, capped)
+    head_bytes = reader.head_bytes(d_head)
+    slot_bytes = partial_bytes(group * query_tokens(group), d_head)
+
+    def attend(
+        tile, batch, q, q_stride, scale, softcap, n_kv_heads, keys, values, page_stride, window, n_ahead,
+        sinks, partials, y, y_stride,
+    ):  # fmt: skip
+        n_work = load_i64(batch + N_WORK)
+        n_parts = n_kv_heads if n_work < _ENTRIES_TO_CUT else 1
+        if tile < 0:
+            return n_work * n_parts
+        entry = load_i64(batch + WORK) + tile // n_parts * WORK_BYTES
+        n_heads = n_kv_heads // n_parts
+        stop = tile % n_parts * n_heads + n_heads
+        for head in range(stop - n_heads, stop):
+            partial = partials + (load_i64(entry + WORK_PARTIAL) * n_kv_heads + head) * slot_bytes
+            work = _Work(
+                batch, entry, head, q, q_stride, splat(f32_of_bits(scale)), splat(f32_of_bits(softcap)),
+                keys + head * head_bytes, values + head * head_bytes,
+                keys + min(head + 1, stop - 1) * head_bytes, page_stride, window, n_ahead,
+                sinks, partial, y, y_stride,
+            )  # fmt: skip
+            if load_i64(entry + WORK_N_TOKENS) == 1:
+                one_token(work)
+            else:
+                many_tokens(work)
+        return 0
+
+    suffix = "_softcap" if is_capped else ""
+    return KernelSource(f"attend_{reader.kv_type}{suffix}[{group},{d_head}]", attend)
+
+
+def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSource:
+    """`attend_finish[group,d_head]`: merges partial results, then quantizes rows for the next linear.
+
+    `attend_finish_rotated` rotates heads back.
+    """
+    finish = _finish_rotated if is_rotated else _finish
+    slot_bytes = partial_bytes(group * query_tokens(group), d_head)
+
+    @device
+    def merge_token(state, parts, token_parts, n_kv_heads):
+        """Merges the partial results of one token and key head, in the order of their keys."""
+        _start(state, group, d_head)
+        shared = load_i64(token_parts + SHARED_FIRST)
+        row = load_i64(token_parts + SHARED_TOKEN) * group
+        for i in range(load_i64(token_parts + N_SHARED)):
+            number = shared + i * load_i64(token_parts + SHARED_STEP)
+            _merge(state, parts + number * n_kv_heads * slot_bytes, row, group, d_head)
+        own = load_i64(token_parts + PARTS_FIRST)
+        row = load_i64(token_parts + PARTS_TOKEN) * group
+        for number in range(own, own + load_i64(token_parts + N_PARTS)):
+            _merge(state, parts + number * n_kv_heads * slot_bytes, row, group, d_head)
+
+    def attend_finish(tile, batch, n_kv_heads, sinks, partials, y, y_stride, panels):
+        """`panels` (q8) may be 0: not wanted."""
+        n_rows = load_i64(batch + N_TOKENS)
+        if tile < 0:
+            return row_tiles(n_rows)
+        state = stack_bytes(slot_bytes)
+        for t in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
+            token_parts = load_i64(batch + TOKEN_PARTS) + PARTS_BYTES * t
+            if load_i64(token_parts + PARTS_FIRST) >= 0:
+                for head in range(n_kv_heads):
+                    merge_token(state, partials + head * slot_bytes, token_parts, n_kv_heads)
+                    for i in range(group):
+                        of_head = head * group + i
+                        row = y + t * y_stride + of_head * (4 * d_head)
+                        finish(state, i, row, d_head, sinks + 4 * of_head)
+            if panels != 0:
+                width = panel_width(t, n_rows)
+                quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t, width)
+        return 0
+
+    suffix = "_rotated" if is_rotated else ""
+    return KernelSource(f"attend_finish{suffix}[{group},{d_head}]", attend_finish)
+
+
+KERNELS = {
+    **{f"attend_{reader.kv_type}": partial(_make_attend, reader, False) for reader in READERS},
+    **{f"attend_{reader.kv_type}_softcap": partial(_make_attend, reader, True) for reader in READERS},
+    "attend_finish": partial(_make_attend_finish, False),
+    "attend_finish_rotated": partial(_make_attend_finish, True),
+}

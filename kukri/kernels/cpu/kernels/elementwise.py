@@ -1,0 +1,291 @@
+"""Row-wise kernels: norms and activations.
+
+Each has its definition in `kukri.kernels.reference`. Most are written as the work on one row, from which
+`row_kernel` makes the kernel. Buffers are float32, strides are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kukri.kernels.cpu.kernels.intrinsics import device, f32_of_bits, load_f32, load_i32, load_i64, store_f32
+from kukri.kernels.cpu.kernels.panels import panel_of, quantize_block, row_kernel
+from kukri.kernels.cpu.kernels.simd import (
+    absolute,
+    exponential,
+    first_lane,
+    fma,
+    hyperbolic_tangent,
+    load_f32x16,
+    maximum,
+    minimum,
+    splat,
+    store_f32x16,
+    sum_lanes,
+)
+from kukri.kernels.cpu.pack.layouts import Q8_BLOCK, Q8_BLOCK_BYTES
+
+# --- norms and activations ----------------------------------------------------------------------------
+#
+# The result is written to y, to its q8 panels, or to both; either may be 0: not wanted. Rows have room for
+# whole vectors: what lies behind their n columns is computed too, and no sum reads it. With panels n is 32 m.
+
+
+def _make_write(value: Callable[..., Any]) -> Any:
+    """A function that writes columns of one row; value(i, …) gives the 16 of them at byte i."""
+
+    @device
+    def write(row, width, start, stop, n, y, y_stride, panels, *arguments):
+        if y != 0:
+            for i in range(start, stop, 64):
+                store_f32x16(y + row * y_stride + i, value(i, *arguments))
+        if panels != 0:
+            target = panel_of(panels, n // Q8_BLOCK * Q8_BLOCK_BYTES, row)
+            target += start // 128 * (Q8_BLOCK_BYTES * width)
+            for i in range(start, stop, 128):
+                quantize_block(value(i, *arguments), value(i + 64, *arguments), target, row & 7, width)
+                target += Q8_BLOCK_BYTES * width
+
+    return write
+
+
+@device
+def _inverse_deviation(x, n, mean, eps):
+    """A vector of 1 / sqrt(the mean of (x - mean)^2 + eps)."""
+    total = splat(0.0)
+    for i in range(0, 4 * (n & -16), 64):
+        v = load_f32x16(x + i) - mean
+        total = fma(v, v, total)
+    rest = np.float32(0.0)
+    for i in range(4 * (n & -16), 4 * n, 4):
+        w = load_f32(x + i) - first_lane(mean)
+        rest += w * w
+    return splat(1.0 / ((sum_lanes(total) + rest) / n + f32_of_bits(eps)) ** 0.5)
+
+
+@device
+def _scaled(i, x, factor, weight):
+    return load_f32x16(x + i) * factor * load_f32x16(weight + i)
+
+
+@device
+def _scaled_and_added(i, x, factor, weight, residual):
+    return load_f32x16(x + i) * factor * load_f32x16(weight + i) + load_f32x16(residual + i)
+
+
+@device
+def _sum(i, x, scale, residual):
+    return load_f32x16(x + i) * scale + load_f32x16(residual + i)
+
+
+@device
+def _centred(i, x, mean, factor, weight, bias):
+    return (load_f32x16(x + i) - mean) * factor * load_f32x16(weight + i) + load_f32x16(bias + i)
+
+
+@device
+def _silu_gated(i, x, gate):
+    a = load_f32x16(gate + i)
+    return a / (splat(1.0) + exponential(splat(0.0) - a)) * load_f32x16(x + i)
+
+
+@device
+def _multiplied(i, x, gate):
+    return load_f32x16(x + i) * load_f32x16(gate + i)
+
+
+@device
+def _sigmoid_gated(i, x, gate):
+    return load_f32x16(x + i) / (splat(1.0) + exponential(splat(0.0) - load_f32x16(gate + i)))
+
+
+@device
+def _clamped(i, gate, up, alpha, limit):
+    a = minimum(load_f32x16(gate + i), limit)
+    b = maximum(minimum(load_f32x16(up + i), limit), splat(0.0) - limit)
+    return (b + splat(1.0)) * a / (splat(1.0) + exponential(splat(0.0) - alpha * a))
+
+
+@device
+def _gelu_tanh(i, x):
+    """x * sigmoid(2u) is x / 2 * (1 + tanh(u))."""
+    v = load_f32x16(x + i)
+    u = fma(v * v * v, splat(0.044715), v) * splat(-1.5957691216)  # -2 sqrt(2 / pi)
+    return v / (splat(1.0) + exponential(u))
+
+
+@device
+def _gelu_gated(i, x, gate):
+    return _gelu_tanh(i, gate) * load_f32x16(x + i)
+
+
+@device
+def _gelu_erf(i, x):
+    """x / 2 * (1 + erf(x / sqrt(2))), erf by formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7."""
+    v = load_f32x16(x + i)
+    a = absolute(v) * splat(0.70710678118)
+    t = splat(1.0) / fma(a, splat(0.3275911), splat(1.0))
+    p = fma(t, splat(1.061405429), splat(-1.453152027))
+    p = fma(p, t, splat(1.421413741))
+    p = fma(p, t, splat(-0.284496736))
+    p = fma(p, t, splat(0.254829592)) * t
+    tail = p * exponential(splat(0.0) - a * a)  # 1 - erf(a)
+    # of a negative v the half is v / 2 * tail, of a positive one v - v / 2 * tail
+    return maximum(v, splat(0.0)) - absolute(v) * splat(0.5) * tail
+
+
+@device
+def _tanh(i, x):
+    """2 / (1 + exp(-2x)) - 1."""
+    v = load_f32x16(x + i)
+    return splat(2.0) / (splat(1.0) + exponential(v * splat(-2.0))) - splat(1.0)
+
+
+PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
+
+
+@device
+def activation_parts(n):
+    """Parts of a row of n columns."""
+    return (n + PART_COLUMNS - 1) // PART_COLUMNS
+
+
+@device
+def _columns(part, n):
+    """(the first byte of a part's columns, the byte behind its last)."""
+    start = 4 * PART_COLUMNS * part
+    return start, min(start + 4 * PART_COLUMNS, 4 * n)
+
+
+_write_scaled, _write_centred = _make_write(_scaled), _make_write(_centred)
+_write_scaled_and_added, _write_sum = _make_write(_scaled_and_added), _make_write(_sum)
+_write_clamped = _make_write(_clamped)
+
+
+def rms_norm(row, width, x, x_stride, n, weight, eps, y, y_stride, panels):
+    """y = x / sqrt(mean(x^2) + eps) * weight."""
+    source = x + row * x_stride
+    factor = _inverse_deviation(source, n, splat(0.0), eps)
+    _write_scaled(row, width, 0, 4 * n, n, y, y_stride, panels, source, factor, weight)
+
+
+def rms_norm_add(row, width, x, x_stride, n, weight, eps, residual, residual_stride, y, y_stride, panels):
+    """y = x / sqrt(mean(x^2) + eps) * weight + residual."""
+    source = x + row * x_stride
+    factor = _inverse_deviation(source, n, splat(0.0), eps)
+    added = residual + row * residual_stride
+    _write_scaled_and_added(row, width, 0, 4 * n, n, y, y_stride, panels, source, factor, weight, added)
+
+
+def add(row, width, x, x_stride, n, residual, residual_stride, scale, y, y_stride, panels):
+    """y = x * scale + residual."""
+    source = x + row * x_stride
+    added = residual + row * residual_stride
+    _write_sum(row, width, 0, 4 * n, n, y, y_stride, panels, source, splat(f32_of_bits(scale)), added)
+
+
+def scale(row, part, x, x_stride, n, factor, y, y_stride):
+    """y = x * factor, in whole vectors: rows have room for them."""
+    start, stop = _columns(part, n)
+    for i in range(start, stop, 64):
+        store_f32x16(y + row * y_stride + i, load_f32x16(x + row * x_stride + i) * splat(f32_of_bits(factor)))
+
+
+def softcap(row, part, x, x_stride, n, cap, y, y_stride):
+    """y = cap * tanh(x / cap), in whole vectors: rows have room for them."""
+    start, stop = _columns(part, n)
+    most = splat(f32_of_bits(cap))
+    for i in range(start, stop, 64):
+        value = hyperbolic_tangent(load_f32x16(x + row * x_stride + i) / most) * most
+        store_f32x16(y + row * y_stride + i, value)
+
+
+def head_norm(row, x, x_stride, n_heads, d_head, weight, eps):
+    """Each head of x as rms_norm, by one weight [d_head]; in place."""
+    for head in range(n_heads):
+        target = x + row * x_stride + 4 * head * d_head
+        factor = _inverse_deviation(target, d_head, splat(0.0), eps)
+        for i in range(0, 4 * (d_head & -16), 64):
+            store_f32x16(target + i, _scaled(i, target, factor, weight))
+        for i in range(4 * (d_head & -16), 4 * d_head, 4):  # the next head begins within the vector
+            store_f32(target + i, load_f32(target + i) * first_lane(factor) * load_f32(weight + i))
+
+
+def layer_norm(row, width, x, x_stride, n, weight, bias, eps, y, y_stride, panels):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias."""
+    source = x + row * x_stride
+    total = splat(0.0)
+    for i in range(0, 4 * (n & -16), 64):
+        total = total + load_f32x16(source + i)
+    rest = np.float32(0.0)
+    for i in range(4 * (n & -16), 4 * n, 4):
+        rest += load_f32(source + i)
+    mean = splat((sum_lanes(total) + rest) / n)
+    factor = _inverse_deviation(source, n, mean, eps)
+    _write_centred(row, width, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
+
+
+def clamped_swiglu(row, width, part, gate, up, x_stride, n, alpha, limit, y, y_stride, panels):
+    """y = (up + 1) * gate * sigmoid(alpha * gate), clamped."""
+    start, stop = _columns(part, n)
+    a = splat(f32_of_bits(alpha))
+    most = splat(f32_of_bits(limit))
+    xp = row * x_stride
+    _write_clamped(row, width, start, stop, n, y, y_stride, panels, gate + xp, up + xp, a, most)
+
+
+def _make_gated(name: str, value: Callable[..., Any]) -> Callable[..., None]:
+    """The kernel of y = x times a function of gate."""
+    write = _make_write(value)
+
+    def gated(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
+        start, stop = _columns(part, n)
+        gates = gate + row * gate_stride
+        write(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
+
+    gated.__name__ = name
+    return gated
+
+
+def _make_activation(name: str, value: Callable[..., Any]) -> Callable[..., None]:
+    """The kernel of y = a function of x."""
+    write = _make_write(value)
+
+    def activation(row, width, part, x, x_stride, n, y, y_stride, panels):
+        start, stop = _columns(part, n)
+        write(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
+
+    activation.__name__ = name
+    return activation
+
+
+def fit_heads(row, x, x_stride, n_heads, d_head, y, y_stride, d_target):
+    """y [n_heads, d_target] = x [n_heads, d_head]: each head's first columns, zeros behind them."""
+    for head in range(n_heads):
+        source = x + row * x_stride + 4 * head * d_head
+        target = y + row * y_stride + 4 * head * d_target
+        for i in range(0, 4 * d_target, 4):
+            store_f32(target + i, load_f32(source + i) if i < 4 * d_head else np.float32(0.0))
+
+
+def gather_rows(row, indices, x, x_stride, n, y, y_stride):
+    """y[i] = x[indices[i]], rows of n float32. `indices` is the address of the int32 array's address."""
+    source = x + load_i32(load_i64(indices) + 4 * row) * x_stride
+    for i in range(0, 4 * n, 4):
+        store_f32(y + row * y_stride + i, load_f32(source + i))
+
+
+_WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, fit_heads, gather_rows)
+_ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
+_ACTIVATIONS = {"gelu": _gelu_tanh, "gelu_exact": _gelu_erf, "tanh": _tanh}
+_GATES = {"itself": _multiplied, "sigmoid": _sigmoid_gated, "silu": _silu_gated, "gelu": _gelu_gated}
+_IN_PARTS: list[Callable[..., None]] = [
+    *(scale, softcap, clamped_swiglu),
+    *(_make_activation(name, value) for name, value in _ACTIVATIONS.items()),
+    *(_make_gated(f"gated_{by}", value) for by, value in _GATES.items()),
+]
+_ROW_KERNELS += [row_kernel(each, activation_parts) for each in _IN_PARTS]
+KERNELS = {source.name: source for source in _ROW_KERNELS}

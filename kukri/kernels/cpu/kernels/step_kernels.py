@@ -1,0 +1,232 @@
+"""Kernels on a whole step: the check of its indices, and the division of its attention into work entries."""
+
+from __future__ import annotations
+
+from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.kernels.intrinsics import device, load_i32, load_i64, store_i64
+from kukri.kernels.cpu.run.abi import (
+    CHUNK_PAGES,
+    CHUNK_TOKENS,
+    CONTEXT_LEN,
+    LOGIT_ROWS,
+    MAX_PAGES,
+    N_LOGIT_ROWS,
+    N_PARTS,
+    N_POSITIONS,
+    N_SEQUENCES,
+    N_SHARED,
+    N_TOKENS,
+    N_WORK,
+    PAGE_TABLE,
+    PARTS_BYTES,
+    PARTS_FIRST,
+    PARTS_TOKEN,
+    POSITIONS,
+    QUERY_START,
+    ROPE_POSITIONS,
+    SHARED_FIRST,
+    SHARED_STEP,
+    SHARED_TOKEN,
+    SLOTS,
+    STATE_SAVES,
+    STATE_SLOTS,
+    TOKEN_IDS,
+    TOKEN_PARTS,
+    TOKEN_TYPES,
+    WORK,
+    WORK_BYTES,
+    WORK_CHUNK,
+    WORK_CHUNK_STOP,
+    WORK_N_TOKENS,
+    WORK_PARTIAL,
+    WORK_SEQUENCE,
+    WORK_TOKEN,
+)
+from kukri.kernels.paged_kv import PAGE_TOKENS
+
+
+@device
+def _outside(array, n, limit, least=0):
+    """True if any of n int32 is below the least or not below the limit."""
+    for i in range(n):
+        value = load_i32(array + 4 * i)
+        if value < least or value >= limit:
+            return True
+    return False
+
+
+def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types, n_states):
+    """0 if no index of the batch leads outside its array, else which check failed (see BATCH_CHECKS).
+
+    `n_states` is -1 for a model without recurrent layers.
+    """
+    n_tokens = load_i64(batch + N_TOKENS)
+    n_sequences = load_i64(batch + N_SEQUENCES)
+    starts = load_i64(batch + QUERY_START)
+    if _outside(load_i64(batch + TOKEN_IDS), n_tokens, n_vocab):
+        return 1
+    if _outside(load_i64(batch + SLOTS), n_tokens, n_pages * PAGE_TOKENS):
+        return 2
+    if _outside(load_i64(batch + LOGIT_ROWS), load_i64(batch + N_LOGIT_ROWS), n_tokens):
+        return 3
+    if load_i32(starts) != 0 or load_i32(starts + 4 * n_sequences) != n_tokens:
+        return 4
+    for s in range(n_sequences):
+        start = load_i32(starts + 4 * s)
+        stop = load_i32(starts + 4 * s + 4)
+        context = load_i32(load_i64(batch + CONTEXT_LEN) + 4 * s)
+        if stop <= start or context < stop - start:
+            return 4
+        n_used = (context + PAGE_TOKENS - 1) // PAGE_TOKENS
+        if n_used > max_pages or context > n_positions:
+            return 5
+        if _outside(load_i64(batch + PAGE_TABLE) + 4 * s * load_i64(batch + MAX_PAGES), n_used, n_pages):
+            return 6
+        for t in range(start, stop):
+            if load_i32(load_i64(batch + POSITIONS) + 4 * t) != context - (stop - t):
+                return 7
+    rotates_by = load_i64(batch + ROPE_POSITIONS)
+    if rotates_by != load_i64(batch + POSITIONS) and _outside(rotates_by, n_tokens, n_positions):
+        return 8
+    if n_types > 0 and _outside(load_i64(batch + TOKEN_TYPES), n_tokens, n_types):
+        return 9
+    if n_states >= 0 and (
+        _outside(load_i64(batch + STATE_SLOTS), n_sequences, n_states)
+        or _outside(load_i64(batch + STATE_SAVES), n_tokens, n_states, -1)
+    ):
+        return 10
+    highest = 0
+    for t in range(n_tokens):
+        highest = max(highest, load_i32(rotates_by + 4 * t))
+    store_i64(batch + N_POSITIONS, highest + 1)
+    return 0
+
+
+@device
+def _add_work(batch, n_work, sequence, token, n_tokens, chunk, chunk_stop, partial):
+    entry = load_i64(batch + WORK) + n_work * WORK_BYTES
+    store_i64(entry + WORK_SEQUENCE, sequence)
+    store_i64(entry + WORK_TOKEN, token)
+    store_i64(entry + WORK_N_TOKENS, n_tokens)
+    store_i64(entry + WORK_CHUNK, chunk)
+    store_i64(entry + WORK_CHUNK_STOP, chunk_stop)
+    store_i64(entry + WORK_PARTIAL, partial)
+    return n_work + 1
+
+
+@device
+def _context(batch, sequence):
+    return load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence)
+
+
+@device
+def _n_new(batch, sequence):
+    starts = load_i64(batch + QUERY_START) + 4 * sequence
+    return load_i32(starts + 4) - load_i32(starts)
+
+
+@device
+def _same_chunks(batch, a, b, most):
+    """Leading chunks, at most `most`, that two sequences read from the same pages and see whole."""
+    row_bytes = 4 * load_i64(batch + MAX_PAGES)
+    a_pages = load_i64(batch + PAGE_TABLE) + a * row_bytes
+    b_pages = load_i64(batch + PAGE_TABLE) + b * row_bytes
+    most = min(most, min(_context(batch, a), _context(batch, b)) // CHUNK_TOKENS)
+    for page in range(most * CHUNK_PAGES):
+        if load_i32(a_pages + 4 * page) != load_i32(b_pages + 4 * page):
+            return page // CHUNK_PAGES
+    return most
+
+
+@device
+def _sharing(batch, first, group_tokens):
+    """(sequences from `first` on that decode from a common prefix, its chunks): where it saves most reads.
+
+    (1, 0) if no prefix is shared. Sequences are taken `group_tokens` at a time, the last time more than half.
+    """
+    members = 1
+    shared = 0
+    if group_tokens > 1 and _n_new(batch, first) == 1:
+        most = _context(batch, first)
+        for sequence in range(first + 1, load_i64(batch + N_SEQUENCES)):
+            if _n_new(batch, sequence) != 1:
+                break
+            same = _same_chunks(batch, first, sequence, most)
+            if same * members <= shared * (members - 1):
+                break
+            shared = same
+            most = same
+            members += 1
+    left = members % group_tokens
+    if 2 * left <= group_tokens:
+        members -= left
+    return (members, shared) if members > 1 else (1, 0)
+
+
+@device
+def _add_shared_work(batch, n_work, n_partials, first, members, shared, group_tokens):
+    """Entries for the chunks that sequences share -> the number of entries. Chunk by chunk, for the cache."""
+    start = load_i32(load_i64(batch + QUERY_START) + 4 * first)
+    step = (members + group_tokens - 1) // group_tokens
+    for i in range(members):
+        parts = load_i64(batch + TOKEN_PARTS) + PARTS_BYTES * (start + i)
+        store_i64(parts + SHARED_FIRST, n_partials + i // group_tokens)
+        store_i64(parts + N_SHARED, shared)
+        store_i64(parts + SHARED_STEP, step)
+        store_i64(parts + SHARED_TOKEN, i % group_tokens)
+    for chunk in range(shared):
+        for i in range(0, members, group_tokens):
+            n_tokens = min(group_tokens, members - i)
+            number = n_partials + chunk * step + i // group_tokens
+            n_work = _add_work(batch, n_work, first + i, start + i, n_tokens, chunk, chunk + 1, number)
+    return n_work
+
+
+def attention_work(tile, batch, group_tokens, n_ahead):
+    """Cuts the step into work entries of `group_tokens` tokens; few tokens with a long context by chunk.
+
+    A token sees `n_ahead` tokens after it. Sequences that decode from the same prefix share its entries: its
+    keys and values are read once for several. A chunk is cut at the same positions and summed in the same
+    order either way, so no bit depends on it.
+    """
+    if tile < 0:
+        return 1
+    n_work = 0
+    n_partials = 0
+    members = 0  # sequences left of those that share
+    shared = 0  # their chunks
+    for sequence in range(load_i64(batch + N_SEQUENCES)):
+        start = load_i32(load_i64(batch + QUERY_START) + 4 * sequence)
+        stop = start + _n_new(batch, sequence)
+        if members == 0:
+            members, shared = _sharing(batch, sequence, group_tokens)
+            if shared > 0:
+                n_work = _add_shared_work(batch, n_work, n_partials, sequence, members, shared, group_tokens)
+                n_partials += shared * ((members + group_tokens - 1) // group_tokens)
+        members -= 1
+        for token in range(start, stop, group_tokens):
+            n_tokens = min(group_tokens, stop - token)
+            visible = _context(batch, sequence) - max(stop - token - n_tokens - n_ahead, 0)
+            n_chunks = (visible + CHUNK_TOKENS - 1) // CHUNK_TOKENS
+            is_split = stop - start <= group_tokens and n_chunks > 1
+            for t in range(token, token + n_tokens):
+                parts = load_i64(batch + TOKEN_PARTS) + PARTS_BYTES * t
+                store_i64(parts + PARTS_FIRST, n_partials if is_split or shared > 0 else -1)
+                store_i64(parts + N_PARTS, n_chunks - shared)
+                store_i64(parts + PARTS_TOKEN, t - token)
+                if shared == 0:
+                    store_i64(parts + N_SHARED, 0)
+            if is_split:
+                for chunk in range(shared, n_chunks):
+                    n_work = _add_work(batch, n_work, sequence, token, n_tokens, chunk, chunk + 1, n_partials)
+                    n_partials += 1
+            elif shared == 0:
+                n_work = _add_work(batch, n_work, sequence, token, n_tokens, 0, n_chunks, -1)
+    store_i64(batch + N_WORK, n_work)
+    return 0
+
+
+KERNELS = {
+    "check_batch": KernelSource("check_batch", check_batch),
+    "attention_work": KernelSource("attention_work", attention_work),
+}

@@ -1,0 +1,1 @@
+"""Weights in the layout that the kernels read, and their quantization."""

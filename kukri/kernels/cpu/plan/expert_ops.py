@@ -1,0 +1,142 @@
+"""Typed ops of mixtures of experts, as those of `ops.py`; their kernels are in `experts.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cpu.pack.layouts import PanelKind, expert_kernel
+from kukri.kernels.cpu.pack.weights import PackedWeight
+from kukri.kernels.cpu.plan.ops import Addresses, Buffer, Op, RouteTable, Value, row_count, rows_of
+from kukri.kernels.specs import Routing
+
+
+@dataclass(eq=False)
+class Route(Op):
+    """The weights of the experts that each token uses, by a router's logits; 0 for the others."""
+
+    logits: Value
+    y: Value
+    routing: Routing
+    kernel = "route"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return rows_of(self.logits, at) | {
+            "n_used": self.routing.n_used,
+            "normalized": int(self.routing.normalized),
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+        }
+
+
+@dataclass(eq=False)
+class Dispatch(Op):
+    """Orders the rows of a mixture by the experts whose weights are not 0."""
+
+    weights: Value
+    y: RouteTable
+    kernel = "dispatch"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        table = at.of(self.y)
+        return {
+            "batch": at.batch,
+            "weights": at.of(self.weights),
+            "stride": self.weights.stride,
+            "n_experts": self.y.routing.n_experts,
+            "n_used": self.y.routing.n_used,
+            "table": table,
+            "entries": table + self.y.entries,
+            "next_slots": table + self.y.next_slots,
+            "experts": table + self.y.experts,
+            "slots": table + self.y.slots,
+            "rows_of_slots": table + self.y.rows,
+        }
+
+
+@dataclass(eq=False)
+class QuantizeForExperts(Op):
+    """The rows of x as panels, ordered by experts."""
+
+    x: Value
+    table: RouteTable
+    kind: PanelKind
+    y: Buffer
+
+    @property
+    def kernel(self) -> str:
+        return f"expert_panel_{self.kind}"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        table = at.of(self.table)
+        is_per_token = self.x.rows == "T"
+        return rows_of(self.x, at) | {
+            "rows": table,
+            "slots": table + self.table.slots,
+            "experts": table + self.table.experts,
+            "next_slots": table + self.table.next_slots,
+            "repeats": self.table.routing.n_used if is_per_token else 1,
+            "panels": at.of(self.y),
+        }
+
+
+@dataclass(eq=False)
+class ExpertLinear(Op):
+    """The products of panels with their experts' matrices, to columns of y from `column` on."""
+
+    panels: Buffer
+    table: RouteTable
+    kind: PanelKind
+    weight: PackedWeight
+    y: Value
+    column: int
+    bias: FloatArray | None  # float32 [E, whole tiles of all columns]
+
+    @property
+    def kernel(self) -> str:
+        return expert_kernel(self.weight.type_name, self.kind)
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        table, start = at.of(self.table), 4 * self.column
+        return {
+            "table": table,
+            "entries": table + self.table.entries,
+            "rows_of_slots": table + self.table.rows,
+            "w": at.of_array(self.weight.tiles),
+            "expert_bytes": self.weight.tiles.shape[1],
+            "x": at.of(self.panels),
+            "n_row_tiles": self.weight.n_row_tiles,
+            "n_blocks": self.weight.n_blocks,
+            "y": at.of(self.y) + start,
+            "y_stride": self.y.stride,
+            "bias": 0 if self.bias is None else at.of_array(self.bias) + start,
+            "bias_stride": 0 if self.bias is None else self.bias.strides[0],
+        }
+
+
+@dataclass(eq=False)
+class Combine(Op):
+    """The sum of each token's rows of x, times the weights of their experts; `residual` added."""
+
+    x: Value
+    weights: Value
+    table: RouteTable
+    y: Value
+    residual: Value | None
+    kernel = "combine"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return {
+            "rows": row_count("T", at),
+            "x": at.of(self.x),
+            "x_stride": self.x.stride,
+            "n": self.x.width,
+            "weights": at.of(self.weights),
+            "weights_stride": self.weights.stride,
+            "n_used": self.table.routing.n_used,
+            "experts": at.of(self.table) + self.table.experts,
+            "residual": 0 if self.residual is None else at.of(self.residual),
+            "residual_stride": 0 if self.residual is None else self.residual.stride,
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+        }

@@ -1,0 +1,596 @@
+"""Typed ops of a recorded plan: each is one kernel call, on values whose addresses are not known yet.
+
+An op is a dataclass. Its fields of type `Value` and `Buffer` are what it uses in memory, `y` being what it
+writes and does not read, and `in_place` naming those that it edits. `kernel` is the kernel's name, `record`
+the numbers and addresses that the kernel takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import KVType
+from kukri.kernels.constants import Vector, Weight
+from kukri.kernels.cpu.compile.kernel_cache import float_bits
+from kukri.kernels.cpu.pack.layouts import ROWS, TOKENS, PanelKind, linear_kernel
+from kukri.kernels.cpu.pack.weights import PackedWeight
+from kukri.kernels.cpu.run.abi import (
+    EXPERT_ENTRY_BYTES,
+    LOGIT_ROWS,
+    MAX_ENTRY_ROWS,
+    N_LOGIT_ROWS,
+    N_TOKENS,
+    POSITIONS,
+    ROUTE_BYTES,
+    TOKEN_IDS,
+    TOKEN_TYPES,
+    query_tokens,
+)
+from kukri.kernels.cpu.run.memory import address_of
+from kukri.kernels.op_set import EmbedBy, GateBy
+from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.specs import AttentionSpec, Routing
+
+_ALL = 1 << 40  # tokens: more than there are
+_INDICES = {"token_ids": TOKEN_IDS, "positions": POSITIONS, "token_types": TOKEN_TYPES}
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Memory of one value, of its panels, or of partial results, while ops need it."""
+
+    n_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class RouteTable(Buffer):
+    """Which of a step's rows each expert computes (see abi.py): offsets in bytes of the table's arrays."""
+
+    routing: Routing
+    max_rows: int
+    max_slots: int
+    entries: int  # of EXPERT_ENTRY_BYTES
+    next_slots: int  # int64 [E]: after an expert's last slot
+    experts: int  # int32 [rows]: the row's expert, or -1
+    slots: int  # int32 [rows]: its slot, or -1
+    rows: int  # int32 [slots]: the row of a slot
+
+    @classmethod
+    def make(cls, routing: Routing, max_tokens: int) -> RouteTable:
+        """A table for steps of up to `max_tokens`."""
+        n_rows = max_tokens * routing.n_used
+        n_slots = TOKENS * (n_rows // TOKENS + min(n_rows, routing.n_experts))
+        n_entries = n_rows // MAX_ENTRY_ROWS + min(n_rows, routing.n_experts)
+        sizes = (n_entries * EXPERT_ENTRY_BYTES, 8 * routing.n_experts, 4 * n_rows, 4 * n_rows, 4 * n_slots)
+        starts = [ROUTE_BYTES + sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        return cls(starts[-1], routing, n_rows, n_slots, *starts[:-1])
+
+
+# rows of a value: the step's tokens, those that want logits, or of a mixture one for each expert of a token
+Rows = Literal["T", "N"] | RouteTable
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """float32 [rows, width] in a buffer whose rows are `stride` bytes apart."""
+
+    buffer: Buffer
+    rows: Rows
+    width: int
+    stride: int
+    offset: int = 0  # bytes from the start of a row
+
+
+class Addresses(Protocol):
+    """Addresses of buffers and arrays: see `kukri.kernels.cpu.plan.place.Plan`."""
+
+    batch: int  # the step's batch (`abi.BATCH_BYTES`)
+    cache: PagedKV
+
+    def of(self, used: Value | Buffer) -> int:
+        """The address of a value's first row, or of a buffer."""
+
+    def of_array(self, array: Any) -> int:
+        """The address of a NumPy array, which the plan keeps."""
+
+
+class Op:
+    """One kernel call."""
+
+    in_place: ClassVar[tuple[str, ...]] = ()  # fields of values that it edits
+
+    kernel: Any  # the name of its kernel, or a property that gives it
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        """The kernel's parameters by name."""
+        raise NotImplementedError
+
+    def streams(self, at: Addresses) -> tuple[int, int]:
+        """Address and bytes of the weights that it streams from memory."""
+        return 0, 0
+
+    def buffers(self) -> set[Buffer]:
+        """Everything that it uses in memory."""
+        used = self._values()
+        return {part.buffer if isinstance(part, Value) else part for _, part in used}
+
+    def read_buffers(self) -> set[Buffer]:
+        """The buffers that it reads or edits."""
+        used = self._values()
+        return {part.buffer if isinstance(part, Value) else part for name, part in used if name != "y"}
+
+    def edited(self) -> set[Buffer]:
+        """The buffers that it changes and did not make."""
+        values = [getattr(self, name) for name in self.in_place]
+        return {value.buffer for value in values if value is not None}
+
+    def _values(self) -> Iterator[tuple[str, Value | Buffer]]:
+        for name, part in vars(self).items():
+            if isinstance(part, (Value, Buffer)):
+                yield name, part
+            if isinstance(part, Value) and isinstance(part.rows, Buffer):
+                yield "rows", part.rows
+
+
+@dataclass(eq=False)
+class Producer(Op):
+    """An op that can write the int8 panels of its result y beside it, or in its place if nothing reads y."""
+
+    y: Value | None
+    panels: Buffer | None = field(default=None, kw_only=True)
+
+    def outputs(self, at: Addresses) -> dict[str, int]:
+        """The parameters of its results: 0 for those that are not wanted."""
+        return {
+            "y": 0 if self.y is None else at.of(self.y),
+            "y_stride": 0 if self.y is None else self.y.stride,
+            "panels": 0 if self.panels is None else at.of(self.panels),
+        }
+
+
+@dataclass(eq=False)
+class Embed(Op):
+    """Rows of a matrix, as it is in its file, for the step's tokens; `residual` added."""
+
+    weight: Weight
+    y: Value
+    by: EmbedBy = "token_ids"
+    residual: Value | None = None
+
+    @property
+    def kernel(self) -> str:
+        return f"embed_{self.weight.type.name}"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return {
+            "batch": at.batch,
+            "indices": at.batch + _INDICES[self.by],
+            "residual": 0 if self.residual is None else at.of(self.residual),
+            "residual_stride": 0 if self.residual is None else self.residual.stride,
+            "w": at.of_array(self.weight.data),
+            "n_blocks": self.weight.shape[1] // self.weight.type.block_size,
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+        }
+
+
+@dataclass(eq=False)
+class RMSNorm(Producer):
+    """x / rms(x) * weight, and `residual` added to that if it is there."""
+
+    x: Value
+    weight: Vector
+    eps: float
+    residual: Value | None = None
+
+    @property
+    def kernel(self) -> str:
+        return "rms_norm" if self.residual is None else "rms_norm_add"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        norm = {"weight": at.of_array(_whole_vectors(self.weight)), "eps": float_bits(self.eps)}
+        if self.residual is not None:
+            norm |= {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
+        return rows_of(self.x, at) | self.outputs(at) | norm
+
+
+@dataclass(eq=False)
+class Scale(Op):
+    """x * factor; whole vectors of a row, what lies behind its columns too."""
+
+    y: Value
+    x: Value
+    factor: float
+    kernel = "scale"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        result = {"y": at.of(self.y), "y_stride": self.y.stride}
+        return rows_of(self.x, at) | result | {"factor": float_bits(self.factor)}
+
+
+@dataclass(eq=False)
+class Softcap(Op):
+    """cap * tanh(x / cap), in whole vectors too."""
+
+    y: Value
+    x: Value
+    cap: float
+    kernel = "softcap"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        result = {"y": at.of(self.y), "y_stride": self.y.stride}
+        return rows_of(self.x, at) | result | {"cap": float_bits(self.cap)}
+
+
+@dataclass(eq=False)
+class Add(Producer):
+    """x * scale + residual."""
+
+    x: Value
+    residual: Value
+    scale: float = 1.0
+    kernel = "add"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        added = {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
+        return rows_of(self.x, at) | self.outputs(at) | added | {"scale": float_bits(self.scale)}
+
+
+@dataclass(eq=False)
+class LayerNorm(Producer):
+    """(x - mean) / deviation * weight + bias."""
+
+    x: Value
+    weight: Vector
+    bias: Vector
+    eps: float
+    kernel = "layer_norm"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        arrays = {name: at.of_array(_whole_vectors(getattr(self, name))) for name in ("weight", "bias")}
+        return rows_of(self.x, at) | self.outputs(at) | arrays | {"eps": float_bits(self.eps)}
+
+
+@dataclass(eq=False)
+class Activation(Producer):
+    """A function of each number of x: the kernel `gelu`, `gelu_exact` or `tanh`."""
+
+    x: Value
+    kernel: str
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return rows_of(self.x, at) | self.outputs(at)
+
+
+@dataclass(eq=False)
+class Gated(Producer):
+    """x times a gate, or a function of it."""
+
+    x: Value
+    gate: Value
+    by: GateBy
+
+    @property
+    def kernel(self) -> str:
+        return f"gated_{self.by}"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        gate = {"gate": at.of(self.gate), "gate_stride": self.gate.stride}
+        return rows_of(self.x, at) | gate | self.outputs(at)
+
+
+@dataclass(eq=False)
+class ClampedSwiGLU(Producer):
+    """(up + 1) * gate * sigmoid(alpha * gate), clamped to `limit`; gate and up are columns of one buffer."""
+
+    gate: Value
+    up: Value
+    alpha: float
+    limit: float
+    kernel = "clamped_swiglu"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return {
+            "rows": row_count(self.gate.rows, at),
+            "gate": at.of(self.gate),
+            "up": at.of(self.up),
+            "x_stride": self.gate.stride,
+            "n": self.gate.width,
+            "alpha": float_bits(self.alpha),
+            "limit": float_bits(self.limit),
+        } | self.outputs(at)
+
+
+@dataclass(eq=False)
+class HeadNorm(Op):
+    """An RMSNorm of each head of x, in place."""
+
+    x: Value
+    weight: Vector
+    eps: float
+    kernel = "head_norm"
+    in_place = ("x",)
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return rows_of(self.x, at) | {
+            "n_heads": self.x.width // len(self.weight),
+            "d_head": len(self.weight),
+            "weight": at.of_array(self.weight.data),
+            "eps": float_bits(self.eps),
+        }
+
+
+@dataclass(eq=False)
+class FitHeads(Op):
+    """The heads of x cut to another size, or filled up to it with zeros."""
+
+    x: Value
+    y: Value
+    n_heads: int
+    kernel = "fit_heads"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return rows_of(self.x, at) | {
+            "n_heads": self.n_heads,
+            "d_head": self.x.width // self.n_heads,
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+            "d_target": self.y.width // self.n_heads,
+        }
+
+
+@dataclass(eq=False)
+class Quantize(Op):
+    """The rows of x as panels, the input of a matrix product."""
+
+    x: Value
+    kind: PanelKind
+    y: Buffer
+
+    @property
+    def kernel(self) -> str:
+        return f"panel_{self.kind}"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return rows_of(self.x, at) | {"panels": at.of(self.y)}
+
+
+@dataclass(eq=False)
+class Linear(Op):
+    """The product of panels with a matrix, to columns of y from `column` on; `bias` and `residual` added."""
+
+    panels: Buffer
+    kind: PanelKind
+    weight: PackedWeight
+    y: Value
+    column: int
+    bias: FloatArray | None  # float32, of whole tiles
+    residual: Value | None
+
+    @property
+    def kernel(self) -> str:
+        return linear_kernel(self.weight.type_name, self.kind)
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        start = 4 * self.column
+        return {
+            "rows": row_count(self.y.rows, at),
+            "w": at.of_array(self.weight.tiles),
+            "x": at.of(self.panels),
+            "n_row_tiles": self.weight.n_row_tiles,
+            "n_blocks": self.weight.n_blocks,
+            "y": at.of(self.y) + start,
+            "y_stride": self.y.stride,
+            "bias": 0 if self.bias is None else at.of_array(self.bias) + start,
+            "residual": 0 if self.residual is None else at.of(self.residual) + start,
+            "residual_stride": 0 if self.residual is None else self.residual.stride,
+        }
+
+    def streams(self, at: Addresses) -> tuple[int, int]:
+        return at.of_array(self.weight.tiles), self.weight.tiles.nbytes
+
+
+@dataclass(eq=False)
+class RopeStore(Op):
+    """Rotates q and k in place if `rope` is there, and writes k and v to the cache if `v` is.
+
+    A q4 cache has the heads of all three rotated, too.
+    """
+
+    q: Value
+    k: Value
+    v: Value | None
+    spec: AttentionSpec
+    kv_type: KVType
+    rope: RopeRows | None
+    in_place = ("q", "k", "v")
+
+    @property
+    def kernel(self) -> str:
+        return f"rope_store_{self.kv_type}"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        spec, rope, cache = self.spec, self.rope, at.cache
+        return {
+            "batch": at.batch,
+            "q": at.of(self.q),
+            "k": at.of(self.k),
+            "v": at.of(self.k if self.v is None else self.v),
+            "stride": self.q.stride,
+            "n_heads": spec.n_heads,
+            "n_kv_heads": spec.n_kv_heads,
+            "d_head": spec.d_head,
+            "page_stride": cache.page_stride,
+            "cos": 0 if rope is None else at.of_array(rope.cos),
+            "sin": 0 if rope is None else at.of_array(rope.sin),
+            "half": 0 if rope is None else rope.frequencies.rotary_dim // 2,
+            "keys": 0 if self.v is None else address_of(cache.keys[spec.layer]),
+            "values": 0 if self.v is None else address_of(cache.values[spec.layer]),
+        }
+
+
+@dataclass(eq=False)
+class AttentionWork(Op):
+    """Cuts the step's attention into work entries of `group_tokens` tokens for `Attend`.
+
+    A token sees `n_ahead` later ones.
+    """
+
+    group_tokens: int
+    n_ahead: int
+    kernel = "attention_work"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return {"batch": at.batch, "group_tokens": self.group_tokens, "n_ahead": self.n_ahead}
+
+
+@dataclass(eq=False)
+class Attend(Op):
+    """Attention over the cache; contexts that are cut into chunks leave partial results."""
+
+    q: Value
+    y: Value
+    spec: AttentionSpec
+    kv_type: KVType
+    partials: Buffer
+
+    @property
+    def kernel(self) -> str:
+        family = f"attend_{self.kv_type}" + ("" if self.spec.softcap is None else "_softcap")
+        return f"{family}[{self.spec.group},{self.spec.d_head}]"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return _attention(self.q, self.y, self.spec, at) | {
+            "window": self.spec.window or _ALL,
+            "n_ahead": n_ahead(self.spec),
+            "partials": at.of(self.partials),
+        }
+
+
+@dataclass(eq=False)
+class AttendFinish(Producer):
+    """Combines the partial results of `Attend`, if there are any, into the rest of `attended`."""
+
+    attended: Value  # what y is too: it is read and written
+    partials: Buffer
+    spec: AttentionSpec
+    kv_type: KVType
+
+    @property
+    def kernel(self) -> str:
+        rotated = "_rotated" if self.kv_type == "q4" else ""
+        return f"attend_finish{rotated}[{self.spec.group},{self.spec.d_head}]"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return {
+            "batch": at.batch,
+            "n_kv_heads": self.spec.n_kv_heads,
+            "sinks": _sinks(self.spec, at),
+            "partials": at.of(self.partials),
+        } | self.outputs(at)
+
+
+@dataclass(eq=False)
+class AttendMasked(Op):
+    """Attention by the step's mask."""
+
+    q: Value
+    y: Value
+    spec: AttentionSpec
+
+    @property
+    def kernel(self) -> str:
+        return f"attend_masked[{self.spec.d_head}]"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return _attention(self.q, self.y, self.spec, at) | {"n_heads": self.spec.n_heads}
+
+
+@dataclass(eq=False)
+class GatherRows(Op):
+    """The rows of x that the step wants logits of."""
+
+    x: Value
+    y: Value
+    kernel = "gather_rows"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return rows_of(self.x, at) | {
+            "rows": row_count("N", at),
+            "indices": at.batch + LOGIT_ROWS,
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+        }
+
+
+ACTIVATIONS = "activations"  # the name of the stop where a step's activations are copied in
+
+
+@dataclass(eq=False)
+class Tap(Op):
+    """A stop of the plan, without a kernel: a listener may edit x; then `residual` is added to it.
+
+    `n_used`: of routes, the most weights of a row that the listener may leave other than 0.
+    """
+
+    name: str
+    x: Value
+    residual: Value | None = None
+    n_used: int | None = None
+    in_place = ("x",)
+
+
+def group_tokens(spec: AttentionSpec) -> int:
+    """New tokens of a sequence that attend together: the fields of a work entry."""
+    return query_tokens(spec.group)
+
+
+def n_ahead(spec: AttentionSpec) -> int:
+    """Later tokens that a token sees."""
+    return 0 if spec.is_causal else (spec.window or _ALL) - 1
+
+
+def row_count(rows: Rows, at: Addresses) -> int:
+    """The address of the number of rows."""
+    if isinstance(rows, RouteTable):
+        return at.of(rows)
+    return at.batch + (N_TOKENS if rows == "T" else N_LOGIT_ROWS)
+
+
+def rows_of(x: Value, at: Addresses) -> dict[str, int]:
+    """A kernel's parameters for the rows of x: their number, address, stride and width."""
+    return {"rows": row_count(x.rows, at), "x": at.of(x), "x_stride": x.stride, "n": x.width}
+
+
+def _whole_vectors(constant: Vector) -> FloatArray:
+    """A constant as kernels load it: zeros behind it up to 16 n numbers."""
+    return np.pad(constant.data, (0, -len(constant) % ROWS)) if len(constant) % ROWS else constant.data
+
+
+def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[str, int]:
+    return {
+        "batch": at.batch,
+        "q": at.of(q),
+        "q_stride": q.stride,
+        "scale": float_bits(spec.scale),
+        "softcap": 0 if spec.softcap is None else float_bits(spec.softcap),
+        "n_kv_heads": spec.n_kv_heads,
+        "keys": address_of(at.cache.keys[spec.layer]),
+        "values": address_of(at.cache.values[spec.layer]),
+        "page_stride": at.cache.page_stride,
+        "sinks": _sinks(spec, at),
+        "y": at.of(y),
+        "y_stride": y.stride,
+    }
+
+
+def _sinks(spec: AttentionSpec, at: Addresses) -> int:
+    """The address of the heads' sinks: -inf, which adds nothing, if there are none."""
+    none = np.full(spec.n_heads, -np.inf, np.float32)
+    return at.of_array(none if spec.sinks is None else spec.sinks.data)

@@ -1,0 +1,458 @@
+"""Records a model as a list of typed ops (ops.py), by running it once on an op set that computes nothing.
+
+What is recorded is what the model said, an op for each step of a computation. `passes.py` fuses and drops,
+`place.py` gives memory to what is left. Sizes that change from step to step (T, S, N) are read by the kernels
+from the batch, so one plan serves prefill and decoding alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kukri.errors import KernelSizeError, MissingKernelError, ShapeError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import KVType
+from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.pack.layouts import ROWS, TOKENS, PanelKind, panel_bytes
+from kukri.kernels.cpu.pack.weights import PackedWeight, layout_of
+from kukri.kernels.cpu.plan import expert_ops, ops, state_ops
+from kukri.kernels.cpu.plan.adapter_ops import (
+    AdapterDown,
+    AdapterRuns,
+    AdapterUp,
+    ExpertRuns,
+    PackedLowRank,
+    Updates,
+    runs_bytes,
+)
+from kukri.kernels.cpu.plan.ops import Buffer, Op, RouteTable, Rows, Value
+from kukri.kernels.cpu.run.abi import CHUNK_TOKENS, MAX_TILE_ROWS, partial_bytes
+from kukri.kernels.op_set import EmbedBy, GateBy
+from kukri.kernels.paged_kv import PAGE_TOKENS
+from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.step import StepLimits
+from kukri.kernels.taps import tap_name
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The handle of a mixture's routes: the weights [T, E] and the table made of them."""
+
+    weights: Value
+    table: RouteTable
+    panels: dict[tuple[Value, PanelKind], Buffer] = field(default_factory=dict)  # inputs, ordered by experts
+
+
+class Recorder:
+    """The op set, whose values are handles.
+
+    Attributes: ops, the list so far; n_vocab, n_positions and n_types, the rows of embeddings.
+
+    Only taps named in `taps` are recorded. `pack` and `pack_experts` give the tiles of weights of one type,
+    `rope_rows` cos and sin, `pack_update` the tiles of adapters' updates. Raises MissingKernelError on sizes
+    that no kernel takes.
+    """
+
+    def __init__(
+        self,
+        kv_type: KVType,
+        limits: StepLimits,
+        taps: frozenset[str],
+        pack: Callable[[tuple[Weight, ...]], PackedWeight],
+        pack_experts: Callable[[tuple[Experts, ...]], PackedWeight],
+        rope_rows: Callable[[RopeFrequencies], RopeRows],
+        pack_update: Callable[[LowRank], PackedLowRank],
+        adapters: AdapterSlots = (),
+    ) -> None:
+        self._kv_type, self._limits, self._taps = kv_type, limits, taps
+        self._pack, self._pack_experts, self._rope_rows = pack, pack_experts, rope_rows
+        self._pack_update, self._adapters = pack_update, adapters
+        self._runs: dict[Rows, Buffer] = {}  # of rows with one adapter, and one expert
+        self._panels: dict[tuple[Value, PanelKind], Buffer] = {}
+        self.ops: list[Op] = []
+        self.n_types = 0
+        self.n_vocab = self.n_positions = 1 << 31  # without such an embedding
+
+    def embed(
+        self, weight: Weight, batch: Any, by: EmbedBy = "token_ids", residual: Value | None = None
+    ) -> Value:
+        """See Ops.embed. Rows are read from the file, as it is."""
+        layout_of(weight)
+        if by == "token_ids":
+            self.n_vocab = weight.shape[0]
+        elif by == "positions":
+            self.n_positions = min(self.n_positions, weight.shape[0])
+        else:
+            self.n_types = weight.shape[0]
+        y = self._value("T", weight.shape[1])
+        self._add(ops.Embed(weight, y, by, residual))
+        return y
+
+    def activations(self, batch: Any, width: int) -> Value:
+        """See StageOps.activations. The program copies them in at this stop of the plan."""
+        y = self._value("T", width)
+        self._add(ops.Tap(ops.ACTIVATIONS, y))
+        return y
+
+    def rms_norm(self, x: Value, weight: Vector, eps: float) -> Value:
+        """See Ops.rms_norm."""
+        y = self._like(x)
+        self._add(ops.RMSNorm(y, x, weight, eps))
+        return y
+
+    def head_norm(self, x: Value, weight: Vector, eps: float) -> Value:
+        """See Ops.head_norm."""
+        self._add(ops.HeadNorm(x, weight, eps))
+        return x
+
+    def layer_norm(self, x: Value, weight: Vector, bias: Vector, eps: float) -> Value:
+        """See Ops.layer_norm."""
+        y = self._like(x)
+        self._add(ops.LayerNorm(y, x, weight, bias, eps))
+        return y
+
+    def gelu(self, x: Value, is_exact: bool = False) -> Value:
+        """See Ops.gelu."""
+        y = self._like(x)
+        self._add(ops.Activation(y, x, "gelu_exact" if is_exact else "gelu"))
+        return y
+
+    def tanh(self, x: Value) -> Value:
+        """See Ops.tanh."""
+        y = self._like(x)
+        self._add(ops.Activation(y, x, "tanh"))
+        return y
+
+    def conv(self, x: Value, spec: ConvSpec, batch: Any) -> Value:
+        """See Ops.conv."""
+        _require_multiple("the channels of a convolution", x.width, 16)
+        y = self._like(x)
+        self._add(state_ops.Conv(x, y, spec))
+        return y
+
+    def scan(self, x: Value, b: Value, c: Value, dt: Value, spec: ScanSpec, batch: Any) -> Value:
+        """See Ops.scan."""
+        _require_multiple("the head size of a state", spec.d_head, 16)
+        _require_multiple("the width of a state", spec.d_state, 8)
+        y = self._value("T", x.width)
+        self._add(state_ops.Scan(x, b, c, dt, y, spec))
+        return y
+
+    def delta_rule(
+        self, q: Value, k: Value, v: Value, decay: Value, beta: Value, spec: DeltaSpec, batch: Any
+    ) -> Value:
+        """See Ops.delta_rule."""
+        _require_multiple("the head size of a state", spec.d_head, 16)
+        _require_multiple("the width of a state", spec.d_state, 4)
+        y = self._value("T", v.width)
+        self._add(state_ops.DeltaRule(q, k, v, decay, beta, y, spec))
+        return y
+
+    def gated(self, x: Value, gate: Value, by: GateBy) -> Value:
+        """See Ops.gated."""
+        y = self._like(x)
+        self._add(ops.Gated(y, x, gate, by))
+        return y
+
+    def clamped_swiglu(self, gate: Value, up: Value, alpha: float, limit: float) -> Value:
+        """See Ops.clamped_swiglu. Both must be column views of one buffer."""
+        if gate.stride != up.stride:
+            raise ShapeError("a gated activation needs gate and up side by side")
+        y = self._like(gate)
+        self._add(ops.ClampedSwiGLU(y, gate, up, alpha, limit))
+        return y
+
+    def linear(
+        self,
+        x: Value,
+        weights: Sequence[Weight],
+        bias: Vector | None = None,
+        residual: Value | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Value:
+        """See Ops.linear. Neighbouring weights of one type become one kernel call.
+
+        If an adapter may update the product, two more follow, the last of which adds the residual.
+        """
+        if tap is not None and tap_name(*tap) in self._taps:
+            y = self.linear(x, weights, bias)
+            self._add(ops.Tap(tap_name(*tap), y, residual))
+            return y
+        updates = self._updates([weights])
+        if updates is not None:
+            y = self._product(x, weights, bias, None)
+            self._update(x, y, updates, residual)
+            return y
+        return self._product(x, weights, bias, residual)
+
+    def _product(
+        self, x: Value, weights: Sequence[Weight], bias: Vector | None, residual: Value | None
+    ) -> Value:
+        groups = _by_type(weights)
+        width, stored_width = _widths([w.shape[0] for w in group] for group in groups)
+        y = self._value(x.rows, width, stored_width)
+        padded: FloatArray | None = None
+        if bias is not None:
+            padded = np.zeros(stored_width, np.float32)
+            padded[:width] = bias.data
+        column = 0
+        for group in groups:
+            packed = self._pack(group)
+            kind = packed.panel
+            if kind == "q8" and x.rows == "N":
+                kind = "q8x2" if cpu_target().has_int8_dot else "q16"
+            panels = self._quantized(x, kind)
+            self._add(ops.Linear(panels, kind, packed, y, column, padded, residual))
+            column += packed.n_rows
+        return y
+
+    def _updates(self, experts: Sequence[Sequence[Weight]]) -> Updates | None:
+        """The adapters' updates of a product, or of that of each expert; None if none of them changes it."""
+        by_slot = [
+            [(updates or {}).get(weight.name) for weight in weights]
+            for updates in self._adapters
+            for weights in experts
+        ]
+        if not any(update is not None for updates in by_slot for update in updates):
+            return None
+        packed = [[None if u is None else self._pack_update(u) for u in updates] for updates in by_slot]
+        return Updates(packed, [weight.shape[0] for weight in experts[0]])
+
+    def _update(self, x: Value, y: Value, updates: Updates, residual: Value | None = None) -> None:
+        """Adds the updates of x to y, in place, and then the residual."""
+        rows = y.rows
+        if rows not in self._runs:
+            runs = self._runs[rows] = Buffer(runs_bytes(self._max_rows(rows)))
+            self._add(ExpertRuns(rows, runs) if isinstance(rows, RouteTable) else AdapterRuns(rows, runs))
+        inner = self._value(rows, updates.n_parts * updates.rank_tiles * ROWS)
+        self._add(AdapterDown(x, self._runs[rows], updates, inner))
+        self._add(AdapterUp(inner, self._runs[rows], updates, y, residual))
+
+    def add(self, x: Value, residual: Value) -> Value:
+        """See Ops.add."""
+        y = self._like(x)
+        self._add(ops.Add(y, x, residual))
+        return y
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """See Ops.scale."""
+        y = self._value(x.rows, x.width)
+        self._add(ops.Scale(y, x, factor))
+        return y
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """See Ops.softcap."""
+        y = self._value(x.rows, x.width)
+        self._add(ops.Softcap(y, x, cap))
+        return y
+
+    def split(self, x: Value, widths: Sequence[int]) -> tuple[Value, ...]:
+        """See Ops.split."""
+        if sum(widths) != x.width:
+            raise ShapeError(f"cannot split {x.width} columns into {tuple(widths)}")
+        starts = np.cumsum([0, *widths[:-1]])
+        return tuple(
+            Value(x.buffer, x.rows, width, x.stride, x.offset + 4 * int(start))
+            for width, start in zip(widths, starts, strict=True)
+        )
+
+    def rope(
+        self, q: Value, k: Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
+    ) -> tuple[Value, Value]:
+        """See Ops.rope."""
+        self._add_rope_store(ops.RopeStore(q, k, None, spec, self._kv_type, self._rope_rows(rope)))
+        return q, k
+
+    def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec, batch: Any) -> Value:
+        """See Ops.attention. Heads of an odd size are computed in larger ones, as the cache keeps them."""
+        if spec.group > MAX_TILE_ROWS:
+            raise MissingKernelError(
+                f"{spec.group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}"
+            )
+        if whole_head(spec.d_head) != spec.d_head:
+            wide = replace(spec, d_head=whole_head(spec.d_head))
+            q, k, v = self._widened_heads((q, k, v), wide)
+            z = self.attention(q, k, v, wide, batch)
+            y = self._value("T", spec.n_heads * spec.d_head)
+            self._add(ops.FitHeads(z, y, spec.n_heads))
+            return y
+        self._add_rope_store(ops.RopeStore(q, k, v, spec, self._kv_type, None))
+        y = self._value("T", spec.n_heads * spec.d_head)
+        if self._limits.mask_heads:
+            if self._kv_type != "f16":
+                raise MissingKernelError(f"masks over a KV cache of {self._kv_type}: they need f16")
+            self._add(ops.AttendMasked(q, y, spec))
+            return y
+        attend = ops.Attend(q, y, spec, self._kv_type, Buffer(self._partials_bytes(spec)))
+        self._add(attend)
+        self._add(ops.AttendFinish(y, y, attend.partials, spec, self._kv_type))
+        return y
+
+    def route(self, logits: Value, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
+        """See Ops.route."""
+        if logits.rows != "T" or logits.width != routing.n_experts:
+            raise ShapeError(f"{logits.width} router logits for {routing.n_experts} experts")
+        weights = self._value("T", logits.width)
+        self._add(expert_ops.Route(logits, weights, routing))
+        if tap is not None and tap_name(*tap) in self._taps:
+            self._add(ops.Tap(tap_name(*tap), weights, n_used=routing.n_used))
+        table = RouteTable.make(routing, self._limits.max_tokens)
+        self._add(expert_ops.Dispatch(weights, table))
+        return Routes(weights, table)
+
+    def expert_linear(
+        self, x: Value, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> Value:
+        """See Ops.expert_linear. Neighbouring experts of one type become one kernel call; updates are as in
+        `linear`.
+        """
+        groups = _experts_by_type(experts)
+        width, stored_width = _widths([each.shape[1] for each in group] for group in groups)
+        y = self._value(routes.table, width, stored_width)
+        padded: FloatArray | None = None
+        if bias is not None:
+            rows = bias.data.reshape(-1, width)
+            padded = np.zeros((len(rows), stored_width), np.float32)
+            padded[:, :width] = rows
+        column = 0
+        for group in groups:
+            packed = self._pack_experts(group)
+            panels = self._quantized_for_experts(x, routes, packed.panel)
+            self._add(expert_ops.ExpertLinear(panels, routes.table, packed.panel, packed, y, column, padded))
+            column += packed.n_rows
+        updates = self._updates([*zip(*(each.weights for each in experts))])
+        if updates is not None:
+            self._update(x, y, updates)
+        return y
+
+    def combine(
+        self,
+        x: Value,
+        routes: Routes,
+        residual: Value | None = None,
+        tap: tuple[str, int | None] | None = None,
+    ) -> Value:
+        """See Ops.combine."""
+        is_tapped = tap is not None and tap_name(*tap) in self._taps
+        y = self._value("T", x.width)
+        self._add(expert_ops.Combine(x, routes.weights, routes.table, y, None if is_tapped else residual))
+        if tap is not None and is_tapped:
+            self._add(ops.Tap(tap_name(*tap), y, residual))
+        return y
+
+    def logit_rows(self, x: Value, batch: Any) -> Value:
+        """See Ops.logit_rows."""
+        y = self._value("N", x.width)
+        self._add(ops.GatherRows(x, y))
+        return y
+
+    def tap(self, name: str, layer: int | None, x: Value) -> Value:
+        """See Ops.tap."""
+        full_name = tap_name(name, layer)
+        if full_name in self._taps:
+            self._add(ops.Tap(full_name, x))
+        return x
+
+    def _add(self, op: Op) -> None:
+        self.ops.append(op)
+        # what was derived from a buffer is no longer that once the buffer is edited
+        if edited := op.edited():
+            self._panels = {key: one for key, one in self._panels.items() if key[0].buffer not in edited}
+
+    def _add_rope_store(self, op: ops.RopeStore) -> None:
+        strides = {op.q.stride, op.k.stride} | ({op.v.stride} if op.v is not None else set())
+        if len(strides) > 1:
+            raise ShapeError("attention needs q, k and v side by side")
+        self._add(op)
+
+    def _quantized(self, x: Value, kind: PanelKind) -> Buffer:
+        """The panels of x, made once for all products that read them."""
+        panels = self._panels.get((x, kind))
+        if panels is None:
+            n_panels = -(-self._max_rows(x.rows) // TOKENS)
+            panels = Buffer(n_panels * panel_bytes(kind, x.width))
+            self._add(ops.Quantize(x, kind, panels))
+            self._panels[x, kind] = panels
+        return panels
+
+    def _quantized_for_experts(self, x: Value, routes: Routes, kind: PanelKind) -> Buffer:
+        """The panels of x ordered by experts, made once for all products that read them."""
+        panels = routes.panels.get((x, kind))
+        if panels is None:
+            panels = Buffer(routes.table.max_slots // TOKENS * panel_bytes(kind, x.width))
+            self._add(expert_ops.QuantizeForExperts(x, routes.table, kind, panels))
+            routes.panels[x, kind] = panels
+        return panels
+
+    def _widened_heads(self, qkv: Sequence[Value], spec: AttentionSpec) -> tuple[Value, ...]:
+        """q, k and v as heads of the size in `spec`, side by side."""
+        counts = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
+        widths = [spec.d_head * n for n in counts]
+        parts = self.split(self._value("T", sum(widths)), widths)
+        for x, y, n in zip(qkv, parts, counts, strict=True):
+            self._add(ops.FitHeads(x, y, n))
+        return parts
+
+    def _partials_bytes(self, spec: AttentionSpec) -> int:
+        rows = spec.group * ops.group_tokens(spec)
+        return max_partials(self._limits) * partial_bytes(rows, spec.d_head) * spec.n_kv_heads
+
+    def _max_rows(self, rows: Rows) -> int:
+        if isinstance(rows, RouteTable):
+            return rows.max_rows
+        return self._limits.max_tokens if rows == "T" else self._limits.max_logit_rows
+
+    def _like(self, x: Value) -> Value:
+        return self._value(x.rows, x.width)
+
+    def _value(self, rows: Rows, width: int, stored_width: int = 0) -> Value:
+        """A new value; kernels store `stored_width` columns of it, if that is more."""
+        stride = 4 * (-(-max(width, stored_width) // ROWS) * ROWS)
+        return Value(Buffer(self._max_rows(rows) * stride), rows, width, stride)
+
+
+def whole_head(d_head: int) -> int:
+    """The head size of kernels that run heads of a size: a multiple of 16."""
+    return -(-d_head // ROWS) * ROWS
+
+
+def max_partials(limits: StepLimits) -> int:
+    """The most partial attention results that a step can have: every chunk of every sequence."""
+    return limits.max_sequences * -(-limits.max_pages * PAGE_TOKENS // CHUNK_TOKENS)
+
+
+def _require_multiple(what: str, n: int, factor: int) -> None:
+    if n % factor:
+        raise KernelSizeError(f"{what} is {n}; the CPU backend runs multiples of {factor}")
+
+
+def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
+    """Neighbours that one kernel call can multiply: of one type, ending on whole tiles."""
+    groups: list[tuple[Weight, ...]] = []
+    for weight in weights:
+        layout_of(weight)
+        last = groups[-1][0] if groups else weight
+        is_like_it = (last.type, last.per_token) == (weight.type, weight.per_token)
+        if groups and is_like_it and sum(w.shape[0] for w in groups[-1]) % ROWS == 0:
+            groups[-1] += (weight,)
+        else:
+            groups.append((weight,))
+    return groups
+
+
+def _experts_by_type(experts: Sequence[Experts]) -> list[tuple[Experts, ...]]:
+    """Experts grouped by type, in the order of first use."""
+    own = {each.weights[0]: each for each in experts}
+    return [tuple(own[weight] for weight in group) for group in _by_type(list(own))]
+
+
+def _widths(groups: Iterable[Sequence[int]]) -> tuple[int, int]:
+    """(columns, columns that kernels store, of which each writes whole tiles) of results in groups."""
+    sums = [sum(group) for group in groups]
+    return sum(sums), sum(sums[:-1]) + -(-sums[-1] // ROWS) * ROWS

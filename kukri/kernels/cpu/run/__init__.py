@@ -1,0 +1,1 @@
+"""What executes a plan: threads, tickets, and the memory that they share."""

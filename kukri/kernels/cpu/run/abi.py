@@ -1,0 +1,159 @@
+"""Memory layouts that Python and compiled kernels agree on, as byte offsets.
+
+In this order: the executor's shared state, an op of a plan, a step's batch, an attention work entry, partial
+attention results, and the codes of a failed check.
+"""
+
+from __future__ import annotations
+
+from kukri.kernels.cpu.compile.features import cpu_target
+
+# The executor's shared state: int64, in cache lines of their own if several threads write them
+DONE = 0  # finished tiles of the current op
+OPS = 64  # address of the plan's ops, OP_BYTES each
+N_OPS = 72
+N_ACTIVE = 80  # threads that may take tiles in this step
+STOP = 88  # not 0: workers return
+N_SHARES = 104  # threads that the current op's tiles were cut for: a sleeper may remember another N_ACTIVE
+STALLED_NS = 96  # time that threads waited for long in the middle of a plan: the system took a core away
+NEXT_WEIGHTS = 112  # OP_WEIGHTS of the current op
+NEXT_WEIGHT_BYTES = 120
+WORDS = 128  # a ticket word per thread, see threads.py
+MAX_THREADS = 128
+STATE_BYTES = WORDS + 64 * MAX_THREADS
+
+# One op of a plan (int64 each)
+OP_KERNEL = 0
+OP_RECORD = 8
+OP_N_TILES = 16  # of this step
+OP_WEIGHTS = 24  # address of what an op soon after it streams from memory, or 0
+OP_WEIGHT_BYTES = 32
+OP_BYTES = 40
+IDLE = 0x7FFFFFFF
+BIAS = 1 << 20
+PAUSES_BEFORE_YIELD = 2000  # a twentieth of a millisecond or so
+STALL_NS = 1_000_000  # longer than most tiles take
+PARK_NS = 5_000_000  # idle this long, a worker goes to sleep
+
+# The step's batch as kernels see it: int64 numbers and addresses of int32 arrays (see ForwardBatch).
+N_TOKENS = 0
+N_SEQUENCES = 8
+N_LOGIT_ROWS = 16
+TOKEN_IDS = 24
+POSITIONS = 32
+SLOTS = 40
+QUERY_START = 48
+CONTEXT_LEN = 56
+PAGE_TABLE = 64  # int32 [S, MAX_PAGES]
+MAX_PAGES = 72
+LOGIT_ROWS = 80
+# Filled by the kernel `attention_work` at the start of a step
+N_WORK = 88
+WORK = 96  # address of entries of WORK_BYTES
+TOKEN_PARTS = 104  # address of PARTS_BYTES per token
+ROPE_POSITIONS = 112  # address of what RoPE rotates by: those of POSITIONS, unless the batch says otherwise
+# Of a plan with masks: float32 [heads, T, context padded to whole pages], strides in bytes (0 for one head)
+MASK = 120
+MASK_STRIDE = 128
+MASK_HEAD_STRIDE = 136
+N_POSITIONS = 144  # filled by `check_batch`: positions that RoPE rotates by, 0 to one less
+TOKEN_TYPES = 152
+ADAPTERS = 160
+STATE_SLOTS = 168
+STATE_SAVES = 176
+BATCH_BYTES = 192
+
+# One attention work entry (int64 each): some new tokens of one sequence against some of its chunks, or one
+# new token each of several sequences against a chunk that they share.
+WORK_SEQUENCE = 0  # the first
+WORK_TOKEN = 8  # first token of the step
+WORK_N_TOKENS = 16
+WORK_CHUNK = 24  # first chunk of CHUNK_TOKENS keys
+WORK_CHUNK_STOP = 32
+WORK_PARTIAL = 40  # number of the partial result to write, or -1: the entry is complete in itself
+WORK_BYTES = 48
+
+# The partial results of which a token's attention is merged (int64 each): those of chunks that it attends to
+# together with other sequences, then those of its own sequence
+PARTS_FIRST = 0  # number of the first of its own, or -1: its attention is not cut
+N_PARTS = 8
+PARTS_TOKEN = 16  # its place among the tokens of their entries
+SHARED_FIRST = 24
+N_SHARED = 32
+SHARED_STEP = 40  # from one chunk's number to the next's
+SHARED_TOKEN = 48
+PARTS_BYTES = 64
+
+KEY_BLOCK_BYTES = 544  # of a q8_0 cache: 32 dimensions of a page's 16 keys, then their float16 scales
+CHUNK_PAGES = 4
+CHUNK_TOKENS = 64  # keys whose softmax is taken together: fixed in absolute position, whatever the batch
+MAX_TILE_ROWS = 16  # query rows (tokens x heads of a group) that attend together
+
+
+def query_tokens(group: int) -> int:
+    """New tokens of a sequence that attend together when `group` query heads share a key head.
+
+    As many as there are registers for: their heads each have a sum of 16 lanes.
+    """
+    return max(1, (12 if cpu_target().has_wide_registers else 6) // group)
+
+
+def partial_bytes(rows: int, d_head: int) -> int:
+    """Bytes of a partial attention result: maxima and sums of 16 rows, then rows x d_head, float32."""
+    return 4 * (2 * MAX_TILE_ROWS + rows * d_head)
+
+
+# Which rows of a mixture's values belong to which expert (int64 each): filled by the kernel `dispatch`. Rows
+# are numbered token by token, n_used for each; a row's slot is its place among all rows, ordered by experts,
+# each of which begins with a whole panel.
+N_EXPERT_ROWS = 0  # T * n_used
+N_ENTRIES = 8  # of EXPERT_ENTRY_BYTES, one for each expert that is used, or more if it has many rows
+ROUTE_BYTES = 16
+# One entry (int64 each)
+ENTRY_EXPERT = 0
+ENTRY_SLOT = 8
+ENTRY_N_ROWS = 16
+EXPERT_ENTRY_BYTES = 24
+MAX_ENTRY_ROWS = 128
+
+
+# Runs of rows that one adapter updates (int64 each): filled by the kernel `adapter_runs`
+N_RUNS = 0
+RUNS_HEADER_BYTES = 8
+# One run: rows that follow one another, 1, 2, 4 or MAX_RUN_ROWS of them
+RUN_SLOT = 0
+RUN_ROW = 8
+RUN_N_ROWS = 16
+RUN_BYTES = 24
+MAX_RUN_ROWS = 8
+
+# An adapter's update of a matrix (int64 each): addresses of A's and B's tiles, and types by UPDATE_TYPES.
+# That of a slot and a matrix is number slot * matrices + matrix; a mixture has slots for each expert.
+UPDATE_DOWN = 0  # 0: the adapter leaves the matrix as it is
+UPDATE_UP = 8
+UPDATE_RANK = 16
+UPDATE_SCALE = 24  # as `float_bits` packs it
+UPDATE_DOWN_TYPE = 32
+UPDATE_UP_TYPE = 40
+UPDATE_BYTES = 48
+UPDATE_TYPES = ("F32", "F16", "BF16")
+# The place of a matrix in the columns of a result (int64 each)
+PART_COLUMN = 0
+PART_N_COLUMNS = 8
+PART_BYTES = 16
+
+
+# Errors of `check_batch`, by its result.
+BATCH_CHECKS = (
+    "",
+    "a token id outside the vocabulary",
+    "a slot outside the cache",
+    "a logit row outside the step",
+    "sequences that do not cover the step's tokens",
+    "a context longer than the page table or the model's",
+    "a page outside the cache",
+    "a position that does not match its sequence",
+    "a position to rotate by outside the model's context",
+    "a token type that the model does not have",
+    "a state outside the cache",
+)

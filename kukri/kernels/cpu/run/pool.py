@@ -1,0 +1,194 @@
+"""The threads that run plans: Python threads inside the executor (threads.py), parked when idle."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kukri.kernels.cpu.compile.features import usable_cores
+from kukri.kernels.cpu.compile.jit import KernelLibrary, entry_point, pack_record
+from kukri.kernels.cpu.run.abi import (
+    BIAS,
+    IDLE,
+    MAX_THREADS,
+    N_ACTIVE,
+    N_OPS,
+    OPS,
+    STALLED_NS,
+    STATE_BYTES,
+    STOP,
+    WORDS,
+)
+from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
+
+_FIRST_PAUSE_S = 0.02  # with a thread fewer after a stall
+_LONGEST_PAUSE_S = 0.64
+_CALM_S = 0.1  # after this time without a stall, the next one counts as the first
+
+
+class _Workers:
+    """State shared by the pool and its threads. Threads hold no reference to the pool, so that it can go."""
+
+    def __init__(self, kernels: KernelLibrary) -> None:
+        self.kernels = kernels  # keeps the code that threads run in memory
+        self.memory = aligned_zeros(STATE_BYTES)
+        self.state = self.memory.view(np.int64)
+        self.wake = threading.Condition()
+        self.n_parked = 0
+        self.generation = 0
+        self.threads: list[threading.Thread] = []
+
+    def start(self, n_workers: int) -> None:
+        """Starts threads 1 to n_workers; thread 0 is the pool's caller."""
+        for index in range(1, n_workers + 1):
+            worker = threading.Thread(target=self._serve, args=(index,), daemon=True, name=f"kukri-{index}")
+            worker.start()
+            self.threads.append(worker)
+
+    def wake_all(self) -> None:
+        """Ends the sleep of parked threads."""
+        with self.wake:
+            self.generation += 1
+            self.wake.notify_all()
+
+    def stop(self) -> None:
+        """Ends the threads and waits until they have left the compiled code."""
+        self.state[STOP // 8] = 1
+        self.wake_all()
+        for thread in self.threads:
+            thread.join()
+        self.threads.clear()
+
+    def executor(self) -> Callable[[int], int]:
+        """A function that enters the executor as the given thread."""
+        kernel = self.kernels["run_plan"]
+        record = pack_record(kernel, {"state": address_of(self.memory)})
+        result = ctypes.c_int64()
+        entry, out, where = entry_point(kernel.address), ctypes.byref(result), ctypes.addressof(record)
+        keep = (record, result)
+
+        def enter(thread: int, _keep: Any = keep) -> int:
+            return entry(out, None, where, thread)
+
+        return enter
+
+    def _serve(self, index: int) -> None:
+        """A thread's life: serve plans until idle for long, then sleep until the next."""
+        enter = self.executor()
+        while not self.state[STOP // 8]:
+            enter(index)
+            with self.wake:
+                generation = self.generation
+                self.n_parked += 1
+                while self.generation == generation and not self.state[STOP // 8]:
+                    self.wake.wait()
+                self.n_parked -= 1
+
+
+class ThreadPool:
+    """`n_threads` threads, the caller's among them, that run plans together.
+
+    One plan at a time: other threads that call `run` wait, and nobody runs two plans while one waits. Workers
+    start with the first plan and spin through a generation; after some milliseconds without work they sleep
+    until the next plan. They end with the pool.
+    """
+
+    def __init__(self, kernels: KernelLibrary, n_threads: int | None = None) -> None:
+        self.kernels = kernels
+        self.n_threads = min(n_threads or usable_cores(), MAX_THREADS)
+        self._workers = _Workers(kernels)
+        self._state = self._workers.state.data  # a memoryview: NumPy takes longer for one number
+        self._state[WORDS // 8] = (IDLE << 32) | BIAS
+        self._set_active(self.n_threads)
+        self._stalled_ns = 0
+        self._retry_at = 0.0  # when to try with one thread more
+        self._pause_s = _FIRST_PAUSE_S
+        self._enter: Callable[[int], int] | None = None
+        self._is_next, self._is_running = threading.Lock(), threading.Lock()
+        # also runs before the interpreter ends, when compiled code is about to be unmapped
+        self._finalizer = weakref.finalize(self, self._workers.stop)
+
+    @property
+    def n_parked(self) -> int:
+        """Worker threads that sleep."""
+        return self._workers.n_parked
+
+    def run(self, ops_address: int, n_ops: int) -> None:
+        """Runs ops once: int64 [n_ops, OP_BYTES / 8] as drawn in abi.py."""
+        with self._is_next:  # a lock alone is often taken again by the thread that has just released it
+            self._is_running.acquire()
+        try:
+            self._run(ops_address, n_ops)
+        finally:
+            self._is_running.release()
+
+    def _run(self, ops_address: int, n_ops: int) -> None:
+        if self._enter is None:
+            self._enter = self._workers.executor()
+            self._workers.start(self.n_threads - 1)
+        self._state[OPS // 8] = ops_address
+        self._state[N_OPS // 8] = n_ops
+        if self._n_active < self.n_threads and time.monotonic() >= self._retry_at:
+            self._set_active(self._n_active + 1)
+        if self._workers.n_parked > self.n_threads - self._n_active:
+            self._workers.wake_all()
+        started_ns = time.monotonic_ns()
+        self._enter(0)
+        if self._state[STALLED_NS // 8] != self._stalled_ns:
+            self._give_way(time.monotonic_ns() - started_ns)
+
+    def _give_way(self, plan_ns: int) -> None:
+        """After stalls: one thread fewer for a while, longer each time that it happens soon again.
+
+        A thread whose core is shared holds up all the others for a scheduler's slice, again and again;
+        without it they lose only its share of the work. If that share, of a plan that took `plan_ns`, is more
+        than the stalls have cost, all threads stay.
+        """
+        stalled_ns = self._state[STALLED_NS // 8] - self._stalled_ns  # of all waiting threads, added up
+        self._stalled_ns += stalled_ns
+        if stalled_ns * self._n_active < plan_ns * (self._n_active - 1):
+            return
+        now = time.monotonic()
+        is_soon = now < self._retry_at + _CALM_S
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if is_soon else _FIRST_PAUSE_S
+        self._retry_at = now + self._pause_s
+        self._set_active(max(1, self._n_active - 1))
+
+    def _set_active(self, n_active: int) -> None:
+        self._n_active = n_active
+        self._state[N_ACTIVE // 8] = n_active
+
+    def run_kernel(self, name: str, **arguments: int) -> None:
+        """Runs one kernel over all its tiles."""
+        kernel = self.kernels[name]
+        record = pack_record(kernel, arguments)
+        op = np.array([kernel.address, ctypes.addressof(record), 0, 0, 0], np.int64)
+        self.run(address_of(op), 1)
+
+    def close(self) -> None:
+        """Ends the workers. The pool can't be used afterwards."""
+        self._finalizer()
+
+
+_shared: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()  # by n_threads
+_sharing = threading.Lock()
+
+
+def shared_pool(n_threads: int | None = None) -> ThreadPool:
+    """This process's pool of `n_threads`, which ends with the last reference to it.
+
+    Models that step at the same time take turns at one pool, plan by plan: threads of two pools on the same
+    cores would spin against each other, each waiting for tiles that the other keeps from being computed.
+    """
+    n = min(n_threads or usable_cores(), MAX_THREADS)
+    with _sharing:
+        pool = _shared.get(n)
+        if pool is None:
+            pool = _shared[n] = ThreadPool(KernelLibrary(), n)
+    return pool

@@ -1,0 +1,310 @@
+"""/v1/messages and its count_tokens: chats in Anthropic's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.errors import KukriError, RequestError
+from kukri.server.anthropic.schema import (
+    MessagesBody,
+    MessageToolChoice,
+    PromptBody,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    TurnMessage,
+)
+from kukri.server.chat.request import ChatRequest, ToolChoice, only_grammar
+from kukri.server.chat.tool_parser import CallDelta
+from kukri.server.errors import message_error_body
+from kukri.server.models.served_model import Chat, ServedModel
+from kukri.server.reply import Reply, interp_fields
+from kukri.server.schema import steering
+
+_CHOICES: dict[str, ToolChoice] = {
+    "auto": "auto", "any": "required", "tool": "required", "none": "none",
+}  # fmt: skip
+_NAMES = {
+    "prompt": "messages", "reasoning_effort": "output_config.effort", "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}  # fmt: skip
+
+
+async def answer_message(served: ServedModel, body: MessagesBody, http: Request) -> Response:
+    """The response to a message."""
+    model = served.check_model(body.model)
+    chat = await served.open(parse_message(body), http.scope)
+    return Reply(served, chat.call, MessageWriter(chat, body, model), stream=bool(body.stream))
+
+
+async def count_tokens(served: ServedModel, body: PromptBody) -> Response:
+    """The response with the number of tokens of a message's prompt."""
+    served.check_model(body.model)
+    return JSONResponse({"input_tokens": await served.n_prompt_tokens(parse_message(body))})
+
+
+def parse_message(body: PromptBody) -> ChatRequest:
+    """The request of a body, whose answer continues a last message of the assistant. Raises RequestError."""
+    choice = body.tool_choice or MessageToolChoice(type="auto")
+    more: dict[str, Any] = {"sampling": {}}
+    if isinstance(body, MessagesBody):
+        format = (
+            body.output_config.format.as_grammar()
+            if body.output_config and body.output_config.format
+            else None
+        )
+        user = body.metadata.user_id if body.metadata is not None else None
+        more = {
+            "sampling": body.sampling(max_tokens=body.max_tokens, stop=body.stop_sequences or None),
+            "grammar": only_grammar([body.form, format]),
+            "user": user or body.user or "",
+            "priority": body.priority,
+            "interventions": steering(body.interventions),
+        }
+    return ChatRequest(
+        messages=_messages(body),
+        model=body.model,
+        functions=[tool.as_function() for tool in body.tools or ()],
+        tool_choice=_CHOICES[choice.type],
+        tool_name=choice.name,
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        continue_final_message=body.messages[-1].role == "assistant",
+        effort=_effort(body),
+        thinking_budget=body.thinking.budget_tokens if body.thinking is not None else None,
+        names=_NAMES,
+        **more,
+    )
+
+
+def _effort(body: PromptBody) -> str | None:
+    """The effort to reason."""
+    thinking = body.thinking
+    effort = body.output_config.effort if body.output_config is not None else None
+    if thinking is None or thinking.type == "adaptive":
+        return effort
+    if thinking.type == "disabled" and effort is not None:
+        raise RequestError("output_config.effort is about thinking, which is disabled", param="thinking")
+    return effort or ("none" if thinking.type == "disabled" else "medium")
+
+
+@dataclass
+class _Draft:
+    """A message while its pieces are gathered: bodies may have tens of thousands of them."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    answers_to: str | None = None  # the call whose result it is
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing has been gathered."""
+        return not (self.texts or self.reasoning or self.calls)
+
+    def add(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> None:
+        """Adds a block."""
+        if isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            self.calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ThinkingBlock):
+            self.reasoning += [block.thinking] if block.thinking else []
+        else:
+            self.texts += [block.text] if block.text else []
+
+    def join(self, other: _Draft) -> None:
+        """Adds the parts of another."""
+        self.texts += other.texts
+        self.reasoning += other.reasoning
+        self.calls += other.calls
+
+    def message(self) -> dict[str, Any]:
+        """The message in OpenAI's form: texts below each other, calls behind calls."""
+        message: dict[str, Any] = {"role": self.role}
+        if self.reasoning:
+            message["reasoning_content"] = "\n".join(self.reasoning)
+        if self.texts or not self.calls:
+            message["content"] = "\n".join(self.texts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message if self.answers_to is None else {**message, "tool_call_id": self.answers_to}
+
+
+def _messages(body: PromptBody) -> list[dict[str, Any]]:
+    """The conversation in OpenAI's form. Neighbours of one role are one message, as in Anthropic's API."""
+    drafts = [_Draft("system", [_text(body.system)])] if body.system else []
+    for turn in body.messages:
+        for draft in _turn(turn):
+            if drafts and draft.role == drafts[-1].role != "tool":
+                drafts[-1].join(draft)
+            else:
+                drafts.append(draft)
+    return [draft.message() for draft in drafts]
+
+
+def _turn(turn: TurnMessage) -> Iterator[_Draft]:
+    """The messages of a turn: each result of a tool is one of its own."""
+    if isinstance(turn.content, str):
+        yield _Draft(turn.role, [turn.content] if turn.content else [])
+        return
+    draft, has_results = _Draft(turn.role), False
+    for block in turn.content:
+        if isinstance(block, ToolResultBlock):
+            has_results = True
+            if not draft.is_empty:
+                yield draft
+                draft = _Draft(turn.role)
+            text = _text(block.content or "")
+            yield _Draft("tool", [f"Error: {text}" if block.is_error else text], answers_to=block.tool_use_id)
+        else:
+            draft.add(block)
+    if not (draft.is_empty and has_results):
+        yield draft
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+class MessageWriter:
+    """Writes a message, whole or as events: reasoning, text and calls are its blocks."""
+
+    def __init__(self, chat: Chat, body: MessagesBody, model: str) -> None:
+        self._body, self._model = body, model
+        self._call, self._choice = chat.call, chat.choices[0]
+        self._id = f"msg_{uuid4().hex}"
+        self._blocks: list[dict[str, Any]] = []  # the last one grows; the input of a call is text here
+        self._is_begun = False
+
+    def advance(self) -> bytes:
+        """Handles new output; returns its events if it is a stream."""
+        reasoning, pieces = self._choice.pieces()
+        events = "" if self._is_begun else self._begin()
+        if reasoning:
+            events += self._grow("thinking", reasoning)
+        for piece in pieces:
+            if isinstance(piece, CallDelta):
+                events += self._open_call(piece.name) if piece.name is not None else ""
+                events += self._grow("tool_use", piece.arguments)
+            elif piece:
+                events += self._grow("text", piece)
+        return events.encode() if self._body.stream else b""
+
+    def end(self) -> bytes:
+        """The end of the last block, why it ended, and the end mark."""
+        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        found = interp_fields(self._call, 0)
+        events = self._close() + _event("message_delta", delta=delta, usage=self._usage(), **found)
+        return (events + _event("message_stop")).encode()
+
+    def fail(self, error: KukriError) -> bytes:
+        """An error event."""
+        return _event(**message_error_body(str(error), 500)).encode()
+
+    def body(self) -> dict[str, Any]:
+        """The message."""
+        blocks = [
+            {**block, "input": arguments_object(block["input"])} if block["type"] == "tool_use" else block
+            for block in self._blocks
+        ]
+        message = self._message(blocks, self._stop_reason, self._stop_sequence)
+        return {**message, **interp_fields(self._call, 0)}
+
+    def _begin(self) -> str:
+        self._is_begun = True
+        return _event("message_start", message=self._message([], None, None))
+
+    def _grow(self, kind: str, text: str) -> str:
+        """Events that append text to a content block, opening one if needed."""
+        events = ""
+        if not self._blocks or self._blocks[-1]["type"] != kind:
+            empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
+            events = self._open({"type": kind, **empty})
+        if not text:
+            return events
+        part, delta, name = {
+            "text": ("text", "text_delta", "text"),
+            "thinking": ("thinking", "thinking_delta", "thinking"),
+            "tool_use": ("input", "input_json_delta", "partial_json"),
+        }[kind]
+        self._blocks[-1][part] += text
+        index = len(self._blocks) - 1
+        return events + (
+            f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{index},'
+            f'"delta":{{"type":"{delta}","{name}":{quote(text)}}}}}\n\n'
+        )
+
+    def _open_call(self, name: str) -> str:
+        block = {"type": "tool_use", "id": self._choice.new_call_id(), "name": name, "input": ""}
+        return self._open(block, {**block, "input": {}})
+
+    def _open(self, block: dict[str, Any], shown: Mapping[str, Any] | None = None) -> str:
+        """The events that end the last block and begin this one; after the first, a ping."""
+        events = self._close()
+        self._blocks.append(block)
+        index = len(self._blocks) - 1
+        events += _event("content_block_start", index=index, content_block=shown or block)
+        return events if index else events + _event("ping")
+
+    def _close(self) -> str:
+        return _event("content_block_stop", index=len(self._blocks) - 1) if self._blocks else ""
+
+    @property
+    def _stop_sequence(self) -> str | None:
+        return self._choice.answer.stop_string
+
+    @property
+    def _stop_reason(self) -> str:
+        reason = self._choice.finish_reason
+        if reason == "length":
+            is_cut = self._call.n_generated >= self._body.max_tokens
+            return "max_tokens" if is_cut else "model_context_window_exceeded"
+        if reason == "tool_calls":
+            return "tool_use"
+        return "end_turn" if self._stop_sequence is None else "stop_sequence"
+
+    def _message(
+        self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence,
+            "usage": {**self._usage(), "service_tier": "standard"},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        call = self._call
+        return {
+            "input_tokens": call.n_prompt_tokens - call.n_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": call.n_cached_tokens,
+            "output_tokens": call.n_generated,
+            "output_tokens_details": {"thinking_tokens": self._choice.n_reasoning},
+        }
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """The arguments of a call; text that is not a JSON object, such as one cut off, under the key `_raw`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"_raw": text}
+
+
+def _event(type: str, **fields: Any) -> str:
+    return f"event: {type}\ndata: {json.dumps({'type': type, **fields}, separators=(',', ':'))}\n\n"

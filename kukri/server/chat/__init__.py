@@ -1,0 +1,1 @@
+"""What all chat APIs share: a request's prompt, its tools, its grammar, and the parts of an answer."""

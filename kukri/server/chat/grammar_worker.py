@@ -1,0 +1,186 @@
+"""A process that compiles grammars, each in a child of its own, which is killed when its time is over.
+
+It reads lines of JSON: first a vocabulary, which it answers by a line when it is ready, then [number,
+grammar] each. Each of these gets a line [number, outcome, reason] back, in the order in which they end. A
+child is forked with the vocabulary's automata in memory, in milliseconds. Those that run at once have less
+and less of the processor, so that many weigh little more than one: streams come first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kukri.errors import KukriError
+from kukri.host.os_calls import cpu_s
+from kukri.sampling import Grammar
+from kukri.sampling.grammar import compiled
+
+BUDGET_S = 0.6  # of one grammar
+MAX_AT_ONCE = 16
+_FAIR_SHARE_S = 0.05  # of processor time: with less there is no verdict
+_PATIENCE_S = 5.0  # for a grammar alone on a machine that gives it less
+_PAUSE_S = 0.1  # between two looks at that
+_MAX_CPU_S = 2  # of a child whose parent is gone
+_MAX_BYTES = 4 << 30  # of address space
+_NICENESS, _MAX_NICENESS = 5, 19
+
+Outcome = Literal["good", "bad", "busy"]
+
+
+class Vocabulary:
+    """The parts of a tokenizer that a grammar is compiled with."""
+
+    def __init__(self, tokens: list[str], eos_ids: list[int], special_ids: list[int]) -> None:
+        """`tokens` are bytes, as Latin-1."""
+        self._tokens = [token.encode("latin-1") for token in tokens]
+        self._id_of = {token: i for i, token in enumerate(self._tokens)}
+        self.n_vocab = len(tokens)
+        self.eos_ids, self.special_ids = frozenset(eos_ids), frozenset(special_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token."""
+        return self._tokens[token_id]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text's single bytes: which ids a text has changes nothing in a grammar."""
+        data = text.encode()
+        return [self._id_of[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._id_of]
+
+
+def failure(grammar: Grammar, vocabulary: Any) -> str | None:
+    """Why a grammar cannot be served; None if it can. Its first mask is computed too."""
+    try:
+        error = compiled(grammar, vocabulary).matcher().update()
+    except KukriError as raised:
+        return str(raised)
+    return str(grammar.error(error)) if error else None
+
+
+@dataclass
+class Child:
+    """A process that compiles one grammar; `reader` is the end of the pipe that its verdict comes from."""
+
+    number: int
+    grammar: Grammar
+    pid: int
+    reader: int
+    stops_at: float
+    n_beside: int  # when it started
+    left_s: float = _PATIENCE_S
+
+    @classmethod
+    def start(cls, number: int, grammar: Grammar, vocabulary: Any, n_beside: int) -> Child:
+        """Forks it."""
+        import resource
+
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with suppress(ValueError, OSError):  # not every system has the limits
+                    os.nice(min(_NICENESS + 2 * n_beside, _MAX_NICENESS))
+                    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
+                    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+                os.write(writer, json.dumps(failure(grammar, vocabulary)).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        return cls(number, grammar, pid, reader, time.monotonic() + BUDGET_S, n_beside)
+
+    def goes_on(self) -> bool:
+        """True if it is alone, got too little of the processor for a verdict, and has more time now."""
+        used_s = cpu_s(self.pid)
+        if self.n_beside or used_s is None or used_s >= _FAIR_SHARE_S or self.left_s <= 0:
+            return False
+        self.stops_at += _PAUSE_S
+        self.left_s -= _PAUSE_S
+        return True
+
+    def end(self, is_in_time: bool) -> tuple[Outcome, str | None]:
+        """Ends it: whether the grammar can be served, and why not."""
+        verdict = os.read(self.reader, 1 << 16) if is_in_time else b""
+        os.kill(self.pid, signal.SIGKILL)
+        used = os.wait4(self.pid, 0)[2]
+        os.close(self.reader)
+        if verdict:
+            reason = json.loads(verdict)
+            return "good" if reason is None else "bad", reason
+        if not is_in_time and used.ru_utime + used.ru_stime < _FAIR_SHARE_S:
+            return "busy", None
+        found = "too much memory" if is_in_time else f"more than {BUDGET_S:g} s"
+        return "bad", str(self.grammar.error(f"it takes {found} to compile: make it simpler"))
+
+
+def tell(number: int, outcome: Outcome, reason: str | None) -> None:
+    """Writes the line of one grammar."""
+    print(json.dumps([number, outcome, reason]), flush=True)
+
+
+def answer_lines(vocabulary: Any) -> None:
+    """Answers the lines of stdin until it ends."""
+    children: list[Child] = []
+    left = b""
+    with selectors.DefaultSelector() as ready:
+        ready.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        while True:
+            until = min((child.stops_at for child in children), default=None)
+            wait_s = None if until is None else max(until - time.monotonic(), 0.0)
+            readable = [key.fd for key, _ in ready.select(wait_s)]
+            now = time.monotonic()
+            for child in children.copy():
+                if child.reader not in readable and (child.stops_at > now or child.goes_on()):
+                    continue
+                children.remove(child)
+                ready.unregister(child.reader)
+                tell(child.number, *child.end(child.reader in readable))
+            if sys.stdin.fileno() in readable:
+                data = os.read(sys.stdin.fileno(), 1 << 20)
+                if not data:
+                    break
+                *lines, left = (left + data).split(b"\n")
+                for number, given in map(json.loads, lines):
+                    if len(children) == MAX_AT_ONCE:
+                        tell(number, "busy", None)
+                        continue
+                    children.append(Child.start(number, Grammar(**given), vocabulary, len(children)))
+                    ready.register(children[-1].reader, selectors.EVENT_READ)
+    for child in children:
+        child.end(False)
+
+
+def answer_in_turn(vocabulary: Any) -> None:
+    """Answers one after another, without a budget, on systems without fork."""
+    for number, given in map(json.loads, sys.stdin):
+        reason = failure(Grammar(**given), vocabulary)
+        tell(number, "good" if reason is None else "bad", reason)
+
+
+def main() -> None:
+    """Reads a vocabulary, makes its automata, and answers lines until stdin ends."""
+    vocabulary = Vocabulary(**json.loads(_first_line()))
+    failure(Grammar.json(), vocabulary)  # makes the automata of the vocabulary
+    tell(0, "good", None)
+    (answer_lines if hasattr(os, "fork") else answer_in_turn)(vocabulary)
+
+
+def _first_line() -> bytes:
+    """The first line of stdin, and nothing of the next: what is read here is read from the system."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = os.read(sys.stdin.fileno(), 1 << 20)
+        if not more:
+            raise SystemExit(1)
+        data += more
+    return data
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""`ChatRequest`: one checked chat, whichever API it came by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kukri.errors import RequestError
+from kukri.sampling import Grammar
+
+ToolChoice = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A chat that `ServedModel.open` can run. `parse_chat`, `parse_response` and `parse_message` make them.
+
+    `messages` are in OpenAI's form, as chat templates read them; `sampling` holds the fields of
+    SamplingParams that the client set. With `tool_name`, `tool_choice` is "required". `names` maps the names
+    of fields that errors speak of to those of the client's API.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    sampling: Mapping[str, Any]
+    functions: Sequence[Mapping[str, Any]] = ()  # name, description, parameters, strict: those that are set
+    tool_choice: ToolChoice = "auto"
+    tool_name: str | None = None  # the one function that has to be called
+    parallel_tool_calls: bool = True
+    grammar: Grammar | None = None  # without tools
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer continues the assistant's last message
+    effort: str | None = None
+    thinking_budget: int | None = None  # tokens
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    max_context: int | None = None  # tokens of prompt and answer
+    model: str | None = None  # the name that the client gave, which may be an adapter's
+    adapter: str | None = None
+    interventions: Sequence[Mapping[str, Any]] = ()  # see kukri.interp.Intervention
+    user: str = ""  # the queue is fair among users
+    priority: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises RequestError if the tools do not agree with the rest."""
+        names = [function["name"] for function in self.functions]
+        if len(set(names)) < len(names):
+            raise RequestError("two tools have the same name", param="tools", code="invalid_value")
+        if self.tool_name is not None and self.tool_name not in names:
+            raise RequestError("tool_choice names none of the tools", param="tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise RequestError("tool_choice is required, and there are no tools", param="tool_choice")
+        if self.grammar is not None and self.uses_tools:
+            param = self.grammar.param
+            message = f"{param} and tools both define the form of the answer: give one, or tool_choice: none"
+            raise RequestError(message, param=param)
+
+    @property
+    def uses_tools(self) -> bool:
+        """True if the model may call something: functions, or SmolLM3's Python tools."""
+        return self.tool_choice != "none" and bool(self.functions or self.calls_python)
+
+    @property
+    def calls_python(self) -> bool:
+        """True if calls may be written as Python code."""
+        return bool(self.template_variables.get("python_tools"))
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template gets; None for none."""
+        if not self.functions or self.tool_choice == "none":
+            return None
+        shown = [
+            {key: value for key, value in function.items() if key != "strict"} for function in self.functions
+        ]
+        return [{"type": "function", "function": function} for function in shown]
+
+    def error(self, error: RequestError) -> RequestError:
+        """Renames an error's fields to those that the client sent."""
+        head = re.match(r"\w*", error.param or "")
+        if head is not None and head[0] in self.names:
+            error.param = self.names[head[0]]
+        text = str(error)
+        for name, theirs in self.names.items():
+            if "_" in name:  # others are words as well
+                text = re.sub(rf"\b{name}\b", theirs, text)
+        error.args = (text,)
+        return error
+
+
+def only_grammar(grammars: Iterable[Grammar | None]) -> Grammar | None:
+    """The one grammar among those that a body gives, None for none. Raises RequestError on two."""
+    found = [grammar for grammar in grammars if grammar is not None]
+    if len(found) > 1:
+        names = " and ".join(grammar.param for grammar in found)
+        raise RequestError(f"{names} both define the form of the answer: give one", param=found[0].param)
+    return found[0] if found else None

@@ -1,0 +1,104 @@
+"""Answers requests by their model, and keeps streams alive while it is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from kukri.errors import KukriError
+from kukri.server.errors import response_of
+from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.served_model import ServedModel
+from kukri.server.reply import EVENTS, StreamForm, disconnected
+
+
+class _Streamable(Protocol):
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
+
+
+_Body = TypeVar("_Body", bound=_Streamable)
+
+
+async def answered(
+    registry: ModelRegistry,
+    body: _Body,
+    http: Request,
+    answer: Callable[[ServedModel, _Body, Request], Awaitable[Response]],
+    form: StreamForm = EVENTS,
+) -> Response:
+    """The response of `answer` with the body's model, which is loaded first if need be.
+
+    While a stream's model is loaded, the stream begins with keep-alives. Raises as `acquire` and `answer` do.
+    """
+    entry = registry.find(body.model)
+
+    async def response() -> Response:
+        return await answer(await registry.acquire(entry, http.scope), body, http)
+
+    if body.stream and not entry.is_ready:
+        return LoadingReply(response, form, registry.settings.keep_alive_s)
+    return await response()
+
+
+class LoadingReply(Response):
+    """Waits for a model, and then sends the response that is made with it. A client that leaves ends it."""
+
+    def __init__(
+        self, response: Callable[[], Awaitable[Response]], form: StreamForm, keep_alive_s: float
+    ) -> None:
+        super().__init__()
+        self._response, self._form, self._keep_alive_s = response, form, keep_alive_s
+        self._send: Send
+        self._has_begun = self._is_error = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the response."""
+        self._send = send
+        work = asyncio.ensure_future(self._response())
+        left = asyncio.create_task(disconnected(receive))
+        try:
+            while not work.done() and not left.done():
+                await asyncio.wait(
+                    {work, left},
+                    timeout=self._keep_alive_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not work.done() and not left.done():
+                    await self._keep_alive()
+            if not work.done():
+                return
+        finally:
+            left.cancel()
+            work.cancel()
+        try:
+            response = work.result()
+        except KukriError as error:
+            if not self._has_begun:
+                raise
+            response = response_of(error)
+        await response(scope, receive, self._send_rest)
+
+    async def _keep_alive(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._form.headers})
+        await self._send({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
+
+    async def _send_rest(self, message: Message) -> None:
+        """Sends what follows keep-alives: no second head, and an error as the stream's last event."""
+        if self._has_begun and message["type"] == "http.response.start":
+            self._is_error = message["status"] != 200
+            return
+        if self._is_error:
+            body = self._form.failure(json.loads(message["body"]))
+            message = {**message, "body": body}
+        await self._send(message)

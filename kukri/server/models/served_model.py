@@ -1,0 +1,272 @@
+"""A served model: from a checked request to a call of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from starlette.types import Scope
+
+from kukri import __version__
+from kukri.calls.answer import Answer
+from kukri.config import EngineConfig
+from kukri.embedding import TextEncoder
+from kukri.engine import EngineLoop, RequestMaker
+from kukri.engine import Request as EngineRequest
+from kukri.errors import CapacityError, ContextLengthError, RequestError
+from kukri.interp import Session
+from kukri.interp.generation import InterventionTaps
+from kukri.loading import ModelOptions
+from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
+from kukri.server.access import check_interp
+from kukri.server.chat.choice import Choice
+from kukri.server.chat.grammar_check import GrammarCheck
+from kukri.server.chat.prompts import ChatPrompts
+from kukri.server.chat.request import ChatRequest
+from kukri.server.chat.tools import Toolbox
+from kukri.server.keys import Client
+from kukri.server.metrics import Metrics, ModelMetrics
+from kukri.server.models.bridge import Bridge, LiveCall, LoopMaker
+from kukri.server.settings import ServerSettings
+from kukri.tokenizer import ChatTemplate, FillInMiddle, Tokenizer
+
+
+class OpenModel(Protocol):
+    """The parts of an `LLM` that a server uses; the engines of another open model may be elsewhere."""
+
+    options: ModelOptions
+    path: Path
+    engine_config: EngineConfig
+    tokenizer: Tokenizer
+    default_params: SamplingParams
+    text_encoder: TextEncoder
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of its weights and KV cache in this process."""
+
+    @property
+    def engine(self) -> RequestMaker:
+        """Makes its requests."""
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Its chat template."""
+
+    def close(self) -> None:
+        """Ends what belongs to it."""
+
+
+class Chat(NamedTuple):
+    """A chat in the queue, and its answers as they grow."""
+
+    call: LiveCall
+    choices: list[Choice]
+
+
+class ServedModel:
+    """A loaded model, its engine and the rules of this server. Belongs to the event loop.
+
+    `names` are those that requests may use; the first is the one that answers carry. `make_loop` makes
+    the loop that runs the requests.
+    """
+
+    def __init__(
+        self,
+        llm: OpenModel,
+        settings: ServerSettings,
+        names: Sequence[str],
+        metrics: Metrics,
+        make_loop: LoopMaker = EngineLoop,
+    ) -> None:
+        self.llm, self.settings, self.names, self.tokenizer = llm, settings, names, llm.tokenizer
+        self.prompts = ChatPrompts(llm.chat_template, llm.tokenizer, llm.engine.max_context)
+        self.grammars = GrammarCheck(llm.tokenizer)
+        self.metrics = ModelMetrics(metrics, names[0])
+        self.bridge = Bridge(
+            lambda deliver: make_loop(llm.engine, deliver, max_waiting=settings.max_waiting),
+            self.metrics,
+            settings.stream_interval,
+        )
+        self.fingerprint = f"kukri-{__version__}"
+
+    async def close(self, timeout_s: float | None) -> None:
+        """Waits for the running requests and ends what belongs to the model, but not the model itself."""
+        await self.bridge.stop(timeout_s)
+        await self.grammars.close()
+
+    @property
+    def session(self) -> Session:
+        """Steers the model and reads its activations. Raises RequestError if its engine is elsewhere."""
+        session: Session | None = getattr(self.llm, "interp", None)
+        if session is None:
+            raise RequestError("the engine of this model is elsewhere: it is not steered, nor read")
+        return session
+
+    def check_model(self, name: str | None) -> str:
+        """The name that an answer carries: the one given, or the model's first."""
+        known = (*self.names, *self.llm.engine.adapter_names)
+        return name if name is not None and name in known else self.names[0]
+
+    def adapter_of(self, model: str | None, adapter: str | None = None) -> str | None:
+        """The adapter of a request: the one that it names as such, or as its model; None for none."""
+        plain = None if model is None else model.removesuffix(":latest")
+        found = next((name for name in (model, plain) if name in self.llm.engine.adapter_names), None)
+        return found if adapter is None else adapter
+
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """The token ids of a plain prompt; options are those of `Tokenizer.encode`."""
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special, parse_special, max_tokens)
+
+    async def open(self, request: ChatRequest, scope: Scope) -> Chat:
+        """Queues a chat. Raises RequestError, in the client's names of fields, and CapacityError."""
+        try:
+            toolbox = Toolbox.of(request, self.prompts.dialect)
+            prompt = await self.prompts.of(request)
+            grammar = request.grammar
+            if toolbox is not None:
+                vocabulary = self.tokenizer.vocabulary
+                grammar = toolbox.grammar(vocabulary.id_of, vocabulary.special_ids)
+            if grammar is not None:
+                grammar = self.prompts.with_reasoning(grammar, prompt, request)
+            limit = self.prompts.reasoning_limit(request.thinking_budget, prompt)
+            sampling = self.within_context(request, len(prompt))
+            params = self.params({**sampling, "grammar": grammar, "reasoning_limit": limit})
+            call = await self.submit(
+                [prompt],
+                params,
+                scope,
+                user=request.user,
+                priority=request.priority,
+                adapter=self.adapter_of(request.model, request.adapter),
+                interventions=request.interventions,
+                marks=toolbox.dialect.marks if toolbox is not None else (),
+            )
+        except RequestError as error:
+            raise request.error(error) from None
+        is_inside = self.prompts.ends_in_reasoning(prompt)
+        return Chat(call, [Choice(answer, inside=is_inside, toolbox=toolbox) for answer in call.answers])
+
+    async def middle_prompt(
+        self,
+        prefix: str,
+        suffix: str,
+        param: str,
+        *,
+        middle: str = "",
+        files: Sequence[tuple[str, str]] = (),
+    ) -> list[int]:
+        """The prompt for the text between two others, which begins with `middle`.
+
+        Raises RequestError, for the field `param`, if the model does not fill in the middle.
+        """
+        tokens = FillInMiddle.of(self.tokenizer)
+        if tokens is None:
+            message = f"{param} is not supported: the model does not fill in the middle"
+            raise RequestError(message, param=param, code="unsupported_parameter")
+        limit = self.llm.engine.max_context
+        return await asyncio.to_thread(
+            tokens.prompt, prefix, suffix, middle=middle, files=files, max_tokens=limit
+        )
+
+    async def n_prompt_tokens(self, request: ChatRequest) -> int:
+        """Counts the tokens of a chat's prompt. Raises RequestError, in the client's names of fields."""
+        try:
+            return len(await self.prompts.of(request))
+        except RequestError as error:
+            raise request.error(error) from None
+
+    @staticmethod
+    def within_context(request: ChatRequest, n_prompt: int) -> dict[str, Any]:
+        """The request's sampling parameters, limited to the context that it may use.
+
+        Raises ContextLengthError if the prompt leaves no room there: a prompt is never cut.
+        """
+        sampling, limit = dict(request.sampling), request.max_context
+        if limit is not None:
+            if n_prompt >= limit:
+                raise ContextLengthError(n_prompt, limit)
+            most = sampling.get("max_tokens")
+            sampling["max_tokens"] = limit - n_prompt if most is None else min(most, limit - n_prompt)
+        return sampling
+
+    def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        """The fields that a client set, on top of the model's defaults."""
+        return with_overrides(self.llm.default_params, sampling)
+
+    async def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        scope: Scope,
+        *,
+        user: str | None,
+        priority: int | None,
+        adapter: str | None = None,
+        interventions: Sequence[Mapping[str, Any]] = (),
+        marks: Sequence[str] = (),
+    ) -> LiveCall:
+        """Queues the requests of all prompts and returns the call that waits for them.
+
+        Special tokens among `marks` stay in the text. Raises CapacityError, and RequestError whose `param` is
+        `prompt`, `max_tokens`, `adapter` or a field of SamplingParams.
+        """
+        n_answers = len(prompts) * params.n_generated_answers
+        if n_answers > self.settings.max_waiting:
+            raise RequestError(
+                f"{n_answers} answers requested at once, and the queue holds {self.settings.max_waiting}: "
+                "send fewer prompts",
+                param="prompt",
+            )
+        if interventions:
+            check_interp(self.settings, scope, "interventions")
+        if isinstance(params.grammar, Grammar):
+            await self.grammars.check(params.grammar)
+        client: Client = scope["kukri.client"]
+        urgency = client.priority(priority)
+
+        def make() -> tuple[list[EngineRequest], list[InterventionTaps]]:
+            resolved = resolve_texts(params, self.tokenizer)
+            made: list[EngineRequest] = []
+            taps: list[InterventionTaps] = []
+            for prompt in prompts:
+                some = self.llm.engine.make_requests(
+                    prompt,
+                    resolved,
+                    priority=urgency,
+                    client=client.queue(user),
+                    prefix_scope=client.prefix_scope,
+                    adapter=adapter,
+                )
+                if interventions:
+                    max_bytes = self.settings.max_activation_bytes // len(prompts)
+                    taps += self.session.intervene(some, interventions, max_bytes)
+                made += some
+            return made, taps
+
+        try:
+            requests, taps = await asyncio.to_thread(make)
+            for request in requests:
+                self.llm.engine.check_fits(request)
+        except CapacityError as error:  # not even alone: trying later is no help
+            raise RequestError(str(error), param="max_tokens") from None
+        except ContextLengthError as error:
+            error.param = "prompt"
+            raise
+        for request in requests:
+            request.trace = scope["kukri.trace"]
+        ids = self.tokenizer.vocabulary.id_of
+        shown = frozenset(ids[mark] for mark in marks if mark in ids)
+        answers = [Answer(r, i, self.tokenizer, continues=True, shown=shown) for i, r in enumerate(requests)]
+        call = LiveCall(self.bridge, answers, len(prompts), scope["kukri.id"], taps)
+        self.bridge.submit(call, self.settings.deadline_s)
+        return call

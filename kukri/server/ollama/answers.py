@@ -1,0 +1,298 @@
+"""Ollama's chat, generate and embed: bodies become a ChatRequest, answers lines of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.errors import KukriError, RequestError
+from kukri.server.anthropic.messages import arguments_object
+from kukri.server.chat.choice import Choice
+from kukri.server.chat.request import ChatRequest
+from kukri.server.models.served_model import Chat, ServedModel
+from kukri.server.ollama.schema import (
+    NAMES,
+    GenerationBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaMessage,
+)
+from kukri.server.openai.embeddings import EmbeddingBody, vectors_of
+from kukri.server.openai.logprobs import chat_logprobs
+from kukri.server.reply import Reply, StreamForm, interp_fields
+from kukri.server.schema import steering
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+
+
+NDJSON = StreamForm(b"application/x-ndjson", b" ", _line)  # a space in front of a line is part of its JSON
+
+
+async def chat(served: ServedModel, body: OllamaChatBody, http: Request) -> Response:
+    """The response to a chat."""
+    opened = await served.open(parse_ollama_chat(body), http.scope)
+    return _reply(served, opened, body, http)
+
+
+async def generate(served: ServedModel, body: OllamaGenerateBody, http: Request) -> Response:
+    """The response to a prompt: a message to a model with a chat template, else a text to continue."""
+    if body.suffix or body.raw or served.tokenizer.chat_template is None:
+        opened = await _continue(served, body, http)
+    else:
+        opened = await served.open(parse_ollama_prompt(body), http.scope)
+    return _reply(served, opened, body, http)
+
+
+def _reply(served: ServedModel, opened: Chat, body: GenerationBody, http: Request) -> Response:
+    writer = OllamaWriter(served, opened, body, http.scope.get("kukri.load_s", 0.0))
+    return Reply(served, opened.call, writer, stream=body.stream, form=NDJSON)
+
+
+def parse_ollama_chat(body: OllamaChatBody) -> ChatRequest:
+    """The request of a chat. Raises RequestError."""
+    return ChatRequest(
+        messages=_messages(body.messages or ()),
+        functions=[tool.function.model_dump(exclude_none=True) for tool in body.tools or ()],
+        **_common(body),
+    )
+
+
+def parse_ollama_prompt(body: OllamaGenerateBody) -> ChatRequest:
+    """The request of a prompt as a conversation of one message. Raises RequestError."""
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    message = {"role": "user", "content": body.prompt or ""}
+    return ChatRequest(messages=[*system, message], **_common(body))
+
+
+def _common(body: GenerationBody) -> dict[str, Any]:
+    return {
+        "model": body.model,
+        "sampling": body.sampling(),
+        "grammar": body.grammar,
+        "effort": body.effort,
+        "max_context": body.max_context,
+        "interventions": steering(body.interventions),
+        "names": NAMES,
+    }
+
+
+async def _continue(served: ServedModel, body: OllamaGenerateBody, http: Request) -> Chat:
+    """Queues the continuation of a text, in which control tokens count, or the text before `suffix`."""
+    limit = served.llm.engine.max_context
+    text = "\n\n".join(part for part in (body.system, body.prompt) if part)
+    if body.suffix:
+        prompt = await served.middle_prompt(text, body.suffix, "suffix")
+    else:
+        prompt = await served.encode(text, parse_special=True, max_tokens=limit)
+    request = ChatRequest(messages=(), **_common(body))
+    try:
+        sampling = served.within_context(request, len(prompt))
+        params = served.params({**sampling, "grammar": body.grammar})
+        call = await served.submit(
+            [prompt],
+            params,
+            http.scope,
+            user=None,
+            priority=None,
+            adapter=served.adapter_of(body.model),
+            interventions=request.interventions,
+        )
+    except RequestError as error:
+        raise request.error(error) from None
+    return Chat(call, [Choice(call.answers[0], inside=False)])
+
+
+def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """The conversation in OpenAI's form.
+
+    Ollama's calls have no ids: a result belongs to the first call of its tool that has none yet, or simply to
+    the first one.
+    """
+    messages: list[dict[str, Any]] = []
+    open_calls: list[tuple[str, str]] = []  # id and function of calls without a result
+    n_calls = 0
+    for one in given:
+        message: dict[str, Any] = {"role": one.role, "content": one.content or ""}
+        if one.thinking:
+            message["reasoning_content"] = one.thinking
+        if one.tool_calls:
+            open_calls = []
+            for call in one.tool_calls:
+                open_calls.append((f"call_{n_calls}", call.function.name))
+                n_calls += 1
+            message["tool_calls"] = [
+                {
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(call.function.arguments)},
+                }
+                for (call_id, name), call in zip(open_calls, one.tool_calls, strict=True)
+            ]
+        elif one.role == "tool":
+            name = one.tool_name or one.name
+            found = next((call for call in open_calls if call[1] == name), None) or next(
+                iter(open_calls), None
+            )
+            if found is not None:
+                open_calls.remove(found)
+                message["tool_call_id"] = found[0]
+            if name is not None:
+                message["name"] = name
+        messages.append(message)
+    return messages
+
+
+class OllamaWriter:
+    """Writes an answer as lines of JSON, or whole. Calls of tools come when they are complete."""
+
+    def __init__(self, served: ServedModel, opened: Chat, body: GenerationBody, load_s: float) -> None:
+        self._served, self._body, self._load_s = served, body, load_s
+        self._call, self._choice = opened.call, opened.choices[0]
+        self._started_s = monotonic()
+        self._model = served.check_model(body.model.removesuffix(":latest"))
+        self._content = self._thinking = ""
+        self._logprobs: list[dict[str, Any]] = []
+        self._calls: list[tuple[str, str]] = []  # names and arguments
+        self._n_calls_sent = 0
+
+    def advance(self) -> bytes:
+        """Handles new output; returns its line if it is a stream."""
+        thinking, content = self._choice.advance()
+        for call in self._choice.calls:
+            if call.name is not None:
+                self._calls.append((call.name, ""))
+            name, arguments = self._calls[-1]
+            self._calls[-1] = name, arguments + call.arguments
+        self._choice.calls = []
+        logprobs = chat_logprobs(self._served.tokenizer, self._choice.tokens) if self._body.logprobs else []
+        self._choice.tokens = []
+        if not self._body.stream:
+            self._thinking, self._content = self._thinking + thinking, self._content + content
+            self._logprobs += logprobs
+            return b""
+        is_done = self._choice.finish_reason is not None
+        calls = self._calls[
+            self._n_calls_sent : len(self._calls) if is_done else max(len(self._calls) - 1, 0)
+        ]
+        self._n_calls_sent += len(calls)
+        if not (thinking or content or calls or logprobs):
+            return b""
+        return _line({**self._head(), **self._answer(thinking, content, calls, logprobs), "done": False})
+
+    def end(self) -> bytes:
+        """The last line, with the counts, and what was read and captured."""
+        return _line({**self._head(), **self._answer("", "", [], []), **self._counts(), **self._found()})
+
+    def fail(self, error: KukriError) -> bytes:
+        """A line with the error."""
+        return _line({"error": str(error)})
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        answer = self._answer(self._thinking, self._content, self._calls, self._logprobs)
+        return {**self._head(), **answer, **self._counts(), **self._found()}
+
+    def _found(self) -> dict[str, Any]:
+        return interp_fields(self._call, 0)
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self._model, "created_at": timestamp()}
+
+    def _answer(
+        self,
+        thinking: str,
+        content: str,
+        calls: Sequence[tuple[str, str]],
+        logprobs: Sequence[dict[str, Any]],
+    ) -> dict[str, Any]:
+        more = {"logprobs": list(logprobs)} if logprobs else {}
+        thought = {"thinking": thinking} if thinking else {}
+        if isinstance(self._body, OllamaGenerateBody):
+            return {"response": content, **thought, **more}
+        message: dict[str, Any] = {"role": "assistant", "content": content, **thought}
+        if calls:
+            message["tool_calls"] = [
+                {"function": {"name": name, "arguments": arguments_object(text)}} for name, text in calls
+            ]
+        return {"message": message, **more}
+
+    def _counts(self) -> dict[str, Any]:
+        reason, timings = self._choice.finish_reason, self._choice.answer.request.timings
+        return {
+            "done": True,
+            "done_reason": "length" if reason == "length" else "stop",
+            "total_duration": _ns(monotonic() - self._started_s + self._load_s),
+            "load_duration": _ns(self._load_s),
+            "prompt_eval_count": self._call.n_prompt_tokens,
+            "prompt_eval_duration": _ns(timings.prompt_s),
+            "eval_count": self._call.n_generated,
+            "eval_duration": _ns(timings.decode_s),
+        }
+
+
+def loaded_answer(body: GenerationBody, name: str, reason: str) -> Response:
+    """The response to a body that asks for nothing but its model: `reason` is "load" or "unload"."""
+    is_chat = isinstance(body, OllamaChatBody)
+    empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    head = {"model": name, "created_at": timestamp()}
+    return JSONResponse({**head, **empty, "done": True, "done_reason": reason})
+
+
+async def embed(served: ServedModel, body: OllamaEmbedBody, http: Request) -> Response:
+    """The response to texts to embed: a vector each, of length 1."""
+    started_s, texts = monotonic(), body.input
+    if isinstance(texts, str):
+        texts = [texts] if texts else []  # as Ollama answers it: with no vector
+    encode = served.llm.text_encoder.encode
+    ids = (await asyncio.to_thread(encode, texts, truncate=body.truncate is not False)).ids
+    vectors = await _vectors(served, body.model, ids, body.dimensions, http)
+    load_s = http.scope.get("kukri.load_s", 0.0)
+    return JSONResponse(
+        {
+            "model": served.check_model(body.model.removesuffix(":latest")),
+            "embeddings": vectors,
+            "total_duration": _ns(monotonic() - started_s + load_s),
+            "load_duration": _ns(load_s),
+            "prompt_eval_count": sum(map(len, ids)),
+        }
+    )
+
+
+async def embed_one(served: ServedModel, body: OllamaEmbeddingsBody, http: Request) -> Response:
+    """The response to the older form: the vector of one text."""
+    ids = [await served.encode(body.prompt)] if body.prompt else []
+    vectors = await _vectors(served, body.model, ids, None, http)
+    return JSONResponse({"embedding": vectors[0] if vectors else []})
+
+
+async def _vectors(
+    served: ServedModel, model: str, ids: list[list[int]], dimensions: int | None, http: Request
+) -> list[list[float]]:
+    if not ids:
+        return []
+    empty = next((i for i, one in enumerate(ids) if not one), None)
+    if empty is not None:
+        raise RequestError(f"input[{empty}] is empty, and the model adds no token of its own", param="input")
+    given = EmbeddingBody(model=model, input=ids, dimensions=dimensions)
+    vectors = await vectors_of(served, given, ids, http)
+    return [] if vectors is None else vectors.tolist()
+
+
+def timestamp() -> str:
+    """The time now, as Ollama writes it."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

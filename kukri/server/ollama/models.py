@@ -1,0 +1,246 @@
+"""The handlers of Ollama's routes about models: list, show, running, pull and delete."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kukri.errors import KukriError, RequestError
+from kukri.formats import hub
+from kukri.formats.headers import read_headers
+from kukri.formats.model_cache import cached_path, remove
+from kukri.formats.repos import cache_folder, parse_name
+from kukri.server.errors import ModelNotFoundError
+from kukri.server.models.registry import ModelEntry, ModelRegistry
+from kukri.server.ollama.schema import OllamaBody, OllamaPullBody
+
+_POLL_S = 0.5  # between two looks at how much of a repository is there
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts of a model's files that Ollama's API tells."""
+
+    path: Path
+    n_bytes: int
+    modified_s: float
+    details: dict[str, Any]
+    info: dict[str, Any]
+    template: str
+
+    @property
+    def digest(self) -> str:
+        """An id of the files' state; no hash of their contents, which would be read whole for each list."""
+        return sha256(f"{self.path}|{self.n_bytes}|{self.modified_s}".encode()).hexdigest()
+
+
+def model_facts(entry: ModelEntry) -> ModelFacts | None:
+    """The facts of a model, loaded or not; None if its files are not on this machine. Reads headers alone."""
+    try:
+        path = entry.served.llm.path if entry.served is not None else cached_path(entry.spec.options.model)
+        headers = read_headers(path)
+        modified_s = max(file.stat().st_mtime for file in headers.files)
+    except (KukriError, OSError, ValueError):
+        return None
+    bytes_of: dict[str, int] = {}
+    for tensor in headers.tensors:
+        bytes_of[tensor.type] = bytes_of.get(tensor.type, 0) + tensor.n_bytes
+    config, n_parameters = headers.config, headers.n_parameters
+    family = config.architecture if config is not None else "unknown"
+    details = {
+        "parent_model": "",
+        "format": "safetensors" if headers.form == "safetensors" else "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": _size(n_parameters),
+        "quantization_level": max(bytes_of, key=lambda kind: bytes_of[kind], default="unknown"),
+    }
+    info: dict[str, Any] = {"general.architecture": family, "general.parameter_count": n_parameters}
+    if config is not None:
+        sizes = {
+            "context_length": config.max_context,
+            "embedding_length": config.d_model,
+            "block_count": config.n_layers,
+            "feed_forward_length": config.d_ffn,
+            "attention.head_count": config.n_heads,
+            "attention.head_count_kv": config.n_kv_heads,
+            "vocab_size": config.n_vocab,
+        }
+        info |= {f"{family}.{name}": value for name, value in sizes.items()}
+    template = headers.stated.get("tokenizer.chat_template", "")
+    if entry.served is not None:
+        template = entry.served.tokenizer.chat_template or ""
+    return ModelFacts(path, headers.file_bytes, modified_s, details, info, str(template))
+
+
+async def _registry(request: Request) -> ModelRegistry:
+    """The models of the application that a request came to."""
+    registry: ModelRegistry = request.app.state.registry
+    return registry
+
+
+Registry = Annotated[ModelRegistry, Depends(_registry)]
+
+
+async def ollama_tags(registry: Registry) -> Response:
+    """Lists the models on this machine."""
+    models = []
+    for entry in registry.listed():
+        facts = await asyncio.to_thread(model_facts, entry)
+        if facts is not None:
+            models += [_listed(name, facts) for name in entry.names]
+    return JSONResponse({"models": models})
+
+
+async def ollama_ps(registry: Registry) -> Response:
+    """Lists the loaded models."""
+    models = []
+    for entry in registry.listed():
+        facts = await asyncio.to_thread(model_facts, entry) if entry.served is not None else None
+        if facts is None or entry.served is None:
+            continue
+        left_s = registry.expires_s(entry)
+        forever = datetime.max.replace(tzinfo=UTC, microsecond=0) - timedelta(days=366)
+        expires = forever if left_s is None else datetime.now(UTC) + timedelta(seconds=min(left_s, 1e9))
+        memory = {"size": entry.n_bytes or facts.n_bytes, "size_vram": 0, "expires_at": _time(expires)}
+        context = {"context_length": entry.served.llm.engine.max_context}
+        models.append({**_listed(entry.name, facts), **memory, **context})
+    return JSONResponse({"models": models})
+
+
+async def ollama_show(body: OllamaBody, registry: Registry) -> Response:
+    """Describes a model."""
+    entry = registry.find(body.model)
+    facts = await asyncio.to_thread(model_facts, entry)
+    if facts is None:
+        raise ModelNotFoundError(body.model, [])
+    capabilities = ["completion", "embedding"]
+    if facts.template:
+        capabilities.append("tools")
+    if "<think>" in facts.template:
+        capabilities.append("thinking")
+    return JSONResponse(
+        {
+            "modelfile": f"# served by kukri\nFROM {entry.name}\n",
+            "parameters": _parameters(entry),
+            "template": facts.template,
+            "license": "",
+            "details": facts.details,
+            "model_info": facts.info,
+            "capabilities": capabilities,
+            "modified_at": _time(datetime.fromtimestamp(facts.modified_s, UTC)),
+        }
+    )
+
+
+async def ollama_pull(body: OllamaPullBody, registry: Registry) -> Response:
+    """Fetches a model, if clients may."""
+    _check_allowed(registry)
+    name = body.model
+    if name not in hub.MODELS and parse_name(name) is None:
+        raise RequestError(f"there is no model {name[:100]!r} to pull: give org/repo:type", param="model")
+    lines = _pulled(registry, name)
+    if body.stream:
+        encoded = (json.dumps(line).encode() + b"\n" async for line in lines)
+        return StreamingResponse(encoded, media_type="application/x-ndjson")
+    last: dict[str, Any] = {}
+    async for line in lines:
+        last = line
+    if "error" in last:
+        raise KukriError(last["error"])
+    return JSONResponse(last)
+
+
+async def _pulled(registry: ModelRegistry, name: str) -> AsyncIterator[dict[str, Any]]:
+    """Fetches a model and tells how far that is; an error is the last line."""
+    yield {"status": "pulling manifest"}
+    done: list[tuple[int, int]] = []
+    work = asyncio.create_task(asyncio.to_thread(hub.pull, name, progress=lambda *now: done.append(now)))
+    repo = None if name in hub.MODELS else parse_name(name)
+    status = {"status": f"pulling {name}", "digest": f"sha256:{sha256(name.encode()).hexdigest()}"}
+    try:
+        while not work.done():
+            await asyncio.wait({work}, timeout=_POLL_S)
+            if repo is not None:
+                n_bytes = await asyncio.to_thread(_folder_bytes, cache_folder(repo))
+                yield {**status, "completed": n_bytes}
+            elif done:
+                yield {**status, "completed": done[-1][0], "total": done[-1][1]}
+        await work
+    except KukriError as error:
+        yield {"error": str(error)}
+        return
+    registry.add_cached(name)
+    yield {"status": "verifying sha256 digest"}
+    yield {"status": "success"}
+
+
+async def ollama_delete(body: OllamaBody, registry: Registry) -> Response:
+    """Removes a model, if clients may."""
+    _check_allowed(registry)
+    entry = registry.find(body.model)
+    if not entry.is_cached:
+        raise RequestError(
+            f"{entry.name} was given to the server at its start: it is not deleted", param="model"
+        )
+    await registry.unload(entry, "deleted")
+    await asyncio.to_thread(remove, entry.name)
+    registry.forget(entry)
+    return Response(status_code=200)
+
+
+def _check_allowed(registry: ModelRegistry) -> None:
+    if not registry.settings.manages_models:
+        raise HTTPException(
+            403, "this server's models cannot be changed: kukri serve --manage-models allows it"
+        )
+
+
+def _listed(name: str, facts: ModelFacts) -> dict[str, Any]:
+    tagged = name if ":" in name else f"{name}:latest"
+    return {
+        "name": tagged,
+        "model": tagged,
+        "modified_at": _time(datetime.fromtimestamp(facts.modified_s, UTC)),
+        "size": facts.n_bytes,
+        "digest": facts.digest,
+        "details": facts.details,
+    }
+
+
+def _parameters(entry: ModelEntry) -> str:
+    """The sampling defaults of a loaded model, a line each, as in a Modelfile."""
+    if entry.served is None:
+        return ""
+    given: Mapping[str, Any] = vars(entry.served.llm.default_params)
+    shown = {"repetition_penalty": "repeat_penalty"}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repeat_last_n")
+    return "\n".join(f"{shown.get(name, name):<30} {given[name]}" for name in names if name in given)
+
+
+def _folder_bytes(folder: Path) -> int:
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in (folder / "blobs").glob("*"))
+    return 0
+
+
+def _size(n_parameters: int) -> str:
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if n_parameters >= limit:
+            return f"{n_parameters / limit:.2f}{unit}"
+    return str(n_parameters)
+
+
+def _time(when: datetime) -> str:
+    return when.isoformat().replace("+00:00", "Z")

@@ -1,0 +1,108 @@
+"""The routes of Ollama's API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from kukri import __version__
+from kukri.server.models.loading_reply import answered
+from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.served_model import ServedModel
+from kukri.server.ollama import answers as ollama
+from kukri.server.ollama import models as ollama_models
+from kukri.server.ollama.schema import (
+    GenerationBody,
+    KeepAlive,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaErrorBody,
+    OllamaGenerateBody,
+)
+from kukri.server.openapi import LINES, errors_in
+
+_OLLAMA_VERSION = "0.12.0"  # whose API this is: clients ask for a least one
+_ERRORS = errors_in(OllamaErrorBody)
+_Generation = TypeVar("_Generation", bound=GenerationBody)
+
+
+def add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    """Adds the routes, of which some change the server's models if clients may."""
+    _add_generation_routes(app, registry)
+    errors = _ERRORS | {
+        403: {"model": OllamaErrorBody, "description": "Clients may not change the server's models"}
+    }
+    app.get("/api/tags", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_tags)
+    app.get("/api/ps", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_ps)
+    app.post("/api/show", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_show)
+    app.post("/api/pull", responses=LINES | errors)(ollama_models.ollama_pull)
+    app.delete("/api/delete", response_class=Response, responses=errors)(ollama_models.ollama_delete)
+
+    @app.get("/api/version", responses=_ERRORS)
+    async def ollama_version() -> JSONResponse:
+        """The version of Ollama whose API this is."""
+        return JSONResponse({"version": _OLLAMA_VERSION, "kukri": __version__})
+
+    @app.head("/", include_in_schema=False)
+    async def is_there() -> Response:
+        """Says that a server is there, as Ollama's clients ask first."""
+        return Response()
+
+    if not registry.settings.has_page:
+
+        @app.get("/", include_in_schema=False)
+        async def nothing() -> Response:
+            """There is no page, though HEAD answers."""
+            raise HTTPException(404)
+
+
+def _add_generation_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    async def kept(body: KeepAlive, request: Request) -> ServedModel:
+        served = await registry.served(body.model, request.scope)
+        registry.keep(registry.find(body.model), body.keep_alive_s)
+        return served
+
+    async def answer(
+        body: _Generation,
+        request: Request,
+        make: Callable[[ServedModel, _Generation, Request], Awaitable[Response]],
+    ) -> Response:
+        async def made(served: ServedModel, body: _Generation, request: Request) -> Response:
+            registry.keep(registry.find(body.model), body.keep_alive_s)
+            return await make(served, body, request)
+
+        return await answered(registry, body, request, made, ollama.NDJSON)
+
+    async def load(body: GenerationBody, request: Request) -> Response:
+        """Loads the model, which a body without a prompt asks for, or unloads it with keep_alive 0."""
+        entry = registry.find(body.model)
+        if body.keep_alive_s == 0 and not entry.spec.is_pinned:
+            await registry.unload(entry, "request")
+            return ollama.loaded_answer(body, entry.name, "unload")
+        await kept(body, request)
+        return ollama.loaded_answer(body, entry.name, "load")
+
+    @app.post("/api/chat", responses=LINES | _ERRORS)
+    async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
+        """Answers a conversation, in Ollama's form."""
+        return await (answer(body, request, ollama.chat) if body.messages else load(body, request))
+
+    @app.post("/api/generate", responses=LINES | _ERRORS)
+    async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
+        """Answers a prompt, in Ollama's form."""
+        return await (answer(body, request, ollama.generate) if body.prompt else load(body, request))
+
+    @app.post("/api/embed", response_class=JSONResponse, responses=_ERRORS)
+    async def ollama_embed(body: OllamaEmbedBody, request: Request) -> Response:
+        """A vector for each text, in Ollama's form."""
+        return await ollama.embed(await kept(body, request), body, request)
+
+    @app.post("/api/embeddings", response_class=JSONResponse, responses=_ERRORS)
+    async def ollama_embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
+        """A vector for one text, in Ollama's older form."""
+        return await ollama.embed_one(await kept(body, request), body, request)

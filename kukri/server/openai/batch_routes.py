@@ -1,0 +1,127 @@
+"""The routes of /v1/files and /v1/batches, in OpenAI's form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.errors import RequestError
+from kukri.server.errors import NotFoundError
+from kukri.server.keys import Client
+from kukri.server.openai.batches import Batch, Batches, StoredFile
+from kukri.server.schema import Body
+
+PURPOSE = "batch"
+_NAME = re.compile(rb'[; ]name="([^"]*)"')
+_FILENAME = re.compile(rb'[; ]filename="([^"]*)"')
+
+
+class BatchBody(Body):
+    """A request to /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = None
+
+
+def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
+    """Adds the routes; without `batches` each says that nothing is kept here."""
+
+    def kept() -> Batches:
+        if batches is None:
+            raise NotFoundError("this server keeps no files and batches: kukri serve --batch-dir DIR does")
+        return batches
+
+    @app.post("/v1/files", response_class=JSONResponse)
+    async def upload(request: Request) -> Response:
+        """Keeps a file of requests: a form with the fields file and purpose."""
+        here = kept()
+        fields = form_fields(request.headers.get("content-type", ""), await request.body())
+        if "file" not in fields or "purpose" not in fields:
+            raise RequestError("the form needs the fields file and purpose", param="file")
+        if fields["purpose"][1] != PURPOSE.encode():
+            raise RequestError(f"files are kept for the purpose {PURPOSE!r} alone", param="purpose")
+        name, data = fields["file"]
+        stored = await here.add_file(_owner(request), name or "upload", data, PURPOSE)
+        return JSONResponse(stored.described())
+
+    @app.get("/v1/files")
+    async def files(request: Request, purpose: str | None = None) -> JSONResponse:
+        """Lists the client's files."""
+        return _listed(kept().files(_owner(request), purpose))
+
+    @app.get("/v1/files/{file_id}")
+    async def file(request: Request, file_id: str) -> JSONResponse:
+        """Describes a file."""
+        return JSONResponse(kept().file(_owner(request), file_id).described())
+
+    @app.get("/v1/files/{file_id}/content", response_class=Response)
+    async def file_content(request: Request, file_id: str) -> Response:
+        """The contents of a file."""
+        data = await kept().contents(_owner(request), file_id)
+        return Response(data, media_type="application/octet-stream")
+
+    @app.delete("/v1/files/{file_id}")
+    async def delete_file(request: Request, file_id: str) -> JSONResponse:
+        """Removes a file."""
+        kept().delete_file(_owner(request), file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    @app.post("/v1/batches")
+    async def create_batch(body: BatchBody, request: Request) -> JSONResponse:
+        """Queues a batch."""
+        client: Client = request.scope["kukri.client"]
+        made = await kept().add_batch(
+            client, body.input_file_id, body.endpoint, body.completion_window, body.metadata
+        )
+        return JSONResponse(made.described())
+
+    @app.get("/v1/batches")
+    async def list_batches(request: Request) -> JSONResponse:
+        """Lists the client's batches."""
+        return _listed(kept().batches(_owner(request)))
+
+    @app.get("/v1/batches/{batch_id}")
+    async def batch(request: Request, batch_id: str) -> JSONResponse:
+        """Describes a batch."""
+        return JSONResponse(kept().batch(_owner(request), batch_id).described())
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
+        """Cancels a batch: requests that run are finished."""
+        return JSONResponse((await kept().cancel(_owner(request), batch_id)).described())
+
+
+def _owner(request: Request) -> str:
+    client: Client = request.scope["kukri.client"]
+    return client.owner
+
+
+def _listed(found: Sequence[StoredFile | Batch]) -> JSONResponse:
+    data: list[Any] = [one.described() for one in found]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
+
+
+def form_fields(content_type: str, body: bytes) -> dict[str, tuple[str | None, bytes]]:
+    """Name -> (file name, bytes) of each part of a multipart/form-data body. Raises RequestError."""
+    match = re.search(r'boundary="?([^";]+)"?', content_type)
+    if not content_type.startswith("multipart/form-data") or match is None:
+        raise RequestError("a file is uploaded as multipart/form-data, with the fields file and purpose")
+    parts = (b"\r\n" + body).split(b"\r\n--" + match[1].encode("latin-1"))
+    if len(parts) < 3 or parts[0] or not parts[-1].startswith(b"--"):
+        raise RequestError("the form is cut short")
+    found: dict[str, tuple[str | None, bytes]] = {}
+    for part in parts[1:-1]:
+        head, separator, data = part.partition(b"\r\n\r\n")
+        name, filename = _NAME.search(head), _FILENAME.search(head)
+        if not separator or name is None:
+            raise RequestError("a part of the form has no name")
+        shown = None if filename is None else filename[1].decode("utf-8", "replace")
+        found[name[1].decode("utf-8", "replace")] = shown, data
+    return found

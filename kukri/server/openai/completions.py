@@ -1,0 +1,180 @@
+"""/v1/completions, as evaluation programs use it: lists of prompts, `echo`, prompt log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kukri.calls.answer import Answer
+from kukri.sampling import SampledToken, SamplingParams
+from kukri.server.models.bridge import LiveCall
+from kukri.server.models.served_model import ServedModel
+from kukri.server.openai.logprobs import legacy_logprobs
+from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
+from kukri.server.schema import CompletionBody, GenerationBody, steering
+from kukri.tokenizer import TextStream
+
+_DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
+
+
+async def complete(served: ServedModel, body: CompletionBody, http: Request) -> Response:
+    """The response to a completion."""
+    model = served.check_model(body.model)
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = served.params(
+        body.sampling(
+            max_tokens=max(max_tokens, 1),  # of none at all, one is computed and not shown
+            logprobs=body.logprobs,
+            prompt_logprobs=_n_prompt_logprobs(body),
+            grammar=body.form,
+        )
+    )
+    prompts = await _prompts(served, body)
+    call = await submit(served, body, prompts, params, http)
+    writer = CompletionWriter(served, call, body, model, prompts, hides_answer=max_tokens == 0)
+    return Reply(served, call, writer, stream=bool(body.stream), tells_progress=bool(body.return_progress))
+
+
+async def submit(
+    served: ServedModel, body: GenerationBody, prompts: list[list[int]], params: SamplingParams, http: Request
+) -> LiveCall:
+    """Submits prompts with what a body says beside its sampling: user, priority, adapter, interventions."""
+    return await served.submit(
+        prompts,
+        params,
+        http.scope,
+        user=body.user,
+        priority=body.priority,
+        adapter=served.adapter_of(body.model, body.adapter),
+        interventions=steering(body.interventions),
+    )
+
+
+def _n_prompt_logprobs(body: CompletionBody) -> int | None:
+    """The most likely tokens wanted for each token of the prompt; None for none."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((n for n in wanted if n is not None), default=None)
+
+
+async def _prompts(served: ServedModel, body: CompletionBody) -> list[list[int]]:
+    """The token ids of each prompt."""
+    prompt: Any = body.prompt
+    if body.suffix:
+        return [await served.middle_prompt(prompt, body.suffix, "suffix")]
+    many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    limit = served.llm.engine.max_context
+    return [await served.encode(one, max_tokens=limit) if isinstance(one, str) else one for one in many]
+
+
+class CompletionWriter(ChunkWriter):
+    """Writes text completions, whole or as chunks, which have one form."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        call: LiveCall,
+        body: CompletionBody,
+        model: str,
+        prompts: list[list[int]],
+        *,
+        hides_answer: bool,
+    ) -> None:
+        super().__init__(served, call, body, model, kind="text_completion", id_kind="cmpl")
+        self._body, self._prompts, self._hides_answer = body, prompts, hides_answer
+        n = len(call.answers)
+        self._texts = [""] * n
+        self._tokens: list[list[tuple[int, SampledToken]]] = [[] for _ in range(n)]
+        self._n_shown = [0] * n  # characters, the prompt's included
+        self._has_echoed = [not body.echo] * n
+
+    def advance(self) -> bytes:
+        """Handles an update; returns its chunks if the answer is a stream."""
+        events = "" if self._progress is None else self._reading(self._progress)
+        for i, answer in enumerate(self._call.answers):
+            if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):
+                continue
+            self._take(i, answer)
+            has_news = self._texts[i] or self._tokens[i] or self._call.readouts[i] or answer.finish_reason
+            if self._body.stream and has_news:
+                events += self._chunk(i)
+            self._is_ended[i] = answer.finish_reason is not None
+        return events.encode()
+
+    def body(self) -> dict[str, Any]:
+        """The completion: of each prompt, the n best answers in its order."""
+        n, n_each = self._body.n or 1, len(self._call.answers) // len(self._prompts)
+        choices: list[dict[str, Any]] = []
+        for first in range(0, len(self._call.answers), n_each):
+            ranked = list(range(first, first + n_each))
+            if n_each > n:
+                ranked.sort(key=lambda i: -self._call.answers[i].cumulative_logprob)
+            choices += [self._choice(i, len(choices) + rank) for rank, i in enumerate(ranked[:n])]
+        return {**self._head, "choices": choices, "usage": self._usage(), **self._timings()}
+
+    def _take(self, i: int, answer: Answer) -> None:
+        """Adds the new part of an answer, after the prompt if that is echoed."""
+        if not self._has_echoed[i]:
+            self._has_echoed[i] = True
+            text, tokens = self._echo(i)
+            self._texts[i], self._tokens[i], self._n_shown[i] = text, tokens, len(text)
+        text, tokens = answer.take_text(), answer.take_tokens()
+        if self._hides_answer:
+            return
+        self._texts[i] += text
+        if self._body.logprobs is not None:
+            self._tokens[i] += [(self._n_shown[i] + start, token) for start, token in tokens]
+
+    def _prompt_of(self, i: int) -> list[int]:
+        return self._prompts[i * len(self._prompts) // len(self._call.answers)]
+
+    def _echo(self, i: int) -> tuple[str, list[tuple[int, SampledToken]]]:
+        """The prompt's text, and its tokens with their log-probabilities if they are requested."""
+        prompt = self._prompt_of(i)
+        stream = TextStream(self._served.tokenizer, skip_special=False)
+        text, starts = "", []
+        for token_id in prompt:
+            starts.append(len(text))
+            text += stream.push(token_id)
+        text += stream.flush()
+        if self._body.logprobs is None:
+            return text, []
+        first = SampledToken(prompt[0])  # nothing comes before it that could tell how likely it is
+        tokens = [first, *self._call.answers[i].request.prompt_logprobs]
+        return text, list(zip(starts, tokens, strict=True))
+
+    def _chunk(self, i: int) -> str:
+        choice = self._choice(i, i)
+        self._texts[i], self._tokens[i] = "", []
+        return self._event(json.dumps(choice, separators=(",", ":")))
+
+    def _choice(self, i: int, index: int) -> dict[str, Any]:
+        n_top = self._body.logprobs
+        logprobs = None
+        if n_top is not None:
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            logprobs = legacy_logprobs(self._served.tokenizer, self._tokens[i], 0, n_top, as_ids=as_ids)
+        reason = self._call.answers[i].finish_reason
+        if self._hides_answer and reason is not None:
+            reason = "length"
+        choice = {"index": index, "text": self._texts[i], "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, **self._vllm_fields(i), **interp_fields(self._call, i)}
+
+    def _vllm_fields(self, i: int) -> dict[str, Any]:
+        """The fields that vLLM has beyond OpenAI's, if they are requested."""
+        fields: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            is_first = not self._n_ids_sent[i]
+            fields["token_ids"] = [] if self._hides_answer else self._new_token_ids(i)
+            fields["prompt_token_ids"] = list(self._prompt_of(i)) if is_first else None
+        if self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._prompt_scores(i, self._body.prompt_logprobs)
+        return fields
+
+    def _usage(self) -> dict[str, Any]:
+        counts = usage(self._call, 0)
+        if self._hides_answer:
+            counts["completion_tokens"], counts["total_tokens"] = 0, counts["prompt_tokens"]
+        return counts

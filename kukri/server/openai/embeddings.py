@@ -1,0 +1,172 @@
+"""/v1/embeddings: vectors of texts, by requests that the engine batches like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Coroutine, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from kukri.embedding import Encoded
+from kukri.engine import Request as EngineRequest
+from kukri.errors import CapacityError, ContextLengthError, KukriError, RequestError
+from kukri.kernels.arrays import FloatArray
+from kukri.server.models.served_model import ServedModel
+from kukri.server.reply import disconnected
+from kukri.server.schema import Body, TokenIds
+
+_MAX_TEXTS = 2048  # as in OpenAI's API
+_OWN_FIELDS = ("prompt_name", "adapter")  # that errors may be about
+T = TypeVar("T")
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class EmbeddingBody(Body):
+    """A request to /v1/embeddings."""
+
+    model: str | None = None
+    input: (
+        _Text
+        | TokenIds
+        | Annotated[list[_Text], Field(min_length=1, max_length=_MAX_TEXTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_TEXTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None  # whose request it is: clients and their users take turns
+
+    pooling: Literal["mean", "last", "cls"] | None = None  # as in `LLM.embed`
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    truncate: bool | None = None
+    adapter: str | None = None
+
+
+async def embed(served: ServedModel, body: EmbeddingBody, http: Request) -> Response:
+    """The response to an embedding request. A client that leaves ends the work."""
+    try:
+        texts = await _encoded(served, body)
+    except RequestError as error:
+        raise _named(error) from None
+    vectors = await vectors_of(served, body, texts.ids, http)
+    if vectors is None:
+        return SILENCE
+    model = served.check_model(body.model)
+    n_tokens = sum(map(len, texts.ids))
+    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    head: dict[str, Any] = {"object": "list", "model": model}
+    head["usage"] = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    if texts.truncated:
+        head["truncated"] = texts.truncated
+    content = await asyncio.to_thread(_body, head, vectors, body.encoding_format == "base64")
+    return Response(content, media_type="application/json")
+
+
+async def vectors_of(
+    served: ServedModel, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
+) -> FloatArray | None:
+    """The vectors [n, width] of texts, by the options of a body; None if the client has left meanwhile."""
+    served.llm.text_encoder.check_dimensions(body.dimensions)
+    try:
+        return await while_connected(http, _vectors(served, body, texts, http))
+    except RequestError as error:
+        raise _named(error) from None
+
+
+def _named(error: RequestError) -> RequestError:
+    """The error under the names of a body's fields."""
+    if isinstance(error, ContextLengthError):
+        error.param = "input"
+        return error
+    return RequestError(str(error), param=error.param if error.param in _OWN_FIELDS else "input")
+
+
+async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of the work; None, and the work is cancelled, if the client disconnects before."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(disconnected(http.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watcher.cancel()
+
+
+async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope: Scope) -> list[FloatArray]:
+    """The rows of requests, a batch of them after another, so that others find room."""
+    for request in requests:
+        request.trace = scope["kukri.trace"]
+    served.metrics.on_prompt(sum(request.n_prompt for request in requests))
+    n = min(served.llm.engine_config.max_requests, served.bridge.loop.max_waiting)
+    try:
+        async with asyncio.timeout(served.settings.deadline_s):
+            for start in range(0, len(requests), n):
+                await served.bridge.compute(requests[start : start + n])
+    except TimeoutError:
+        raise CapacityError(f"the answer was not done within {served.settings.deadline_s:g} s") from None
+    rows = [request.rows for request in requests if request.rows is not None]
+    if not all(np.isfinite(row).all() for row in rows):  # JSON has no such numbers
+        raise KukriError("the model's vectors are not finite: its weights may be damaged")
+    return rows
+
+
+async def _encoded(served: ServedModel, body: EmbeddingBody) -> Encoded:
+    """The token ids of each text."""
+    given: Any = body.input
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]
+    if isinstance(given[0], str):
+        return await asyncio.to_thread(
+            served.llm.text_encoder.encode,
+            given,
+            prompt_name=body.prompt_name,
+            truncate=bool(body.truncate),
+        )
+    return Encoded(given)
+
+
+async def _vectors(
+    served: ServedModel, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
+) -> FloatArray:
+    """The vectors [n, width] of all texts."""
+    llm, client = served.llm, http.scope["kukri.client"]
+    requests = llm.text_encoder.requests(
+        llm.engine,
+        texts,
+        body.pooling,
+        priority=client.priority(None),
+        client=client.queue(body.user),
+        prefix_scope=client.prefix_scope,
+        adapter=served.adapter_of(body.model, body.adapter),
+    )
+    rows = await rows_of(served, requests, http.scope)
+    return llm.text_encoder.vectors(rows, body.normalize, body.dimensions)
+
+
+def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:
+    """The JSON of the response; a vector at a time, so that other threads get their turn."""
+    items = []
+    for i, vector in enumerate(vectors):
+        shown: Any = (
+            base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+        )
+        items.append(json.dumps({"object": "embedding", "index": i, "embedding": shown}))
+    return f'{json.dumps(head)[:-1]}, "data": [{", ".join(items)}]}}'.encode()
+
+
+class _Silence(Response):
+    """The response to a client that has disconnected."""
+
+    async def __call__(self, *_: Any) -> None:
+        """Sends nothing."""
+
+
+SILENCE = _Silence()

@@ -1,0 +1,172 @@
+"""/v1/rerank: documents by how well they answer a query, in Cohere's and Jina's form; /score, vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from time import time
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.embedding import normalized, ranked
+from kukri.errors import ContextLengthError, RequestError, UnsupportedError
+from kukri.server.models.served_model import ServedModel
+from kukri.server.openai.embeddings import SILENCE, rows_of, while_connected
+from kukri.server.schema import Body
+
+_MAX_DOCUMENTS = 2048
+_Text = Annotated[str, Field(min_length=1)]
+_Texts = _Text | Annotated[list[_Text], Field(min_length=1, max_length=_MAX_DOCUMENTS)]
+
+
+class Document(Body):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(Body):
+    """A request to /v1/rerank. A document that is too long is an error, or cut with `truncate`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(["max_chunks_per_doc", "max_tokens_per_doc", "priority"])
+
+    model: str | None = None
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=_MAX_DOCUMENTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = None  # None is true, as Jina has it
+    truncate: bool | None = None
+    user: str | None = None
+
+
+class ScoreBody(Body):
+    """A request to /score: one text, or as many as there are others, and the others."""
+
+    model: str | None = None
+    text_1: _Texts
+    text_2: _Texts
+    truncate: bool | None = None
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _newer_names(cls, data: Any) -> Any:
+        """Takes `queries` and `documents`, vLLM's newer names."""
+        names = {"queries": "text_1", "documents": "text_2"}
+        return (
+            {names.get(name, name): value for name, value in data.items()} if isinstance(data, dict) else data
+        )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ScoreBody:
+        if len(self.queries) not in (1, len(self.documents)):
+            raise RequestError("text_1 must be one text, or as many as text_2", param="text_1")
+        return self
+
+    @property
+    def queries(self) -> list[str]:
+        """The first texts."""
+        return [self.text_1] if isinstance(self.text_1, str) else self.text_1
+
+    @property
+    def documents(self) -> list[str]:
+        """The second texts."""
+        return [self.text_2] if isinstance(self.text_2, str) else self.text_2
+
+
+async def rerank(served: ServedModel, body: RerankBody, http: Request) -> Response:
+    """The response to a request for a ranking. A client that leaves ends the work."""
+    documents = [one if isinstance(one, str) else one.text for one in body.documents]
+    found = await while_connected(http, _scored(served, body, body.query, documents, http))
+    if found is None:
+        return SILENCE
+    scores, n_tokens, truncated = found
+    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    results = []
+    for one in ranked(documents, scores, body.top_n):
+        document = {} if body.return_documents is False else {"document": {"text": one.document}}
+        results.append({"index": one.index, "relevance_score": one.score, **document})
+    answer: dict[str, Any] = {
+        "id": http.scope["kukri.id"],
+        "model": served.check_model(body.model),
+        "results": results,
+        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        "meta": {"billed_units": {"search_units": 1}, "tokens": {"input_tokens": n_tokens}},
+    }
+    return JSONResponse(answer | ({"truncated": truncated} if truncated else {}))
+
+
+async def score(served: ServedModel, body: ScoreBody, http: Request) -> Response:
+    """The response to a request for scores. A client that leaves ends the work."""
+    found = await while_connected(http, _all_scored(served, body, http))
+    if found is None:
+        return SILENCE
+    scores, n_tokens = found
+    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    return JSONResponse(
+        {
+            "id": http.scope["kukri.id"],
+            "object": "list",
+            "created": int(time()),
+            "model": served.check_model(body.model),
+            "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)],
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens, "completion_tokens": 0},
+        }
+    )
+
+
+async def _all_scored(served: ServedModel, body: ScoreBody, http: Request) -> tuple[list[float], int]:
+    """The scores, and the tokens read: of one query all documents at once, else pair by pair."""
+    queries, documents = body.queries, body.documents
+    groups = (
+        [(queries[0], documents)]
+        if len(queries) == 1
+        else [(query, [document]) for query, document in zip(queries, documents, strict=True)]
+    )
+    scores: list[float] = []
+    n_tokens = 0
+    for query, some in groups:
+        found, n, _ = await _scored(served, body, query, some, http)
+        scores, n_tokens = [*scores, *found], n_tokens + n
+    return scores, n_tokens
+
+
+async def _scored(
+    served: ServedModel, body: RerankBody | ScoreBody, query: str, documents: list[str], http: Request
+) -> tuple[list[float], int, list[int]]:
+    """Each document's score, the tokens read, and the places of texts that were cut."""
+    llm, encoder, cuts = served.llm, served.llm.text_encoder, bool(body.truncate)
+    sender, adapter = http.scope["kukri.client"], served.adapter_of(body.model)
+    priority, client = sender.priority(None), sender.queue(body.user)
+    try:
+        encoder.check_ranks()
+        if encoder.is_cross_encoder:
+            pairs = await asyncio.to_thread(encoder.encode_pairs, query, documents, truncate=cuts)
+            requests = encoder.pair_requests(
+                llm.engine, pairs.ids, priority=priority, client=client, adapter=adapter
+            )
+            rows = await rows_of(served, requests, http.scope)
+            return encoder.scores(rows), sum(map(len, pairs.ids)), pairs.truncated
+        for_query, for_document = encoder.rank_prompts()
+        asked = await asyncio.to_thread(encoder.encode, [query], prompt_name=for_query, truncate=cuts)
+        texts = await asyncio.to_thread(encoder.encode, documents, prompt_name=for_document, truncate=cuts)
+        ids = [*asked.ids, *texts.ids]
+        requests = encoder.requests(
+            llm.engine,
+            ids,
+            priority=priority,
+            client=client,
+            prefix_scope=sender.prefix_scope,
+            adapter=adapter,
+        )
+        rows = await rows_of(served, requests, http.scope)
+    except ContextLengthError as error:
+        error.param = "documents"
+        raise
+    except (RequestError, UnsupportedError) as error:
+        raise RequestError(str(error), param="documents") from None
+    vectors = normalized(encoder.vectors(rows, normalize=True))
+    return (vectors[1:] @ vectors[0]).astype(np.float64).tolist(), sum(map(len, ids)), texts.truncated

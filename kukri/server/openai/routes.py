@@ -1,0 +1,137 @@
+"""The routes of OpenAI's API, and what servers have beside them: reranking, activations, LoRA adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.server.access import check_interp
+from kukri.server.models.loading_reply import answered
+from kukri.server.models.registry import ModelEntry, ModelRegistry
+from kukri.server.openai.activations import ActivationsBody, activations
+from kukri.server.openai.chat_completions import complete_chat, parse_chat
+from kukri.server.openai.completions import complete
+from kukri.server.openai.embeddings import EmbeddingBody, embed
+from kukri.server.openai.rerank import RerankBody, ScoreBody, rerank, score
+from kukri.server.openai.responses import parse_response, respond
+from kukri.server.openai.responses_schema import ResponseBody
+from kukri.server.openapi import EVENTS, SAFETENSORS
+from kukri.server.schema import ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody
+
+
+def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    """Adds the routes of texts and models."""
+
+    @app.post("/v1/chat/completions", responses=EVENTS)
+    @app.post("/chat/completions", responses=EVENTS, include_in_schema=False)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answers a conversation."""
+        return await answered(registry, body, request, complete_chat)
+
+    @app.post("/v1/completions", responses=EVENTS)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continues a text."""
+        return await answered(registry, body, request, complete)
+
+    @app.post("/v1/responses", responses=EVENTS)
+    async def responses(body: ResponseBody, request: Request) -> Response:
+        """Answers a conversation, in the newer form; nothing is stored."""
+        return await answered(registry, body, request, respond)
+
+    @app.post("/v1/chat/completions/input_tokens", response_class=JSONResponse)
+    @app.post("/chat/completions/input_tokens", response_class=JSONResponse, include_in_schema=False)
+    async def chat_tokens(body: ChatBody, request: Request) -> JSONResponse:
+        """Counts the tokens of a conversation."""
+        served = await registry.served(body.model, request.scope)
+        n_tokens = await served.n_prompt_tokens(parse_chat(body))
+        return JSONResponse({"object": "chat.completion.input_tokens", "input_tokens": n_tokens})
+
+    @app.post("/v1/responses/input_tokens", response_class=JSONResponse)
+    async def response_tokens(body: ResponseBody, request: Request) -> JSONResponse:
+        """Counts the tokens of a response's input."""
+        served = await registry.served(body.model, request.scope)
+        n_tokens = await served.n_prompt_tokens(parse_response(body))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+    @app.post("/v1/embeddings", response_class=JSONResponse)
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """A vector for each text."""
+        served = await registry.served(body.model, request.scope)
+        return await embed(served, body, request)
+
+    @app.post("/v1/rerank", response_class=JSONResponse)
+    @app.post("/rerank", response_class=JSONResponse, include_in_schema=False)
+    @app.post("/reranking", response_class=JSONResponse, include_in_schema=False)
+    @app.post("/v1/reranking", response_class=JSONResponse, include_in_schema=False)
+    async def reranked(body: RerankBody, request: Request) -> Response:
+        """Ranks documents by how well they answer a query."""
+        served = await registry.served(body.model, request.scope)
+        return await rerank(served, body, request)
+
+    @app.post("/v1/score", response_class=JSONResponse)
+    @app.post("/score", response_class=JSONResponse, include_in_schema=False)
+    async def scored(body: ScoreBody, request: Request) -> Response:
+        """Scores pairs of texts."""
+        served = await registry.served(body.model, request.scope)
+        return await score(served, body, request)
+
+    @app.post("/v1/activations", responses=SAFETENSORS, response_class=Response)
+    async def activations_of(body: ActivationsBody, request: Request) -> Response:
+        """The activations of texts."""
+        check_interp(registry.settings, request.scope)
+        served = await registry.served(body.model, request.scope)
+        return await activations(served, body, request)
+
+    @app.get("/v1/models")
+    @app.get("/models", include_in_schema=False)
+    async def models() -> JSONResponse:
+        """Lists the names of all models."""
+        found = [_model(registry, entry, name) for entry in registry.listed() for name in entry.names]
+        return JSONResponse({"object": "list", "data": found})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        """Describes one of them."""
+        entry = registry.find(name)
+        return JSONResponse(_model(registry, entry, name if name in entry.names else entry.name))
+
+
+def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, Any]:
+    """A model in OpenAI's form, and how it is: seconds until it is unloaded are None for never."""
+    facts = {
+        "id": name,
+        "object": "model",
+        "created": entry.created,
+        "owned_by": "kukri",
+        "max_model_len": None,
+        "state": entry.state,
+    }
+    if name in entry.adapters:
+        facts["parent"] = entry.name  # as vLLM has it
+    if entry.served is not None:
+        status = entry.served.bridge.loop.status()
+        facts |= {
+            "max_model_len": entry.served.llm.engine.max_context,
+            "memory_bytes": entry.n_bytes,
+            "running_requests": status.n_running + status.n_waiting,
+            "expires_in_s": registry.expires_s(entry),
+        }
+    return facts
+
+
+def add_adapter_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    """Adds the routes that load and unload LoRA adapters, as vLLM has them."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(body: LoadAdapterBody, request: Request) -> JSONResponse:
+        """Loads a LoRA adapter of the adapter directory, which requests may then name as their model."""
+        await registry.load_adapter(body.model, body.lora_name, body.lora_path, request.scope)
+        return JSONResponse({"message": f"the adapter {body.lora_name!r} is loaded"})
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapterBody) -> JSONResponse:
+        """Unloads a LoRA adapter; requests that run with it end with it."""
+        await registry.unload_adapter(body.lora_name)
+        return JSONResponse({"message": f"the adapter {body.lora_name!r} is unloaded"})

@@ -1,0 +1,71 @@
+"""The routes of tokens and chat templates, as vLLM and llama.cpp have them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.errors import RequestError
+from kukri.server.models.registry import ModelRegistry
+from kukri.server.schema import DetokenizeBody, TemplateBody, TokenizeBody
+
+
+def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    """Adds the routes."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody, request: Request) -> JSONResponse:
+        """The token ids of a text or a conversation."""
+        served = await registry.served(body.model, request.scope)
+        if body.messages is not None:
+            messages = [message.as_dict() for message in body.messages]
+            ids = await served.prompts.encode(messages, **body.options())
+        elif body.content is not None:
+            ids = await served.encode(
+                body.content, add_special=body.add_special, parse_special=body.parse_special
+            )
+        else:
+            assert body.prompt is not None, "the schema wants one of them"
+            ids = await served.encode(body.prompt, add_special=body.add_special_tokens)
+        texts = [served.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+        tokens: list[Any] = ids
+        if body.with_pieces:
+            tokens = [{"id": i, "piece": _piece(served.tokenizer.token_bytes(i))} for i in ids]
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": served.llm.engine.max_context,
+                "tokens": tokens,
+                "token_strs": texts,
+            }
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody, request: Request) -> JSONResponse:
+        """The text of token ids."""
+        served = await registry.served(body.model, request.scope)
+        try:
+            text = served.tokenizer.decode(body.tokens)
+        except RequestError as error:
+            error.param = "tokens"
+            raise
+        return JSONResponse({"prompt": text, "content": text})  # vLLM's name for it, and llama.cpp's
+
+    @app.post("/apply-template", response_class=JSONResponse)
+    async def apply_template(body: TemplateBody, request: Request) -> Response:
+        """The prompt that a conversation becomes."""
+        served = await registry.served(body.model, request.scope)
+        messages = [message.as_dict() for message in body.messages]
+        text = await served.prompts.render(messages, **body.options())
+        return Response(json.dumps({"prompt": text}), media_type="application/json")  # lone surrogates too
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text as llama.cpp writes it: bytes that are not text as numbers."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

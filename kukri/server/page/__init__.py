@@ -1,0 +1,1 @@
+"""The web page that the server shows a person."""

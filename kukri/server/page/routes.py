@@ -1,0 +1,216 @@
+"""The page at `/`: its files, and answers as events that it shows while they grow.
+
+Conversations live in the browser; the server keeps an answer until its stream is opened, and nothing after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_urlsafe
+from typing import Annotated, Any, ClassVar
+
+from fastapi import FastAPI, Request
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from kukri import __version__
+from kukri.errors import KukriError
+from kukri.server.chat.request import ChatRequest
+from kukri.server.models.bridge import LiveCall
+from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.served_model import Chat, ServedModel
+from kukri.server.reply import Reply
+from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling
+from kukri.system_message import DEFAULT_SYSTEM, opening
+
+OPEN_S = 5.0  # until the stream of an answer has to be opened
+_UI = Path(__file__).parent / "ui"
+_MAX_SEED = 2**53 - 1  # the largest whole number of JavaScript
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class Control:
+    """An input for a field of SamplingParams; `step` None takes any number. Empty: the model's."""
+
+    name: str
+    label: str
+    hint: str
+    low: int
+    high: int | None
+    step: int | None = None
+
+
+_CONTROLS = (
+    Control("temperature", "Temperature", "0 takes the likeliest token, always", 0, 2),
+    Control("top_p", "Top p", "probability that is kept", 0, 1),
+    Control("top_k", "Top k", "tokens that are kept; 0 keeps all", 0, None, 1),
+    Control("min_p", "Min p", "least share of the likeliest token's probability", 0, 1),
+    Control("repetition_penalty", "Repetition penalty", "above 1: words seen before are less likely", 0, 100),
+    Control("frequency_penalty", "Frequency penalty", "above 0: words come back less, each time", -2, 2),
+    Control("presence_penalty", "Presence penalty", "above 0: new words are more likely", -2, 2),
+    Control("max_tokens", "Max tokens", "empty: as many as the context holds", 1, None, 1),
+    Control("seed", "Seed", "empty: another answer each time", 0, _MAX_SEED, 1),
+)
+
+
+class PageBody(Sampling):
+    """A request of the page."""
+
+    refused: ClassVar[Refused] = {"stream": ((True,), "the page's answers are streams")}
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    max_tokens: MaxTokens | None = None
+    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
+
+
+def add_page(app: FastAPI, registry: ModelRegistry) -> None:
+    """Adds the page's routes. `middleware.py` says which of them need no key."""
+    templates = Environment(
+        loader=FileSystemLoader(_UI / "templates"), autoescape=True, undefined=StrictUndefined
+    )
+    unopened = UnopenedAnswers()
+
+    def html(template: str, **values: Any) -> Response:
+        return HTMLResponse(templates.get_template(template).render(**values), headers=_HEADERS)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The page, with nothing in it that a key protects."""
+        needs_key = bool(registry.settings.api_keys)
+        return html("page.html", needs_key=needs_key, version=__version__, system=DEFAULT_SYSTEM)
+
+    @app.get("/ui/model", include_in_schema=False)
+    async def model(request: Request, name: str | None = None) -> Response:
+        """The fragment that names a model and all others, and has a control for each setting."""
+        served = await registry.served(name, request.scope)
+        return html(
+            "model.html",
+            model=served.names[0],
+            models=[entry.name for entry in registry.listed()],
+            max_context=served.llm.engine.max_context,
+            controls=_CONTROLS,
+            defaults=vars(served.llm.default_params) | {"max_tokens": None, "seed": None},
+        )
+
+    @app.post("/ui/answers", include_in_schema=False)
+    async def ask(body: PageBody, request: Request) -> Response:
+        """Starts an answer and returns the fragment that opens its stream."""
+        served = await registry.served(body.model, request.scope)
+        messages = [message.as_dict() for message in body.messages]
+        if messages[0]["role"] != "system":
+            messages = [*await asyncio.to_thread(opening, served.llm.chat_template), *messages]
+        asked = ChatRequest(
+            messages=messages,
+            model=body.model,
+            sampling=body.sampling(max_tokens=body.max_tokens),
+            names={"prompt": "messages"},
+        )
+        chat = await served.open(asked, request.scope)
+        name = unopened.add(served, chat.call, Reply(served, chat.call, PageWriter(chat), stream=True))
+        return html("answer.html", name=name)
+
+    @app.get("/ui/answers/{name}", include_in_schema=False)
+    async def answer(name: str) -> Response:
+        """The events of an answer, once."""
+        reply = unopened.take(name)
+        if reply is None:
+            raise HTTPException(404)
+        return reply
+
+    for folder in ("static", "vendor"):
+        app.mount(f"/ui/{folder}", Files(directory=_UI / folder))
+
+
+class Files(StaticFiles):
+    """Files that a browser asks about each time, so that it never mixes two versions of the page."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """The file, or 304."""
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "no-cache"
+        return response
+
+
+class UnopenedAnswers:
+    """Answers under way whose stream has not been opened, by unguessable names.
+
+    A browser's EventSource sends no API key: a client that knows the name has sent the key with the question.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[Reply, asyncio.TimerHandle]] = {}
+
+    def add(self, served: ServedModel, call: LiveCall, reply: Reply) -> str:
+        """Keeps an answer for OPEN_S and returns its name; then it is ended."""
+        name = token_urlsafe(32)
+        timer = asyncio.get_running_loop().call_later(OPEN_S, self._end, name, served, call)
+        self._answers[name] = reply, timer
+        return name
+
+    def take(self, name: str) -> Reply | None:
+        """Removes and returns the answer of that name; None if there is none."""
+        reply, timer = self._answers.pop(name, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return reply
+
+    def _end(self, name: str, served: ServedModel, call: LiveCall) -> None:
+        del self._answers[name]
+        call.leave()
+        served.metrics.on_end(*call.outcome)
+
+
+class PageWriter:
+    """Writes an answer as events: `delta` while it grows, then `end` or `failed`. Their data is JSON."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._call, self._choice = chat.call, chat.choices[0]
+        self._answer = self._choice.answer
+
+    def advance(self) -> bytes:
+        """An event with the text that came; none while a character or a stop string is not whole."""
+        reasoning, content = self._choice.advance()
+        if not (reasoning or content):
+            return b""
+        return _event("delta", thoughts=reasoning, content=content, **self._counts())
+
+    def end(self) -> bytes:
+        """The rest of the answer and why it ended, perhaps before its stream was opened."""
+        last = self.advance()
+        return last + _event("end", finish_reason=self._answer.finish_reason, **self._counts())
+
+    def fail(self, error: KukriError) -> bytes:
+        """An event with the error."""
+        return _event("failed", message=str(error))
+
+    def body(self) -> dict[str, Any]:
+        """The numbers of the answer alone: its text was streamed."""
+        return self._counts()
+
+    def _counts(self) -> dict[str, Any]:
+        return {
+            "n_prompt": self._call.n_prompt_tokens,
+            "n_generated": self._answer.n_tokens,
+            "tokens_per_s": round(self._answer.request.timings.decode_tokens_per_s, 1),
+        }
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    """A server-sent event whose data cannot be taken for HTML, whatever the model wrote."""
+    text = json.dumps(data, separators=(",", ":"))
+    text = text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+    return f"event: {kind}\ndata: {text}\n\n".encode()
