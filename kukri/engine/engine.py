@@ -17,6 +17,7 @@ from kukri.engine.drafts import Drafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_maker import RequestMaker
+from kukri.engine.residence import Residence
 from kukri.engine.runner import Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
@@ -109,19 +110,22 @@ class Engine(RequestMaker):
                 f"no memory for a KV cache of {n_gib:.1f} GiB: set its size (kv_bytes, --kv-memory) or "
                 "lower max_requests (--max-requests) or max_context (--max-context)"
             ) from None
-        self.pool = PagePool(n_pages, backend.page_tokens)
         self.saved_prefixes = _saved_prefixes(config, self.runner.cache)
+        self.pool = PagePool(n_pages, backend.page_tokens)
+        self.residence = Residence(
+            self.pool,
+            caches_prefixes=config.caches_prefixes,
+            saved=self.saved_prefixes,
+            states=StatePool(n_states) if self._has_states else None,
+        )
         self.adapters = LoadedAdapters()
         self.scheduler = Scheduler(
-            self.pool,
+            self.residence,
             config.max_requests,
             config.max_step_tokens,
             config.max_prompt_tokens,
             max_rows,
-            caches_prefixes=config.caches_prefixes,
             takes_whole=not is_causal,
-            saved=self.saved_prefixes,
-            states=StatePool(n_states) if self._has_states else None,
             n_parts=config.max_in_flight,
         )
         self._draft_model: DraftModel | None = None
@@ -469,13 +473,11 @@ class Engine(RequestMaker):
 
     def _forget_prefixes(self) -> None:
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""
-        self.pool.forget()
+        self.residence.forget()
         self.scheduler.start_anew()
-        if self.scheduler.states is not None:
-            self.scheduler.states.forget()
         for request in self.scheduler.running:
             request.n_cached_pages, request.is_cacheable = 0, False
-        self.scheduler.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
+        self.residence.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
         # a hook sees each token of a sequence once, and none that is not in it
         self.scheduler.takes_drafts = not self.runner.hooks
 

@@ -57,11 +57,11 @@ def test_another_process_finds_a_prefix(tmp_path: Path, pages_per_step: int) -> 
     assert engine.saved_prefixes is not None
     engine.saved_prefixes.pages_per_step = pages_per_step
     request = answer(engine, prompt)
-    assert request.n_prefix_hit == engine.scheduler.n_restored == 96
+    assert request.n_prefix_hit == engine.residence.n_restored == 96
     assert backend.batches[0][0] == 4
     assert request.output_ids == expected_output(prompt, 5)
     assert answer(engine, prompt).n_prefix_hit == 96
-    assert engine.scheduler.n_restored == 96  # the second time it was in memory
+    assert engine.residence.n_restored == 96  # the second time it was in memory
     other = prompt[:50] + prompt_of(40, 9)
     assert answer(engine, other).output_ids == expected_output(other, 5)
     engine.close()

@@ -54,15 +54,15 @@ def same(a: Any, b: Any) -> bool:
 
 def test_a_shared_prefix_changes_no_bit(llm: LLM) -> None:
     """A state taken from a place that is not where the prompt goes on."""
-    scheduler = llm.calls.engine.scheduler
+    residence = llm.calls.engine.residence
     ends = ["One.", "Another end, and a longer one: seven, eight, nine.", "A third"]
     shared = [llm.generate(TEXT + end, GREEDY) for end in ends]
-    n_hit = scheduler.n_prefix_hit
+    n_hit = residence.n_prefix_hit
     assert n_hit > 2 * 0.6 * len(TEXT)
     for end, before in zip(ends, shared, strict=True):
         llm.calls.engine.add_hooks({})  # forgets all that is cached
         assert same(llm.generate(TEXT + end, GREEDY), before)
-    assert scheduler.n_prefix_hit == n_hit
+    assert residence.n_prefix_hit == n_hit
 
 
 def test_neighbours_and_steps_change_no_bit(llm: LLM) -> None:
