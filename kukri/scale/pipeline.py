@@ -22,7 +22,7 @@ from kukri.errors import ConfigError, StageError
 from kukri.kernels.cpu.compile.features import usable_cores
 from kukri.kernels.cpu.run.read_speed import measure_read_speed
 from kukri.scale.stage import StageOptions, serve_stage
-from kukri.stages.connection import listen
+from kukri.stages.greeting import listen
 from kukri.stages.pipeline import SPEED_TEST
 from kukri.stages.processes import Address
 

@@ -18,7 +18,8 @@ from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.step import StepLimits
 from kukri.loading import ModelOptions, read_weights
 from kukri.model_identity import code_digest, weights_identity
-from kukri.stages.connection import Connection, accept, connect
+from kukri.stages.connection import Connection, LostError
+from kukri.stages.greeting import Door, connect
 from kukri.stages.messages import (
     Kind,
     from_text,
@@ -32,7 +33,7 @@ from kukri.stages.stage import Stage
 
 logger = logging.getLogger("kukri.stages")
 
-_CONNECT_S = 60.0
+_NEIGHBOUR_S = 60.0  # for the stage before and the next one to connect
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class StageOptions:
 
 def serve_stage(listener: socket.socket, token: bytes, own: StageOptions, *, once: bool = False) -> None:
     """Serves engines, one after another; with `once` the first alone."""
+    door = Door(listener, token)
     while True:
-        engine = accept(listener, token, "engine", "the engine")
+        engine = door.accept("engine", "the engine")
         try:
-            _serve(engine, listener, token, own)
-        except StageError as error:  # the engine has ended, or the stage beside this one
+            _serve(engine, door, token, own)
+        except StageError as error:  # the engine has ended, another stage has, or this one has failed
             logger.info("%s", error)
         finally:
             engine.close()
@@ -61,22 +63,26 @@ def serve_stage(listener: socket.socket, token: bytes, own: StageOptions, *, onc
             return
 
 
-def _serve(engine: Connection, listener: socket.socket, token: bytes, own: StageOptions) -> None:
-    """Serves an engine until the connection ends, which raises StageError."""
-    facts = {"code": code_digest().hex(), "free_bytes": available_bytes(), "speed": own.speed}
-    facts["machine"] = platform.node()
-    engine.send(Kind.FACTS, to_text(facts))
-    opened = from_text(engine.expect(Kind.OPEN))
-    neighbours = _Neighbours(engine, opened, listener, token)
+def _serve(engine: Connection, door: Door, token: bytes, own: StageOptions) -> None:
+    """Serves an engine until it hangs up or something fails, which the engine is told; raises StageError."""
+    neighbours = _Neighbours(engine)
     try:
+        facts = {"code": code_digest().hex(), "free_bytes": available_bytes(), "speed": own.speed}
+        facts["machine"] = platform.node()
+        engine.send(Kind.FACTS, to_text(facts))
+        opened = from_text(engine.expect(Kind.OPEN))
+        neighbours.meet(opened, door, token)
         stage = OpenStage(opened, own)
         bounds = step_bounds(stage.limits, stage.width, stage.n_pages)
         engine.bounds = neighbours.before.bounds = bounds
         engine.send(Kind.READY, to_text(stage.facts))
         _run(stage, engine, neighbours)
-    except KukriError as error:
-        engine.send(Kind.ERROR, str(error).encode())
-        raise StageError(str(error)) from error
+    except Exception as error:  # whatever it is, the next engine is served
+        if not isinstance(error, KukriError):
+            logger.exception("the stage failed")
+        text = str(error) if isinstance(error, KukriError) else f"{type(error).__name__}: {error}"
+        engine.send(Kind.LOST if isinstance(error, LostError) else Kind.ERROR, text.encode())
+        raise StageError(text) from error
     finally:
         neighbours.close()
 
@@ -84,19 +90,21 @@ def _serve(engine: Connection, listener: socket.socket, token: bytes, own: Stage
 class _Neighbours:
     """The connections that activations come from and go to; the engine's for the ends."""
 
-    def __init__(
-        self, engine: Connection, opened: dict[str, Any], listener: socket.socket, token: bytes
-    ) -> None:
+    def __init__(self, engine: Connection) -> None:
+        self._engine = self.before = self.following = engine
         self._own: list[Connection] = []
-        self.before = self.behind = engine
-        following = opened["next"]
-        if following is not None:  # first, as the stage behind waits for it
-            host, port, key = following["host"], following["port"], following["token"]
+
+    def meet(self, opened: dict[str, Any], door: Door, token: bytes) -> None:
+        """Connects to the next stage, and waits for the one before. Raises StageError."""
+        if (following := opened.get("next")) is not None:  # first, as the next stage waits for it
+            host, port, key = following["host"], int(following["port"]), following["token"]
             key = token if key is None else key.encode()
-            self.behind = connect(host, int(port), key, "stage", "the next stage", _CONNECT_S)
-            self._own.append(self.behind)
-        if opened["has_previous"]:
-            self.before = accept(listener, token, "stage", "the stage before")
+            self.following = connect(host, port, key, "stage", "the next stage", _NEIGHBOUR_S)
+            self._own.append(self.following)
+        if opened.get("has_previous"):
+            self.before = door.accept(
+                "stage", "the stage before", engine=self._engine, timeout_s=_NEIGHBOUR_S
+            )
             self._own.append(self.before)
 
     def close(self) -> None:
@@ -140,7 +148,7 @@ class OpenStage:
         }
 
     def run(self, step: memoryview, activations: FloatArray | None) -> FloatArray:
-        """A step's activations [T, D] behind these layers."""
+        """A step's activations [T, D] after these layers."""
         return self._program(step_from_bytes(step, self.limits, self._program.inputs, activations)).numpy()
 
     @property
@@ -164,8 +172,8 @@ def _run(stage: OpenStage, engine: Connection, neighbours: _Neighbours) -> None:
             started_s = perf_counter()
             rows = stage.run(body, x)
             computed_s += perf_counter() - started_s
-            neighbours.behind.send(Kind.ACTIVATIONS, *rows_to_bytes(rows, computed_s))
-        elif kind in (Kind.ACTIVATIONS, Kind.ERROR):
+            neighbours.following.send(Kind.ACTIVATIONS, *rows_to_bytes(rows, computed_s))
+        elif kind is Kind.ACTIVATIONS:
             raise StageError(f"the engine sent {kind.name}")
         else:
             stage.change(kind, body)

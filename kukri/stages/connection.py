@@ -1,42 +1,43 @@
-"""A connection between two stages: framed messages over TCP, between processes that know one token.
-
-Each side proves that it knows the token before the other reads anything else of it; the token itself is not
-sent. Nothing is encrypted: between machines, use a private network.
-"""
+"""A connection between two stages: framed messages over TCP."""
 
 from __future__ import annotations
 
-import hmac
 import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from secrets import token_bytes
-from typing import Literal
 
 from kukri.errors import StageError
 from kukri.stages.messages import Kind, text_bounds
 
-Role = Literal["engine", "stage"]  # of who connects: the engine's process, or the stage before
+HANG_UP = getattr(select, "POLLRDHUP", 0)  # the event of a peer that has hung up; elsewhere poll always tells
 _HEADER = struct.Struct("<2I")  # kind, bytes
-_GREETING = b"kukri stage 1\n"
-_ROLES: dict[Role, bytes] = {"engine": b"E", "stage": b"S"}
-_NONCE, _PROOF = 32, 32  # bytes
-_GREETING_S = 10.0  # for a stranger to prove that it is none
 _SILENCE_S = 20  # after which the system gives up a machine that does not answer
 _PIECE = 1 << 18  # bytes that are sent at a time
 
 
-class Connection:
-    """One side. `bounds` are the most bytes of the kinds that may come. Raises StageError once it is lost."""
+class LostError(StageError):
+    """A connection has ended. The cause is elsewhere."""
 
-    def __init__(self, sock: socket.socket, name: str) -> None:
+
+class Connection:
+    """One side of a connection. Raises LostError once it is lost.
+
+    Attributes: bounds, the most bytes of each kind of message that may come; name, of the other side; engine,
+    a connection whose end also ends the waiting for messages of this one.
+    """
+
+    def __init__(self, sock: socket.socket, name: str, engine: Connection | None = None) -> None:
         self.bounds: Mapping[Kind, int] = text_bounds()
-        self.name = name
+        self.name, self.engine = name, engine
         self._socket = sock
         _watch(sock)
+
+    def fileno(self) -> int:
+        """The file descriptor of the socket, -1 once it is closed."""
+        return self._socket.fileno()
 
     def send(self, kind: Kind, *parts: bytes | memoryview, inbox: Inbox | None = None) -> None:
         """Sends a message. While it waits for the other side to read, `inbox` takes in what comes: two sides
@@ -54,18 +55,23 @@ class Connection:
             raise self._lost(error) from None
 
     def receive(self) -> tuple[Kind, memoryview]:
-        """The next message. Raises StageError on one of a kind or size that is out of bounds."""
+        """The next message.
+
+        Raises StageError on one of a kind or size that is out of bounds, and with the other side's error.
+        """
         number, n_bytes = _HEADER.unpack(self._read(_HEADER.size))
         kind = next((kind for kind in self.bounds if kind == number), None)
         if kind is None or n_bytes > self.bounds[kind]:
             raise StageError(f"{self.name} sent a message of kind {number} and {n_bytes} bytes")
-        return kind, self._read(n_bytes)
+        body = self._read(n_bytes)
+        if kind in (Kind.ERROR, Kind.LOST):
+            raised = StageError if kind is Kind.ERROR else LostError
+            raise raised(f"{self.name}: {bytes(body).decode(errors='replace')}")
+        return kind, body
 
     def expect(self, kind: Kind) -> memoryview:
-        """The next message, which must be of this kind. Raises StageError with the other side's error."""
+        """The next message, which must be of this kind. Raises StageError as `receive` does."""
         found, body = self.receive()
-        if found is Kind.ERROR:
-            raise StageError(f"{self.name}: {bytes(body).decode(errors='replace')}")
         if found is not kind:
             raise StageError(f"{self.name} sent {found.name} instead of {kind.name}")
         return body
@@ -81,17 +87,21 @@ class Connection:
             self._socket.sendall(left)
             return
         while left:
-            readable, writable, _ = select.select([inbox.connection._socket], [self._socket], [])
-            if readable and not writable:
-                inbox.take_in()
-            if writable:
+            poll = select.poll()  # not select(), which refuses file descriptors from 1,024 on
+            poll.register(inbox.connection, select.POLLIN)
+            both = inbox.connection is self
+            poll.register(self, select.POLLOUT | select.POLLIN if both else select.POLLOUT)
+            if dict(poll.poll()).get(self.fileno(), 0) & ~select.POLLIN:
                 left = left[self._socket.send(left[:_PIECE], socket.MSG_DONTWAIT) :]
+            else:
+                inbox.take_in()
 
     def _read(self, n_bytes: int) -> memoryview:
         body = memoryview(bytearray(n_bytes))
         n_read = 0
         try:
             while n_read < n_bytes:
+                self._watch_engine()
                 n = self._socket.recv_into(body[n_read:])
                 if n == 0:
                     raise EOFError("the connection has ended")
@@ -100,8 +110,17 @@ class Connection:
             raise self._lost(error) from None
         return body
 
-    def _lost(self, error: Exception) -> StageError:
-        return StageError(f"{self.name} is lost: {error}")
+    def _watch_engine(self) -> None:
+        """Waits for something to read. Raises LostError if the engine hangs up instead."""
+        if self.engine is not None:
+            poll = select.poll()
+            poll.register(self, select.POLLIN)
+            poll.register(self.engine, HANG_UP)
+            if self.fileno() not in dict(poll.poll()):
+                raise self.engine._lost(EOFError("it has hung up"))
+
+    def _lost(self, error: Exception) -> LostError:
+        return LostError(f"{self.name} is lost: {error}")
 
 
 class Inbox:
@@ -122,60 +141,13 @@ class Inbox:
         return self._bodies.popleft()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens for engines and stages."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family)
-
-
-def accept(listener: socket.socket, token: bytes, role: Role, name: str) -> Connection:
-    """The next connection of a process that knows the token and has this role; others are turned away."""
-    while True:
-        sock, _ = listener.accept()
-        with suppress(OSError, EOFError):
-            sock.settimeout(_GREETING_S)
-            own = token_bytes(_NONCE)
-            sock.sendall(_GREETING + own)
-            answer = _read_exactly(sock, 1 + _NONCE + _PROOF)
-            who, other, proof = answer[:1], answer[1 : 1 + _NONCE], answer[1 + _NONCE :]
-            if who == _ROLES[role] and hmac.compare_digest(proof, _proof(token, who, own, other)):
-                sock.sendall(_proof(token, b"A", other, own))
-                sock.settimeout(None)
-                return Connection(sock, name)
-        sock.close()
-
-
-def connect(host: str, port: int, token: bytes, role: Role, name: str, timeout_s: float) -> Connection:
-    """A connection to a stage that listens there. Raises StageError if it does not, or has another token."""
-    who = _ROLES[role]
-    try:
-        sock = socket.create_connection((host, port), timeout=timeout_s)
-        greeting = _read_exactly(sock, len(_GREETING) + _NONCE)
-        if not greeting.startswith(_GREETING):
-            raise ValueError("no stage of this version listens there")
-        theirs, own = greeting[len(_GREETING) :], token_bytes(_NONCE)
-        sock.sendall(who + own + _proof(token, who, theirs, own))
-        if not hmac.compare_digest(_read_exactly(sock, _PROOF), _proof(token, b"A", own, theirs)):
-            raise ValueError("it does not know the token")
-        sock.settimeout(None)
-    except (OSError, EOFError, ValueError) as error:
-        reason = error if str(error) else "it hangs up: does it have the same token?"
-        raise StageError(f"no connection to {name} at {host}:{port}: {reason}") from None
-    return Connection(sock, name)
-
-
-def _proof(token: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:
-    return hmac.digest(token, role + challenge + own, "sha256")
-
-
-def _read_exactly(sock: socket.socket, n_bytes: int) -> bytes:
-    data = b""
-    while len(data) < n_bytes:
-        piece = sock.recv(n_bytes - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return data
+def ready(connections: Sequence[Connection], timeout_s: float | None) -> list[Connection]:
+    """The connections that have something to read or have ended; waits `timeout_s` for the first of them."""
+    poll = select.poll()
+    for connection in connections:
+        poll.register(connection, select.POLLIN)
+    found = dict(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+    return [connection for connection in connections if connection.fileno() in found]
 
 
 def _watch(sock: socket.socket) -> None:

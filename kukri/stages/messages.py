@@ -30,18 +30,19 @@ class Kind(IntEnum):
     FACTS = 1  # a stage, when it is connected: JSON
     OPEN = 2  # to a stage: the model and its layers, JSON
     READY = 3  # a stage that has loaded them: JSON
-    ERROR = 4  # a stage that cannot go on: JSON
+    ERROR = 4  # a stage that cannot continue: why, as text
     STEP = 5  # to all stages: a batch
     ACTIVATIONS = 6  # from stage to stage: float32 [T, D], and the seconds that all stages so far computed
     COPY_PAGE = 7  # to all stages: int32 source, target
     CLEAR_PAGES = 8  # int32 pages
     CLEAR_FROM = 9  # int32 page, offset
     COPY_STATE = 10  # int32 source, target
+    LOST = 11  # a stage that cannot continue because it lost another: text
 
 
 def text_bounds() -> dict[Kind, int]:
     """The most bytes of the messages before a stage is open."""
-    return dict.fromkeys((Kind.FACTS, Kind.OPEN, Kind.READY, Kind.ERROR), _MAX_TEXT)
+    return dict.fromkeys((Kind.FACTS, Kind.OPEN, Kind.READY, Kind.ERROR, Kind.LOST), _MAX_TEXT)
 
 
 def step_bounds(limits: StepLimits, width: int, n_pages: int) -> dict[Kind, int]:
@@ -49,6 +50,7 @@ def step_bounds(limits: StepLimits, width: int, n_pages: int) -> dict[Kind, int]
     t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
     return {
         Kind.ERROR: _MAX_TEXT,
+        Kind.LOST: _MAX_TEXT,
         Kind.STEP: _STEP.size + 4 * (5 * t + (s + 1) + 2 * s + s * limits.max_pages + n),
         Kind.ACTIVATIONS: _ROWS.size + 4 * t * width,
         Kind.COPY_PAGE: 8,
@@ -64,7 +66,7 @@ def to_text(facts: Mapping[str, Any]) -> bytes:
 
 
 def from_text(body: memoryview) -> dict[str, Any]:
-    """The JSON object of a message. Raises StageError if it is none."""
+    """The JSON object of a message. Raises StageError if it is not one."""
     try:
         found = json.loads(bytes(body))
     except (ValueError, RecursionError):

@@ -13,8 +13,9 @@ from kukri.errors import ConfigError, StageError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.step import StepLimits
 from kukri.model_identity import code_digest
-from kukri.stages.connection import Connection, Inbox, connect
+from kukri.stages.connection import Connection, Inbox, LostError, ready
 from kukri.stages.cut import StageRoom
+from kukri.stages.greeting import connect
 from kukri.stages.messages import Kind, from_text, rows_from_bytes, step_bounds, to_text
 from kukri.stages.processes import Address
 from kukri.stages.sources import StageSource
@@ -23,6 +24,7 @@ logger = logging.getLogger("kukri.stages")
 
 SPEED_TEST = 64 << 20, 5  # bytes, and passes over them, by which machines are compared
 _CONNECT_S = 10.0
+_CAUSE_S = 0.2  # for each stage to say why it ended
 _RETURN_S = 60.0  # for a lost stage on another machine to listen again
 
 
@@ -80,8 +82,7 @@ class Pipeline:
         try:
             return self._wait()
         except StageError as error:
-            self.close()
-            raise ConfigError(str(error)) from None
+            raise ConfigError(str(self._end(error))) from None
 
     def broadcast(self, kind: Kind, *parts: bytes) -> None:
         """Sends a message to all stages. Raises StageError if one is lost, or none can be had again."""
@@ -91,9 +92,8 @@ class Pipeline:
                 self._begin_again()
             for stage in self._stages:
                 stage.send(kind, *parts, inbox=self._inbox)
-        except StageError:
-            self.close()
-            raise
+        except StageError as error:
+            raise self._end(error) from None
 
     def change(self, kind: Kind, *parts: bytes) -> None:
         """Sends all stages a change to the caches. A loss is raised with the next step, not here."""
@@ -112,15 +112,35 @@ class Pipeline:
             if self._inbox is None:
                 raise StageError("a stage was lost")
             return rows_from_bytes(self._inbox.next())
-        except StageError:
-            self.close()
-            raise
+        except StageError as error:
+            raise self._end(error) from None
 
     def _raise_loss(self) -> None:
         """Raises a loss that has not been raised yet."""
         if self._loss is not None:
             loss, self._loss = self._loss, None
             raise loss
+
+    def _end(self, error: StageError) -> StageError:
+        """Ends the connections; the error to raise, of the stage that failed first as far as they tell."""
+        if isinstance(error, LostError):  # stages in a row lose one another
+            error = self._cause(error)
+        self.close()
+        return error
+
+    def _cause(self, error: StageError) -> StageError:
+        """The first stage's own error, if there is one, else the first loss of a stage in their order."""
+        losses: list[StageError] = []
+        for stage in self._stages:
+            try:
+                while ready([stage], _CAUSE_S):
+                    stage.receive()
+            except LostError as loss:
+                losses.append(loss)
+            except (StageError, ValueError) as own:  # ValueError: it is closed
+                if isinstance(own, StageError):
+                    return own
+        return [*losses, error][0]
 
     def close(self) -> None:
         """Ends the connections."""
@@ -161,12 +181,15 @@ class Pipeline:
 
     def _wait(self) -> list[dict[str, Any]]:
         assert self._opening is not None, "open() comes before"
-        facts = [from_text(stage.expect(Kind.READY)) for stage in self._stages]
+        facts: dict[Connection, dict[str, Any]] = {}
+        while waiting := [stage for stage in self._stages if stage not in facts]:
+            for stage in ready(waiting, None):  # not in their order: one may fail while another still loads
+                facts[stage] = from_text(stage.expect(Kind.READY))
         opening = self._opening
         for stage in self._stages:
             stage.bounds = step_bounds(opening.limits, opening.width, opening.n_pages)
         self._inbox = Inbox(self._stages[-1])
-        return facts
+        return [facts[stage] for stage in self._stages]
 
     def _begin_again(self) -> None:
         """Starts lost processes, connects and opens as before. Raises StageError if that fails."""

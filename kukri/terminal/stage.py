@@ -6,7 +6,7 @@ import os
 import sys
 
 from kukri.errors import ConfigError
-from kukri.stages.connection import listen
+from kukri.stages.greeting import listen
 from kukri.stages.processes import MIN_TOKEN, TOKEN_VARIABLE, Address
 
 
