@@ -43,6 +43,12 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()  # longrope: divisors up to original_context
     long_factors: tuple[float, ...] = ()  # longrope: divisors beyond
 
+    def reach(self, max_context: int) -> int:
+        """`max_context`, or the stretched original context if that is more, which some files leave unsaid."""
+        if self.kind not in ("yarn", "dynamic"):
+            return max_context
+        return max(max_context, int(min(self.original_context * self.factor, MAX_CONTEXT)))
+
     def __post_init__(self) -> None:
         """Raises ConfigError on an unknown kind or numbers without a meaning."""
         if self.kind not in ROPE_SCALINGS:
@@ -104,6 +110,7 @@ class LayerConfig:
     rope: RopeConfig | None = None
     n_kv_heads: int | None = None
     d_head: int | None = None
+    d_ffn: int | None = None
     attention_scale: float | None = None  # multiplies scores; the model's is d_head ** -0.5
     is_recurrent: bool = False  # True: keeps a state in place of keys and values
 
@@ -254,6 +261,10 @@ class ModelConfig:
             rope=(this.rope or self.rope) if this.use_rope else None,
             softcap=self.attention_softcap,
         )
+
+    def mlp_width(self, layer: int) -> int:
+        """The width of a layer's MLP: its own, else the model's."""
+        return self.layers[layer].d_ffn or self.d_ffn
 
     @property
     def kv_bytes_per_token(self) -> int:

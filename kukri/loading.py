@@ -431,7 +431,10 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
     if max_context is None:
         return config
     if max_context > config.max_context:
-        raise ConfigError(f"max_context {max_context} is more than the model's {config.max_context} tokens")
+        raise ConfigError(
+            f"max_context {max_context} is more than the model's {config.max_context} tokens:"
+            " --rope-scaling with --rope-factor (rope_scaling, rope_factor) stretches it"
+        )
     return replace(config, max_context=max_context)
 
 

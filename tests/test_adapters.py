@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lora_files import ATTENTION, MLP, merged, random_updates, write_gguf_adapter, write_peft
+from safetensors.torch import load_file, save_file
 from test_llm_safetensors import N_VOCAB, make, theirs
 from typer.testing import CliRunner
 
@@ -115,6 +116,20 @@ def test_a_head_of_its_own(llama: tuple[Path, Any], tmp_path: Path) -> None:
         request = llm.engine.make_output_request(IDS, "logits", first_row=20, stop_row=30, adapter="a")
         (rows,) = llm.calls.compute([request])
         np.testing.assert_array_equal(rows, llm.logits(IDS, adapter="a")[20:30])
+
+
+def test_copies_of_the_models_own_matrices_are_left_out(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """An adapter of the head refused for what PEFT saves with it: the head and embedding as they were."""
+    directory, model = llama
+    updates = random_updates(model, ("lm_head", "v_proj"))
+    path = write_peft(tmp_path, updates)
+    tensors = load_file(path / "adapter_model.safetensors")
+    copies = {"lm_head.base_layer.weight": model.lm_head.weight}
+    copies |= {"model.embed_tokens.weight": model.model.embed_tokens.weight}
+    tensors |= {f"base_model.model.{name}": weight.detach().clone() for name, weight in copies.items()}
+    save_file(tensors, path / "adapter_model.safetensors")
+    with LLM(directory, backend="reference", adapters={"a": path}) as llm:
+        close(llm.logits(IDS, adapter="a"), theirs(merged(model, updates, 2.0), IDS))
 
 
 @pytest.mark.parametrize("weight_type", ["F32", "F16"])

@@ -73,6 +73,11 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         tr.Phi3Config,
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 9},
     ),
+    "llama-yarn-unrounded": (tr.LlamaConfig, {"rope_parameters": {**YARN, "truncate": False, "factor": 3.0}}),
+    "llama-dynamic": (
+        tr.LlamaConfig,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "smollm3-yarn": (tr.SmolLM3Config, {"rope_parameters": YARN}),
     "smollm3": (tr.SmolLM3Config, {"no_rope_layer_interval": 2}),
     "qwen2": (tr.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
@@ -167,6 +172,10 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         tr.Lfm2Config,
         {"full_attn_idxs": [2], "block_auto_adjust_ff_dim": False, "max_position_embeddings": 512},
     ),
+    "lfm2-biases": (
+        tr.Lfm2Config,
+        {"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "block_auto_adjust_ff_dim": False},
+    ),
     "qwen3_5_text": (
         tr.Qwen3_5TextConfig,
         {
@@ -215,7 +224,8 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),
 }
-RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES]
+# transformers' dynamic RoPE is that of the tokens so far, kukri's that of the longest context
+RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES and kind != "llama-dynamic"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 # LLM's cache is float16, which moves these logits by up to 0.014 (measured, the same on both backends)
 TIE = 0.03

@@ -534,5 +534,8 @@ def state_slots(config: EngineConfig, layout: CacheLayout, n_pages: int) -> int:
 def _max_context(config: EngineConfig, model: Model) -> int:
     limit = model.config.max_context
     if config.max_context is not None and config.max_context > limit:
-        raise ConfigError(f"max_context {config.max_context} is more than the model's {limit} tokens")
+        raise ConfigError(
+            f"max_context {config.max_context} is more than the model's {limit} tokens:"
+            " --rope-scaling with --rope-factor (rope_scaling, rope_factor) stretches it"
+        )
     return config.max_context or limit

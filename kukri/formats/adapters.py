@@ -36,6 +36,8 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
 _MAX_LISTED = 6
 _PEFT = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+# The model's own matrix, unchanged, which PEFT saves besides an update of the head or the embedding
+_COPY = re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.weight")
 _GGUF = re.compile(r"(?P<tensor>.+)\.lora_(?P<part>[ab])")
 _PREFIXES = ("model.", "transformer.", "bert.", "roberta.")
 
@@ -96,6 +98,8 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
     for name, tensor in file.tensors.items():
         _refuse_kind(name, weights)
         match = _PEFT.fullmatch(name)
+        if match is None and _is_copy(name, tensor.shape, model):
+            continue
         if match is None:
             raise FormatError("is neither lora_A nor lora_B of a linear layer", path=weights, tensor=name)
         module = match["module"].removeprefix("base_model.model.")
@@ -177,6 +181,18 @@ def _canonical(module: str, matrices: Mapping[str, Any]) -> str | None:
     stripped = [module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix)]
     candidates = [module, f"model.{module}", *(f"model.{name}" for name in stripped)]
     return next((f"{name}.weight" for name in candidates if f"{name}.weight" in matrices), None)
+
+
+def _is_copy(name: str, shape: tuple[int, ...], model: Model) -> bool:
+    """True for a copy of the model's own embedding or head, of the same shape: no token was added."""
+    match = _COPY.fullmatch(name.removeprefix("base_model.model."))
+    if match is None:
+        return False
+    stored = {parameter.name: parameter.shape for parameter in model.parameters}
+    embedding = f"{ARCHITECTURES[model.config.architecture].embedding}.weight"
+    copied = {name: stored[name] for name in (embedding, "lm_head.weight") if name in stored}
+    matrix = _canonical(match["module"], copied)
+    return matrix is not None and copied[matrix] == shape
 
 
 # --- GGUF

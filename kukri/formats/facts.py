@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
 from kukri.formats.keys import Keys
@@ -121,15 +123,8 @@ def read_numbers(
         key = fact.key(form)
         if fact.field in found:
             continue
-        if fact.field == "n_kv_heads":
-            absent = keys.value(key) is None
-            if form == "gguf" and architecture.recurrent is not None and not absent:
-                found["n_kv_heads"] = _most_heads(keys, key, found["n_heads"])
-                continue
-            found["n_kv_heads"] = found["n_heads"] if absent else fact.read(keys, form, most=found["n_heads"])
-            if found["n_heads"] % found["n_kv_heads"]:
-                message = f"is {found['n_kv_heads']}, which does not divide {found['n_heads']} heads"
-                raise keys.error(key, message)
+        if fact.field in BY_LAYER:
+            found[fact.field] = max(by_layer(keys, form, architecture, fact.field, found))
         elif fact.field == "d_head" and keys.value(key) is None:
             found["d_head"] = _equal_heads(keys, form, found)
         elif fact.field == "norm_eps" and form == "hf":
@@ -143,15 +138,33 @@ def read_numbers(
     return found
 
 
-def _most_heads(keys: Keys, key: str, n_heads: int) -> int:
-    """Key heads of the layers that have some, by a number or a list with 0 for those that have none."""
-    if type(keys.value(key)) is int:
-        return keys.whole(key, most=n_heads)
-    counts: set[int] = set(keys.items(key, int)) - {0}
-    if len(counts) != 1 or not 0 < min(counts) <= n_heads or n_heads % min(counts):
-        message = f"must be 0 or one divisor of {n_heads} heads for each layer, not {brief(sorted(counts))}"
-        raise keys.error(key, message)
-    return counts.pop()
+# Numbers of which GGUF files may list one for each layer.
+BY_LAYER = ("n_heads", "n_kv_heads", "d_ffn")
+
+
+def by_layer(
+    keys: Keys, form: Format, architecture: Architecture, field: str, found: Mapping[str, int]
+) -> list[int]:
+    """One of the numbers `BY_LAYER` for each layer; `found` has those that come before it.
+
+    A recurrent layer has 0 of what it lacks. Raises FormatError and UnsupportedError.
+    """
+    fact = next(fact for fact in facts(architecture) if fact.field == field)
+    key, n_layers, n_heads = fact.key(form), found["n_layers"], found.get("n_heads", 0)
+    if form == "hf":
+        counts = [fact.read(keys, form, default=n_heads if field == "n_kv_heads" else None)] * n_layers
+    elif field == "n_kv_heads" and keys.value(key) is None:
+        counts = [n_heads] * n_layers
+    else:
+        counts = keys.each(key, n_layers, least=0 if architecture.recurrent else 1, most=fact.most)
+    if not (present := set(counts) - {0}):
+        raise keys.error(key, "is 0 in each layer")
+    if field == "n_heads" and len(present) > 1:
+        raise keys.unsupported(key, f"is {brief(sorted(present))}: kukri runs as many in each layer")
+    for n in present if field == "n_kv_heads" else ():
+        if n_heads % n:  # more than heads among them
+            raise keys.error(key, f"is {n}, which does not divide {n_heads} heads")
+    return counts
 
 
 def read_recurrent(
@@ -247,13 +260,30 @@ def write_numbers(config: ModelConfig, form: Format, architecture: Architecture)
     written: dict[str, Any] = {}
     for fact in facts(architecture):
         value = getattr(config, fact.field)
+        scaling = config.rope.scaling
+        if fact.field == "max_context" and scaling is not None and scaling.kind == "dynamic":
+            value = scaling.original_context  # which readers stretch
         if value is None and fact.field == "attention_scale":
             value = config.d_head**-0.5
         if value is None:  # none, where an absent key would mean a default
             written[fact.key(form)] = 0.0 if form == "gguf" else None
         else:
             written[fact.key(form)] = fact.kind(value)
-    return written
+    return written | _differing(config, form, architecture)
+
+
+def _differing(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
+    """The keys of numbers that differ from layer to layer, as lists."""
+    lists = {
+        "n_kv_heads": [config.attention(i).n_kv_heads for i in range(config.n_layers)],
+        "d_ffn": [config.mlp_width(i) for i in range(config.n_layers)],
+    }
+    named = {fact.field: fact.key(form) for fact in facts(architecture)}
+    found = {named[field]: values for field, values in lists.items() if len(set(values)) > 1}
+    if found and form == "hf":
+        names = ", ".join(found)
+        raise UnsupportedError(f"config.json of {architecture.name} has one {names} for all layers")
+    return {key: np.array(values, np.int32) for key, values in found.items()}
 
 
 def write_scaling(scaling: RopeScaling, form: Format, fields: tuple[str, ...]) -> dict[str, Any]:

@@ -88,6 +88,17 @@ class Keys:
             raise self.error(key, f"must be a list of {name}, not {brief(value)}")
         return value
 
+    def each(self, key: str, n: int, *, least: int = 1, most: float = 2**31 - 1) -> list[int]:
+        """A whole number for each of `n` layers, by a list of them or by one number for all."""
+        if type(self._stated(key)) is int:
+            return [self.whole(key, least=least, most=most)] * n
+        stated = self.items(key, int)
+        if len(stated) != n:
+            raise self.error(key, f"has {len(stated)} entries for {n} layers")
+        if wrong := [number for number in stated if not least <= number <= most]:
+            raise self.error(key, f"holds {brief(wrong[0])}, not between {least} and {most:.0f}")
+        return stated
+
     def expect(self, key: str, value: Any) -> None:
         """Raises UnsupportedError if the key is there and holds anything but `value`."""
         if self.value(key, value) != value:

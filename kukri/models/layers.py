@@ -214,9 +214,10 @@ class GatedMLP:
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
         names = [f"{name}.{part}" for part in self.in_names]
-        self.gate_up = Linear(source, names, (config.d_ffn, config.d_ffn), config.d_model)
+        d_ffn = config.mlp_width(layer)
+        self.gate_up = Linear(source, names, (d_ffn, d_ffn), config.d_model)
         self.down: Callable[..., Tensor]
-        self.down = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), config.d_ffn)
+        self.down = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), d_ffn)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""
@@ -240,8 +241,9 @@ class MLP:
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
-        self.up = Linear(source, [f"{name}.{self.up_name}"], (config.d_ffn,), config.d_model)
-        self.down = Linear(source, [f"{name}.{self.down_name}"], (config.d_model,), config.d_ffn)
+        d_ffn = config.mlp_width(layer)
+        self.up = Linear(source, [f"{name}.{self.up_name}"], (d_ffn,), config.d_model)
+        self.down = Linear(source, [f"{name}.{self.down_name}"], (config.d_model,), d_ffn)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""

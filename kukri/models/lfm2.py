@@ -88,8 +88,8 @@ LFM2 = Architecture(
     },
     hf_epsilon="norm_eps",
     reads={
-        *("full_attn_idxs", "conv_bias", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
-        "block_multiple_of",
+        *("full_attn_idxs", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
+        "conv_bias",
     },
     ignores={
         *("block_dim", "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale"),
@@ -103,5 +103,6 @@ LFM2 = Architecture(
         **{"conv_L_cache": 3, "conv_bias": False, "block_auto_adjust_ff_dim": True},
         **{"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
     },
+    biases={"conv": "conv_bias"},
     recurrent=RecurrentKeys(("conv",), {"n_taps": "shortconv.l_cache"}, {"n_taps": "conv_L_cache"}),
 )

@@ -57,6 +57,9 @@ _TABLE = (
     QuantType("TQ1_0", 34, 256, 54),
     QuantType("TQ2_0", 35, 256, 66),
     QuantType("MXFP4", 39, 32, 17),
+    QuantType("NVFP4", 40, 64, 36),
+    QuantType("Q1_0", 41, 128, 18),
+    QuantType("Q2_0", 42, 64, 18),
 )
 
 QUANT_TYPES: dict[str, QuantType] = {t.name: t for t in _TABLE}

@@ -46,14 +46,15 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
         "tokens": [_stored_text(vocabulary, i) for i in range(len(vocabulary.tokens))],
         "token_type": np.array(vocabulary.types, np.int32),
     }
-    merges = [" ".join(pair) for pair in parts.merges()]
+    merges = parts.merges()
     if vocabulary.kind == "bert":
         keys |= _word_piece_keys(text, vocabulary, files)
     elif vocabulary.kind == "t5":
         keys |= _unigram_keys(text, parts, files) | {"add_sep_token": adds_eos and parts.adds_separator(text)}
     elif vocabulary.kind == "llama":
         # readers match user-defined tokens in the text before anything merges
-        learned = [pair for pair in parts.merges() if not {*pair, "".join(pair)} & {*vocabulary.user_defined}]
+        defined = {*vocabulary.user_defined}
+        learned = [pair for pair in merges if defined.isdisjoint((*pair, "".join(pair)))]
         scores = _scores(vocabulary, learned)
         stored = TokenizerKeys({"tokenizer.ggml.scores": scores}, files.path)
         implied = merges_from_scores(vocabulary, stored)
@@ -67,7 +68,7 @@ def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
             "add_space_prefix": text.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE_MARK),
         }
     else:
-        keys |= {"pre": _pre_tokenizer(text, parts, files), "merges": merges}
+        keys |= {"pre": _pre_tokenizer(text, parts, files), "merges": [" ".join(pair) for pair in merges]}
     keys |= {
         **_special_ids(vocabulary, files),
         "add_bos_token": adds_bos,
@@ -131,16 +132,29 @@ def _pre_tokenizer(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFil
     ignores_merges = parts.model.get("ignore_merges") is True
     if text.pre_tokenizer is not None:
         cut = [_cut(text.pre_tokenizer, probe, text.normalizer) for probe in _PROBES]
+        named: dict[bool, str] = {}
         for name, known in PRE_TOKENIZERS.items():
-            if known.ignore_merges != ignores_merges:
-                continue
             normalizer = tokenizers.normalizers.NFC() if known.nfc else None
-            if cut == [_cut(known.build(), probe, normalizer) for probe in _PROBES]:
-                return name
+            if known.ignore_merges not in named and cut == [
+                _cut(known.build(), probe, normalizer) for probe in _PROBES
+            ]:
+                named[known.ignore_merges] = name
+        if ignores_merges in named:
+            return named[ignores_merges]
+        if named and _merges_reach_all(parts):
+            return named[not ignores_merges]
     raise UnsupportedError(
         f"{files.path}: GGUF has no name for this tokenizer's way to cut text into words; kukri knows"
         f" {', '.join(PRE_TOKENIZERS)}"
     )
+
+
+def _merges_reach_all(parts: Parts) -> bool:
+    """True if merges lead to each token of the model: taking one that is a word whole changes nothing."""
+    ids = parts.text_ids()
+    model = tokenizers.models.BPE(vocab=ids, merges=parts.merges())
+    words = ((token, i) for token, i in ids.items() if token not in parts.added)
+    return all([found.id for found in model.tokenize(token)] == [i] for token, i in words)
 
 
 def _cut(pre_tokenizer: Any, probe: str, normalizer: Any) -> list[str]:

@@ -19,10 +19,12 @@ from kukri.formats.gguf.config import (
     READ,
     is_known,
     model_config,
+    model_metadata,
     unknown_keys,
 )
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
+from kukri.formats.huggingface.config import hf_config
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
 
@@ -167,6 +169,27 @@ def test_yarn_reaches_beyond_the_files_context(config_of):
 BASE = {"token_embd.weight": (7, 48), "output_norm.weight": (48,)}
 
 
+def test_dynamic_scaling_reaches_as_far_as_its_factor(config_of):
+    """A scaling that a context of the trained length never uses."""
+    dynamic = {"llama.rope.scaling.dynamic_factor": 4.0}
+    config = config_of(dynamic)
+    assert (config.max_context, config.rope.scaling) == (512, RopeScaling("dynamic", 4.0, 128))
+    written = model_metadata(config)
+    assert written["llama.context_length"] == 128  # where readers that know no such scaling stop
+    assert config_of(written | {"general.name": "tiny"}) == config
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_says_whether_its_bounds_are_rounded(config_of, truncate):
+    """A scaling that comes back with other frequencies."""
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    config = config_of({**yarn, "llama.rope.scaling.yarn_truncate": truncate})
+    assert config.rope.scaling.truncate is truncate
+    written = model_metadata(config)
+    assert ("llama.rope.scaling.yarn_truncate" in written) is not truncate  # others round
+    assert config_of(written) == config
+
+
 def test_rope_factors_are_tensors(config_of):
     """Llama 3's or Phi-3's factors ignored: fluent text that drifts with the length of the context."""
     ones = (1.0,) * 6
@@ -237,6 +260,26 @@ def test_windows_of_single_layers(config_of, pattern, want):
         config_of({**keys, "llama.attention.sliding_window_pattern": [1, 0, 1]})
 
 
+def test_numbers_listed_for_each_layer(config_of):
+    """A list where files usually have one number refused; a layer given another's size."""
+    shapes = {"token_embd.weight": (7, 48)} | {f"t{i}": (7,) for i in range(2)}
+    keys = {"llama.block_count": 3, "llama.attention.head_count": [4, 4, 4]}
+    lists = {"llama.attention.head_count_kv": [2, 4, 2], "llama.feed_forward_length": [32, 64, 32]}
+    config = config_of({**keys, **lists}, shapes)
+    assert (config.n_heads, config.n_kv_heads, config.d_ffn) == (4, 4, 64)
+    assert [config.attention(i).n_kv_heads for i in range(3)] == [2, 4, 2]
+    assert [config.mlp_width(i) for i in range(3)] == [32, 64, 32]
+    equal = config_of({**keys, "llama.feed_forward_length": [96] * 3}, shapes)
+    assert equal == config_of({"llama.block_count": 3}, shapes)
+    with pytest.raises(UnsupportedError, match=r"head_count' is \[2, 4\]: kukri runs as many in each layer"):
+        config_of({**keys, "llama.attention.head_count": [4, 2, 4]}, shapes)
+    written = model_metadata(config)
+    for key, numbers in lists.items():
+        assert written[key].tolist() == numbers
+    with pytest.raises(UnsupportedError, match=r"config.json of llama has one .*num_key_value_heads"):
+        hf_config(config, [])
+
+
 def test_phi2_has_its_own_names(config_of):
     """The epsilon of LayerNorm looked for under RMSNorm's key; GGUF's name for the architecture kept."""
     keys = {**renamed("phi2"), "phi2.attention.layer_norm_rms_epsilon": None}
@@ -258,7 +301,8 @@ def test_phi2_has_its_own_names(config_of):
     ],
 )
 @pytest.mark.parametrize(
-    "value", [None, 0, -1, 2**40, "12", True, [12, 12], float("nan"), float("inf"), -0.5]
+    "value",
+    [None, 0, -1, 2**40, "12", True, [12, 12, 12], [12.5, 12.5], [0, 0], float("nan"), float("inf"), -0.5],
 )
 def test_required_numbers_are_checked(config_of, key, value):
     """A missing, ill-typed or absurd number that surfaces later as a TypeError or a huge allocation."""
@@ -277,8 +321,8 @@ def test_required_numbers_are_checked(config_of, key, value):
         ("llama.embedding_length", 64, r"is 64, but the width of tensor 'token_embd.weight' is 48"),
         ("llama.attention.head_count", 5, "does not divide the width 48"),
         ("llama.attention.head_count_kv", 3, "does not divide 4 heads"),
-        ("llama.attention.head_count_kv", 8, "between 1 and 4"),
-        ("llama.attention.head_count_kv", [2, 2], "whole number, not ndarray"),
+        ("llama.attention.head_count_kv", 8, "does not divide 4 heads"),
+        ("llama.attention.head_count_kv", [2, 3], "is 3, which does not divide 4 heads"),
         ("llama.attention.key_length", 2**20, "between 1 and 1024"),
         ("llama.attention.key_length", 12.0, "whole number, not float"),
         ("llama.attention.sliding_window", -5, "between 0 and"),

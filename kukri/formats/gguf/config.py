@@ -12,6 +12,7 @@ import numpy as np
 from kukri.config import PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
+    by_layer,
     facts,
     mixture_facts,
     read_mixture,
@@ -22,7 +23,7 @@ from kukri.formats.facts import (
     write_recurrent,
 )
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.rope_keys import ROPE_KEYS, read_rope, rope_keys, stretched
+from kukri.formats.gguf.rope_keys import ROPE_KEYS, read_rope, rope_keys
 from kukri.formats.keys import Keys
 from kukri.formats.layer_patterns import every_nth_full, is_nth, local_rope, one_sided, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
@@ -137,12 +138,14 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
     rope = RopeConfig()
     if architecture.has_rope:
         rope = read_rope(keys, gguf, architecture, numbers["d_head"], numbers["max_context"])
-    layers = _layers(keys, architecture, numbers["n_layers"])
+    if rope.scaling is not None:
+        numbers["max_context"] = rope.scaling.reach(numbers["max_context"])
+    layers = _layers(keys, architecture, numbers)
     if architecture.local_rope:
         theta = keys.positive(_LOCAL_THETA, architecture.local_theta or rope.theta)
         layers = with_local_rope(layers, RopeConfig(theta, rope.rotary_dim))
     return ModelConfig(
-        **{**numbers, "max_context": stretched(rope.scaling, numbers["max_context"])},
+        **numbers,
         architecture=architecture.name,
         tie_embeddings="output.weight" not in gguf.tensors,
         rope=rope,
@@ -317,7 +320,8 @@ def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str
     recurrent = [layer.is_recurrent for layer in config.layers]
     keys = write_recurrent(config.recurrent, "gguf", architecture, config.d_model)
     if not architecture.recurrent.gguf_interval:
-        counts = [0 if is_recurrent else config.n_kv_heads for is_recurrent in recurrent]
+        heads = (config.attention(i).n_kv_heads for i in range(config.n_layers))
+        counts = [0 if is_recurrent else n for n, is_recurrent in zip(heads, recurrent)]
         return keys | {_KV_HEADS: np.array(counts, np.int32)}
     for n in range(2, len(recurrent) + 1):
         if recurrent == [not is_nth(i, n) for i in range(len(recurrent))]:
@@ -331,18 +335,11 @@ def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> list[bo
     if own is None:
         return [False] * n_layers
     if not own.gguf_interval:
-        if type(keys.value(_KV_HEADS)) is int:
-            return [False] * n_layers
-        listed = [count == 0 for count in keys.items(_KV_HEADS, int)]
-        key = _KV_HEADS
-    elif keys.has(_RECURRENT):
-        listed, key = [bool(entry) for entry in keys.items(_RECURRENT, int)], _RECURRENT
-    else:
-        interval = keys.whole(_INTERVAL, own.gguf_interval)
-        return [not is_nth(i, interval) for i in range(n_layers)]
-    if len(listed) != n_layers:
-        raise keys.error(key, f"has {len(listed)} entries for {n_layers} layers")
-    return listed
+        return [count == 0 for count in keys.each(_KV_HEADS, n_layers, least=0)]
+    if keys.has(_RECURRENT):
+        return [bool(entry) for entry in keys.each(_RECURRENT, n_layers, least=0, most=1)]
+    interval = keys.whole(_INTERVAL, own.gguf_interval)
+    return [not is_nth(i, interval) for i in range(n_layers)]
 
 
 def _n_rows(gguf: GGUFFile, name: str) -> int:
@@ -393,8 +390,9 @@ def _embedding_shape(gguf: GGUFFile) -> tuple[int, int]:
     return embedding.shape[0], embedding.shape[1]
 
 
-def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[LayerConfig, ...]:
-    """Which layers rotate, and which see a window only."""
+def _layers(keys: Keys, architecture: Architecture, numbers: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
+    """Which layers rotate, which see a window only, and what of their sizes differs from the model's."""
+    n_layers: int = numbers["n_layers"]
     if not architecture.has_rope:
         return (LayerConfig(use_rope=False),) * n_layers
     nope = {i for i in range(n_layers) if is_nth(i, architecture.nope_interval)}
@@ -408,8 +406,21 @@ def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[Laye
     if window is not None and not architecture.is_causal:
         window = one_sided(window)
     windowed, recurrent = _windowed(keys, architecture, n_layers), _recurrent(keys, architecture, n_layers)
+    n_kv_heads, d_ffn = (
+        [
+            None if n in (0, numbers[field]) else n
+            for n in by_layer(keys, "gguf", architecture, field, numbers)
+        ]
+        for field in ("n_kv_heads", "d_ffn")
+    )
     return tuple(
-        LayerConfig(i not in nope, window if windowed[i] else None, is_recurrent=recurrent[i])
+        LayerConfig(
+            i not in nope,
+            window if windowed[i] else None,
+            n_kv_heads=n_kv_heads[i],
+            d_ffn=d_ffn[i],
+            is_recurrent=recurrent[i],
+        )
         for i in range(n_layers)
     )
 

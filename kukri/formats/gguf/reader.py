@@ -536,7 +536,8 @@ def _read_tensor_info(cursor: _Cursor) -> GGUFTensor:
     shape = tuple(cursor.u64(what) for _ in range(n_dims))[::-1]
     type_id, offset = cursor.u32(what), cursor.u64(what)
     if type_id not in QUANT_TYPES_BY_ID:
-        raise cursor.error(f"unknown weight type {type_id}", start, name)
+        message = f"tensor {brief(name)} is of weight type {type_id}, which this kukri does not know"
+        raise UnsupportedError(f"{cursor.path}: {message}: the file is newer, or damaged")
     weight_type = QUANT_TYPES_BY_ID[type_id]
     if reason := impossible_shape(weight_type, shape):
         raise cursor.error(reason, start, name)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import MAX_CONTEXT, MAX_HEAD, ModelConfig, RopeConfig, RopeScaling
-from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
+from kukri.errors import ConfigError, FormatError, brief
 from kukri.formats.facts import SCALING_FACTS, write_scaling
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.keys import Keys
@@ -21,10 +21,13 @@ from kukri.models.rope import attention_factor
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 # kukri's own: llama.cpp stops at a kind of scaling it does not know
 DYNAMIC_KEY = "rope.scaling.dynamic_factor"
+# kukri's own: others take the bounds of YaRN as `Architecture.yarn_truncates` says
+TRUNCATE_KEY = "rope.scaling.yarn_truncate"
 _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 ROPE_KEYS = frozenset(
     [
         *("rope.dimension_count", "rope.freq_base", "rope.scaling.type", DYNAMIC_KEY, *_ATTENTION_FACTORS),
+        TRUNCATE_KEY,
         *(fact.gguf for fact in SCALING_FACTS.values()),
     ]
 )
@@ -42,13 +45,6 @@ def read_rope(
         return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context))
     except ConfigError as error:
         raise FormatError(str(error), path=keys.path) from None
-
-
-def stretched(scaling: RopeScaling | None, max_context: int) -> int:
-    """max_context, or YaRN's reach if that is more: some files give the context before it."""
-    if scaling is None or scaling.kind != "yarn":
-        return max_context
-    return max(max_context, min(int(scaling.original_context * scaling.factor), MAX_CONTEXT))
 
 
 def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context: int) -> RopeScaling | None:
@@ -80,7 +76,7 @@ def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context
         attention_factor=_attention_factor(keys, attention_factor(scaling)),
         beta_fast=SCALING_FACTS["beta_fast"].read(keys, "gguf", scaling.beta_fast),
         beta_slow=SCALING_FACTS["beta_slow"].read(keys, "gguf", scaling.beta_slow),
-        truncate=architecture.yarn_truncates,
+        truncate=keys.flag(TRUNCATE_KEY, architecture.yarn_truncates),
     )
 
 
@@ -143,16 +139,13 @@ def _scaling_keys(scaling: RopeScaling, architecture: Architecture) -> dict[str,
     if scaling.kind == "yarn":
         fields = ("factor", "original_context", "beta_fast", "beta_slow")
     keys = {"rope.scaling.type": scaling.kind, **write_scaling(scaling, "gguf", fields)}
-    return keys | _yarn_factor(scaling, architecture) if scaling.kind == "yarn" else keys
+    if scaling.kind == "yarn" and scaling.truncate != architecture.yarn_truncates:
+        keys[TRUNCATE_KEY] = scaling.truncate
+    return keys | _yarn_factor(scaling) if scaling.kind == "yarn" else keys
 
 
-def _yarn_factor(scaling: RopeScaling, architecture: Architecture) -> dict[str, Any]:
+def _yarn_factor(scaling: RopeScaling) -> dict[str, Any]:
     """The attention factor over that of the paper, which readers multiply it by, unless it is the paper's."""
-    if scaling.truncate != architecture.yarn_truncates:
-        usual = "with" if architecture.yarn_truncates else "without"
-        raise UnsupportedError(
-            f"GGUF has no key for YaRN's truncate: readers take {architecture.name}'s bounds {usual} rounding"
-        )
     base = attention_factor(RopeScaling("yarn", scaling.factor, scaling.original_context))
     wanted = attention_factor(scaling)
     return {} if math.isclose(wanted, base) else {_ATTENTION_FACTORS[0]: wanted / base}

@@ -106,6 +106,8 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
     rope, local = RopeConfig(), None
     if architecture.has_rope:
         rope, local = read_ropes(keys, architecture, numbers["d_head"], numbers["max_context"])
+    if rope.scaling is not None:
+        numbers["max_context"] = rope.scaling.reach(numbers["max_context"])
     layers = _layers(keys, architecture, numbers["n_layers"])
     normalized = architecture.experts is not None and _flag(keys, architecture.experts.normalized)
     has_types = "type_vocab_size" in architecture.reads
@@ -314,7 +316,7 @@ def _writable(name: str, has_windows: bool) -> Architecture:
 
 
 _MATRIX = re.compile(
-    r"(?:.*\.)?(?:layers\.\d+\.(?P<module>(?:self_attn|attn|mlp|mamba)\.\w+(?<!norm))"
+    r"(?:.*\.)?(?:layers\.\d+\.(?P<module>\w+\.\w+(?<!norm))"
     r"|encoder\.layer\.\d+\.(?P<encoder_module>\w+(?:\.\w+)+(?<!LayerNorm)))\.weight"
 )
 
