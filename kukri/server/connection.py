@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from math import ceil
 from typing import Any, Protocol
 
 from starlette.types import Scope
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from kukri.server.settings import ServerSettings
+
 _NAME = "kukri.connection"
+_STOP_S = 5  # for connections to close once the bridge has ended what runs
+
+
+def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
+    """The options of `uvicorn.Config` for an application with these settings."""
+    return {
+        "http": protocol_with_timeout(settings.headers_s),
+        "timeout_keep_alive": ceil(settings.idle_connection_s),
+        "timeout_graceful_shutdown": ceil(settings.drain_s) + _STOP_S,
+        "log_config": None,
+        "access_log": False,
+        "proxy_headers": False,
+        "server_header": False,
+        "ws": "none",
+    }
 
 
 class Connection(Protocol):

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from kukri.errors import ActivationLimitError, CapacityError, KukriError, RequestError
 
 RETRY_AFTER_S = 1
+LATE = "deadline_exceeded"  # the code of a DeadlineError
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES = "/v1/messages"  # paths below it have Anthropic's form of errors
 _OLLAMA = "/api/"
@@ -91,8 +92,14 @@ def response_of(error: KukriError) -> Response:
         status = next((status for kind, status in kinds if isinstance(error, kind)), 400)
         return error_response(str(error), status, param=error.param, code=error.code)
     if isinstance(error, CapacityError):
-        return error_response(str(error), 503, code="overloaded", retry_after_s=RETRY_AFTER_S)
+        is_late = isinstance(error, DeadlineError)
+        code, wait_s = (LATE, None) if is_late else ("overloaded", RETRY_AFTER_S)
+        return error_response(str(error), 503, code=code, retry_after_s=wait_s)
     return error_response(str(error), 500)
+
+
+class DeadlineError(CapacityError):
+    """A request was not done within the server's deadline: again, it would take as long."""
 
 
 class ForbiddenError(RequestError):

@@ -14,6 +14,9 @@ from kukri.server.keys import KeyRing
 from kukri.traces import collector_url
 
 _DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ms|h|m|s))+|\d+(?:\.\d*)?")
+_TIMES = (
+    "deadline_s", "headers_s", "read_s", "keep_alive_s", "drain_s", "idle_unload_s", "idle_connection_s"
+)  # fmt: skip
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -76,6 +79,8 @@ class ServerSettings:
         keep_alive_s: Silence after which a stream gets a comment.
         stream_interval: Tokens of an answer from one chunk of its stream to the next.
         drain_s: Time for running answers after the signal to stop.
+        idle_connection_s: Time that a connection without a request stays open for the next one. Pools of
+            clients reuse connections that are a minute old.
         batch_dir: Directory of clients' files and batches; None refuses them.
         has_page: Serves the chat page at /.
         traces: URL of an OTLP collector; None for the one that the environment names, if it does.
@@ -107,6 +112,7 @@ class ServerSettings:
     keep_alive_s: float = 15.0
     stream_interval: int = 1
     drain_s: float = 60.0
+    idle_connection_s: float = 75.0
     batch_dir: Path | None = None
     has_page: bool = True
     traces: str | None = None
@@ -129,7 +135,7 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        for name in ("deadline_s", "headers_s", "read_s", "keep_alive_s", "drain_s", "idle_unload_s"):
+        for name in _TIMES:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, not {value}")

@@ -397,6 +397,11 @@ class ServeOptions:
     drain_s: float = option(
         "Time for running answers to finish after SIGTERM.", "--drain", default=60.0, metavar="SECONDS"
     )
+    keep_alive_timeout: float = option(
+        "Keep an idle connection open this long for its client's next request.",
+        default=75.0,
+        metavar="SECONDS",
+    )
     no_page: bool = option("Do not serve the chat page at /.", "--no-page", default=False)
     traces: str | None = option(
         "Send traces to this OTLP collector. [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",

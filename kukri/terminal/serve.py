@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -117,6 +116,7 @@ def server_settings(
         deadline_s=options.deadline_s,
         stream_interval=options.stream_interval,
         drain_s=options.drain_s,
+        idle_connection_s=options.keep_alive_timeout,
         has_page=not options.no_page,
         traces=options.traces,
         idle_unload_s=None if idle is None else duration_s(idle, "--idle-unload"),
@@ -199,7 +199,7 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
     """Serves an application until SIGTERM or SIGINT. Raises the error of a start that failed."""
     import uvicorn
 
-    from kukri.server.connection import protocol_with_timeout
+    from kukri.server.connection import uvicorn_options
 
     class Server(uvicorn.Server):
         """Ends with status 0 on SIGTERM or SIGINT, when running answers are finished; at once on a second."""
@@ -210,16 +210,7 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
             self.force_exit = self.should_exit
             self.should_exit = True
 
-    config = uvicorn.Config(
-        app,
-        http=protocol_with_timeout(settings.headers_s),
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        ws="none",
-        timeout_graceful_shutdown=ceil(settings.drain_s) + 5,  # the bridge ends what runs before that
-    )
+    config = uvicorn.Config(app, **uvicorn_options(settings))
     with suppress(SystemExit):  # of a start that failed, whose reason follows
         Server(config).run(sockets=[bound])
     if app.state.failure is not None:

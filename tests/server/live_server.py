@@ -17,7 +17,7 @@ import uvicorn
 
 from kukri import LLM
 from kukri.server.app import create_app
-from kukri.server.connection import protocol_with_timeout
+from kukri.server.connection import uvicorn_options
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec, ServerSettings
@@ -55,8 +55,8 @@ class Served:
     def served(self) -> ServedModel:
         """The first model's."""
         assert self.registry is not None, f"only a server of the test's own shows it, not ${SERVER}"
-        assert self.registry.default.served is not None
-        return self.registry.default.served
+        assert self.registry.catalog.default.served is not None
+        return self.registry.catalog.default.served
 
     @property
     def client(self) -> openai.OpenAI:
@@ -84,17 +84,8 @@ def serving(llm: LLM | None, models: Sequence[ModelSpec] = (), **settings) -> It
     app = create_app(llm, given, models)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
-    protocol = protocol_with_timeout(given.headers_s)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=protocol,
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=10,
-        )
-    )
+    options = {**uvicorn_options(given), "timeout_graceful_shutdown": 10}
+    server = uvicorn.Server(uvicorn.Config(app, **options))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

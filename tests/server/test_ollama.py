@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.formats import hub
+from kukri.formats.model_cache import remove as remove_files
 from kukri.loading import ModelOptions
+from kukri.server.ollama import models as ollama_models
 from kukri.server.settings import ModelSpec
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -210,11 +214,18 @@ def test_a_model_is_loaded_and_unloaded_by_keep_alive(tmp_path):
         assert (loaded.done_reason, len(client.ps().models)) == ("load", 1)
         assert client.ps().models[0].expires_at.year > 9000
         client.generate("tiny", "Hi", keep_alive="1h", options={"num_predict": 2})
-        assert served.registry.find("tiny").keep_alive_s == 3600
+        assert served.registry.catalog.named("tiny").keep_alive_s == 3600
         assert client.generate("tiny", keep_alive=0).done_reason == "unload"
         assert client.ps().models == []
         client.chat("tiny", [{"role": "user", "content": "Hi"}], keep_alive=0, options={"num_predict": 2})
         served.wait_until(lambda: client.ps().models == [])
+
+
+def write_tiny_cached(name: str) -> None:
+    """Puts a tiny model where the known one belongs."""
+    path = hub.MODELS[name].path
+    path.parent.mkdir(parents=True)
+    write_tiny(path)
 
 
 @pytest.fixture
@@ -248,6 +259,42 @@ def test_models_are_pulled_and_deleted_if_allowed(cached):
         assert not hub.MODELS[cached].path.exists()
         with pytest.raises(ollama.ResponseError, match="no model"):
             client.pull("/etc/passwd")
+
+
+def test_a_name_that_any_model_answers_for_deletes_nothing(cached):
+    """Catches the default model deleted in place of one that is not there."""
+    write_tiny_cached(cached)
+    with serving(None, manages_models=True, any_model=True) as served:
+        client = ollama.Client(served.url)
+        assert client.generate("gpt-4", "Hi", options={"num_predict": 2}).eval_count == 2
+        with pytest.raises(ollama.ResponseError, match="'gpt-4' does not exist") as caught:
+            client.delete("gpt-4")
+        assert caught.value.status_code == 404
+        assert hub.MODELS[cached].path.exists()
+
+
+def test_a_model_that_is_being_deleted_is_not_loaded_again(cached, monkeypatch):
+    """Catches a request between unloading and deletion, whose model stays in memory and in no list."""
+    write_tiny_cached(cached)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def remove(name: str) -> int:
+        begun.set()
+        assert goes_on.wait(20)
+        return remove_files(name)
+
+    monkeypatch.setattr(ollama_models, "remove", remove)
+    with serving(None, manages_models=True) as served, ThreadPoolExecutor(1) as pool:
+        client = ollama.Client(served.url)
+        assert client.generate(cached, "Hi", options={"num_predict": 2}).eval_count == 2
+        (entry,) = served.registry.entries
+        deleted = pool.submit(client.delete, cached)
+        assert begun.wait(20)
+        with pytest.raises(ollama.ResponseError, match="does not exist"):
+            client.generate(cached, "Hi")
+        goes_on.set()
+        assert deleted.result(20).status == "success"
+        assert (served.registry.entries, entry.served) == ([], None)
 
 
 def test_models_are_not_changed_unless_allowed(client, tmp_path):

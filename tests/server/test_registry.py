@@ -10,9 +10,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from live_server import Served, serving
 from tiny_encoders import save
@@ -21,7 +24,9 @@ from tiny_gguf import random_arrays, tiny_config, write_tiny
 from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.loading import ModelOptions, memory_need
+from kukri.server.models import catalog as catalog_module
 from kukri.server.models import registry as registry_module
+from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec, duration_s
 
 NAMES = ("red", "green", "blue")
@@ -132,7 +137,7 @@ def test_streams_are_kept_alive_while_their_model_loads(files, answers, monkeypa
         with http.stream("POST", "/v1/completions", json=body("red", stream=True)) as response:
             lines = response.iter_lines()
             assert next(lines) == ": keep-alive"
-        entry = served.registry.find("red")
+        entry = served.registry.catalog.named("red")
         served.wait_until(lambda: not entry.waiters)  # the client has left
         with http.stream("POST", "/v1/completions", json=body("red", stream=True)) as response:
             lines = response.iter_lines()
@@ -223,6 +228,7 @@ import httpx
 sys.path[:0] = ["tests/server", "tests"]
 from live_server import serving
 from kukri.loading import ModelOptions
+from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec
 
 def rss():
@@ -260,3 +266,118 @@ def test_times_are_read_as_they_are_written():
     for wrong in ("", "m", "1 day", "1e3", "10m5", True, "1" * 40):
         with pytest.raises(ConfigError, match="t must be a time"):
             duration_s(wrong, "t")
+
+
+_MANY = 100  # tokens of an answer that takes half a minute
+
+
+def endless(http: Any, name: str) -> Any:
+    """A stream that does not end in a test's time, unless its client leaves."""
+    return http.stream("POST", "/v1/completions", json=body(name, stream=True, max_tokens=_MANY))
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the answers of `endless` slow."""
+    params = ServedModel.params
+
+    def slowed(self: ServedModel, sampling: Any) -> Any:
+        made = params(self, sampling)
+        is_slow = made.max_tokens == _MANY
+        return replace(made, logits_processors=(_wait,)) if is_slow else made
+
+    monkeypatch.setattr(ServedModel, "params", slowed)
+
+
+def _wait(_: Any, logits: Any) -> Any:
+    time.sleep(0.3)
+    return logits
+
+
+def test_a_stream_without_an_end_delays_no_other_model(files, answers, slow, monkeypatch):
+    """Catches an eviction that waits for a busy model under the lock, and one for a client that has left."""
+    monkeypatch.setattr(registry_module, "_LEAVE_S", 0.5)
+    with (
+        serving(None, served_models(files), max_loaded=1) as served,
+        served.http() as http,
+        endless(http, "red") as stream,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        lines = stream.iter_lines()  # which closes the stream when it is forgotten
+        assert next(lines).startswith("data: ")
+        red, green = (served.registry.catalog.named(name) for name in ("red", "green"))
+        with pytest.raises(httpx.TimeoutException):
+            http.post("/v1/completions", json=body("green", stream=True), timeout=0.2)
+        served.wait_until(lambda: not (green.waiters or red.is_leaving))
+        assert states(served)["red"] == "loaded"  # nobody wants its memory any more
+
+        waiting = pool.submit(http.post, "/v1/completions", json=body("green"))
+        served.wait_until(lambda: red.is_leaving)
+        meanwhile = pool.submit(http.post, "/v1/completions", json=body("red"))
+        assert meanwhile.result(20).json()["choices"][0]["text"] == answers["red"]
+        assert not waiting.done()
+        next(lines)
+        stream.close()
+        assert waiting.result(20).json()["choices"][0]["text"] == answers["green"]
+
+
+def test_another_busy_model_is_unloaded_where_the_first_does_not_end(files, answers, slow, monkeypatch):
+    """Catches a server whose every load waits for one stream while another model becomes free."""
+    monkeypatch.setattr(registry_module, "_LEAVE_S", 0.3)
+    with (
+        serving(None, served_models(files), max_loaded=2) as served,
+        served.http() as http,
+        endless(http, "red") as first,
+        endless(http, "green") as second,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        streams = [first.iter_lines(), second.iter_lines()]
+        assert all(next(lines).startswith("data: ") for lines in streams)
+        blue = pool.submit(http.post, "/v1/completions", json=body("blue"))
+        green = served.registry.catalog.named("green")
+        served.wait_until(lambda: green.is_leaving)
+        second.close()
+        assert blue.result(20).json()["choices"][0]["text"] == answers["blue"]
+        assert states(served) == {"red": "loaded", "green": "unloaded", "blue": "loaded"}
+        assert next(streams[0]) is not None
+
+
+def test_a_model_is_unloaded_by_a_client_while_it_streams(files, slow, monkeypatch):
+    """Catches a client's unloading that waits for a stream for ever, and takes the model from others."""
+    monkeypatch.setattr(registry_module, "_LEAVE_S", 0.3)
+    with (
+        serving(None, served_models(files), max_loaded=1) as served,
+        served.http() as http,
+        endless(http, "red") as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        refused = http.post("/api/generate", json={"model": "red", "keep_alive": 0})
+        assert (refused.status_code, refused.json()["error"]) == (
+            503,
+            "red still answers requests: try again later",
+        )
+        assert http.post("/v1/completions", json=body("red")).status_code == 200
+        stream.close()
+        assert http.post("/api/generate", json={"model": "red", "keep_alive": 0}).status_code == 200
+        assert states(served)["red"] == "unloaded"
+
+
+def test_directories_are_looked_at_off_the_loop_and_seldom(files, tmp_path, monkeypatch):
+    """Catches a slow disk that stops every stream, and a client that reads the disk as fast as it can ask."""
+    shutil.copy(files["red"], tmp_path / "one.gguf")
+    looks: list[tuple[str, float]] = []
+
+    def slowly(directory: Path) -> Any:
+        looks.append((threading.current_thread().name, time.monotonic()))
+        time.sleep(0.2)
+        return [("one", tmp_path / "one.gguf")]
+
+    with serving(None, model_dir=tmp_path) as served, served.http() as http, ThreadPoolExecutor(8) as pool:
+        monkeypatch.setattr(catalog_module, "models_in", slowly)
+        paths = [*(["/v1/models"] * 6), *(f"/v1/models/unknown-{i}" for i in range(6))]
+        statuses = [response.status_code for response in pool.map(http.get, paths)]
+    assert statuses == [*([200] * 6), *([404] * 6)]
+    assert not any(name.endswith("(run)") for name, _ in looks), "that is the server's own thread"
+    assert 1 <= len(looks) <= 3
+    assert all(later - earlier >= 0.99 for (_, earlier), (_, later) in pairwise(looks))

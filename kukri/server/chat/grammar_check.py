@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
@@ -21,8 +22,11 @@ from kukri.sampling import Grammar
 from kukri.server.chat.grammar_worker import Outcome
 from kukri.tokenizer import Tokenizer
 
+log = logging.getLogger("kukri.server")
+
 _SETTLE_S = 2.0  # from when a model is ready
 _MOST_S = 60.0  # until the process is ready
+_ANSWER_S = 30.0  # of a process that gives each grammar a few seconds: without an answer by then it hangs
 _MAX_KNOWN = 1000  # grammars that passed
 _MAX_LINE = 1 << 20  # bytes of an answer
 
@@ -111,10 +115,18 @@ class GrammarCheck:
         self._answers[number] = answer
         try:
             assert process.stdin is not None, "it is a pipe"
-            with suppress(ConnectionError):
-                process.stdin.write(f"[{number}, {source}]\n".encode())
-                await process.stdin.drain()
-            outcome: tuple[Outcome, str | None] = await answer
+            async with asyncio.timeout(_ANSWER_S):
+                with suppress(ConnectionError):
+                    process.stdin.write(f"[{number}, {source}]\n".encode())
+                    await process.stdin.drain()
+                outcome: tuple[Outcome, str | None] = await answer
+        except TimeoutError:
+            log.error("the process that compiles grammars does not answer: the next grammar starts another")
+            for other in self._answers.values():
+                if not other.done():
+                    other.set_result(("busy", None))
+            await self._kill()
+            return "busy", None
         finally:
             del self._answers[number]
         return outcome

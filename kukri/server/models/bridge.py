@@ -20,6 +20,7 @@ from kukri.engine.loop import Deliver
 from kukri.errors import CapacityError, KukriError
 from kukri.interp.generation import InterventionTaps, Readout
 from kukri.kernels.arrays import FloatArray
+from kukri.server.errors import DeadlineError
 from kukri.server.metrics import ModelMetrics
 
 log = logging.getLogger("kukri.server")
@@ -86,6 +87,7 @@ class LiveCall:
         self.is_gone = False  # its client has left
         self.error: KukriError | None = None
         self.push: Callable[[], bool] | None = None  # hands on the new output; False if it cannot at once
+        self.deadline: asyncio.TimerHandle | None = None  # fails the call, unless it ends earlier
         self._bridge = bridge
         self._waiter: asyncio.Future[None] | None = None
         self._is_changed = False
@@ -184,6 +186,12 @@ class LiveCall:
         """Aborts all unfinished requests."""
         self._bridge.drop(self)
 
+    def cancel_deadline(self) -> None:
+        """Lets go of the timer, which would keep the call and its tokens in memory until it is due."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
 
 @dataclass
 class _Waiting:
@@ -251,7 +259,7 @@ class Bridge:
             raise
         self._metrics.on_prompt(call.n_prompt_tokens)
         if deadline_s is not None:
-            event_loop.call_later(deadline_s, self._expire, call, deadline_s)
+            call.deadline = event_loop.call_later(deadline_s, self._expire, call, deadline_s)
 
     async def compute(self, requests: Sequence[Request]) -> None:
         """Runs requests for rows of output; a caller that stops waiting ends them.
@@ -286,6 +294,7 @@ class Bridge:
             if self._waiting.pop(answer.request.id, None) is not None:
                 answer.finish_reason = "abort"
                 self.loop.abort(answer.request)
+        call.cancel_deadline()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop. Raises CapacityError if no new requests are taken."""
@@ -298,7 +307,7 @@ class Bridge:
 
     def _expire(self, call: LiveCall, deadline_s: float) -> None:
         if not call.is_done:
-            call.fail(CapacityError(f"the answer was not done within {deadline_s:g} s"))
+            call.fail(DeadlineError(f"the answer was not done within {deadline_s:g} s"))
 
     def _begin_drain(self, timeout_s: float) -> None:
         log.info("draining", extra={"n_running": len(self._waiting), "timeout_s": timeout_s})
@@ -340,6 +349,8 @@ class Bridge:
                 del self._waiting[request.id]
                 if answer.finish_reason in ("error", "abort"):
                     self._on_failure(answer, call)
+                if call.is_done:
+                    call.cancel_deadline()
                 call.wake()
             waiting.n_held += 1
             if last_s is None or waiting.n_held >= self._stream_interval:

@@ -1,123 +1,48 @@
-"""The models of a server: loaded when a request needs them, unloaded when idle or when memory is short.
+"""Loads the models of a server when a request needs them, and unloads them when idle or when memory is short.
 
 A request holds a *lease* on its model from `acquire` to the end of its response, and a model is unloaded only
-without leases. One model at a time is loaded or unloaded; the tasks that do it wait for each other in the
-order of their requests. A request for a model that is not there waits in `ModelEntry.waiters`, and gets its
-lease in the moment in which the model is ready, so that nothing can take the model away in between.
+without leases. A request for a model that is not there waits in `ModelEntry.waiters`, and gets its lease in
+the moment in which the model is ready, so that nothing can take the model away in between.
+
+One model at a time is loaded or unloaded, under a lock that nobody holds while he waits for an answer to end:
+an answer without an end delays those alone who want its model's memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from kukri.engine import Engine
 from kukri.engine.loop import EngineLoop, EngineStatus
-from kukri.errors import CapacityError, KukriError, RequestError
-from kukri.formats.adapters import read_adapter
-from kukri.formats.hub import MODELS
-from kukri.formats.model_cache import cached_models, cached_path
-from kukri.formats.repos import parse_name
+from kukri.errors import CapacityError, KukriError
 from kukri.host.hardware import available_bytes
 from kukri.llm import LLM
 from kukri.loading import MemoryNeed, ModelOptions, memory_need
-from kukri.server.errors import ModelNotFoundError
 from kukri.server.metrics import Metrics
 from kukri.server.models.allocator import close_and_free, return_large_arrays
 from kukri.server.models.bridge import LoopMaker
+from kukri.server.models.catalog import Catalog
+from kukri.server.models.entry import ModelEntry
 from kukri.server.models.served_model import OpenModel, ServedModel
 from kukri.server.models.warm_up import warm_up
 from kukri.server.settings import ModelSpec, ServerSettings
 
 log = logging.getLogger("kukri.server")
-ModelState = Literal["unloaded", "loading", "loaded", "unloading"]
 _STOP_S = 5.0  # for what still runs when every connection is closed
-_CHECK_S = 1.0  # between two looks at a model's file
-_SETTLE_S = 1.0  # a file that changed less than this ago may still be written
+_CHECK_S = 1.0  # between two looks at a model that is idle but for an answer without a request
+_LEAVE_S = 30.0  # that a model takes no requests for, so that another gets its memory
+_POLL_S = 0.02  # between two looks at models that are to be unloaded
 _MEMORY_SHARE = 0.9  # of the free memory, for models
 _KV_SHARE = 0.5  # of the memory for models, for keys and values
-
-
-class ModelEntry:
-    """A model of a server, loaded or not. Belongs to the event loop."""
-
-    def __init__(self, spec: ModelSpec, served: ServedModel | None = None) -> None:
-        self.spec, self.served = spec, served
-        self.adapters = dict(spec.options.adapters)  # paths by name; clients may load and unload some
-        self.is_owned = served is None  # else whoever opened the model closes it
-        self.found: Path | None = None  # its files in the directory or the cache: it goes with them
-        self.is_cached = False  # clients may delete it, if they may delete models
-        self.created = int(time.time())
-        self.n_bytes = 0  # of the loaded model, estimated before it was loaded
-        self.loaded_s = self.used_s = 0.0  # monotonic: when it was loaded, and when it was last used
-        self.keep_alive_s = spec.keep_alive_s  # None: the server's; a request may change it
-        self.n_leases = 0
-        self.waiters: list[asyncio.Future[ServedModel]] = []  # requests that wait for the model
-        self.is_leaving = False  # no new leases: it is about to be unloaded
-        self.task: asyncio.Task[None] | None = None  # that loads it
-        self.timer: asyncio.TimerHandle | None = None  # that unloads it
-        self.unused = asyncio.Event()  # without leases
-        self.unused.set()
-        self._stamp: tuple[float, int] | None = None  # of the file that is loaded
-        self._checked_s = 0.0
-
-    @property
-    def name(self) -> str:
-        """The name that answers carry."""
-        return self.spec.names[0]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every name that requests may give as their model: its own, and its adapters'."""
-        return (*self.spec.names, *self.adapters)
-
-    @property
-    def is_ready(self) -> bool:
-        """True if it gives leases."""
-        return self.served is not None and not self.is_leaving
-
-    @property
-    def state(self) -> ModelState:
-        """The model's state now."""
-        if self.is_leaving:
-            return "unloading"
-        if self.served is not None:
-            return "loaded"
-        return "unloaded" if self.task is None else "loading"
-
-    @property
-    def is_gone(self) -> bool:
-        """True if its files have left the directory or the cache, and nothing uses it."""
-        return self.found is not None and self.state == "unloaded" and not self.found.exists()
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no request uses it or waits for it."""
-        return not (self.n_leases or self.waiters or (self.served and self.served.bridge.is_busy))
-
-    def note_file(self) -> None:
-        """Remembers the state of the file that has been loaded."""
-        assert self.served is not None, "it is loaded"
-        self._stamp, self._checked_s = _stamp(self.served.llm.path), monotonic()
-
-    def is_stale(self) -> bool:
-        """True if the file has changed since it was loaded; looks once a second at most."""
-        now_s = monotonic()
-        if self.served is None or not self.is_owned or now_s - self._checked_s < _CHECK_S:
-            return False
-        self._checked_s = now_s
-        stamp = _stamp(self.served.llm.path)
-        return stamp is not None and stamp != self._stamp and time.time() - stamp[0] > _SETTLE_S
+_SHUTDOWN = "the server is shutting down: try again later"
 
 
 class ModelRegistry:
@@ -135,14 +60,13 @@ class ModelRegistry:
         `make_loop` makes the loop that runs its requests.
         """
         self.settings, self.metrics = settings, Metrics()
-        self.entries: list[ModelEntry] = []
+        entries = [ModelEntry(spec) for spec in models]
         if llm is not None:
             served = ServedModel(llm, settings, settings.model_names, self.metrics, make_loop)
             entry = ModelEntry(ModelSpec(settings.model_names, llm.options, True), served)
             entry.n_bytes = llm.memory_bytes
-            self.entries.append(entry)
-        self.entries += map(ModelEntry, models)
-        self._find_models()
+            entries.insert(0, entry)
+        self.catalog = Catalog(settings, entries)
         self.metrics.watch_engines(self.statuses)
         self.is_draining = False
         self.memory_bytes = settings.memory_bytes or int(_MEMORY_SHARE * available_bytes())
@@ -152,70 +76,9 @@ class ModelRegistry:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def default(self) -> ModelEntry:
-        """The model of requests that name none. Raises ModelNotFoundError if nothing is served."""
-        if not self.entries:
-            raise ModelNotFoundError("", [])
-        return self.entries[0]
-
-    def find(self, name: str | None) -> ModelEntry:
-        """The model of a name. Raises ModelNotFoundError if there is none.
-
-        A name may end with ":latest", as Ollama's clients write it.
-        """
-        if name is None:
-            return self.default
-        plain = name.removesuffix(":latest")
-        entry = self._named(name, plain)
-        if entry is None:
-            self._find_models()
-            self._find_cached(plain)
-            entry = self._named(name, plain)
-        if entry is not None:
-            return entry
-        if self.settings.any_model:
-            return self.default
-        raise ModelNotFoundError(name, [name for entry in self.entries for name in entry.names])
-
-    def _named(self, *names: str) -> ModelEntry | None:
-        return next((one for one in self.entries if not {*names}.isdisjoint(one.names)), None)
-
-    def listed(self) -> list[ModelEntry]:
-        """Every model, those that have come to the directory or the cache since the last time included."""
-        self._find_models()
-        return list(self.entries)
-
-    def _find_models(self) -> None:
-        """Adds the models of the directory and, if clients may pull, of the cache; drops those that left."""
-        self.entries = [entry for entry in self.entries if not entry.is_gone]
-        if self.settings.model_dir is not None:
-            for name, path in models_in(self.settings.model_dir):
-                self._add(name, path)
-        if self.settings.manages_models:
-            for model in cached_models():
-                self._add(model.name, model.path, is_cached=True)
-
-    def _add(self, name: str, path: Path, *, is_cached: bool = False) -> None:
-        """Serves the model at a path, unless the name is taken."""
-        if all(name not in entry.names for entry in self.entries):
-            entry = ModelEntry(ModelSpec((name,), ModelOptions(model=str(path))))
-            entry.found, entry.is_cached = path, is_cached
-            self.entries.append(entry)
-
-    def add_cached(self, name: str) -> None:
-        """Serves a model of the cache by a name that `kukri pull` takes. Raises KukriError without it."""
-        self._add(name, cached_path(name), is_cached=True)
-
-    def _find_cached(self, name: str) -> None:
-        """Adds a model of the cache under another name than its file's, such as org/repo:Q4_K_M."""
-        is_name = name in MODELS or parse_name(name) is not None
-        if self.settings.manages_models and is_name and not Path(name).expanduser().exists():
-            with suppress(KukriError, OSError):
-                self.add_cached(name)
-
-    def forget(self, entry: ModelEntry) -> None:
-        """Serves a model no longer; it has been unloaded."""
-        self.entries.remove(entry)
+    def entries(self) -> list[ModelEntry]:
+        """Every model that is known."""
+        return self.catalog.entries
 
     async def start(self) -> None:
         """Starts the engines of loaded models and loads the pinned ones. Raises KukriError if one fails."""
@@ -226,8 +89,7 @@ class ModelRegistry:
                 entry.served.bridge.start()
                 entry.served.grammars.start_soon()
             elif entry.spec.is_pinned:
-                async with self._changing:
-                    await self._load(entry)
+                await self._load_if_room(entry)
 
     async def stop(self) -> None:
         """Unloads everything, without waiting long for what still runs."""
@@ -272,13 +134,15 @@ class ModelRegistry:
         ended its loading.
         """
         started_s = monotonic()
-        if entry.is_ready and not entry.is_stale():
+        await entry.look_at_file()
+        if entry.is_deleted:
+            raise self.catalog.not_found(entry.name)
+        if entry.is_ready and not entry.is_stale:
             entry.n_leases += 1
             served = entry.served
             assert served is not None, "it is ready"
         else:
             served = await self._wait(entry)
-        entry.unused.clear()
         if entry.timer is not None:
             entry.timer.cancel()
         scope["kukri.on_end"].append(lambda: self._release(entry))
@@ -287,7 +151,7 @@ class ModelRegistry:
 
     async def served(self, name: str | None, scope: Scope) -> ServedModel:
         """The served model by its name, as `acquire` gives it. Raises as `find` and `acquire` do."""
-        return await self.acquire(self.find(name), scope)
+        return await self.acquire(await self.catalog.find(name), scope)
 
     def keep(self, entry: ModelEntry, seconds: float | None) -> None:
         """Sets the idle time after which the model is unloaded: 0 for at once, below 0 for never."""
@@ -302,75 +166,34 @@ class ModelRegistry:
         return max(entry.used_s + limit_s - monotonic(), 0.0) if entry.is_idle else limit_s
 
     async def unload(self, entry: ModelEntry, reason: str) -> None:
-        """Unloads a model when its running requests have ended; one that is not loaded stays as it is."""
-        async with self._changing:
-            if entry.served is not None and entry.is_owned:
-                await self._unload(entry, reason)
+        """Unloads a model when its running requests have ended; one that is not loaded stays as it is.
 
-    # Adapters
-
-    async def load_adapter(self, model: str | None, name: str, path: str, scope: Scope) -> None:
-        """Loads an adapter of the adapter directory for a model, which is loaded too if need be.
-
-        Raises HTTPException 403 if clients may not, RequestError on a path outside of the directory, a name
-        that is taken, and files that are wrong.
+        Raises CapacityError if they do not end in time.
         """
-        file = self._adapter_path(path)
-        taken = self._named(name)
-        if taken is not None:
-            raise RequestError(f"the name {name!r} is taken by {taken.name}", param="lora_name")
-        entry = self.find(model)
-        served = await self.acquire(entry, scope)
+        if entry.is_owned and not await self._vacate([entry], reason, lambda: True):
+            raise CapacityError(f"{entry.name} still answers requests: try again later")
+
+    async def delete(self, entry: ModelEntry, remove: Callable[[], object]) -> None:
+        """Unloads a model and removes its files by `remove`; requests find it no more.
+
+        Raises as `unload` and `remove` do, and the model is served as before then.
+        """
+        entry.is_deleted = True
+        self._fail(entry, self.catalog.not_found(entry.name))
         try:
-            engine, loop = _single_engine(served)
-            adapter = await asyncio.to_thread(read_adapter, file, engine.model)
-            await asyncio.wrap_future(loop.call(lambda: engine.load_adapter(name, adapter)))
-        except CapacityError:
+            await self.unload(entry, "deleted")
+            await asyncio.to_thread(remove)
+        except BaseException:
+            entry.is_deleted = False
             raise
-        except KukriError as error:
-            text = str(error).replace(str(file), path)  # no paths of this machine
-            raise RequestError(text, param="lora_path") from None
-        entry.adapters[name] = str(file)
-        log.info("adapter loaded", extra={"model": entry.name, "adapter": name})
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter. Raises HTTPException 403 if clients may not, ModelNotFoundError without it."""
-        self._check_manages_adapters()
-        entry = next((one for one in self.entries if name in one.adapters), None)
-        if entry is None:
-            raise ModelNotFoundError(name, [name for one in self.entries for name in one.adapters])
-        if entry.served is not None:
-            engine, loop = _single_engine(entry.served)
-            await asyncio.wrap_future(loop.call(lambda: engine.unload_adapter(name)))
-        entry.adapters.pop(name, None)
-        log.info("adapter unloaded", extra={"model": entry.name, "adapter": name})
-
-    def _check_manages_adapters(self) -> Path:
-        """The adapter directory. Raises HTTPException 403 without one."""
-        directory = self.settings.adapter_dir
-        if directory is None:
-            message = "this server's adapters cannot be changed: kukri serve --adapter-dir allows it"
-            raise HTTPException(403, message)
-        return directory
-
-    def _adapter_path(self, path: str) -> Path:
-        """The path of an adapter in the directory. Raises RequestError for any other."""
-        directory = self._check_manages_adapters().resolve()
-        try:
-            found = (directory / path).resolve()
-            is_there = found.is_relative_to(directory) and found != directory and found.exists()
-        except (OSError, ValueError):  # a name that no file can have
-            is_there = False
-        if not is_there:
-            raise RequestError(f"there is no {path[:200]!r} in the adapter directory", param="lora_path")
-        return found
+        self.catalog.entries.remove(entry)
 
     # Leases
 
     async def _wait(self, entry: ModelEntry) -> ServedModel:
         """Waits until the model is loaded; the lease is counted then."""
         if self.is_draining:
-            raise CapacityError("the server is shutting down: ask another, or later")
+            raise CapacityError(_SHUTDOWN)
         if len(entry.waiters) >= self.settings.max_waiting:
             raise CapacityError(
                 f"{len(entry.waiters)} requests wait for {entry.name} already: try again later"
@@ -396,7 +219,6 @@ class ModelRegistry:
         entry.n_leases -= 1
         entry.used_s = monotonic()
         if entry.n_leases == 0:
-            entry.unused.set()
             self._watch(entry)
 
     def _watch(self, entry: ModelEntry) -> None:
@@ -417,7 +239,7 @@ class ModelRegistry:
 
     def _refuse_waiters(self) -> None:
         for entry in self.entries:
-            self._fail(entry, CapacityError("the server is shutting down: ask another, or later"))
+            self._fail(entry, CapacityError(_SHUTDOWN))
 
     @staticmethod
     def _fail(entry: ModelEntry, error: Exception) -> None:
@@ -432,19 +254,21 @@ class ModelRegistry:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # Loading and unloading; whoever calls these holds `_changing`, but for `_bring` and `_unload_idle`
+    # Loading and unloading
 
     async def _bring(self, entry: ModelEntry) -> None:
-        """Loads the model for those who wait for it, or fails them."""
-        if entry.served is not None and not entry.is_leaving:
-            entry.is_leaving = True  # its file has changed
+        """Gives the requests that wait for a model their leases, as soon as it is loaded, or fails them."""
         try:
-            async with self._changing:
-                if entry.served is not None:
-                    await self._unload(entry, "changed")
-                if not entry.waiters:  # they have all left
-                    return
-                await self._load(entry)
+            while entry.waiters:
+                if entry.is_leaving:
+                    await asyncio.sleep(_POLL_S)
+                elif entry.served is None:
+                    busy = await self._load_if_room(entry)
+                    await self._vacate(busy, "memory", lambda: bool(entry.waiters))
+                elif not entry.is_stale or not await self._vacate(
+                    [entry], "changed", lambda: bool(entry.waiters)
+                ):
+                    self._give_leases(entry)
         except Exception as error:
             log.error("model not loaded: %s", error, exc_info=not isinstance(error, KukriError),
                       extra={"model": entry.name})  # fmt: skip
@@ -452,40 +276,83 @@ class ModelRegistry:
         finally:
             entry.task = None
 
+    @staticmethod
+    def _give_leases(entry: ModelEntry) -> None:
+        served = entry.served
+        assert served is not None, "it is loaded"
+        waiters, entry.waiters = entry.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                entry.n_leases += 1
+                waiter.set_result(served)
+
+    async def _vacate(self, models: Sequence[ModelEntry], reason: str, is_wanted: Callable[[], bool]) -> bool:
+        """Unloads the first of some loaded models that no request uses; True if one of them is unloaded.
+
+        One of them takes no requests meanwhile, each time another, for no longer than _LEAVE_S: answers may
+        have no end.
+        """
+        staying = [one for one in models if not one.is_leaving]
+        leaving = min(staying, key=lambda one: (one.asked_s, one.used_s), default=None)
+        if leaving is not None:
+            leaving.is_leaving, leaving.asked_s = True, monotonic()
+        ends_s = monotonic() + _LEAVE_S
+        try:
+            while models and monotonic() < ends_s:
+                async with self._changing:
+                    if not is_wanted() or any(one.served is None for one in models):
+                        break
+                    free = (one for one in models if one is leaving or not one.is_leaving)
+                    found = next((one for one in free if one.is_free), None)
+                    if found is not None:
+                        await self._unload(found, reason)
+                        break
+                await asyncio.sleep(_POLL_S)
+        finally:
+            if leaving is not None:
+                leaving.is_leaving = False
+        return any(one.served is None for one in models)
+
     async def _unload_idle(self, entry: ModelEntry) -> None:
         async with self._changing:
             if entry.served is not None and entry.is_idle:
                 await self._unload(entry, "idle")
 
-    async def _load(self, entry: ModelEntry) -> None:
-        """Loads a model, after others have made room for it, and gives its waiters their leases."""
+    async def _load_if_room(self, entry: ModelEntry) -> list[ModelEntry]:
+        """Loads a model, after idle ones have made room for it, and gives its waiters their leases.
+
+        Returns the models that may be unloaded for it, if that takes one which is not idle.
+        """
+        async with self._changing:
+            if not (entry.waiters or entry.spec.is_pinned):  # they have all left
+                return []
+            share = self._kv_bytes // min(max(len(self.entries), 1), self.settings.max_loaded)
+            need = await asyncio.to_thread(memory_need, entry.spec.options, share)
+            busy = await self._make_room(entry, need)
+            if not busy:
+                await self._load(entry, need)
+            return busy
+
+    async def _load(self, entry: ModelEntry, need: MemoryNeed) -> None:
         started_s = monotonic()
-        share = self._kv_bytes // min(max(len(self.entries), 1), self.settings.max_loaded)
-        need = await asyncio.to_thread(memory_need, entry.spec.options, share)
-        await self._make_room(entry, need)
         log.info("loading", extra={"model": entry.name, "memory_bytes": need.n_bytes})
-        for name in entry.adapters.keys() - entry.spec.options.adapters.keys():
-            if not Path(entry.adapters[name]).exists():
+        given = entry.spec.options.adapters
+        for name in await asyncio.to_thread(_gone, {**entry.adapters}):
+            if name not in given:
                 log.warning("adapter gone", extra={"model": entry.name, "adapter": name})
                 del entry.adapters[name]
-        adapters = dict(entry.adapters)
-        options = replace(entry.spec.options, kv_bytes=need.kv_bytes, adapters=adapters)
+        options = replace(entry.spec.options, kv_bytes=need.kv_bytes, adapters={**entry.adapters})
         served = await asyncio.to_thread(self._opened, entry, options)
         if self.is_draining:
             await asyncio.to_thread(served.llm.close)
-            raise CapacityError("the server is shutting down: ask another, or later")
+            raise CapacityError(_SHUTDOWN)
         served.bridge.start()
         entry.served, entry.n_bytes = served, need.n_bytes
         entry.loaded_s = entry.used_s = monotonic()
-        entry.note_file()
+        await entry.note_file()
         self.metrics.load.labels(entry.name).observe(monotonic() - started_s)
         log.info("loaded", extra={"model": entry.name, "duration_s": round(monotonic() - started_s, 3)})
-        waiters, entry.waiters = entry.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                entry.n_leases += 1
-                entry.unused.clear()
-                waiter.set_result(served)
+        self._give_leases(entry)
         if not entry.n_leases:
             self._watch(entry)
         served.grammars.start_soon()
@@ -500,18 +367,20 @@ class ModelRegistry:
             llm.close()
             raise
 
-    async def _make_room(self, entry: ModelEntry, need: MemoryNeed) -> None:
-        """Unloads models, the one used longest ago first, until there is memory for another.
+    async def _make_room(self, entry: ModelEntry, need: MemoryNeed) -> list[ModelEntry]:
+        """Unloads idle models, the one used longest ago first, until there is memory for another.
 
-        Raises CapacityError, and unloads nothing, if that would not do.
+        Returns those that could be unloaded too if there is not, none if there is. Raises CapacityError, and
+        unloads nothing, if all of them would not do.
         """
         loaded = [one for one in self.entries if one.served is not None and one is not entry]
         movable = [one for one in loaded if not one.spec.is_pinned]
         kept_bytes = sum(one.n_bytes for one in loaded) - sum(one.n_bytes for one in movable)
-        if (
-            kept_bytes + need.n_bytes > self.memory_bytes
-            or len(loaded) - len(movable) >= self.settings.max_loaded
-        ):
+        if len(loaded) - len(movable) >= self.settings.max_loaded:
+            raise CapacityError(
+                f"{entry.name} cannot be loaded: {len(loaded)} pinned models are, which is --max-loaded"
+            )
+        if kept_bytes + need.n_bytes > self.memory_bytes:
             pinned = f", of which pinned models take {_mib(kept_bytes)}" if kept_bytes else ""
             raise CapacityError(
                 f"{entry.name} needs {_mib(need.n_bytes)} of memory ({_mib(need.weight_bytes)} of weights, "
@@ -519,14 +388,18 @@ class ModelRegistry:
                 f"{pinned}: give it a smaller KV cache or context, or the server more --memory"
             )
         while len(loaded) >= self.settings.max_loaded or not self._has_room(loaded, need):
-            victim = min(movable, key=lambda one: (not one.is_idle, one.used_s), default=None)
-            if victim is None:
+            idle = [one for one in movable if one.is_idle]
+            if not movable:
                 raise CapacityError(
                     f"{entry.name} needs {_mib(need.n_bytes)} of memory: {_mib(available_bytes())} are free"
                 )
-            await self._unload(victim, "memory")
-            movable.remove(victim)
-            loaded.remove(victim)
+            if not idle:
+                return movable
+            oldest = min(idle, key=lambda one: one.used_s)
+            await self._unload(oldest, "memory")
+            movable.remove(oldest)
+            loaded.remove(oldest)
+        return []
 
     def _has_room(self, loaded: Iterable[ModelEntry], need: MemoryNeed) -> bool:
         """True if a model fits beside the loaded ones: into the server's memory, and the machine's."""
@@ -534,12 +407,11 @@ class ModelRegistry:
         return taken + need.n_bytes <= self.memory_bytes and need.n_bytes <= available_bytes()
 
     async def _unload(self, entry: ModelEntry, reason: str) -> None:
-        """Unloads a model as soon as nothing uses it; requests that come meanwhile wait until it is back."""
+        """Unloads a model that nothing uses; requests that come meanwhile wait until it is back."""
         entry.is_leaving = True
         if entry.timer is not None:
             entry.timer.cancel()
         try:
-            await entry.unused.wait()
             assert entry.served is not None, "it is loaded"
             held, entry.served = [entry.served], None
             await held[0].close(None)
@@ -551,32 +423,9 @@ class ModelRegistry:
         log.info("unloaded", extra={"model": entry.name, "reason": reason})
 
 
-def _single_engine(served: ServedModel) -> tuple[Engine, EngineLoop]:
-    """The engine of a served model, and its loop. Raises RequestError if there are several, elsewhere."""
-    engine, loop = served.llm.engine, served.bridge.loop
-    if not (isinstance(engine, Engine) and isinstance(loop, EngineLoop)):
-        raise RequestError("adapters of several engines are loaded at the start alone", param="lora_name")
-    return engine, loop
-
-
-def models_in(directory: Path) -> Iterator[tuple[str, Path]]:
-    """The models of a directory: each .gguf file, by its stem, and each safetensors directory."""
-    with suppress(OSError):
-        for path in sorted(directory.iterdir()):
-            if path.suffix == ".gguf" and path.is_file():
-                yield path.stem, path
-            elif (path / "config.json").is_file():
-                yield path.name, path
-
-
-def _stamp(path: Path) -> tuple[float, int] | None:
-    """Latest modification time and total bytes of a model's files; None if one is missing."""
-    try:
-        files = [path, *path.iterdir()] if path.is_dir() else [path]
-        stats = [file.stat() for file in files]
-    except OSError:
-        return None
-    return max(stat.st_mtime for stat in stats), sum(stat.st_size for stat in stats)
+def _gone(adapters: Mapping[str, str]) -> list[str]:
+    """The names of adapters whose files are not there."""
+    return [name for name, path in adapters.items() if not Path(path).exists()]
 
 
 def _load_error(entry: ModelEntry, error: Exception) -> KukriError:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,8 @@ from kukri.formats.headers import read_headers
 from kukri.formats.model_cache import cached_path, remove
 from kukri.formats.repos import cache_folder, parse_name
 from kukri.server.errors import ModelNotFoundError
-from kukri.server.models.registry import ModelEntry, ModelRegistry
+from kukri.server.models.entry import ModelEntry
+from kukri.server.models.registry import ModelRegistry
 from kukri.server.ollama.schema import OllamaBody, OllamaPullBody
 
 _POLL_S = 0.5  # between two looks at how much of a repository is there
@@ -96,7 +98,7 @@ Registry = Annotated[ModelRegistry, Depends(_registry)]
 async def ollama_tags(registry: Registry) -> Response:
     """Lists the models on this machine."""
     models = []
-    for entry in registry.listed():
+    for entry in await registry.catalog.listed():
         facts = await asyncio.to_thread(model_facts, entry)
         if facts is not None:
             models += [_listed(name, facts) for name in entry.names]
@@ -106,7 +108,7 @@ async def ollama_tags(registry: Registry) -> Response:
 async def ollama_ps(registry: Registry) -> Response:
     """Lists the loaded models."""
     models = []
-    for entry in registry.listed():
+    for entry in await registry.catalog.listed():
         facts = await asyncio.to_thread(model_facts, entry) if entry.served is not None else None
         if facts is None or entry.served is None:
             continue
@@ -121,7 +123,7 @@ async def ollama_ps(registry: Registry) -> Response:
 
 async def ollama_show(body: OllamaBody, registry: Registry) -> Response:
     """Describes a model."""
-    entry = registry.find(body.model)
+    entry = await registry.catalog.find(body.model)
     facts = await asyncio.to_thread(model_facts, entry)
     if facts is None:
         raise ModelNotFoundError(body.model, [])
@@ -181,7 +183,7 @@ async def _pulled(registry: ModelRegistry, name: str) -> AsyncIterator[dict[str,
     except KukriError as error:
         yield {"error": str(error)}
         return
-    registry.add_cached(name)
+    await registry.catalog.add_cached(name)
     yield {"status": "verifying sha256 digest"}
     yield {"status": "success"}
 
@@ -189,14 +191,12 @@ async def _pulled(registry: ModelRegistry, name: str) -> AsyncIterator[dict[str,
 async def ollama_delete(body: OllamaBody, registry: Registry) -> Response:
     """Removes a model, if clients may."""
     _check_allowed(registry)
-    entry = registry.find(body.model)
+    entry = await registry.catalog.find(body.model, exactly=True)
     if not entry.is_cached:
         raise RequestError(
             f"{entry.name} was given to the server at its start: it is not deleted", param="model"
         )
-    await registry.unload(entry, "deleted")
-    await asyncio.to_thread(remove, entry.name)
-    registry.forget(entry)
+    await registry.delete(entry, partial(remove, entry.name))
     return Response(status_code=200)
 
 

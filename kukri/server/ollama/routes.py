@@ -64,7 +64,7 @@ def add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
 def _add_generation_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def kept(body: KeepAlive, request: Request) -> ServedModel:
         served = await registry.served(body.model, request.scope)
-        registry.keep(registry.find(body.model), body.keep_alive_s)
+        registry.keep(await registry.catalog.find(body.model), body.keep_alive_s)
         return served
 
     async def answer(
@@ -73,14 +73,14 @@ def _add_generation_routes(app: FastAPI, registry: ModelRegistry) -> None:
         make: Callable[[ServedModel, _Generation, Request], Awaitable[Response]],
     ) -> Response:
         async def made(served: ServedModel, body: _Generation, request: Request) -> Response:
-            registry.keep(registry.find(body.model), body.keep_alive_s)
+            registry.keep(await registry.catalog.find(body.model), body.keep_alive_s)
             return await make(served, body, request)
 
         return await answered(registry, body, request, made, ollama.NDJSON)
 
     async def load(body: GenerationBody, request: Request) -> Response:
         """Loads the model, which a body without a prompt asks for, or unloads it with keep_alive 0."""
-        entry = registry.find(body.model)
+        entry = await registry.catalog.find(body.model)
         if body.keep_alive_s == 0 and not entry.spec.is_pinned:
             await registry.unload(entry, "request")
             return ollama.loaded_answer(body, entry.name, "unload")

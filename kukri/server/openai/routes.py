@@ -8,8 +8,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.server.access import check_interp
+from kukri.server.models.adapters import ClientAdapters
+from kukri.server.models.entry import ModelEntry
 from kukri.server.models.loading_reply import answered
-from kukri.server.models.registry import ModelEntry, ModelRegistry
+from kukri.server.models.registry import ModelRegistry
 from kukri.server.openai.activations import ActivationsBody, activations
 from kukri.server.openai.chat_completions import complete_chat, parse_chat
 from kukri.server.openai.completions import complete
@@ -88,13 +90,14 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/models", include_in_schema=False)
     async def models() -> JSONResponse:
         """Lists the names of all models."""
-        found = [_model(registry, entry, name) for entry in registry.listed() for name in entry.names]
+        listed = await registry.catalog.listed()
+        found = [_model(registry, entry, name) for entry in listed for name in entry.names]
         return JSONResponse({"object": "list", "data": found})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
         """Describes one of them."""
-        entry = registry.find(name)
+        entry = await registry.catalog.find(name)
         return JSONResponse(_model(registry, entry, name if name in entry.names else entry.name))
 
 
@@ -123,15 +126,16 @@ def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, A
 
 def add_adapter_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Adds the routes that load and unload LoRA adapters, as vLLM has them."""
+    adapters = ClientAdapters(registry)
 
     @app.post("/v1/load_lora_adapter")
     async def load_adapter(body: LoadAdapterBody, request: Request) -> JSONResponse:
         """Loads a LoRA adapter of the adapter directory, which requests may then name as their model."""
-        await registry.load_adapter(body.model, body.lora_name, body.lora_path, request.scope)
+        await adapters.load(body.model, body.lora_name, body.lora_path, request.scope)
         return JSONResponse({"message": f"the adapter {body.lora_name!r} is loaded"})
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_adapter(body: UnloadAdapterBody) -> JSONResponse:
         """Unloads a LoRA adapter; requests that run with it end with it."""
-        await registry.unload_adapter(body.lora_name)
+        await adapters.unload(body.lora_name)
         return JSONResponse({"message": f"the adapter {body.lora_name!r} is unloaded"})

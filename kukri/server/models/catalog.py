@@ -1,0 +1,147 @@
+"""The models of a server by their names: those given at its start, of its directory, and of the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+from kukri.errors import KukriError
+from kukri.formats.hub import MODELS
+from kukri.formats.model_cache import cached_models, cached_path
+from kukri.formats.repos import parse_name
+from kukri.loading import ModelOptions
+from kukri.server.errors import ModelNotFoundError
+from kukri.server.models.entry import ModelEntry
+from kukri.server.settings import ModelSpec, ServerSettings
+
+_LOOK_S = 1.0  # between two looks at the directory and the cache
+
+
+class _Found(NamedTuple):
+    """A model that lies in the directory or in the cache."""
+
+    name: str
+    path: Path
+    is_cached: bool
+
+
+class Catalog:
+    """Finds models. Belongs to the event loop; files are looked at on one thread besides it."""
+
+    def __init__(self, settings: ServerSettings, entries: Iterable[ModelEntry]) -> None:
+        self.settings, self.entries = settings, list(entries)
+        self._looking = asyncio.Lock()  # a file system that hangs holds one thread, not all
+        self._looked_s = monotonic()
+        for found in self._found():
+            self._add(*found)
+
+    @property
+    def default(self) -> ModelEntry:
+        """The model of requests that name none. Raises ModelNotFoundError if nothing is served."""
+        if not self.entries:
+            raise ModelNotFoundError("", [])
+        return self.entries[0]
+
+    async def find(self, name: str | None, *, exactly: bool = False) -> ModelEntry:
+        """The model of a name. Raises ModelNotFoundError if there is none.
+
+        A name may end with ":latest", as Ollama's clients write it. With `any_model` the default answers for
+        an unknown name, unless it is to be found `exactly`.
+        """
+        if name is None:
+            return self.default
+        entry = self.named(name) or await self._look_for(name)
+        if entry is not None:
+            return entry
+        if self.settings.any_model and not exactly:
+            return self.default
+        raise self.not_found(name)
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        """The error of a name that nothing has."""
+        return ModelNotFoundError(name, [known for entry in self.entries for known in entry.names])
+
+    def named(self, name: str) -> ModelEntry | None:
+        """The model of a name, among those that are known."""
+        names = {name, name.removesuffix(":latest")}
+        known = (one for one in self.entries if not one.is_deleted)
+        return next((one for one in known if not names.isdisjoint(one.names)), None)
+
+    async def listed(self) -> list[ModelEntry]:
+        """Every model, with those that have come to the directory or the cache until a second ago."""
+        await self._look()
+        return [entry for entry in self.entries if not entry.is_deleted]
+
+    async def add_cached(self, name: str) -> None:
+        """Serves a model of the cache by a name that `kukri pull` takes. Raises KukriError without it."""
+        self._add(name, await asyncio.to_thread(cached_path, name), is_cached=True)
+
+    async def _look_for(self, name: str) -> ModelEntry | None:
+        """The model of a name that is not known yet.
+
+        A client that asks for a model of its own waits for a look that is not older than its request.
+        """
+        asked_s = None if self.settings.any_model else monotonic()
+        await self._look(asked_s)
+        plain = name.removesuffix(":latest")
+        if self.settings.manages_models and (plain in MODELS or parse_name(plain) is not None):
+            async with self._looking:  # a name other than its file's, such as org/repo:Q4_K_M
+                with suppress(KukriError, OSError):
+                    if not await asyncio.to_thread(Path(plain).expanduser().exists):
+                        await self.add_cached(plain)
+        return self.named(name)
+
+    async def _look(self, asked_s: float | None = None) -> None:
+        """Adds the models that have come and drops those that left, at most once a second.
+
+        With `asked_s` the look begins after that time.
+        """
+        if self.settings.model_dir is None and not self.settings.manages_models:
+            return
+        async with self._looking:
+            wait_s = self._looked_s + _LOOK_S - monotonic()
+            if wait_s > 0 and (asked_s is None or self._looked_s > asked_s):
+                return
+            await asyncio.sleep(wait_s)
+            self._looked_s = monotonic()
+            places = [entry.found for entry in self.entries if entry.found is not None]
+            found, gone = await asyncio.to_thread(lambda: (list(self._found()), _gone(places)))
+            self.entries[:] = [
+                entry for entry in self.entries if entry.found not in gone or entry.state != "unloaded"
+            ]
+            for one in found:
+                self._add(*one)
+
+    def _found(self) -> Iterator[_Found]:
+        """The models of the directory and, if clients may pull, of the cache. Looks at files."""
+        if self.settings.model_dir is not None:
+            for name, path in models_in(self.settings.model_dir):
+                yield _Found(name, path, False)
+        if self.settings.manages_models:
+            for model in cached_models():
+                yield _Found(model.name, model.path, True)
+
+    def _add(self, name: str, path: Path, is_cached: bool) -> None:
+        """Serves the model at a path, unless the name is taken."""
+        if all(name not in entry.names for entry in self.entries):
+            entry = ModelEntry(ModelSpec((name,), ModelOptions(model=str(path))))
+            entry.found, entry.is_cached = path, is_cached
+            self.entries.append(entry)
+
+
+def _gone(places: Iterable[Path]) -> set[Path]:
+    return {path for path in places if not path.exists()}
+
+
+def models_in(directory: Path) -> Iterator[tuple[str, Path]]:
+    """The models of a directory: each .gguf file, by its stem, and each safetensors directory."""
+    with suppress(OSError):
+        for path in sorted(directory.iterdir()):
+            if path.suffix == ".gguf" and path.is_file():
+                yield path.stem, path
+            elif (path / "config.json").is_file():
+                yield path.name, path

@@ -1,0 +1,100 @@
+"""A model of a server: what is known of it, loaded or not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from time import monotonic
+from typing import Literal
+
+from kukri.server.models.served_model import ServedModel
+from kukri.server.settings import ModelSpec
+
+ModelState = Literal["unloaded", "loading", "loaded", "unloading"]
+_CHECK_S = 1.0  # between two looks at a model's file
+_SETTLE_S = 1.0  # a file that changed less than this ago may still be written
+
+
+class ModelEntry:
+    """A model of a server, loaded or not. Belongs to the event loop."""
+
+    def __init__(self, spec: ModelSpec, served: ServedModel | None = None) -> None:
+        self.spec, self.served = spec, served
+        self.adapters = dict(spec.options.adapters)  # paths by name; clients may load and unload some
+        self.is_owned = served is None  # else whoever opened the model closes it
+        self.found: Path | None = None  # its files in the directory or the cache: it goes with them
+        self.is_cached = False  # clients may delete it, if they may delete models
+        self.created = int(time.time())
+        self.n_bytes = 0  # of the loaded model, estimated before it was loaded
+        self.loaded_s = self.used_s = 0.0  # monotonic: when it was loaded, and when it was last used
+        self.keep_alive_s = spec.keep_alive_s  # None: the server's; a request may change it
+        self.n_leases = 0
+        self.waiters: list[asyncio.Future[ServedModel]] = []  # requests that wait for the model
+        self.is_leaving = False  # no new leases: it is to be unloaded
+        self.asked_s = 0.0  # monotonic: when it was last to be unloaded for another model
+        self.is_stale = False  # its file has changed since it was loaded
+        self.is_deleted = False  # nobody finds it any more
+        self.task: asyncio.Task[None] | None = None  # that loads it
+        self.timer: asyncio.TimerHandle | None = None  # that unloads it
+        self._stamp: tuple[float, int] | None = None  # of the file that is loaded
+        self._checked_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """The name that answers carry."""
+        return self.spec.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that requests may give as their model: its own, and its adapters'."""
+        return (*self.spec.names, *self.adapters)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if requests can use it now."""
+        return self.served is not None and not self.is_leaving
+
+    @property
+    def state(self) -> ModelState:
+        """The model's state now."""
+        if self.is_leaving:
+            return "unloading"
+        if self.served is not None:
+            return "loaded"
+        return "unloaded" if self.task is None else "loading"
+
+    @property
+    def is_free(self) -> bool:
+        """True if no request uses it."""
+        return not (self.n_leases or (self.served and self.served.bridge.is_busy))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request uses it or waits for it."""
+        return self.is_free and not self.waiters
+
+    async def note_file(self) -> None:
+        """Remembers the state of the file that has been loaded."""
+        assert self.served is not None, "it is loaded"
+        self._stamp = await asyncio.to_thread(_stamp, self.served.llm.path)
+        self.is_stale, self._checked_s = False, monotonic()
+
+    async def look_at_file(self) -> None:
+        """Finds out whether the file has changed since it was loaded, once a second at most."""
+        now_s = monotonic()
+        if self.served is None or not self.is_owned or now_s - self._checked_s < _CHECK_S:
+            return
+        self._checked_s = now_s
+        stamp = await asyncio.to_thread(_stamp, self.served.llm.path)
+        self.is_stale = stamp not in (None, self._stamp) and time.time() - stamp[0] > _SETTLE_S
+
+
+def _stamp(path: Path) -> tuple[float, int] | None:
+    """Latest modification time and total bytes of a model's files; None if one is missing."""
+    try:
+        files = [path, *path.iterdir()] if path.is_dir() else [path]
+        stats = [file.stat() for file in files]
+    except OSError:
+        return None
+    return max(stat.st_mtime for stat in stats), sum(stat.st_size for stat in stats)
