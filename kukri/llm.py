@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_many
 from kukri.calls.results import Chunk, Result
-from kukri.config import Pooling, Speculation
+from kukri.config import Pooling
 from kukri.embedding import Ranked, check_pooling, ranked
 from kukri.engine import Engine
 from kukri.errors import HookError, KukriError, RequestError, close_matches
@@ -23,7 +23,8 @@ from kukri.formats.adapters import read_adapter
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.taps import Hook
-from kukri.loading import BackendName, ModelOptions, Progress, open_model
+from kukri.loading import Progress, open_model
+from kukri.model_options import ModelKeywords, ModelOptions
 from kukri.models import Forward, tap_names
 from kukri.sampling import SamplingOptions, SamplingParams
 from kukri.tokenizer import ChatTemplate
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from kukri.interp.listening import PointHook
     from kukri.interp.session import FwdHooks, NamesFilter, ReturnType, Session
     from kukri.interp.weights import Weights
-    from kukri.stages.sources import StagePlacer
     from kukri.tasks import Label, Span, TokenLabel
 
     Interventions = Sequence[Intervention | Mapping[str, Any]]
@@ -50,37 +50,11 @@ class LLM:
     Args:
         model: A known name, an `org/repo[:type]` of the Hugging Face hub, or the path of a .gguf file or of a
             directory with safetensors; None for the default model. What is not in the cache is downloaded.
-        max_context: Most tokens of prompt and answer together; None for the model's own limit, or less if
-            memory is short, which is logged as a warning.
-        n_threads: Threads of the CPU backend; None for the cores that this process may use.
-        backend: "cpu", "torch", "gpu", or "reference" (NumPy, for checks); None follows from `device`.
-        device: "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto" for the first GPU if there is one. All but
-            the CPU need PyTorch (`pip install "kukri[gpu]"`).
-        max_step_tokens: Most tokens that a step computes: a longer prompt is read in several steps.
-        max_requests: Most requests that run side by side; None for 16. Others wait.
-        kv_bytes: Size of the KV cache; None for what as many contexts need, as far as memory is free.
-        kv_type: Type of the KV cache: "f16", "q8_0", "q4" or "f32"; "fp8" on the torch and gpu backends.
-        quantize: Weight type ("Q8_0", "Q4_K" ...) that a directory's matrices are packed to while loading.
-        rope_scaling: "linear", "dynamic" or "yarn": extends the model's context `rope_factor` times.
-        rope_factor: See `rope_scaling`.
-        speculation: Source of draft tokens, which save time and change no answer, unless a request says
-            otherwise: "ngram" (looked up in the text), "draft" (by `draft_model`) or "off".
-        draft_model: A small model with the same tokens.
-        chat_template: Source of a Jinja template that replaces the file's.
-        adapters: LoRA adapters by name, PEFT directories or GGUF files, which requests choose by `adapter`.
-        prefix_dir: Directory where keys and values of prompts and answers are saved, and read back by later
-            processes whose prompts begin alike; None saves nothing.
-        prefix_bytes: Most bytes in `prefix_dir`; None for 4 GiB.
-        control_vectors: Files by name (GGUF or .safetensors), which interventions refer to.
-        probes: The same for probes (.safetensors).
-        saes: The same for sparse autoencoders (.safetensors, or directories of SAELens).
-        stages: Cuts the model by layers: into this many processes on this machine, into processes of
-            `kukri stage` at addresses "host:port" and this one, or as `kukri.scale.pipeline.RayStages` says.
-        devices: Cuts the model by layers into a process for each of these devices.
+        options: The fields of `ModelOptions`, such as `max_context=8192`; its help lists them.
         progress: Called as progress(done, total), in bytes of weights, while they are loaded.
 
     Attributes:
-        options: The arguments above, with which another process opens the same model.
+        options: The model and its options, with which another process opens the same model.
         path: The file or directory.
         config: Sizes and facts of the model, as its file states them.
         engine_config: Options of the engine.
@@ -97,62 +71,17 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        max_context: int | None = None,
-        n_threads: int | None = None,
-        backend: BackendName | None = None,
-        device: str | None = None,
-        max_step_tokens: int = 512,
-        max_requests: int | None = None,
-        kv_bytes: int | None = None,
-        kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] = "f16",
-        quantize: str | None = None,
-        rope_scaling: str | None = None,
-        rope_factor: float | None = None,
-        speculation: Speculation | None = None,
-        draft_model: str | os.PathLike[str] | None = None,
-        chat_template: str | None = None,
-        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
-        prefix_dir: str | os.PathLike[str] | None = None,
-        prefix_bytes: int | None = None,
-        control_vectors: Mapping[str, Any] | None = None,
-        probes: Mapping[str, Any] | None = None,
-        saes: Mapping[str, Any] | None = None,
-        stages: int | Sequence[str] | StagePlacer = 1,
-        devices: Sequence[str] = (),
         progress: Progress | None = None,
+        **options: Unpack[ModelKeywords],
     ) -> None:
-        self.options = ModelOptions(
-            model=None if model is None else os.fspath(model),
-            max_context=max_context,
-            n_threads=n_threads,
-            backend=backend,
-            device=device,
-            max_step_tokens=max_step_tokens,
-            max_requests=max_requests,
-            kv_bytes=kv_bytes,
-            kv_type=kv_type,
-            quantize=quantize,
-            rope_scaling=rope_scaling,
-            rope_factor=rope_factor,
-            speculation=speculation,
-            draft_model=None if draft_model is None else os.fspath(draft_model),
-            chat_template=chat_template,
-            adapters={name: os.fspath(path) for name, path in (adapters or {}).items()},
-            prefix_dir=None if prefix_dir is None else os.fspath(prefix_dir),
-            prefix_bytes=prefix_bytes,
-            control_vectors=control_vectors,
-            probes=probes,
-            saes=saes,
-            stages=tuple(stages) if isinstance(stages, Sequence) else stages,
-            devices=tuple(devices),
-        )
+        self.options = ModelOptions(**{"model": model, **cast(dict[str, Any], options)})
         loaded = open_model(self.options, progress)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config
         self.tokenizer, self.model = loaded.tokenizer, loaded.model
         self.default_params, self.text_encoder = loaded.default_params, loaded.text_encoder
         self._backend = loaded.backend
         self.calls = EngineCalls(loaded)
-        if control_vectors or probes or saes:
+        if self.options.control_vectors or self.options.probes or self.options.saes:
             _ = self.interp  # which checks them
 
     @overload

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kukri.config import EngineConfig, ModelConfig, Speculation
+from kukri.config import EngineConfig, ModelConfig
 from kukri.embedding import TextEncoder
 from kukri.engine import Engine
 from kukri.engine.engine import cache_type, state_slots
@@ -27,6 +27,7 @@ from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
 from kukri.model_identity import model_identity, weights_identity
+from kukri.model_options import ModelOptions
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
 from kukri.sampling import SamplingParams, default_params
@@ -34,45 +35,11 @@ from kukri.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from kukri.stages.backend import StagedBackend
-    from kukri.stages.sources import StagePlacer
 
 logger = logging.getLogger("kukri.loading")
 
-BackendName = Literal["cpu", "reference", "torch", "gpu"]
 # progress(bytes of weights ready, bytes of all): called now and then while a model is loaded
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Everything that `LLM` is opened with; any process can open the same model from it.
-
-    The fields are the parameters of `LLM`, which documents them.
-    """
-
-    model: str | None = None
-    max_context: int | None = None
-    n_threads: int | None = None
-    backend: BackendName | None = None
-    device: str | None = None
-    max_step_tokens: int = 512
-    max_requests: int | None = None
-    kv_bytes: int | None = None
-    kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] = "f16"
-    quantize: str | None = None
-    rope_scaling: str | None = None
-    rope_factor: float | None = None
-    speculation: Speculation | None = None
-    draft_model: str | None = None
-    chat_template: str | None = None
-    prefix_dir: str | None = None
-    prefix_bytes: int | None = None
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    control_vectors: Mapping[str, Any] | None = None
-    probes: Mapping[str, Any] | None = None
-    saes: Mapping[str, Any] | None = None
-    stages: int | tuple[str, ...] | StagePlacer = 1
-    devices: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -105,7 +72,7 @@ class LoadedModel(ReadModel):
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
 _MAX_TEXTS = 64  # of an encoder side by side: short ones share a step
-_PREFIX_BYTES = 4 << 30
+_OWN_DEFAULTS = ("max_prompt_tokens", "snapshot_bytes", "prefix_bytes")  # of EngineConfig
 # of models cut into stages
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
 _STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend", "quantize")
@@ -136,10 +103,11 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         max_step_tokens=options.max_step_tokens,
         kv_bytes=options.kv_bytes,
         kv_type=options.kv_type,
+        caches_prefixes=options.prefix_cache,
+        **{name: value for name in _OWN_DEFAULTS if (value := getattr(options, name)) is not None},
         speculation=options.speculation or ("ngram" if options.draft_model is None else "draft"),
         n_threads=options.n_threads,
         prefix_dir=options.prefix_dir,
-        prefix_bytes=_PREFIX_BYTES if options.prefix_bytes is None else options.prefix_bytes,
     )
     if options.prefix_dir is None and options.prefix_bytes is not None:
         raise ConfigError("prefix_bytes (--prefix-size) limits prefix_dir (--prefix-dir): give both")

@@ -130,7 +130,7 @@ def test_run_tells_what_drafts_were_worth(smollm2_path):
     told = run(*command, "--stats")
     assert re.search(rb"\d+ of \d+ drafts accepted\n$", told.stderr)
     wrong = call("run", "Hi", "-m", "/nowhere.gguf", "--speculation", "magic")
-    assert_one_line_error(wrong, "speculation must be one of off, ngram, draft")
+    assert_one_line_error(wrong, "--speculation must be one of ngram, draft, off")
 
 
 def test_run_raw_continues_the_text(smollm2_path):

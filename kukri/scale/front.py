@@ -34,8 +34,9 @@ from kukri.engine.waiting import WaitingQueue
 from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import SamplingRecords
-from kukri.loading import ModelOptions, ReadModel, read_model
+from kukri.loading import ReadModel, read_model
 from kukri.model_identity import weights_identity
+from kukri.model_options import ModelOptions
 from kukri.sampling import SamplingParams
 from kukri.scale import wire
 from kukri.scale.channel import BEAT_S, Channel

@@ -21,7 +21,7 @@ from ray import serve
 
 from kukri.errors import ConfigError
 from kukri.llm import LLM
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.scale.facts import ReplicaFacts
 from kukri.scale.front import Invite, RemoteModel, ReplicaLoop
 from kukri.scale.replica import EngineReplica
@@ -33,8 +33,6 @@ from kukri.traces import open_traces
 _REPLICA = "KukriReplica"
 _CALL_S = 10.0  # for a call of all replicas
 _FULL = 0.9  # of the KV pages, above which a replica counts as busy
-# options that are not numbers
-_TEXTS = ("model", "draft_model", "chat_template", "backend", "device", "quantize", "traces")
 _SLACK_S = 10.0  # of a replica that drains, to end
 
 
@@ -258,8 +256,8 @@ def from_arguments(given: dict[str, Any]) -> tuple[ModelOptions, ReplicaOptions,
     for name, value in given.items():
         owner = next((part for part in parts if name in {one.name for one in fields(part)}), None)
         if owner is not None:
-            number = isinstance(value, str) and name not in _TEXTS
-            parts[owner][name] = yaml.safe_load(value) if number else value
+            is_number = owner is ReplicaOptions and isinstance(value, str) and name != "traces"
+            parts[owner][name] = yaml.safe_load(value) if is_number else value
         elif name != "api_keys":
             raise ConfigError(f"there is no option {name!r}")
     options, how = ModelOptions(**parts[ModelOptions]), ReplicaOptions(**parts[ReplicaOptions])

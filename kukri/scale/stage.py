@@ -16,8 +16,9 @@ from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.step import StepLimits
-from kukri.loading import ModelOptions, read_weights
+from kukri.loading import read_weights
 from kukri.model_identity import code_digest, weights_identity
+from kukri.model_options import ModelOptions
 from kukri.stages.connection import Connection, LostError
 from kukri.stages.greeting import Door, connect
 from kukri.stages.messages import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kukri.errors import ConfigError
 from kukri.formats.hub import DEFAULT_MODEL
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.server.keys import KeyRing
 from kukri.traces import collector_url
 

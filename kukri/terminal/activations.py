@@ -9,8 +9,9 @@ from typing import Any
 
 from kukri.errors import ConfigError
 from kukri.llm import LLM
+from kukri.model_options import size_bytes
 from kukri.terminal.files import read_text
-from kukri.terminal.options import StoreOptions, size_bytes
+from kukri.terminal.options import StoreOptions
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import loading_bar, token_bar
 

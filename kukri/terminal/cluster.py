@@ -15,7 +15,7 @@ from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.terminal.options import ClusterOptions, ServeOptions
 
 if TYPE_CHECKING:
-    from kukri.loading import ModelOptions
+    from kukri.model_options import ModelOptions
     from kukri.scale.facts import ReplicaFacts
     from kukri.scale.serve import ReplicaOptions
 
@@ -31,7 +31,7 @@ def serve_cluster(
 
     require_web_stack("kukri cluster serve")
     require_ray("kukri cluster serve")
-    from kukri.loading import ModelOptions
+    from kukri.model_options import ModelOptions
     from kukri.server.logs import configure_logs
     from kukri.server.settings import default_name
 

@@ -74,10 +74,10 @@ def argument(help: str, **settings: Any) -> Any:
 
 
 def given(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass that the command line set: those that are neither None, False nor empty."""
+    """The fields of a dataclass that the command line set: not None, not empty, no switch as it stood."""
     found: dict[str, Any] = {}
     for one in fields(options):
         value, convert = getattr(options, one.name), one.metadata["convert"]
-        if not (value is None or value is False or value == []):
+        if value is not None and value != [] and not (value is False and one.default is False):
             found[one.name] = value if convert is None else convert(value)
     return found

@@ -6,38 +6,51 @@ each.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import Field, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 
-from kukri.errors import ConfigError, UnsupportedError
+from kukri.errors import ConfigError
+from kukri.model_options import Group, choices, flag_of, option_facts, option_fields, read_option
 from kukri.terminal.command import argument, option
 
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_Class = TypeVar("_Class")
 
 
-def named_paths(values: Sequence[str], flag: str) -> dict[str, str]:
-    """The paths of NAME=PATH by their names. Raises ConfigError, about the flag, for anything else."""
-    found: dict[str, str] = {}
-    for text in values:
-        name, separator, path = text.partition("=")
-        if not (separator and name and path):
-            raise ConfigError(f"{flag} is given as NAME=PATH, not {text!r}")
-        if name in found:
-            raise ConfigError(f"{flag}: two are named {name!r}")
-        found[name] = path
-    return found
+def model_flags(*groups: Group) -> Callable[[type[_Class]], type[_Class]]:
+    """Makes a class a dataclass whose fields are the flags of these groups of `kukri.ModelOptions`."""
+
+    def add(made: type[_Class]) -> type[_Class]:
+        for one in option_fields().values():
+            if option_facts(one).group in groups:
+                made.__annotations__[one.name] = _flag_type(one)
+                setattr(made, one.name, _model_flag(one))
+        return dataclass(eq=False, repr=False)(made)
+
+    return add
 
 
-def size_bytes(text: str, name: str = "a size") -> int:
-    """The bytes of a size such as 2MiB, 500KB or 4096. Raises ConfigError, about `name`, for other text."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMG]i?B|)", text)
-    if match is None:
-        raise ConfigError(f"{name} must be a size such as 2MiB or 1.5GiB, not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+def _model_flag(one: Field[Any]) -> Any:
+    """The flag of an option of loading. A wrong value is an error of `read_option`, in one line."""
+    facts = option_facts(one)
+    shown: dict[str, Any] = {"metavar": facts.metavar, "envvar": facts.envvar}
+    if names := choices(one):
+        shown |= {"metavar": f"[{'|'.join(names)}]", "autocompletion": lambda: list(names)}
+    flags = [facts.flag] if facts.flag else []
+    return option(facts.help, *flags, convert=partial(read_option, one, where=flag_of(one)), **shown)
+
+
+def _flag_type(one: Field[Any]) -> Any:
+    """The type that typer reads: numbers and switches as they are declared, all else as text."""
+    facts = option_facts(one)
+    if facts.repeats:
+        return list[str] | None
+    declared = {one.type, *get_args(one.type)} & {int, float, bool}
+    return (declared.pop() if len(declared) == 1 and facts.metavar != "SIZE" else str) | None
 
 
 # --- the model: an argument or -m, in every command
@@ -152,106 +165,24 @@ class RunningServer:
     api_key: str | None = option("API key.", metavar="KEY", envvar="KUKRI_API_KEY")
 
 
-@dataclass(eq=False, repr=False)
+@model_flags("any")
 class ModelOptions:
     """Options of loading that every command with an engine has."""
 
-    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
-    device: str | None = option(
-        "cpu, cuda, cuda:1, mps, xpu, or auto (a GPU if available). [default: cpu]", metavar="NAME"
-    )
-    backend: Literal["cpu", "torch", "gpu", "reference"] | None = option(
-        "Compute backend; torch is PyTorch without Triton. [default: by device]"
-    )
-    stages: str | None = option(
-        "Split the model among N processes, HOST:PORT,… of kukri stage and this one, or ray:N.",
-        metavar="N",
-        convert=lambda text: _stages(text),
-    )
-    devices: str | None = option(
-        "Split the model over devices, one process each: cuda:0,cuda:1.",
-        metavar="NAMES",
-        convert=lambda text: tuple(text.split(",")),
-    )
-    quantize: str | None = option("Quantize a safetensors model while loading: Q8_0, Q4_K …", metavar="TYPE")
-    rope_scaling: str | None = option("Extend the context: linear, dynamic or yarn.", metavar="KIND")
-    rope_factor: float | None = option(
-        "Factor for --rope-scaling; 4 means four times the context.", metavar="X"
-    )
 
-
-@dataclass(eq=False, repr=False)
-class LoadOptions(ModelOptions):
+@model_flags("any", "generating")
+class LoadOptions:
     """Options of loading a model to generate with."""
 
-    max_context: int | None = option("Context length, prompt and answer. [default: the model's]", metavar="N")
-    kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] | None = option(
-        "KV cache type: q8_0 and fp8 (GPUs only) take half the memory, q4 a quarter, f32 twice (exact). "
-        "[default: f16]"
-    )
-    speculation: str | None = option(
-        "Speculative decoding: ngram (prompt lookup), draft or off; never changes the output. "
-        "[default: ngram; draft with --draft-model]",
-        metavar="KIND",
-    )
-    draft_model: str | None = option(
-        "Small model with the same vocabulary that drafts tokens.", metavar="MODEL"
-    )
-    adapters: list[str] | None = option(
-        "LoRA adapter: a PEFT directory or GGUF file; repeatable.",
-        "--adapter",
-        metavar="NAME=PATH",
-        convert=lambda values: named_paths(values, "--adapter"),
-    )
-    prefix_dir: str | None = option(
-        "Save the KV cache of prompts here; later prompts with the same prefix start faster.",
-        metavar="DIR",
-        envvar="KUKRI_PREFIX_DIR",
-    )
-    prefix_bytes: int | None = option(
-        "Size limit of --prefix-dir. [default: 4GiB]",
-        "--prefix-size",
-        metavar="SIZE",
-        parser=lambda text: size_bytes(text, "--prefix-size"),
-    )
+
+@model_flags("any", "generating", "many")
+class ManyOptions:
+    """Options of loading a model for many requests at a time."""
 
 
-def _stages(text: str) -> Any:
-    """The stages of `LLM` that a text names. Raises UnsupportedError without Ray for ray:N."""
-    kind, _, number = text.partition(":")
-    if kind == "ray" and number.isdecimal():
-        try:
-            from kukri.scale.pipeline import RayStages
-        except ImportError as error:
-            raise UnsupportedError(
-                f"--stages {text} needs the package {error.name}: install it with pip install 'kukri[ray]'"
-            ) from None
-        return RayStages(int(number))
-    return int(text) if text.isdecimal() else tuple(text.split(","))
-
-
-@dataclass(eq=False, repr=False)
+@model_flags("readers")
 class ReaderOptions:
     """Options of what steers a model and reads its activations: files by name."""
-
-    control_vectors: list[str] | None = option(
-        "Control vector (GGUF) for requests to use by name; repeatable.",
-        "--control-vector",
-        metavar="NAME=FILE",
-        convert=lambda values: named_paths(values, "--control-vector"),
-    )
-    probes: list[str] | None = option(
-        "Linear probe (.safetensors) for requests to use by name; repeatable.",
-        "--probe",
-        metavar="NAME=FILE",
-        convert=lambda values: named_paths(values, "--probe"),
-    )
-    saes: list[str] | None = option(
-        "SAELens sparse autoencoder for requests to use by name; repeatable.",
-        "--sae",
-        metavar="NAME=DIR",
-        convert=lambda values: named_paths(values, "--sae"),
-    )
 
 
 @dataclass(eq=False, repr=False)
@@ -287,19 +218,6 @@ class SteeringOptions:
                 {"op": "add", "control_vector": str(i), "strength": strength, "layers": layers}
             )
         return {"control_vectors": files}, interventions
-
-
-@dataclass(eq=False, repr=False)
-class ManyOptions(LoadOptions):
-    """Options of loading a model for many requests at a time."""
-
-    max_requests: int | None = option("Concurrent requests in the batch. [default: 16]", metavar="N")
-    kv_bytes: int | None = option(
-        "KV cache size, such as 2GiB. [default: from contexts and free memory]",
-        "--kv-memory",
-        metavar="SIZE",
-        parser=lambda text: size_bytes(text, "--kv-memory"),
-    )
 
 
 @dataclass(eq=False, repr=False)

@@ -13,8 +13,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.model_options import size_bytes
 from kukri.terminal.files import read_text
-from kukri.terminal.options import ServeOptions, size_bytes
+from kukri.terminal.options import ServeOptions
 from kukri.terminal.progress import loading_bar
 
 if TYPE_CHECKING:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import Field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from kukri.errors import ConfigError
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions, flag_of, option_facts, option_fields, read_option
 from kukri.server.settings import ModelSpec, default_name, duration_s
 from kukri.terminal.config_file import MAX_BYTES, read_config
 from kukri.terminal.files import read_text
-from kukri.terminal.options import ManyOptions, ReaderOptions, ServeOptions, size_bytes
+from kukri.terminal.options import ServeOptions
 
-_TABLES = ("adapters",)  # options of names and paths
 _OWN_KEYS = ("model", "aliases", "pinned", "keep-alive", "chat-template-file")
-_FILES = tuple(one.name for one in fields(ReaderOptions))
-_KINDS = {"max_context": int, "n_threads": int, "max_requests": int, "rope_factor": float}
 
 
 def served_models(
@@ -92,13 +89,12 @@ def _model(file: Path, name: str, table: Any) -> ModelSpec:
         if key.replace("_", "-") not in flags:
             known = ", ".join([*_OWN_KEYS, *flags])
             raise ConfigError(f"{where} has no option {key!r}: there are {known}")
-        field = flags[key.replace("_", "-")]
-        if field in _FILES:
-            if not isinstance(value, dict) or not all(isinstance(path, str) for path in value.values()):
-                raise ConfigError(f'{where}.{key} must be a table of files: {{name = "path"}}')
-            options[field] = {name: str(file.parent / path) for name, path in value.items()}
-            continue
-        options[field] = _value(f"{where}.{key}", field, value)
+        one = flags[key.replace("_", "-")]
+        if option_facts(one).repeats and not isinstance(value, dict):
+            raise ConfigError(f'{where}.{key} must be a table of files: {{name = "path"}}')
+        options[one.name] = read = read_option(one, value, f"{where}.{key}")
+        if option_facts(one).group == "readers":
+            options[one.name] = {name: str(file.parent / path) for name, path in read.items()}
     template = table.get("chat-template-file")
     if template is not None:
         options["chat_template"] = read_text(file.parent / str(template), MAX_BYTES)
@@ -111,26 +107,7 @@ def _model(file: Path, name: str, table: Any) -> ModelSpec:
     )
 
 
-def _value(where: str, field: str, value: Any) -> Any:
-    """The value of an option of LLM."""
-    if field in ("kv_bytes", "prefix_bytes"):
-        return size_bytes(str(value), where)
-    if field in _TABLES:
-        if not isinstance(value, dict) or not all(isinstance(path, str) for path in value.values()):
-            raise ConfigError(f"{where} must be a table of names and paths")
-        return value
-    kind = _KINDS.get(field, str)
-    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-        raise ConfigError(f"{where} must be {'a number' if kind is not str else 'a text'}, not {value!r}")
-    return value
-
-
-def _flags() -> dict[str, str]:
-    """The options of loading a model: name without dashes -> field of ModelOptions."""
-    found = {}
-    for one in (*fields(ManyOptions), *fields(ReaderOptions)):
-        info = one.metadata["option"]
-        declared = [info.default, *(info.param_decls or ())]  # typer takes the first flag for a default
-        flags = [flag for flag in declared if isinstance(flag, str) and flag.startswith("--")]
-        found[flags[0].removeprefix("--") if flags else one.name.replace("_", "-")] = one.name
-    return found
+def _flags() -> dict[str, Field[Any]]:
+    """The options of loading a model that have flags, by their names without dashes."""
+    found = ((flag_of(one).removeprefix("--"), one) for one in option_fields().values())
+    return {name: one for name, one in found if name}

@@ -9,11 +9,12 @@ from kukri.errors import ConfigError
 from kukri.evaluate.text import read_text
 from kukri.evaluate.tuning import Tuned, recipe_of, tune
 from kukri.formats import hub
+from kukri.model_options import size_bytes
 from kukri.quant.blocks import WRITTEN
 from kukri.quant.types import QUANT_TYPES, QuantType
 from kukri.terminal.evaluate import type_list
 from kukri.terminal.files import check_parent, writing
-from kukri.terminal.options import TuneOptions, size_bytes
+from kukri.terminal.options import TuneOptions
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from kukri import LLM
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.scale.facts import replica_facts
 from kukri.scale.front import RemoteModel, ReplicaLoop
 from kukri.scale.replica import EngineReplica

@@ -15,7 +15,7 @@ import pytest
 from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")

@@ -18,7 +18,7 @@ from clusters import LocalCluster, cluster, until
 from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.scale.simulation import Engine, Load, StepCosts, simulate
 from kukri.server.app import create_app
 from kukri.server.asgi_client import post

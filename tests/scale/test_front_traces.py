@@ -10,7 +10,7 @@ from clusters import cluster, until
 from collector import collecting
 from tiny_gguf import tiny_config, write_tiny
 
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.server.asgi_client import post
 
 

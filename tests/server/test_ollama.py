@@ -20,7 +20,7 @@ from tiny_gguf import write_tiny
 from kukri import LLM
 from kukri.formats import hub
 from kukri.formats.model_cache import remove as remove_files
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.server.ollama import models as ollama_models
 from kukri.server.settings import ModelSpec
 

@@ -10,7 +10,7 @@ from live_server import MODEL, serving
 from tiny_gguf import write_tiny
 
 from kukri import LLM
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from kukri.system_message import opening
 

@@ -23,7 +23,8 @@ from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError
-from kukri.loading import ModelOptions, memory_need
+from kukri.loading import memory_need
+from kukri.model_options import ModelOptions
 from kukri.server.models import catalog as catalog_module
 from kukri.server.models import registry as registry_module
 from kukri.server.models.served_model import ServedModel
@@ -227,7 +228,7 @@ import json, sys, time
 import httpx
 sys.path[:0] = ["tests/server", "tests"]
 from live_server import serving
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kukri import LLM
 from kukri.cli import app
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.server.asgi_client import post
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))

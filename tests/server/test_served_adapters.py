@@ -17,7 +17,7 @@ from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from kukri.terminal.options import ServeOptions
 from kukri.terminal.served_models import served_models

@@ -1,26 +1,29 @@
 """Options of the command line: dataclasses as options of commands, and the model as an argument or -m."""
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from kukri import LLM, SamplingParams
+import kukri
+from kukri import SamplingParams
 from kukri.bench.load import LoadOptions as LoadSettings
 from kukri.cli import app
+from kukri.config import EngineConfig
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.model_options import ModelKeywords, option_fields
 from kukri.terminal.command import command, given, option
 from kukri.terminal.options import (
     LoadOptions,
     LoadTestOptions,
-    ManyOptions,
     SamplingOptions,
     model_and,
     one_model,
 )
+from kukri.terminal.served_models import configured_models
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def test_adapters_are_given_by_name():
     options = LoadOptions(adapters=["a=x=y", "b=/z"])
     assert given(options) == {"adapters": {"a": "x=y", "b": "/z"}}
     for values, words in (
-        (["x"], "NAME=PATH, not 'x'"),
+        (["x"], r"--adapter must be NAME=PATH each, not \['x'\]"),
         (["=x"], "NAME=PATH"),
         (["a=x", "a=y"], "two are named"),
     ):
@@ -130,7 +133,7 @@ def test_stages_are_given_in_three_ways(monkeypatch):
 def test_fields_have_the_names_of_what_they_are_passed_to():
     """Catches an option that fails with a TypeError when it is used."""
     assert {one.name for one in fields(SamplingOptions)} <= {one.name for one in fields(SamplingParams)}
-    assert {one.name for one in fields(ManyOptions)} <= set(LLM.__init__.__kwdefaults__)
+    assert set(ModelKeywords.__annotations__) == option_fields().keys() - {"model"}
     assert {one.name for one in fields(LoadTestOptions)} >= {
         one.name for one in fields(LoadSettings) if one.name not in ("loads", "loop", "objective")
     }
@@ -167,3 +170,41 @@ def test_the_shell_completes_commands_models_and_options(words, found):
     environment = {"_KUKRI_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     done = CliRunner().invoke(app, [], prog_name="kukri", env=environment)
     assert found in done.output.split()
+
+
+def test_an_option_means_the_same_in_python_in_a_file_and_for_ray(tmp_path):
+    """Catches a text that another way in takes apart letter by letter, or for a switch."""
+    texts = {
+        "stages": "2", "devices": "cuda:0,cuda:1", "prefix_bytes": "2MiB", "rope_factor": "4",
+        "kv_type": "q8_0", "prefix_cache": "off", "adapters": "a=x", "max_context": "64",
+        "speculation": "off",
+    }  # fmt: skip
+    values = {
+        "stages": 2, "devices": ("cuda:0", "cuda:1"), "prefix_bytes": 2 << 20, "rope_factor": 4.0,
+        "kv_type": "q8_0", "prefix_cache": False, "adapters": {"a": "x"}, "max_context": 64,
+        "speculation": "off",
+    }  # fmt: skip
+    wanted = kukri.ModelOptions(**values)
+    assert kukri.ModelOptions(**texts) == wanted
+    assert kukri.ModelOptions(**{**texts, "speculation": False}) == wanted  # YAML's off
+    file = tmp_path / "models.toml"
+    lines = ["stages = 2", "devices = ['cuda:0', 'cuda:1']", "prefix-size = '2MiB'", "rope-factor = 4"]
+    lines += ["kv-type = 'q8_0'", "prefix-cache = false", "adapter = {a = 'x'}", "max-context = 64"]
+    file.write_text("\n".join(["[models.m]", "model = 'm'", "speculation = 'off'", *lines]))
+    (made,) = configured_models(file)
+    assert made.options == replace(wanted, model="m")
+
+
+def test_every_option_of_the_engine_can_be_set():
+    """Catches a field of EngineConfig that no keyword, flag or file reaches."""
+    others = {"caches_prefixes": "prefix_cache"}
+    own = {"max_draft_tokens", "max_in_flight"}  # follow from the model and from `stages`
+    names = {others.get(one.name, one.name) for one in fields(EngineConfig)} - own
+    assert names <= option_fields().keys()
+
+
+@pytest.mark.parametrize("name", sorted(option_fields()))
+def test_wrong_values_name_the_option(name):
+    """Catches an option that takes anything, and an error that does not say which option is wrong."""
+    with pytest.raises(ConfigError, match=rf"^{name}\b.* must be "):
+        kukri.ModelOptions(**{name: object()})

@@ -102,7 +102,7 @@ def test_wrong_options_of_a_file_are_named(tmp_path, text, words):
         ("[models.a]\npinned = true", "models.a needs a model"),
         ("[models.a]\nmodel = 'm'\nspeed = 1", "no option 'speed'"),
         ("[models.a]\nmodel = 'm'\nkeep-alive = 'x'", "models.a.keep-alive must be a time"),
-        ("[models.a]\nmodel = 'm'\nmax-context = 'x'", "models.a.max-context must be a number"),
+        ("[models.a]\nmodel = 'm'\nmax-context = 'x'", "models.a.max-context must be a whole number"),
         ("[models.a]\nmodel = 'm'\naliases = 'x'", "models.a.aliases must be a list"),
     ],
 )

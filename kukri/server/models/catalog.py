@@ -13,7 +13,7 @@ from kukri.errors import KukriError
 from kukri.formats.hub import MODELS
 from kukri.formats.model_cache import cached_models, cached_path
 from kukri.formats.repos import parse_name
-from kukri.loading import ModelOptions
+from kukri.model_options import ModelOptions
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
 from kukri.server.settings import ModelSpec, ServerSettings

@@ -25,7 +25,8 @@ from kukri.engine.loop import EngineLoop, EngineStatus
 from kukri.errors import CapacityError, KukriError
 from kukri.host.hardware import available_bytes
 from kukri.llm import LLM
-from kukri.loading import MemoryNeed, ModelOptions, memory_need
+from kukri.loading import MemoryNeed, memory_need
+from kukri.model_options import ModelOptions
 from kukri.server.metrics import Metrics
 from kukri.server.models.allocator import close_and_free, return_large_arrays
 from kukri.server.models.bridge import LoopMaker
