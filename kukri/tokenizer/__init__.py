@@ -3,6 +3,7 @@
 from kukri.tokenizer.chat import ChatTemplate
 from kukri.tokenizer.fill_in_middle import FillInMiddle
 from kukri.tokenizer.huggingface_reader import load_tokenizer
+from kukri.tokenizer.messages import arguments_object
 from kukri.tokenizer.stream import StopStrings, TextStream, n_partial
 from kukri.tokenizer.tokenizer import Tokenizer
 
@@ -12,6 +13,7 @@ __all__ = [
     "StopStrings",
     "TextStream",
     "Tokenizer",
+    "arguments_object",
     "load_tokenizer",
     "n_partial",
 ]

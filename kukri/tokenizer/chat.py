@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,13 +9,13 @@ from functools import cached_property
 from typing import Any
 
 from kukri.errors import FormatError, RequestError
+from kukri.tokenizer.messages import ROLES, Message, checked_messages, checked_tools
+from kukri.tokenizer.system_messages import as_users, placed
+from kukri.tokenizer.template_probes import TemplateProbes
 from kukri.tokenizer.template_process import TemplateFailure, TemplateProcess
 from kukri.tokenizer.tokenizer import TEXT_MARK, Tokenizer
 
-ROLES = ("system", "user", "assistant", "tool", "developer")
 _MAX_SOURCE = 1_000_000  # characters; real templates have some thousands
-
-Message = Mapping[str, Any]
 
 
 class ChatTemplate:
@@ -42,23 +41,19 @@ class ChatTemplate:
 
         With `continue_final_message` it ends with the content of the last message, for the model to go on.
         `kwargs` go to the template (`enable_thinking`, ...). Content given in parts is joined by newlines,
-        arguments of tool calls are parsed. Raises RequestError for messages that are malformed or that the
-        template refuses, FormatError when the template itself is broken. If the template refuses a system
-        message, that is put in front of the first user's.
+        arguments of tool calls are parsed, the null content of a call is "" unless the template takes null.
+        Raises RequestError for messages that are malformed or that the template refuses, FormatError when the
+        template itself is broken. System and developer messages that
+        the template has no place for go where it has one: see `kukri.tokenizer.system_messages`.
         """
         checked = self._checked(messages)
         if continue_final_message:
-            return self._render_open(checked, _checked_tools(tools), kwargs)
-        return self._render(checked, add_generation_prompt, _checked_tools(tools), kwargs)
+            return self._render_open(checked, checked_tools(tools), kwargs)
+        return self._render(checked, add_generation_prompt, checked_tools(tools), kwargs)
 
     def takes_system_message(self) -> bool:
         """True if the template renders a system message by itself, without merging it."""
-        messages = [{"role": role, "content": "?"} for role in ("system", "user")]
-        try:
-            self._process.render(self._variables(messages, True, None, {}))
-        except (TemplateFailure, RequestError):
-            return False
-        return True
+        return self._probes.shows(("system", "user"))
 
     def encode(
         self,
@@ -86,7 +81,7 @@ class ChatTemplate:
             return text
 
         guarded_messages: list[dict[str, Any]] = _map_texts(self._checked(messages), guard)
-        guarded_tools = _map_texts(_checked_tools(tools), guard)
+        guarded_tools = _map_texts(checked_tools(tools), guard)
         variables = _map_texts(kwargs, guard)
         if continue_final_message:
             prompt = self._render_open(guarded_messages, guarded_tools, variables)
@@ -102,7 +97,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt up to the end of the last message's content."""
         last = messages[-1]
-        if last["role"] != "assistant" or not isinstance(last["content"], str):
+        if last["role"] != "assistant" or last.get("tool_calls"):
             raise RequestError("only a text of the assistant can be continued", param="messages")
         end = 2 * TEXT_MARK  # a template that trims the content leaves its white space before the mark
         opened = [*messages[:-1], {**last, "content": last["content"] + end}]
@@ -146,18 +141,25 @@ class ChatTemplate:
         except TypeError as error:
             raise RequestError(str(error), param="messages") from None
         except TemplateFailure as failure:
-            merged = _system_merged(variables["messages"]) if failure.kind == "R" else None
-            if merged is not None:
+            others = as_users(variables["messages"]) if failure.kind in "RE" else variables["messages"]
+            if others != variables["messages"]:
                 with suppress(TemplateFailure):  # then the first reason is the better one
-                    return self._process.render({**variables, "messages": merged})
+                    return self._process.render({**variables, "messages": others})
             raise _error(failure) from None
 
     def _checked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Copies of the messages as templates expect them. Raises RequestError naming a wrong part."""
-        if not isinstance(messages, list | tuple) or not messages:
-            raise RequestError("messages must be a list with at least one message", param="messages")
-        roles = self._roles
-        return [_checked_message(message, f"messages[{i}]", roles) for i, message in enumerate(messages)]
+        """The messages in the form of this template, nothing of them lost. Raises RequestError."""
+        checked = checked_messages(messages, self._roles)
+        for message in checked:
+            if message["content"] is None and not self._probes.takes_null:
+                message["content"] = ""
+        return placed(checked, self._probes.shows)
+
+    @cached_property
+    def _probes(self) -> TemplateProbes:
+        return TemplateProbes(
+            lambda messages, tools: self._process.render(self._variables(messages, True, tools, {}))
+        )
 
     @cached_property
     def _roles(self) -> frozenset[str]:
@@ -185,86 +187,6 @@ def _error(failure: TemplateFailure) -> RequestError | FormatError:
         return FormatError(f"the model's chat template does what templates may not: {failure}")
     problem = "cannot take these messages" if failure.kind == "E" else "was stopped"
     return RequestError(f"the model's chat template {problem}: {failure}", param="messages")
-
-
-def _system_merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The messages, those of the system put before the first user's; None if there are none to merge."""
-    n_system = 0
-    while n_system < len(messages) and messages[n_system]["role"] in ("system", "developer"):
-        n_system += 1
-    if n_system in (0, len(messages)) or messages[n_system]["role"] != "user":
-        return None
-    content = "\n\n".join(message["content"] for message in messages[: n_system + 1])
-    return [{**messages[n_system], "content": content}, *messages[n_system + 1 :]]
-
-
-def _checked_message(message: Message, param: str, roles: frozenset[str]) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise RequestError(f"a message must be an object, not {type(message).__name__}", param=param)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in roles:
-        raise RequestError(f"{role!r} is not a role; roles are {', '.join(ROLES)}", param=f"{param}.role")
-    checked = dict(message)
-    if message.get("tool_calls") is not None:
-        checked["tool_calls"] = _checked_calls(message["tool_calls"], f"{param}.tool_calls")
-    if message.get("content") is not None:
-        checked["content"] = _checked_content(message["content"], f"{param}.content")
-    elif message["role"] == "assistant" and message.get("tool_calls"):
-        checked["content"] = None
-    else:
-        raise RequestError("a message without tool calls must have content", param=f"{param}.content")
-    return checked
-
-
-def _checked_content(content: Any, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise RequestError(
-            f"content must be text or a list of parts, not {type(content).__name__}", param=param
-        )
-    texts = []
-    for i, part in enumerate(content):
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise RequestError(
-                'a part of content must be {"type": "text", "text": ...}: the model reads only text',
-                param=f"{param}[{i}]",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _checked_calls(calls: Any, param: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, the form that templates print."""
-    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError("tool_calls must be a list of objects", param=param)
-    checked = []
-    for i, call in enumerate(calls):
-        function = call.get("function")
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            where = f"{param}[{i}].function.arguments"
-            call = {**call, "function": {**function, "arguments": _parsed(function["arguments"], where)}}
-        checked.append(dict(call))
-    return checked
-
-
-def _parsed(arguments: str, param: str) -> Any:
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        raise RequestError("arguments of a tool call must be JSON", param=param) from None
-
-
-def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    if tools is None:
-        return None
-    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RequestError("tools must be a list of objects", param="tools")
-    return [dict(tool) for tool in tools]
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

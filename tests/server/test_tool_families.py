@@ -235,6 +235,39 @@ def test_an_answer_can_be_sent_back(server, family, say):
         assert {len(call.id) for call in message.tool_calls} == {family.id_length}
 
 
+@pytest.mark.parametrize("text", [{"content": None}, {"content": ""}, {"content": []}, {}])
+def test_a_call_without_text_is_legal_in_every_api(server, family, text):
+    """Catches a 400 for what clients send back of a call, and an API that shows it in another way."""
+    calls = history_of(family)[1]["tool_calls"]
+    messages = [*QUESTION, {"role": "assistant", **text, "tool_calls": calls}]
+    messages += [{"role": "tool", "tool_call_id": call["id"], "content": None} for call in calls]
+    function = [call["function"] for call in calls]
+    uses = [
+        {"type": "tool_use", "id": call["id"], "name": f["name"], "input": json.loads(f["arguments"])}
+        for call, f in zip(calls, function, strict=True)
+    ]
+    results = [{"type": "tool_result", "tool_use_id": call["id"], "content": []} for call in calls]
+    turns = [*QUESTION, {"role": "assistant", "content": uses}, {"role": "user", "content": results}]
+    items = [
+        *QUESTION,
+        *({"type": "function_call", "call_id": call["id"], **call["function"]} for call in calls),
+        *({"type": "function_call_output", "call_id": call["id"], "output": []} for call in calls),
+    ]
+    with server.http() as http:
+        counts = {
+            path: http.post(path, json={"model": MODEL, **body}).json()
+            for path, body in {
+                "/v1/chat/completions": {"messages": messages, "max_tokens": 1},
+                "/v1/messages": {"messages": turns, "max_tokens": 1},
+                "/v1/responses": {"input": items, "max_output_tokens": 1},
+            }.items()
+        }
+    n = counts["/v1/chat/completions"]["usage"]["prompt_tokens"]
+    usage = counts["/v1/messages"]["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == n
+    assert counts["/v1/responses"]["usage"]["input_tokens"] == n
+
+
 # ---- SmolLM3's Python tools
 
 

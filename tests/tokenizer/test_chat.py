@@ -80,7 +80,7 @@ TEMPLATES = {
 {{ messages | map(attribute='role') | join(', ') }}{{ eos_token }}{{ unset }}{{ unset is defined }}
 {{ documents is none }}{{ enable_thinking is defined and not enable_thinking }}""",
     "generation": """{% for m in messages if m.role != 'tool' %}{{ m.role }}
-{%- if m.role == 'assistant' %}{% generation %} {{ m.content }}{{ eos_token }}
+{%- if m.role == 'assistant' %}{% generation %} {{ m.content or '' }}{{ eos_token }}
 {% endgeneration %}{% endif %}
 {% endfor %}
 {%- if add_generation_prompt %}assistant{% endif %}""",
@@ -142,16 +142,12 @@ def test_parts_of_content_and_arguments_as_text_are_what_templates_expect():
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": b"x"}], "messages[0].content"),
-        ([{"role": "assistant"}], "messages[0].content"),
-        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
+        ([{"role": "system"}], "messages[0].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0]"),
         ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-            "messages[0].tool_calls[0].function.arguments",
-        ),
+        ([{"role": "assistant", "tool_calls": ["x"]}], "messages[0].tool_calls"),
     ],
 )
 def test_messages_that_are_wrong_say_where(messages, param):
@@ -413,9 +409,7 @@ def test_a_refused_system_message_goes_to_the_first_user():
     want = "<|im_start|>user\nBe brief.\n\nHi<|im_end|>\n"
     assert ChatTemplate(refuses + CHATML).render(messages, False) == want
     assert "system" in ChatTemplate(CHATML).render(messages)
-    for others in (messages[:1], [messages[0], {"role": "assistant", "content": "x"}]):
-        with pytest.raises(RequestError, match="System role not supported"):
-            ChatTemplate(refuses + CHATML).render(others)
+    assert ChatTemplate(refuses + CHATML).render(messages[:1], False) == want.replace("\n\nHi", "")
     never = "{{ raise_exception('never') }}"
     with pytest.raises(RequestError, match="never"):
         ChatTemplate(never).render(messages)

@@ -29,6 +29,7 @@ from kukri.server.errors import message_error_body
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.reply import Reply, interp_fields
 from kukri.server.schema import steering
+from kukri.tokenizer import arguments_object
 
 _CHOICES: dict[str, ToolChoice] = {
     "auto": "auto", "any": "required", "tool": "required", "none": "none",
@@ -295,15 +296,6 @@ class MessageWriter:
             "output_tokens": call.n_generated,
             "output_tokens_details": {"thinking_tokens": self._choice.n_reasoning},
         }
-
-
-def arguments_object(text: str) -> dict[str, Any]:
-    """The arguments of a call; text that is not a JSON object, such as one cut off, under the key `_raw`."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"_raw": text}
 
 
 def _event(type: str, **fields: Any) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from kukri.sampling import Grammar, ReasoningLimit
 from kukri.server.chat.reasoning_parser import CLOSE, OPEN
 from kukri.server.chat.request import ChatRequest
 from kukri.server.chat.tool_dialects import GENERIC, ToolDialect, dialect_of, introduction
-from kukri.tokenizer import ChatTemplate, Tokenizer
+from kukri.tokenizer import ChatTemplate, Tokenizer, arguments_object
 
 MAX_TEMPLATE_VARIABLES = 32
 # names that the template gets from elsewhere
@@ -159,20 +157,16 @@ def _with_tool_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def _with_calls_in_texts(messages: Sequence[Mapping[str, Any]], dialect: ToolDialect) -> list[dict[str, Any]]:
-    """The messages with their calls at the end of the texts too.
-
-    Arguments that are not JSON objects are left to the template to refuse.
-    """
+    """The messages with their calls at the end of the texts too."""
     written = []
     for message in map(dict, messages):
         if calls := message.get("tool_calls"):
             functions = [call["function"] for call in calls]
-            with suppress(ValueError, AttributeError, RecursionError):
-                given = [(f["name"], json.loads(f["arguments"] or "{}")) for f in functions]
-                texts = [message.get("content") or "", dialect.written(given)]
-                message["content"] = "\n".join(text for text in texts if text)
-                if dialect.is_generic:
-                    del message["tool_calls"]
+            given = [(f["name"], arguments_object(f["arguments"])) for f in functions]
+            texts = [_text(message), dialect.written(given)]
+            message["content"] = "\n".join(text for text in texts if text)
+            if dialect.is_generic:
+                del message["tool_calls"]
         written.append(message)
     return written
 

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.errors import KukriError, RequestError
-from kukri.server.anthropic.messages import arguments_object
 from kukri.server.chat.choice import Choice
 from kukri.server.chat.request import ChatRequest
 from kukri.server.models.served_model import Chat, ServedModel
@@ -30,6 +29,7 @@ from kukri.server.openai.embeddings import EmbeddingBody, vectors_of
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import Reply, StreamForm, interp_fields
 from kukri.server.schema import steering
+from kukri.tokenizer import arguments_object
 
 
 def _line(content: dict[str, Any]) -> bytes:

@@ -1,0 +1,89 @@
+"""Where system and developer messages go when a chat template has no place for them: none is lost.
+
+Those at the beginning are merged into one, or into the first user's message if the template knows no system.
+Later ones join the user's message beside them, so that they keep their place and the prompt its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+SYSTEM_ROLES = ("system", "developer")
+_MOST_PROBED = 4  # messages at the beginning; more are merged
+
+Shows = Callable[[Sequence[str]], bool]
+
+
+def placed(messages: list[dict[str, Any]], shows: Shows) -> list[dict[str, Any]]:
+    """The messages in places where the template shows them all; as they are if it shows not even a user's."""
+    if not any(message["role"] in SYSTEM_ROLES for message in messages) or not shows(["user"]):
+        return messages
+    n_lead = 0
+    while n_lead < len(messages) and messages[n_lead]["role"] in SYSTEM_ROLES:
+        n_lead += 1
+    lead, rest = messages[:n_lead], messages[n_lead:]
+    done = _beginning(lead, ["user"] if rest else [], shows) if lead else []
+    before = _roles(done) if done and done[-1]["role"] in SYSTEM_ROLES else []
+    for i, message in enumerate(rest):
+        role = message["role"]
+        if role in SYSTEM_ROLES:
+            after = next((one["role"] for one in rest[i:] if one["role"] not in SYSTEM_ROLES), None)
+            role = _later_role(role, before, done[-1]["role"], after, shows)
+            before = before if role == "user" else [*before, "user", "assistant", role][:_MOST_PROBED]
+            message = {**message, "role": role, "is_moved": role == "user"}
+        done.append(message)
+    return _joined(done)
+
+
+def as_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that takes turns of user and assistant alone."""
+    moved = [{**m, "role": "user"} if m["role"] in SYSTEM_ROLES else m for m in messages]
+    return _joined([{**m, "is_moved": True} if m["role"] == "user" else m for m in moved])
+
+
+def _beginning(lead: list[dict[str, Any]], after: list[str], shows: Shows) -> list[dict[str, Any]]:
+    """The messages before the first turn, in the first form of them that the template shows."""
+    same = [{**message, "role": "system"} for message in lead]
+    merged = {**same[0], "content": _text(lead)}
+    for form in (lead, same, [merged]):
+        roles = _roles(form)
+        if len(roles) <= _MOST_PROBED and shows([*roles, *after]):
+            return form
+    return [{**merged, "role": "user", "is_moved": True}]
+
+
+def _later_role(role: str, before: list[str], previous: str, after: str | None, shows: Shows) -> str:
+    """The role under which the template shows a later message: its own, the system's, or the user's."""
+    context = ["user"] if previous == "user" else ["user", "assistant"]
+    following = [] if after is None else ["user" if after == "user" else "assistant"]
+    for one in dict.fromkeys((role, "system")):
+        if shows([*before, *context, one, *following]):
+            return one
+    return "user"
+
+
+def _roles(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """The roles in order; more than two in a row are as good as two."""
+    return [role for role, run in groupby(message["role"] for message in messages) for role in list(run)[:2]]
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that became the user's, together with the user's next to them."""
+    joined: list[dict[str, Any]] = []
+    is_open = False  # the last message may take the next one
+    for message in messages:
+        message = dict(message)
+        is_moved = message.pop("is_moved", False)
+        is_user = message["role"] == "user"
+        if joined and is_user and joined[-1]["role"] == "user" and (is_moved or is_open):
+            joined[-1] = {**joined[-1], **message, "content": _text([joined[-1], message])}
+        else:
+            joined.append(message)
+        is_open = is_user and is_moved
+    return joined
+
+
+def _text(messages: Sequence[dict[str, Any]]) -> str:
+    return "\n\n".join(message["content"] for message in messages)
