@@ -245,7 +245,6 @@ class Engine(RequestMaker):
             request.is_in_flight = False
             if request.state is RequestState.FINISHED:
                 goes_on = False
-                self._clear_pages(request)
                 self.scheduler.release_ended(request)
         try:
             if goes_on:
@@ -269,7 +268,7 @@ class Engine(RequestMaker):
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request between steps, for example at a stop string; one that ended stays so."""
         if request.state is not RequestState.FINISHED:
-            self._end(request, reason, stop_reason)
+            self.scheduler.finish(request, reason, stop_reason)
 
     def abort(self, request: Request) -> None:
         """Aborts a request; its pages are free at once."""
@@ -334,7 +333,6 @@ class Engine(RequestMaker):
                 continue
             if chunk.request.taps is not None and chunk.request.error is not None:
                 results[i].append(chunk.request.error)
-                self._clear_pages(chunk.request)
                 continue
             if chunk.request.output != "tokens":
                 self._keep_rows(chunk, logits.take(range(row - n_own, row)).numpy())
@@ -347,19 +345,12 @@ class Engine(RequestMaker):
             self._sample_next([(chunks[i], rows[i][depth], results[i]) for i in going_on], logits)
             going_on = [i for i in going_on if _goes_on(chunks[i], results[i])]
             depth += 1
-        for i, own_rows in rows.items():
-            if len(results[i]) < len(own_rows) and logits.has_nan(own_rows[-1]):
-                self._clear_drafts(chunks[i], len(results[i]))
         return results
 
     def _sample_each(self, chunks: list[ScheduledChunk], logits: Logits) -> list[SampledToken | KukriError]:
         """`_sample` of a step that goes on, of requests that all run: one token each, or its error."""
         samplers = [chunk.sequence.sampler for chunk in chunks if chunk.sequence.sampler is not None]
-        tokens = sample_rows(samplers, logits, self._sampling, self._records)
-        for chunk, token in zip(chunks, tokens, strict=True):
-            if isinstance(token, KukriError):
-                self._clear_pages(chunk.request)
-        return tokens
+        return sample_rows(samplers, logits, self._sampling, self._records)
 
     def _sample_next(
         self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: Logits
@@ -370,16 +361,6 @@ class Engine(RequestMaker):
         tokens = sample_rows(samplers, wanted, self._sampling, self._records)
         for (chunk, _, results), token in zip(turns, tokens, strict=True):
             results.append(chunk.request.error or token)
-            if isinstance(results[-1], KukriError):
-                self._clear_pages(chunk.request)
-
-    def _clear_drafts(self, chunk: ScheduledChunk, n_kept: int) -> None:
-        """Zeroes the keys and values of rejected drafts, which are NaN if their logits were."""
-        page, place = divmod(chunk.start + n_kept, self.pool.page_tokens)
-        if place:
-            self.runner.cache.clear_from(int(chunk.request.page_row[page]), place)
-            page += 1
-        self.runner.cache.clear_pages(chunk.request.pages[page:])
 
     def _drafts(self, params: SamplingParams) -> Drafts | None:
         """The source of a request's drafts. Raises RequestError if there is none of that kind here."""
@@ -425,8 +406,6 @@ class Engine(RequestMaker):
                 request.rows[last - len(rows) : last] = rows
             if np.isnan(rows[-1].max()):
                 request.is_cacheable = False
-        if stop == request.n_prompt and not request.is_cacheable:
-            self._clear_pages(request)
 
     def _begin_again(self, error: StageError) -> None:
         """Sends running requests back to the queue after a stage was lost, with all keys and values.
@@ -443,10 +422,9 @@ class Engine(RequestMaker):
         self._forget_prefixes()
         has_failed = False
         for request in reversed(self.scheduler.running.copy()):
-            self._clear_pages(request)
             if request.n_generated_at_loss == request.n_generated:
                 request.error, has_failed = error, True
-                self._end(request, "error")
+                self.scheduler.finish(request, "error")
             else:
                 request.n_generated_at_loss = request.n_generated
                 self.scheduler.preempt(request)
@@ -459,17 +437,7 @@ class Engine(RequestMaker):
             request = chunk.request
             if request.state is RequestState.RUNNING:
                 request.error = error if isinstance(error, KukriError) else KukriError(str(error))
-                self._end(request, "error")
-
-    def _end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        if reason in ("abort", "error") and not request.is_in_flight:
-            self._clear_pages(request)
-        self.scheduler.finish(request, reason, stop_reason)
-
-    def _clear_pages(self, request: Request) -> None:
-        """Zeroes the pages that only this request would have read: it may have stored NaN in them."""
-        pages = request.pages
-        self.runner.cache.clear_pages([page for page in pages if self.pool.is_writable(page)])
+                self.scheduler.finish(request, "error")
 
     def _forget_prefixes(self) -> None:
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""

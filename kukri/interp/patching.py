@@ -187,7 +187,6 @@ class _Sweep:
         self.base_pages = texts.pages_for(n)
         texts.reserve(self.base_pages * b * (1 + _STEP_CELLS))
         pieces = texts.whole(list(self.ids))
-        texts.cache.clear_pages([page for piece in pieces for page in piece.pages])
 
         def keep(tap: str, x: FloatArray) -> None:
             if tap in self.starts:

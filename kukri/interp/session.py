@@ -292,9 +292,6 @@ class Session:
     ) -> dict[str, FloatArray]:
         """Runs some texts, and adds their logits to the outputs."""
         pieces = self.texts.whole(texts)
-        self.texts.cache.clear_pages(
-            [page for piece in pieces for page in piece.pages]
-        )  # edits may leave NaN
         rows = Rows(np.array([len(ids) for ids in texts], np.int32))
         listener = StepListener(self.values, rows, np.concatenate(texts), hooks, keep)
         none = np.zeros(0, np.int32)

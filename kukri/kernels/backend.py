@@ -87,7 +87,11 @@ class SamplingBackend(Protocol):
 
 
 class Backend(Protocol):
-    """Runs programs. `kukri.kernels.make_backend(name)` makes one."""
+    """Runs programs. `kukri.kernels.make_backend(name)` makes one.
+
+    No value past a context is read: what lies in its last page after it, and in other pages, may be anything,
+    NaN included, and changes no bit of a result.
+    """
 
     name: str
     exact_kv_type: KVType  # the widest numbers that its KV cache can hold

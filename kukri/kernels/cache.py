@@ -43,7 +43,8 @@ class Cache(Protocol):
     """The memory of a model's sequences: keys and values in pages, recurrent states in slots.
 
     It belongs to the backend that made it, which alone knows how it lies in memory. A page has room for
-    `page_tokens` tokens, in all layers; page p has the slots p * page_tokens and on. All is zero at first.
+    `page_tokens` tokens, in all layers; page p has the slots p * page_tokens and on. Pages are not cleared:
+    what lies where no token of a context is may be anything, NaN included (see `Backend`).
     """
 
     layout: tuple[KVLayer | StateLayer, ...]
@@ -58,12 +59,6 @@ class Cache(Protocol):
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a page's contents."""
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes pages before others get them: they may hold NaN."""
-
-    def clear_from(self, page: int, offset: int) -> None:
-        """Zeroes the tokens of a page from `offset` on."""
 
     def page_data(self, page: int) -> bytes:
         """A copy of a page's bytes, for `set_page_data` of a cache of the same layout, type and backend."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -78,22 +77,6 @@ class PagedKV:
         """Copies a page's keys and values, of all layers."""
         self._keys[target] = self._keys[source]
         self._values[target] = self._values[source]
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes pages, which may hold NaN."""
-        self._keys[pages] = 0
-        self._values[pages] = 0
-
-    def clear_from(self, page: int, offset: int) -> None:
-        """Zeroes the tokens of a page from `offset` on, which may hold NaN."""
-        for i in self.keys:
-            keys, values = self.keys[i][page], self.values[i][page]
-            for name in keys.dtype.names or (None,):
-                (keys if name is None else keys[name])[..., offset:] = 0
-                if name == "scales":
-                    values[name][..., offset:] = 0
-                else:
-                    (values if name is None else values[name])[:, offset:] = 0
 
     def page_data(self, page: int) -> bytes:
         """A copy of a page's bytes: its keys, then its values."""

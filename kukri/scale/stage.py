@@ -74,7 +74,7 @@ def _serve(engine: Connection, door: Door, token: bytes, own: StageOptions) -> N
         opened = from_text(engine.expect(Kind.OPEN))
         neighbours.meet(opened, door, token)
         stage = OpenStage(opened, own)
-        bounds = step_bounds(stage.limits, stage.width, stage.n_pages)
+        bounds = step_bounds(stage.limits, stage.width)
         engine.bounds = neighbours.before.bounds = bounds
         engine.send(Kind.READY, to_text(stage.facts))
         _run(stage, engine, neighbours)
@@ -127,11 +127,7 @@ class OpenStage:
             )
             start, stop = map(int, opened["layers"])
             self.limits = StepLimits(*map(int, opened["limits"]))
-            self.n_pages, n_states, kv_type = (
-                int(opened["n_pages"]),
-                int(opened["n_states"]),
-                opened["kv_type"],
-            )
+            n_pages, n_states, kv_type = int(opened["n_pages"]), int(opened["n_states"]), opened["kv_type"]
         except (KeyError, TypeError, ValueError) as error:
             raise StageError(f"the engine's message lacks something: {error}") from None
         path = hub.resolve(options.model)
@@ -139,7 +135,7 @@ class OpenStage:
         if not 0 <= start < stop <= config.n_layers or min(vars(self.limits).values()) < 0:
             raise ConfigError(f"layers {start} to {stop} of {config.n_layers}")
         backend = make_backend(*_backend(options))
-        stage = Stage(model, backend, range(start, stop), self.n_pages, n_states, kv_type)
+        stage = Stage(model, backend, range(start, stop), n_pages, n_states, kv_type)
         self._is_first, self.width = start == 0, config.d_model
         self._program: CompiledProgram = stage.compile(model, self.limits)
         self.change = stage.change

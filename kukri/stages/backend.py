@@ -152,7 +152,7 @@ class StagedBackend:
             {**opening, **sizes, "layers": [layers.start, layers.stop], "limits": steps}
             for opening, layers in zip(self._openings, self.cut)
         )
-        return Opening(parts, limits, config.d_model, own.n_pages)
+        return Opening(parts, limits, config.d_model)
 
     def _check(self, stages: Sequence[Mapping[str, Any]]) -> None:
         """Compares the stages with this process. Raises ConfigError on other weights."""
@@ -186,15 +186,6 @@ class StagedCache:
     def copy_page(self, source: int, target: int) -> None:
         """See Cache.copy_page."""
         self._change(Kind.COPY_PAGE, source, target)
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """See Cache.clear_pages."""
-        if len(pages):
-            self._change(Kind.CLEAR_PAGES, *pages)
-
-    def clear_from(self, page: int, offset: int) -> None:
-        """See Cache.clear_from."""
-        self._change(Kind.CLEAR_FROM, page, offset)
 
     def copy_state(self, source: int, target: int) -> None:
         """See Cache.copy_state."""

@@ -34,10 +34,8 @@ class Kind(IntEnum):
     STEP = 5  # to all stages: a batch
     ACTIVATIONS = 6  # from stage to stage: float32 [T, D], and the seconds that all stages so far computed
     COPY_PAGE = 7  # to all stages: int32 source, target
-    CLEAR_PAGES = 8  # int32 pages
-    CLEAR_FROM = 9  # int32 page, offset
-    COPY_STATE = 10  # int32 source, target
-    LOST = 11  # a stage that cannot continue because it lost another: text
+    COPY_STATE = 8  # int32 source, target
+    LOST = 9  # a stage that cannot continue because it lost another: text
 
 
 def text_bounds() -> dict[Kind, int]:
@@ -45,7 +43,7 @@ def text_bounds() -> dict[Kind, int]:
     return dict.fromkeys((Kind.FACTS, Kind.OPEN, Kind.READY, Kind.ERROR, Kind.LOST), _MAX_TEXT)
 
 
-def step_bounds(limits: StepLimits, width: int, n_pages: int) -> dict[Kind, int]:
+def step_bounds(limits: StepLimits, width: int) -> dict[Kind, int]:
     """The most bytes of each message, for steps within `limits` of a model of this width."""
     t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
     return {
@@ -54,8 +52,6 @@ def step_bounds(limits: StepLimits, width: int, n_pages: int) -> dict[Kind, int]
         Kind.STEP: _STEP.size + 4 * (5 * t + (s + 1) + 2 * s + s * limits.max_pages + n),
         Kind.ACTIVATIONS: _ROWS.size + 4 * t * width,
         Kind.COPY_PAGE: 8,
-        Kind.CLEAR_PAGES: 4 * n_pages,
-        Kind.CLEAR_FROM: 8,
         Kind.COPY_STATE: 8,
     }
 

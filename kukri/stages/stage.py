@@ -37,13 +37,6 @@ class Stage:
             case Kind.COPY_PAGE, 2:
                 _check(numbers, cache.n_pages)
                 cache.copy_page(*numbers)
-            case Kind.CLEAR_PAGES, _:
-                _check(numbers, cache.n_pages)
-                cache.clear_pages(numbers)
-            case Kind.CLEAR_FROM, 2:
-                _check(numbers[:1], cache.n_pages)
-                _check(numbers[1:], cache.page_tokens)
-                cache.clear_from(*numbers)
             case Kind.COPY_STATE, 2:
                 _check(numbers, cache.n_states)
                 cache.copy_state(*numbers)

@@ -120,7 +120,7 @@ def test_pages_that_run_out_end_going_on() -> None:
 def test_logits_that_are_no_numbers_end_their_request_alone(
     spoil: Callable[[np.ndarray], np.ndarray],
 ) -> None:
-    """An error that takes the other requests of a step that goes on with it, or leaves NaN in its pages."""
+    """An error that takes the other requests of a step that goes on with it."""
     engine, _ = make_engine(max_requests=2, max_step_tokens=64)
     well, ill = (add(engine, prompt_of(20, i), greedy(30)) for i in range(2))
     while not going_on(engine):

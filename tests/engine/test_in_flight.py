@@ -49,7 +49,7 @@ def test_steps_in_flight_are_of_different_requests() -> None:
 
 
 def test_an_abort_in_flight_keeps_the_pages_until_the_step_lands() -> None:
-    """Pages given to another while a step still writes them, or NaN that an aborted step leaves in them."""
+    """Pages given to another while a step still writes them."""
     engine, _ = make_engine(max_requests=2, n_pages=8)
     request = add(engine, [*prompt_of(20), POISON], greedy(5))
     step = engine.launch()
@@ -62,7 +62,6 @@ def test_an_abort_in_flight_keeps_the_pages_until_the_step_lands() -> None:
     assert engine.collect(step) == []
     assert not engine.has_work
     assert engine.pool.n_free == 8
-    assert not engine.runner.cache.keys[0].any()  # type: ignore[attr-defined]
     engine.check_integrity()
 
 

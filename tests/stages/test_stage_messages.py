@@ -44,7 +44,7 @@ def test_a_step_comes_as_it_was_sent() -> None:
     """Catches an array left out or taken for another, and pages beyond the longest context."""
     batch = step().batch(6, 2, 3)
     sent = step_to_bytes(batch, 16)
-    assert len(sent) <= step_bounds(LIMITS, 64, 9)[Kind.STEP]
+    assert len(sent) <= step_bounds(LIMITS, 64)[Kind.STEP]
     activations = np.ones((6, 64), np.float32)
     inputs = StepInputs.zeros(LIMITS)
     inputs.adapters[:] = 1  # of the step before
@@ -101,12 +101,11 @@ def test_changes_outside_of_the_cache_are_refused() -> None:
     _, config, source = make("llama")
     model = load_model(source, config)
     stage = Stage(model, make_backend("reference"), range(1), 4, 0, "f32")
-    stage.change(Kind.CLEAR_PAGES, memoryview(np.array([0, 3], "<i4").tobytes()))
+    stage.change(Kind.COPY_PAGE, memoryview(np.array([0, 3], "<i4").tobytes()))
     for kind, numbers in (
-        (Kind.CLEAR_PAGES, (4,)),
+        (Kind.COPY_PAGE, (0, 4)),
         (Kind.COPY_PAGE, (0, -1)),
         (Kind.COPY_PAGE, (0,)),
-        (Kind.CLEAR_FROM, (0, 16)),
         (Kind.COPY_STATE, (0, 0)),
         (Kind.STEP, (0,)),
     ):
@@ -123,8 +122,6 @@ def test_layers_of_other_stages_take_no_memory(kv_type: KVType) -> None:
         backend = make_backend(name, 1)
         cache = backend.new_cache(own, 3, 0, kv_type)
         assert backend.page_bytes(own, kv_type) == backend.page_bytes(layout[1:2], kv_type)
-        cache.clear_pages([1])
-        cache.clear_from(2, 5)
         cache.copy_page(0, 2)
 
 

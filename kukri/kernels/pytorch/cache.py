@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,18 +87,6 @@ class TensorCache:
         """Copies a page's keys and values, of all layers."""
         self._keys[target] = self._keys[source]
         self._values[target] = self._values[source]
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes pages, which may hold NaN."""
-        for page in pages:
-            self._keys[page] = 0
-            self._values[page] = 0
-
-    def clear_from(self, page: int, offset: int) -> None:
-        """Zeroes the tokens of a page from `offset` on, which may hold NaN."""
-        for layer in self.kv.values():
-            for tensor in layer.tensors:
-                tensor[page, :, offset:] = 0
 
     def page_data(self, page: int) -> bytes:
         """A copy of a page's bytes: its keys, then its values."""
