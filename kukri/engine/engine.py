@@ -128,6 +128,7 @@ class Engine(RequestMaker):
             takes_whole=not is_causal,
             n_parts=config.max_in_flight,
         )
+        self.models = [model] if draft_model is None else [model, draft_model]
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
             if self._has_states or has_states(draft_model.cache_layout):

@@ -151,10 +151,10 @@ def by_layer(
     """
     fact = next(fact for fact in facts(architecture) if fact.field == field)
     key, n_layers, n_heads = fact.key(form), found["n_layers"], found.get("n_heads", 0)
-    if form == "hf":
-        counts = [fact.read(keys, form, default=n_heads if field == "n_kv_heads" else None)] * n_layers
-    elif field == "n_kv_heads" and keys.value(key) is None:
+    if field == "n_kv_heads" and keys.value(key) is None:  # absent, or null as transformers saves BERT
         counts = [n_heads] * n_layers
+    elif form == "hf":
+        counts = [fact.read(keys, form)] * n_layers
     else:
         counts = keys.each(key, n_layers, least=0 if architecture.recurrent else 1, most=fact.most)
     if not (present := set(counts) - {0}):

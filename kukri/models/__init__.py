@@ -42,6 +42,7 @@ class Model(Protocol):
 
     config: ModelConfig
     parameters: Sequence[Parameter]  # every tensor, in order; tied embeddings once
+    vectors: Sequence[FloatArray]  # every one, most of them views of the model's files
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Runs one step -> logits [N, V]."""
@@ -99,4 +100,5 @@ def load_model(source: WeightSource, config: ModelConfig) -> Model:
     model: Model = ARCHITECTURES[config.architecture].model(config, taken)
     source.done()
     model.parameters = tuple(taken.parameters.values())
+    model.vectors = (*taken.vectors.values(), *taken.stacked_vectors.values())
     return model

@@ -12,7 +12,7 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Vector
+from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.op_set import EmbedBy, Ops, Tensor
 from kukri.kernels.specs import AttentionSpec
 from kukri.models.rope import rope_frequencies
@@ -52,6 +52,11 @@ class Embedding:
 
     def __init__(self, source: WeightSource, name: str, n_vocab: int, d_model: int) -> None:
         self.weight = source.matrix(f"{name}.weight", (n_vocab, d_model))
+
+    @property
+    def tables(self) -> tuple[Weight, ...]:
+        """The matrices that are read row by row."""
+        return (self.weight,)
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """-> [T, D]."""
@@ -107,6 +112,11 @@ class NormedEmbedding:
 
     def __init__(self, tokens: Embedding, others: Mapping[EmbedBy, Embedding], norm: LayerNorm) -> None:
         self.weight, self.others, self.norm = tokens.weight, others, norm
+
+    @property
+    def tables(self) -> tuple[Weight, ...]:
+        """The matrices that are read row by row."""
+        return (self.weight, *(embedding.weight for embedding in self.others.values()))
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """-> [T, D]."""

@@ -382,3 +382,39 @@ def test_directories_are_looked_at_off_the_loop_and_seldom(files, tmp_path, monk
     assert not any(name.endswith("(run)") for name, _ in looks), "that is the server's own thread"
     assert 1 <= len(looks) <= 3
     assert all(later - earlier >= 0.99 for (_, earlier), (_, later) in pairwise(looks))
+
+
+_CUT = """
+import json, os, sys, time
+sys.path[:0] = ["tests/server", "tests"]
+from live_server import serving
+from kukri.loading import ModelOptions
+from kukri.server.settings import ModelSpec
+
+models = [ModelSpec((path,), ModelOptions(model=path, max_requests=2)) for path in sys.argv[1:]]
+with serving(None, models) as served, served.http() as http:
+
+    def ask(path):
+        body = {"model": path, "prompt": "".join(map(chr, range(33, 120))), "temperature": 0, "max_tokens": 4}
+        response = http.post("/v1/completions", json=body)
+        return response.status_code, response.json().get("choices", [{}])[0].get("text")
+
+    before = [ask(path) for path in sys.argv[1:]]
+    os.truncate(sys.argv[1], 0)
+    right_after = [ask(path) for path in sys.argv[1:]]
+    deadline_s = time.monotonic() + 20
+    while (refused := ask(sys.argv[1]))[0] == 200 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    print(json.dumps([before, right_after, refused[0], ask(sys.argv[2]), http.get("/ready").status_code]))
+"""
+
+
+def test_a_model_file_that_is_cut_short_fails_its_model_alone(files, tmp_path):
+    """Catches a served file that shrinks and ends the process by SIGBUS, the other models with it."""
+    paths = [str(shutil.copy(files[name], tmp_path)) for name in ("red", "green")]
+    done = subprocess.run([sys.executable, "-c", _CUT, *paths], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    before, right_after, refused, other, ready = json.loads(done.stdout.splitlines()[-1])
+    assert [status for status, _ in before] == [200, 200]
+    assert right_after == before
+    assert (refused, other, ready) == (500, before[1], 200)
