@@ -407,12 +407,21 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
 
 
 def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer) -> Model:
-    """Loads a draft model. Raises ConfigError if it has other tokens, or is not a language model."""
+    """Loads a draft model. Raises ConfigError if it has other tokens, or is not a language model.
+
+    Ids that only one of the two has a token for, as they pad their vocabularies differently, do not matter.
+    """
     path = hub.resolve(model)
     with open_checkpoint(path, None) as checkpoint:
         config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)
         if config.head.kind != "language_model":
             raise ConfigError(f"{path} generates no text and cannot draft any")
-        if own.vocabulary.id_of != tokenizer.vocabulary.id_of or config.n_vocab != tokenizer.n_vocab:
+        if any(a != b for a, b in zip(_texts(own), _texts(tokenizer), strict=False) if a and b):
             raise ConfigError(f"{path} has other tokens than the model: a draft model needs the same")
         return load_model(checkpoint.weights(config), config)
+
+
+def _texts(tokenizer: Tokenizer) -> list[str]:
+    """The text of each id, "" for rows that are padding: see the writers of GGUF files."""
+    tokens = tokenizer.vocabulary.tokens
+    return ["" if text == f"[PAD{i}]" else text for i, text in enumerate(tokens)]

@@ -119,6 +119,10 @@ class BatchBuilder:
         self._last = chunks if is_plain else None
         return inputs.batch(t, len(chunks), n_rows)
 
+    def forget(self) -> None:
+        """Keeps nothing of the last batch's requests."""
+        self._last = None
+
     def _move_on(self, chunks: Sequence[Chunk]) -> ForwardBatch:
         """`build` of chunks of one token each, which were those of the last batch, a token ago."""
         size = self._page_tokens

@@ -34,8 +34,12 @@ class ModelDrafts:
     adapter_slot = -1  # drafts are the same for all adapters
     state_slot = 0
 
-    def __init__(self, pool: PagePool, page_row: IntArray, max_context: int, price: float) -> None:
+    def __init__(
+        self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, price: float
+    ) -> None:
         self.price, self.page_row = price, page_row
+        self._n_vocab = n_vocab  # ids that the draft model reads
+        self._is_readable = True
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array
         self.n_tokens = self.n_cached = self.n_pages = 0
         self.drafts: list[int] = []
@@ -49,10 +53,15 @@ class ModelDrafts:
         pages: list[int] = self.page_row[: self.n_pages].tolist()
         return pages
 
+    def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
+        """Does nothing: the draft model reads a prompt before the first draft."""
+
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
         self._n_without = 0 if self.drafts else self._n_without + n_tokens - self.n_tokens
         new: list[int] = tokens[self.n_tokens : n_tokens].tolist()
+        if max(new, default=0) >= self._n_vocab:
+            self._is_readable = False
         n_accepted = 0
         for draft, token in zip(self.drafts, new, strict=False):
             self._rate.update(n_accepted, draft == token)
@@ -65,7 +74,7 @@ class ModelDrafts:
 
     def chances(self, n: int) -> Iterator[float]:
         """The probability that each of the next `n` drafts is accepted, given that those before it are."""
-        for i in range(min(n, self._max_context - self.n_tokens)):
+        for i in range(min(n, self._max_context - self.n_tokens) if self._is_readable else 0):
             yield 1.0 if i == 0 and self._n_without >= _PAUSE_TOKENS else self._rate.chance(i)
 
     def propose(self, n: int) -> list[int]:
@@ -90,9 +99,13 @@ class DraftModel:
         config: EngineConfig,
         max_context: int,
         n_pages: int,
+        n_vocab: int,
         price: float,
     ) -> None:
-        """`price`: the time of a draft, in steps of the larger model of one token."""
+        """`n_vocab` is the larger model's. It may differ by rows at the end that stand for no token: those
+        are neither read nor drafted. `price`: the time of a draft, in steps of the larger model of one token.
+        """
+        self._n_vocab = min(n_vocab, model.config.n_vocab)
         self._max_context = min(max_context, model.config.max_context)
         self._max_pages = pages_for(self._max_context, backend.page_tokens)
         n_requests = config.max_requests
@@ -104,7 +117,9 @@ class DraftModel:
 
     def drafts(self) -> ModelDrafts:
         """Fresh draft state for a request."""
-        return ModelDrafts(self.pool, np.zeros(self._max_pages, np.int32), self._max_context, self._price)
+        return ModelDrafts(
+            self.pool, np.zeros(self._max_pages, np.int32), self._max_context, self._n_vocab, self._price
+        )
 
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
         """Makes this many drafts for each request, or none if its pages or context leave no room.
@@ -113,7 +128,7 @@ class DraftModel:
         skipped.
         """
         own = [(drafts, n) for drafts, n in wanted if isinstance(drafts, ModelDrafts)]
-        ready = [(drafts, n) for drafts, n in self._prefill(own) if n > 1]
+        ready = [(drafts, n) for drafts, n in self._prefill(own) if n > 1 == len(drafts.drafts)]
         depth = 1
         while ready:
             chunks = [
@@ -121,7 +136,7 @@ class DraftModel:
             ]
             self._run(chunks, [drafts for drafts, _ in ready])
             depth += 1
-            ready = [(drafts, n) for drafts, n in ready if n > depth]
+            ready = [(drafts, n) for drafts, n in ready if n > depth == len(drafts.drafts)]
 
     def check_integrity(self, running: Iterable[Drafts]) -> None:
         """Asserts that pages are held by the requests that run, and by each alone."""
@@ -154,6 +169,8 @@ class DraftModel:
         for drafts, draft in zip(drafting, logits.argmax() if drafting else (), strict=True):
             position = drafts.n_tokens + len(drafts.drafts)
             drafts.n_cached = position
+            if draft >= self._n_vocab:  # no token of the larger model: nothing follows it
+                continue
             drafts.tokens[position] = draft
             drafts.drafts.append(draft)
 

@@ -26,6 +26,7 @@ _PRIOR_WEIGHT = 4.0  # drafts that the prior counts for
 _DECAY = 0.98  # of a draft's weight with each later one of its kind
 _PANEL_TOKENS = 8  # tokens that matrix kernels compute at a time: the rest of a panel costs little
 _MIN_CHANCE, _MIN_CHANCE_EACH = 0.2, 0.05  # of a draft in such a row, and more for each decoding request
+_INDEXED_AT_A_TIME = 2048  # tokens of a prompt
 _SURE = 0.95  # the least chance of a draft that begins or extends another panel
 
 
@@ -83,6 +84,9 @@ class Drafts(Protocol):
 
     price: float  # of a draft: see DraftBudget.take
 
+    def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
+        """Reads the request's first `n_tokens` tokens, as far as they are new, while a prompt is computed."""
+
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
 
@@ -107,30 +111,41 @@ class LookupDrafts:
 
     def __init__(self, given: Sequence[int] = ()) -> None:
         self._tokens: list[int] = [*given, _END] if given else []
-        self._n_followed = 0  # tokens of the request
+        self._n_read = 0  # tokens of the request
+        self._n_indexed = 0  # of `_tokens`: a long prompt is indexed in pieces
+        self._has_caught_up = False  # from then on each token is looked up
         self._after_pair: dict[int, int] = {}  # 2-gram -> the position after its last occurrence
         self._after_four: dict[int, int] = {}
         self._position: int | None = 0 if given else None  # of the next draft
         self._n_accepted = 0  # tokens before it that were as drafted
         self._rate = AcceptanceRate(_PRIOR)
 
+    def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
+        """Indexes tokens of a prompt in the step that computes them, rather than all in one."""
+        if not self._has_caught_up and n_tokens > self._n_read:
+            self._tokens += tokens[self._n_read : n_tokens].tolist()
+            self._n_read = n_tokens
+            self._index()
+
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
-        new: list[int] = tokens[self._n_followed : n_tokens].tolist()
-        if self._n_followed:
+        new: list[int] = tokens[self._n_read : n_tokens].tolist()
+        self._n_read = n_tokens
+        if self._has_caught_up:
             for token in new:
                 self._check(token)
                 self._tokens.append(token)
                 self._look_up()
-        else:
-            self._tokens += new
-            self._index()
+            return
+        self._tokens += new
+        self._index()
+        if self._n_indexed == len(self._tokens) - 1:
+            self._has_caught_up = True
             self._look_up()
-        self._n_followed = n_tokens
 
     def chances(self, n: int) -> Iterator[float]:
         """The probability that each of the next `n` drafts is accepted, given that those before it are."""
-        if self._position is not None:
+        if self._has_caught_up and self._position is not None:
             for n_before in range(self._n_accepted, self._n_accepted + n):
                 yield self._rate.chance(n_before)
 
@@ -178,9 +193,15 @@ class LookupDrafts:
             self._position, self._n_accepted = found, size
 
     def _index(self) -> None:
-        """Indexes all positions but the last, which `_look_up` does."""
-        tokens = np.array(self._tokens[:-1], np.uint64)
+        """Indexes the next positions, but for the last, which `_look_up` does; at most a millisecond's worth.
+
+        There are no drafts until all are indexed.
+        """
+        stop = min(len(self._tokens) - 1, self._n_indexed + _INDEXED_AT_A_TIME)
+        start = max(self._n_indexed - 3, 0)  # of the first n-gram that ends there
+        tokens = np.array(self._tokens[start:stop], np.uint64)
         pairs = tokens[:-1] << np.uint64(32) | tokens[1:]
         fours = pairs[:-2] * np.uint64(_FACTOR) + pairs[2:]
-        self._after_pair.update(zip(pairs.tolist(), range(2, 2 + len(pairs)), strict=True))
-        self._after_four.update(zip(fours.tolist(), range(4, 4 + len(fours)), strict=True))
+        self._after_pair.update(zip(pairs.tolist(), range(start + 2, start + 2 + len(pairs)), strict=True))
+        self._after_four.update(zip(fours.tolist(), range(start + 4, start + 4 + len(fours)), strict=True))
+        self._n_indexed = max(stop, 0)

@@ -138,7 +138,8 @@ class Engine(RequestMaker):
                 )
             price = draft_model.n_parameters / model.n_parameters
             self._draft_model = DraftModel(
-                draft_model, draft_backend or backend, config, self.max_context, n_pages, price
+                *(draft_model, draft_backend or backend, config, self.max_context, n_pages),
+                *(model.config.n_vocab, price),
             )
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
@@ -264,12 +265,13 @@ class Engine(RequestMaker):
             raise
         if self.runner.adapters and self.adapters.has_leaving:
             self._release_adapters()
+        self._rest()
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request between steps, for example at a stop string; one that ended stays so."""
         if request.state is not RequestState.FINISHED:
-            self.scheduler.finish(request, reason, stop_reason)
+            self._end(request, reason, stop_reason)
 
     def abort(self, request: Request) -> None:
         """Aborts a request; its pages are free at once."""
@@ -438,7 +440,16 @@ class Engine(RequestMaker):
             request = chunk.request
             if request.state is RequestState.RUNNING:
                 request.error = error if isinstance(error, KukriError) else KukriError(str(error))
-                self.scheduler.finish(request, "error")
+                self._end(request, "error")
+
+    def _end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        self.scheduler.finish(request, reason, stop_reason)
+        self._rest()
+
+    def _rest(self) -> None:
+        """While nothing runs, keeps nothing of the last requests: their rows and grammars may be large."""
+        if not self.scheduler.running and not self._in_flight:
+            self.runner.forget()
 
     def _forget_prefixes(self) -> None:
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""

@@ -194,16 +194,20 @@ class EngineLoop:
 
     def _next_commands(self) -> bool:
         """Waits for work and runs the queued commands; False if the loop is to stop."""
+        if not self.engine.has_work and not self._wait_for_news(_IDLE_S):
+            self.engine.check_integrity()  # takes long: no thread that submits may wait for it
+            self._wait_for_news(None)
         with self._wake:
-            is_idle = not self.engine.has_work
-            if is_idle and not self._wake.wait_for(self._has_news, _IDLE_S):
-                self.engine.check_integrity()
-                self._wake.wait_for(self._has_news)
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
             command()
         return not self._is_stopping
+
+    def _wait_for_news(self, timeout_s: float | None) -> bool:
+        """Waits until there is something to do; False if nothing has come within `timeout_s`."""
+        with self._wake:
+            return self._wake.wait_for(self._has_news, timeout_s)
 
     def _has_news(self) -> bool:
         return bool(self._commands) or self._is_stopping

@@ -109,10 +109,15 @@ class PagePool:
         """The key of a cached page."""
         return self._key_of[page]
 
-    def find(self, tokens: IntArray, root: PageKey = ROOT) -> list[int]:
-        """The cached pages of the longest known prefix of `tokens`, whole pages only. Takes none."""
+    def only_held_by(self, owners: Iterable[Sequence[int]]) -> set[int]:
+        """The pages that nobody but `owners`, some of all, holds."""
+        held = Counter(page for pages in owners for page in pages)
+        return {page for page, n in held.items() if n == self._n_owners[page]}
+
+    def find(self, keys: Iterable[PageKey]) -> list[int]:
+        """The cached pages of these keys, of a text's pages in order, up to the first that is not known."""
         pages: list[int] = []
-        for key in page_keys(tokens, self.page_tokens, root):
+        for key in keys:
             page = self._page_of.get(key)
             if page is None:
                 break

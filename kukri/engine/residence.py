@@ -7,10 +7,9 @@ it alone. Who runs, waits and is preempted is the scheduler's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 
-from kukri.engine.pages import PagePool, check_fits, page_keys
+from kukri.engine.pages import PageKey, PagePool, check_fits, page_keys
 from kukri.engine.request import Request
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.states import StatePool, snapshot_places
@@ -45,13 +44,18 @@ class Residence:
         """Raises CapacityError if a request could outgrow the whole pool."""
         check_fits(request.max_cached, self.pool.n_pages, self.page_tokens)
 
-    def find_room(self, request: Request) -> list[int] | None:
-        """The cached pages that a waiting request can begin with; None if the rest of it finds no room."""
-        if self.states is not None and not self.states.n_free:
+    def find_room(self, request: Request, leaving: Sequence[Request] = ()) -> list[int] | None:
+        """The cached pages that a waiting request can begin with; None if the rest of it finds no room.
+
+        What `leaving` hold alone counts as free.
+        """
+        if self.states is not None and not self.states.n_free and not leaving:
             return None
         known = self._known_pages(request)
         n_new = self.pool.pages_for(request.n_tokens) - len(known)
+        freed = self.pool.only_held_by([other.pages for other in leaving]) if leaving else ()
         n_left = self.pool.n_free - sum(self.pool.is_idle(page) for page in known)
+        n_left += len(freed) - sum(page in freed for page in known)
         return known if n_new <= n_left else None
 
     def admit(self, request: Request, pages: list[int], state_copies: list[tuple[int, int]]) -> None:
@@ -85,9 +89,7 @@ class Residence:
         if self.saved is None or not self._uses_cache(request) or not n_room:
             request.may_restore = False
             return 0
-        before = self.pool.key(int(request.page_row[depth - 1])) if depth else request.prefix_root
-        tokens = request.tokens[depth * size : request.next_row]
-        keys = list(islice(page_keys(tokens, size, before), min(n_room, n_most)))
+        keys = list(self._keys(request, depth, depth + min(n_room, n_most)))
         for key, contents in zip(keys, self.saved.read(keys, depth)):
             (page,) = self.pool.allocate(1)
             self.saved.write(page, contents)
@@ -154,14 +156,11 @@ class Residence:
 
     def cache_pages(self, request: Request) -> None:
         """Caches the request's full pages for others: its logits were numbers, so all that is in them is."""
-        size = self.page_tokens
-        n_full = request.n_cached // size
+        n_full = request.n_cached // self.page_tokens
         if n_full == request.n_cached_pages or not self._uses_cache(request):
             return
         first = request.n_cached_pages
-        before = self.pool.key(int(request.page_row[first - 1])) if first else request.prefix_root
-        keys = page_keys(request.tokens[first * size : n_full * size], size, before)
-        for i, key in enumerate(keys, first):
+        for i, key in enumerate(self._keys(request, first, n_full), first):
             page = self.pool.cache(int(request.page_row[i]), key)
             request.page_row[i] = page
             if self.saved is not None:
@@ -221,12 +220,22 @@ class Residence:
         """
         if not self._uses_cache(request) or request.taps is not None:
             return []
-        pages = self.pool.find(request.tokens[: request.next_row], request.prefix_root)
+        pages = self.pool.find(self._keys(request, 0, request.next_row // self.page_tokens))
         request.n_known = len(pages) * self.page_tokens
         if self.states is not None:
             while pages and self.states.find(self.pool.key(pages[-1])) is None:
                 pages.pop()
         return pages
+
+    def _keys(self, request: Request, first: int, stop: int) -> Iterator[PageKey]:
+        """The keys of the request's pages `first` to `stop` - 1, each computed once in its life."""
+        keys, size = request.page_keys, self.page_tokens
+        for i in range(first, stop):
+            while len(keys) <= i:
+                n = len(keys) * size
+                before = keys[-1] if keys else request.prefix_root
+                keys += page_keys(request.tokens[n : n + size], size, before)
+            yield keys[i]
 
     def _count_known(self, request: Request, n_tokens: int) -> None:
         """Counts further tokens whose keys and values were found."""

@@ -71,6 +71,11 @@ class Runner:
         program, builder = self._compiled("hidden", self._names(own), self._has_adapters(chunks))
         return program(builder.build(chunks), self._listener(own))
 
+    def forget(self) -> None:
+        """Keeps nothing of the last step's requests."""
+        for compiled in (self.plain, *self._kept.values()):
+            compiled.builder.forget()
+
     def _has_adapters(self, chunks: Sequence[Chunk]) -> bool:
         return bool(self.adapters) and any(chunk.sequence.adapter_slot >= 0 for chunk in chunks)
 

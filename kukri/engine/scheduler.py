@@ -13,7 +13,9 @@ is preempted for a draft, and a rejected one is forgotten: its slot in the cache
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.request import ProgramKind, Request, RequestState
@@ -100,15 +102,19 @@ class Scheduler:
         chunks, residence = self._step.chunks, self.residence
         if self.waiting or len(chunks) != len(self.running):
             return False
+        growing: list[Request] = []
         for chunk in chunks:
             request = chunk.sequence
             if request.is_in_flight:
                 return False
-            chunk.start = start = request.n_cached
-            if start % residence.page_tokens == 0:
-                if not residence.pool.n_free:
-                    return False
-                residence.grow(request, start + 1)
+            if request.n_cached % residence.page_tokens == 0:
+                growing.append(request)
+        if len(growing) > residence.pool.n_free:
+            return False
+        for request in growing:
+            residence.grow(request, request.n_cached + 1)
+        for chunk in chunks:
+            chunk.start = chunk.sequence.n_cached
         self._step.goes_on = True
         return True
 
@@ -149,7 +155,12 @@ class Scheduler:
         planned: list[tuple[int, Drafts, int]] = []
         for i, chunk in enumerate(chunks):
             request = chunk.request
-            if request.drafts is None or not _generates(request):
+            if request.drafts is None:
+                continue
+            if not _generates(request):
+                request.drafts.read_prompt(
+                    request.tokens, min(chunk.start + chunk.n_tokens, request.n_prompt)
+                )
                 continue
             request.drafts.follow(request.tokens, request.n_tokens)
             # the last token that it may come to needs no draft: it follows from the row before
@@ -224,6 +235,8 @@ class Scheduler:
         """Ends a request that waits or runs, and frees its pages; of one in flight, when it has landed."""
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
+            if not self.running:  # the last step would keep requests that have ended while nothing runs
+                self._step = ScheduledStep([], [], [], self._step.program)
         if request.state is not RequestState.NEW:
             self.waiting.leave(request)
         if request.is_in_flight:
@@ -254,15 +267,19 @@ class Scheduler:
             )
 
     def _preempt_for_urgent(self) -> None:
-        """Preempts running requests for one of a better priority that waits and finds no room."""
+        """Preempts running requests for one of a better priority that waits and finds no room.
+
+        As few as make room, the last in turn first; none if all of them would not.
+        """
         urgent = self.waiting.first(_may_run)
-        while (
-            urgent is not None
-            and self.running
-            and not self.running[-1].is_in_flight
-            and urgent.priority < self.running[-1].priority
-            and self._find_room(urgent) is None
-        ):
+        if urgent is None:
+            return
+        leaving = list(
+            takewhile(lambda r: not r.is_in_flight and urgent.priority < r.priority, reversed(self.running))
+        )
+        if not leaving or self._find_room(urgent, leaving) is None:
+            return
+        while self._find_room(urgent) is None:
             self.preempt(self.running[-1])
 
     def _schedule(self, request: Request, budget: _Budget, step: ScheduledStep) -> None:
@@ -319,9 +336,14 @@ class Scheduler:
                 return False
         return True
 
-    def _find_room(self, request: Request) -> list[int] | None:
-        """The cached pages a waiting request can begin with; None if it may not run, or finds no room."""
-        return self.residence.find_room(request) if len(self.running) < self.max_requests else None
+    def _find_room(self, request: Request, leaving: Sequence[Request] = ()) -> list[int] | None:
+        """The cached pages a waiting request can begin with; None if it may not run, or finds no room.
+
+        `leaving` are running requests that count as preempted.
+        """
+        if len(self.running) - len(leaving) >= self.max_requests:
+            return None
+        return self.residence.find_room(request, leaving)
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Moves a waiting request to the running, with the pages it can share, if it has room."""

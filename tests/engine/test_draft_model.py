@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,42 @@ def test_two_models_answer_as_one(tiny: tuple[Path, Path], temperature: float) -
                 assert n_accepted == n_drafted > 60  # itself, to the bit
             looked_up = llm.generate(prompts, params, speculation="ngram")
             assert [result.token_ids for result in looked_up] == want
+
+
+def test_vocabularies_may_be_padded_differently(tmp_path: Path) -> None:
+    """A pair refused, as are 0.5B for 7B of most families, for rows of the embedding that are no tokens; a
+    row of padding read or drafted by a model that has none.
+    """
+    config = tiny_config()
+    names = [f"[PAD{i}]" for i in range(config.n_vocab, config.n_vocab + 5)]
+    padded = replace(config, n_vocab=config.n_vocab + 5)
+    likely = random_arrays(padded)
+    likely["model.embed_tokens.weight"][config.n_vocab :] *= 9  # its padding is the likeliest token
+    small = write_tiny(tmp_path / "small.gguf")
+    large = write_tiny(tmp_path / "large.gguf", padded, arrays=likely, plain=names)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=60, ignore_eos=True)
+    for model, draft in ((small, large), (large, small)):
+        with LLM(model, speculation="off") as llm:
+            want = llm.generate("Hello there", params).token_ids
+        with LLM(model, draft_model=draft) as llm:
+            cheap(llm)
+            result = llm.generate("Hello there", params)
+            assert result.token_ids == want
+            beyond = [config.n_vocab + 2, 5, 6] if model == large else [5, 6]
+            token_ids = llm.generate(beyond, params).token_ids
+        with LLM(model, speculation="off") as llm:
+            assert llm.generate(beyond, params).token_ids == token_ids
+    with LLM(small, speculation="off") as llm:
+        want = llm.generate("Hello there", temperature=0, max_tokens=60, ignore_eos=True).token_ids
+    same = dict(random_arrays(config))
+    more = np.zeros((5, config.d_model), np.float32)
+    same["model.embed_tokens.weight"] = np.concatenate([same["model.embed_tokens.weight"], more])
+    alike = write_tiny(tmp_path / "alike.gguf", padded, arrays=same, plain=names)
+    with LLM(small, draft_model=alike) as llm:
+        cheap(llm)
+        result = llm.generate("Hello there", temperature=0, max_tokens=60, ignore_eos=True)
+        assert result.token_ids == want
+        assert result.timings.n_accepted == result.timings.n_drafted > 20
 
 
 def test_what_cannot_draft_is_refused(tiny: tuple[Path, Path], smollm2_path: Path) -> None:

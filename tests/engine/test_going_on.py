@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -136,3 +138,33 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
         engine.step()
     assert well.output_ids == expected_output(prompt_of(20, 0), 30)
     assert POISON not in well.output_ids
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    """Rows, grammars and taps of the last requests in memory until others come."""
+    for ends in ("length", "abort"):
+        engine, _ = make_engine(max_requests=2, max_step_tokens=64)
+        requests = [add(engine, prompt_of(20, i), greedy(9)) for i in range(2)]
+        gone = [weakref.ref(request) for request in requests]
+        for _ in range(5):
+            engine.step()
+        while ends == "abort" and requests:
+            engine.abort(requests.pop())
+        while engine.has_work:
+            engine.step()
+        requests.clear()
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_step_that_cannot_continue_takes_no_pages() -> None:
+    """Pages given to the first requests of a step that then fails for the last: held beyond their tokens."""
+    engine, _ = make_engine(max_context=64, max_requests=2, max_step_tokens=64, n_pages=4)
+    requests = [add(engine, prompt_of(14, i), greedy(40)) for i in range(2)]
+    while not (going_on(engine) and engine.pool.n_free == 2):
+        pass
+    while requests[0].n_cached % PAGE:
+        going_on(engine)
+    engine.pool.allocate(1)  # one is left, and both need one
+    assert not engine.scheduler._move_on()
+    assert [request.n_pages for request in requests] == [1, 1]

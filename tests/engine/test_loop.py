@@ -255,3 +255,27 @@ def test_requests_for_rows_may_fail_be_left_or_be_too_many() -> None:
 
 def mean_state(ids: list[int]) -> np.ndarray:
     return np.mean([hidden_state(ids[: i + 1]) for i in range(len(ids))], axis=0)
+
+
+def test_a_request_does_not_wait_for_the_engine_to_look_itself_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at every page, tens of milliseconds of a large pool, under the lock that `submit` takes."""
+    monkeypatch.setattr("kukri.engine.loop._IDLE_S", 0.01)
+    with running_loop() as (loop, engine, _, inbox):
+        looking, may_end = threading.Event(), threading.Event()
+
+        def look() -> None:
+            looking.set()
+            assert may_end.wait(20)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "check_integrity", look)
+            assert looking.wait(20)
+            submitting = threading.Thread(target=lambda: requests.append(submit(loop, [1, 2], greedy(2))))
+            requests: list[Request] = []
+            submitting.start()
+            submitting.join(5)
+            was_let_in = bool(requests)
+            may_end.set()
+            submitting.join()
+        assert was_let_in
+        inbox.wait(*requests)

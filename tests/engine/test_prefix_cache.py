@@ -9,7 +9,7 @@ import pytest
 from driving import add, finish, greedy, prompt_of, rows_of
 from fake_model import POISON, expected_output, make_engine
 
-from kukri.engine import Engine, Request
+from kukri.engine import Engine, Request, residence
 from kukri.sampling import SamplingParams
 
 
@@ -189,6 +189,67 @@ def test_better_priorities_go_first_and_take_the_place_of_others() -> None:
     finish(engine)
     for seed, request in zip((1, 2), slow):
         assert request.output_ids == expected_output(prompt_of(20, seed), 40)
+
+
+def test_nobody_is_preempted_for_a_request_that_would_still_find_no_room() -> None:
+    """Work lost for nothing: all of a lower priority make less room than an urgent request needs."""
+    engine, _ = make_engine(max_context=128, max_requests=3, max_step_tokens=256, n_pages=10)
+    (urgent_too,) = add_all(engine, prompt_of(90, 1), greedy(20), priority=0)
+    (slow,) = add_all(engine, prompt_of(20, 2), greedy(20), priority=5)
+    engine.step()
+    (urgent,) = add_all(engine, prompt_of(70, 3), greedy(2), priority=1)
+    for _ in range(5):
+        engine.step()
+        engine.check_integrity()
+    assert slow.n_preemptions == 0
+    finish(engine)
+    assert (urgent_too.n_preemptions, slow.n_preemptions) == (0, 0)
+    for seed, request in enumerate((urgent_too, slow, urgent), 1):
+        n, n_prompt = request.n_generated, request.n_prompt
+        assert request.output_ids == expected_output(prompt_of(n_prompt, seed), n)
+
+
+def test_pages_that_others_share_make_no_room() -> None:
+    """A request preempted for pages that stay, as another that runs holds them too."""
+    engine, _ = make_engine(max_context=128, max_requests=4, max_step_tokens=256, n_pages=7)
+    shared = prompt_of(70)
+    add_all(engine, shared, greedy(4), priority=0)
+    finish(engine)
+    (stays,) = add_all(engine, [*shared, 1], greedy(10), priority=0)
+    (leaves,) = add_all(engine, [*shared, 2], greedy(10), priority=5)
+    engine.step()
+    assert (stays.n_pages, leaves.n_pages, engine.pool.n_free) == (5, 5, 1)
+    (urgent,) = add_all(engine, prompt_of(40, 3), greedy(2), priority=1)
+    engine.step()
+    assert leaves.n_preemptions == 0  # it would free one page, and three are needed
+    finish(engine)
+    assert urgent.output_ids == expected_output(prompt_of(40, 3), 2)
+
+
+def test_the_pages_of_a_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand hashes a step while a long known prompt waits for room."""
+    counted: list[int] = []
+
+    def counting(tokens: object, *given: object) -> object:
+        counted.append(1)
+        return keys(tokens, *given)  # type: ignore[arg-type]
+
+    keys = residence.page_keys
+    monkeypatch.setattr(residence, "page_keys", counting)
+    engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=256, n_pages=8)
+    (known,) = add_all(engine, prompt_of(100), greedy(2))
+    finish(engine)
+    (blocking,) = add_all(engine, prompt_of(100, 1), greedy(25))
+    engine.step()
+    counted.clear()
+    (waiting,) = add_all(engine, prompt_of(100), greedy(2))
+    for _ in range(15):
+        engine.step()
+    assert waiting.n_cached == 0
+    assert len(counted) <= waiting.n_prompt // 16 + 1  # and the page that `blocking` has filled
+    finish(engine)
+    assert waiting.output_ids == known.output_ids
+    assert blocking.n_generated == 25
 
 
 def test_a_client_with_many_requests_does_not_starve_another() -> None:

@@ -33,6 +33,9 @@ class SeerDrafts:
     def __init__(self, skill: float, seed: int = 0) -> None:
         self._skill, self._random, self._text = skill, np.random.default_rng(seed), []
 
+    def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
+        pass
+
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         self._text = tokens[:n_tokens].tolist()
 
@@ -347,6 +350,43 @@ def test_tokens_that_come_at_once_are_followed_as_one_by_one() -> None:
         by_one.follow(text, n)
     assert (whole._after_pair, whole._after_four) == (by_one._after_pair, by_one._after_four)
     assert len(by_one.propose(5)) == 5
+
+
+def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that stands still for the index of a whole prompt, a piece left out, drafts of half an index."""
+    random = np.random.default_rng(3)
+    text = random.integers(0, 6, 300).astype(np.int32)
+    for n_given, n_read in ((0, 0), (0, 7), (40, 0), (40, 199), (0, 200)):
+        given = random.integers(0, 6, n_given).tolist()
+        whole, pieces = LookupDrafts(given), LookupDrafts(given)
+        whole.follow(text, 200)
+        with monkeypatch.context() as patched:
+            patched.setattr("kukri.engine.drafts._INDEXED_AT_A_TIME", 9)
+            for n in range(1, n_read + 1):
+                pieces.read_prompt(text, n)
+            n = n_calls = 0
+            while not n_calls or not list(pieces.chances(1)):
+                before = pieces._n_indexed
+                pieces.follow(text, 200)
+                n_calls += 1
+                assert pieces._n_indexed - before <= 9 + 1  # and the last, that is looked up
+                assert n_calls < 40
+        assert (n_calls == 1) == (n_read >= 190)
+        assert (whole._after_pair, whole._after_four) == (pieces._after_pair, pieces._after_four)
+        assert whole.propose(5) == pieces.propose(5)
+
+
+def test_prompts_are_indexed_while_they_are_computed() -> None:
+    """An index made at the first token of an answer, for which all others wait."""
+    engine = make(max_context=512, max_step_tokens=32)
+    request = add(engine, prompt_of(40) * 4, greedy(20))
+    for _ in range(4):
+        engine.step()
+    assert isinstance(request.drafts, LookupDrafts)
+    assert request.drafts._n_indexed >= 4 * 32 - 1
+    engine.scheduler.preempt(request)
+    finish(engine)
+    assert request.output_ids == expected_output(prompt_of(40) * 4, 20)
 
 
 def test_odds_are_learned_without_trying() -> None:
