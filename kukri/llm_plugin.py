@@ -10,11 +10,13 @@ from typing import Any
 
 import llm
 from llm.parts import TextPart
-from pydantic import Field
+from pydantic import Field, create_model
 
-from kukri import LLM, Grammar
+from kukri import LLM, Grammar, SamplingParams
+from kukri.sampling.fields import facts_of
 from kukri.system_message import opening
 
+_MAX_TOKENS = 512
 _SUBSCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
 _NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 
@@ -25,6 +27,21 @@ def register_models(register: Callable[[llm.Model], None]) -> None:
     register(Kukri())
 
 
+def _options() -> Any:
+    """Options of `kukri run`; the model has defaults."""
+    kinds = {"number": float, "integer": int, "switch": bool}
+    fields: dict[str, Any] = {
+        name: (
+            kinds[facts.kind] | None,
+            Field(default=_MAX_TOKENS if name == "max_tokens" else None, description=facts.help),
+        )
+        for name, facts in facts_of(SamplingParams)
+        if facts.flags and facts.kind in kinds
+    }
+    model = Field(default=None, description="A known name, org/repo[:type] or a path")
+    return create_model("Options", __base__=llm.Options, model=(str | None, model), **fields)
+
+
 class Kukri(llm.Model):
     """Any model that kukri runs, in llm's own process; it stays loaded while that lives. Not for threads."""
 
@@ -32,17 +49,7 @@ class Kukri(llm.Model):
     can_stream = True
     supports_schema = True
 
-    class Options(llm.Options):
-        """Options of `kukri run`; the model has defaults."""
-
-        model: str | None = Field(default=None, description="A known name, org/repo[:type] or a path")
-        max_tokens: int = Field(default=512, description="Tokens of an answer at most")
-        temperature: float | None = Field(default=None, description="0 takes the likeliest token")
-        top_k: int | None = Field(default=None, description="Choose among the k most likely tokens")
-        top_p: float | None = Field(default=None, description="Choose among tokens of this probability")
-        min_p: float | None = Field(default=None, description="Leave out tokens less likely than this share")
-        repetition_penalty: float | None = Field(default=None, description="Divides logits of tokens seen")
-        seed: int | None = Field(default=None, description="Makes sampling repeatable")
+    Options = _options()
 
     def __init__(self) -> None:
         self._loaded: dict[str | None, LLM] = {}

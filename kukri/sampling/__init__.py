@@ -27,11 +27,23 @@ as vLLM reports them. A token depends on the request's seed, history and logits 
 share the step.
 """
 
-from kukri.sampling.defaults import default_params, with_overrides
-from kukri.sampling.grammar import CompiledGrammar, Grammar
-from kukri.sampling.params import ReasoningLimit, SamplingOptions, SamplingParams
-from kukri.sampling.sampler import RequestSampler, SampledToken, SamplingError, sample_rows, token_logprobs
-from kukri.sampling.text_params import resolve_texts
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kukri.sampling.defaults import default_params, with_overrides
+    from kukri.sampling.grammar import CompiledGrammar, Grammar
+    from kukri.sampling.params import ReasoningLimit, SamplingOptions, SamplingParams
+    from kukri.sampling.sampler import (
+        RequestSampler,
+        SampledToken,
+        SamplingError,
+        sample_rows,
+        token_logprobs,
+    )
+    from kukri.sampling.text_params import resolve_texts
 
 __all__ = [
     "CompiledGrammar",
@@ -48,3 +60,18 @@ __all__ = [
     "token_logprobs",
     "with_overrides",
 ]  # fmt: skip
+
+_HOMES = {
+    "CompiledGrammar": "grammar", "Grammar": "grammar",
+    "ReasoningLimit": "params", "SamplingOptions": "params", "SamplingParams": "params",
+    "RequestSampler": "sampler", "SampledToken": "sampler", "SamplingError": "sampler",
+    "sample_rows": "sampler", "token_logprobs": "sampler",
+    "default_params": "defaults", "with_overrides": "defaults", "resolve_texts": "text_params",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:  # the command line reads `params` alone, without NumPy
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kukri.sampling' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"kukri.sampling.{_HOMES[name]}"), name)
+    return found

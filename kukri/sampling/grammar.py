@@ -11,13 +11,14 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary, WeakMethod
 
-import numpy as np
-import numpy.typing as npt
-
 from kukri.errors import RequestError, UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_CHARS = 1 << 18  # of a grammar's source
 # between the tokens of JSON: a space, or the end of a line and the next one's indent. A model that is unsure
@@ -107,6 +108,8 @@ class Matcher:
 
     def __init__(self, automaton: Any, n_vocab: int) -> None:
         self._automaton = automaton
+        import numpy as np  # here, as the command line reads this file at each start
+
         self.allowed: npt.NDArray[np.int32] = np.zeros(-(-n_vocab // 32), np.int32)
         self._address, self._n_bytes = self.allowed.__array_interface__["data"][0], self.allowed.nbytes
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
 from kukri.interp.interventions import MAX_INTERVENTIONS
-from kukri.sampling import Grammar, SamplingParams
+from kukri.sampling import Grammar
+from kukri.sampling.fields import MAX_COUNT
 from kukri.server.chat.request import only_grammar
+from kukri.server.sampling_fields import FACTS, with_sampling
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
@@ -45,16 +46,10 @@ HINTS = frozenset(
         "safety_identifier", "service_tier", "sse_ping_interval", "store", "user", "verbose", "verbosity",
     }
 )  # fmt: skip
-# fields of SamplingParams that bodies give in another form, or not at all
-_OTHER_FORM = {
-    "top_k", "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "logits_processors", "grammar",
-    "reasoning_limit", "prediction",
-}  # fmt: skip
-_SAME_NAME = tuple(f.name for f in fields(SamplingParams) if f.name not in _OTHER_FORM)
-_MOST_TOKENS = 2**31 - 1
-Phrases = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]
+_OTHER_FORM = {"max_tokens", "logprobs", "prompt_logprobs"}  # and name, at each endpoint
+SAME_FORM = {name for name, facts in FACTS.items() if facts.kind != "object"} - _OTHER_FORM
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-MaxTokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class Body(BaseModel):
@@ -147,49 +142,31 @@ class StructuredOutputs(Body):
         return Grammar.json(self.json_, param=param)
 
 
+@with_sampling(name for name in FACTS if name in SAME_FORM - {"n", "best_of", "stop"})
 class Sampling(Body):
-    """Sampling parameters: OpenAI's fields, then those that vLLM and llama.cpp have beyond them."""
+    """Sampling parameters, as `kukri.sampling.params` declares them, and what all chats and texts share."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
     user: str | None = None  # the user of the request: the queue is fair among those of a key
-
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None  # the lower the earlier
-    typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_n_sigma: Annotated[float, Field(ge=-1)] | None = None
-    dynatemp_range: Annotated[float, Field(ge=0)] | None = None
-    dynatemp_exponent: Annotated[float, Field(ge=0)] | None = None
-    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
-    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
-    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
-    mirostat_eta: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
-    dry_multiplier: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    dry_base: Annotated[float, Field(ge=1, le=1e6)] | None = None
-    dry_allowed_length: Annotated[int, Field(ge=1)] | None = None
-    dry_penalty_last_n: Annotated[int, Field(ge=-1)] | None = None
-    dry_sequence_breakers: Phrases | None = None
-    bad_words: Phrases | None = None
-    samplers: Annotated[list[str], Field(max_length=32)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculation: Literal["off", "ngram", "draft"] | None = None  # who drafts tokens
-    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] | None = None  # drafted in a step
+    if TYPE_CHECKING:
+        logit_bias: dict[str, float] | None
 
     def sampling(self, **others: Any) -> dict[str, Any]:
-        """The fields of SamplingParams that are set; `others` are those that endpoints name differently."""
-        given = {name: getattr(self, name, None) for name in _SAME_NAME}
-        given["top_k"] = None if self.top_k is None else max(self.top_k, 0)
-        set_ones = {name: value for name, value in (given | others).items() if value is not None}
-        return {"max_tokens": None, **set_ones}
+        """The fields of SamplingParams that are set; `others` are those that endpoints name differently.
+
+        Raises RequestError on a bias of no token id.
+        """
+        given = {name: getattr(self, name, None) for name in SAME_FORM}
+        given["logit_bias"] = self.token_bias()
+        both = (*given.items(), *others.items())
+        return {"max_tokens": None, **{name: value for name, value in both if value is not None}}
+
+    def token_bias(self) -> dict[int, float] | None:
+        """The bias by token id. Raises RequestError on a key that is no id."""
+        return _token_bias(self.logit_bias)
 
     @property
     def form(self) -> Grammar | None:
@@ -238,20 +215,13 @@ def steering(given: Interventions | None) -> list[dict[str, Any]]:
     return [one.as_dict() for one in given or ()]
 
 
+@with_sampling(["n", "stop"])
 class GenerationBody(Sampling):
     """The fields that the two older endpoints share."""
 
     adapter: str | None = None  # a LoRA adapter; or its name is the model's
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
-        | None
-    ) = None
+    if TYPE_CHECKING:
+        n: int | None
     grammar: str | None = None  # as llama.cpp spells structured_outputs.grammar; an empty one is none
     json_schema: dict[str, Any] | None = None  # as it spells structured_outputs.json
     stream_options: StreamOptions | None = None
@@ -261,10 +231,6 @@ class GenerationBody(Sampling):
     timings_per_token: bool | None = None  # as llama.cpp has it: `timings` in each chunk and in the whole
     return_progress: bool | None = None  # as llama.cpp has it: chunks of `prompt_progress` before the answer
     interventions: Interventions | None = None
-
-    def sampling(self, **others: Any) -> dict[str, Any]:
-        """The fields of SamplingParams that are set. Raises RequestError on a bias of no token id."""
-        return super().sampling(logit_bias=_token_bias(self.logit_bias), **others)
 
     @property
     def form(self) -> Grammar | None:
@@ -457,6 +423,7 @@ class ChatBody(GenerationBody):
 TokenIds = Annotated[list[int], Field(min_length=1)]
 
 
+@with_sampling(["best_of"])
 class CompletionBody(GenerationBody):
     """A request to /v1/completions."""
 
@@ -471,11 +438,12 @@ class CompletionBody(GenerationBody):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1)]
     )
-    suffix: str | None = None  # the text behind the answer, for models that fill in the middle
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    suffix: str | None = None  # the text after the answer, for models that fill in the middle
+    if TYPE_CHECKING:
+        best_of: int | None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> CompletionBody:
@@ -577,4 +545,6 @@ def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     try:
         return {int(token_id): value for token_id, value in bias.items()}
     except ValueError as error:
-        raise RequestError(f"the keys of logit_bias must be token ids: {error}", param="logit_bias") from None
+        raise RequestError(
+            f"the keys of logit_bias must be token ids: {error!s:.100}", param="logit_bias"
+        ) from None

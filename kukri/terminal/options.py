@@ -16,6 +16,8 @@ import typer
 
 from kukri.errors import ConfigError
 from kukri.model_options import Group, choices, flag_of, option_facts, option_fields, read_option
+from kukri.sampling.fields import facts_of
+from kukri.sampling.params import SamplingParams
 from kukri.terminal.command import argument, option
 
 _Class = TypeVar("_Class")
@@ -220,29 +222,23 @@ class SteeringOptions:
         return {"control_vectors": files}, interventions
 
 
-@dataclass(eq=False, repr=False)
-class SamplingOptions:
-    """Sampling parameters; None means the default of the command or model."""
+def sampling_flags(made: type[_Class]) -> type[_Class]:
+    """Makes a class a dataclass of the fields of SamplingParams that have flags; None is the default."""
+    kinds = {"number": float, "integer": int, "texts": list[str]}
+    for name, facts in facts_of(SamplingParams):
+        if facts.flags and facts.kind == "switch":
+            made.__annotations__[name] = bool
+            setattr(made, name, option(facts.help, *facts.flags, default=False))
+        elif facts.flags:
+            again = " Repeatable." if facts.kind == "texts" else ""
+            made.__annotations__[name] = kinds[facts.kind] | None
+            setattr(made, name, option(facts.help + again, *facts.flags, metavar=facts.metavar))
+    return dataclass(eq=False, repr=False)(made)
 
-    max_tokens: int | None = option(
-        "Maximum number of tokens to generate.", "--max-tokens", "-n", metavar="N"
-    )
-    temperature: float | None = option(
-        "Sampling temperature; 0 is greedy.", "--temperature", "-t", metavar="T"
-    )
-    top_k: int | None = option("Sample from the K most likely tokens.", metavar="K")
-    top_p: float | None = option(
-        "Sample from the most likely tokens whose probabilities add up to P.", metavar="P"
-    )
-    min_p: float | None = option("Drop tokens less likely than P times the likeliest.", metavar="P")
-    repetition_penalty: float | None = option("Penalize tokens seen so far by a factor of X.", metavar="X")
-    presence_penalty: float | None = option("Subtract X from the logits of generated tokens.", metavar="X")
-    frequency_penalty: float | None = option(
-        "Subtract X from a token's logit for each time it was generated.", metavar="X"
-    )
-    seed: int | None = option("Seed for reproducible sampling.", metavar="N")
-    stop: list[str] | None = option("Stop at this text; repeatable.", metavar="TEXT")
-    ignore_eos: bool = option("Keep generating past end-of-text.", "--ignore-eos", default=False)
+
+@sampling_flags
+class SamplingOptions:
+    """Sampling parameters, as `kukri.sampling.params` declares them."""
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:

@@ -23,7 +23,7 @@ WRONG = [
     *[("repetition_penalty", v) for v in (0, -1, 0.001, 101, NAN, INF, True, "1")],
     *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, INF, True, None)],
     *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN, -INF, True, None)],
-    *[("top_k", v) for v in (-1, 1.0, 0.5, True, "40", None, NAN)],
+    *[("top_k", v) for v in (-(2**31), 2**31, 1.0, 0.5, True, "40", None, NAN)],
     *[("min_tokens", v) for v in (-1, 1.5, True, None)],
     *[("max_tokens", v) for v in (0, -1, 16.0, True, "16", NAN)],
     *[("seed", v) for v in (1.0, True, "7", 2**64, -(2**63) - 1)],
@@ -55,6 +55,11 @@ WRONG = [
         for v in ([1], {"1": 1.0}, {1: "x"}, {1: NAN}, {1: 101}, {-1: 1.0}, {True: 1.0}, {1: True})
     ],
     *[("stop", v) for v in ("", ["a", ""], 5, [1.5], [True], [-1], b"x", [None], {"a"})],
+    *[("stop", v) for v in (["a" * 1001], [f"{i}" for i in range(65)])],
+    *[("stop_token_ids", v) for v in (list(range(1001)), [2**31])],
+    *[("dry_sequence_breakers", v) for v in ([f"{i}" for i in range(65)], ["a" * 1001], [[2**31]])],
+    *[("bad_words", v) for v in ([f"{i}" for i in range(501)], ["a" * 1001], [[2**63]])],
+    *[("logit_bias", v) for v in (dict.fromkeys(range(2**15 + 1), 1.0), {2**31: 1.0})],
     *[("stop_token_ids", v) for v in ([-1], [1.0], [True], ["a"], 3, None)],
 ]
 
@@ -108,7 +113,7 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 
 def test_best_of_is_at_least_n() -> None:
     """Would catch a request for more answers than are generated."""
-    with pytest.raises(RequestError, match="best_of must be an integer from 3 to"):
+    with pytest.raises(RequestError, match="best_of must be an integer from 3, n, to 128"):
         SamplingParams(n=3, best_of=2)
     assert SamplingParams(n=3).n_generated_answers == 3
     assert SamplingParams(n=3, best_of=5).n_generated_answers == 5

@@ -26,6 +26,7 @@ from kukri.server.openai.completions import submit
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.progress import PromptProgress
 from kukri.server.reply import EVENTS, Reply, StreamForm
+from kukri.server.sampling_fields import FACTS
 from kukri.server.timings import timings_of
 
 
@@ -214,19 +215,14 @@ class LlamaWriter:
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
     """Sampling parameters by llama.cpp's names; a seed of -1 is another one each time."""
-    same = (
-        *("temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "top_n_sigma"),
-        *("xtc_probability", "xtc_threshold", "typical_p", "repeat_last_n", "presence_penalty"),
-        *("frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-        *("mirostat", "mirostat_tau", "mirostat_eta", "ignore_eos"),
-    )
+    settings = {
+        facts.llama_cpp: getattr(params, name) for name, facts in FACTS.items() if facts.llama_cpp is not None
+    }
     limit = -1 if params.max_tokens is None else params.max_tokens
-    return {
+    return settings | {
         "n_predict": limit,
         "max_tokens": limit,
         "seed": -1 if params.seed is None else params.seed,
-        **{name: getattr(params, name) for name in same},
-        "repeat_penalty": params.repetition_penalty,
         "stop": list(params.stop_strings),
         "n_probs": params.logprobs or 0,
         "samplers": ["typ_p" if name == "typical_p" else name for name in params.samplers],

@@ -7,12 +7,23 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from kukri.errors import RequestError
-from kukri.sampling.params import MAX_BIAS
-from kukri.server.schema import ELSEWHERE, HINTS, TEXT_ONLY, Body, GenerationBody, Refused, Sampling
+from kukri.sampling.fields import MAX_BIAS, MAX_COUNT
+from kukri.server.sampling_fields import FACTS, with_sampling
+from kukri.server.schema import (
+    ELSEWHERE,
+    HINTS,
+    SAME_FORM,
+    TEXT_ONLY,
+    Body,
+    GenerationBody,
+    Refused,
+    Sampling,
+)
 from kukri.tokenizer import Tokenizer
 
 # names of kukri's fields in errors, and llama.cpp's
-NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
+NAMES = {name: facts.llama_cpp for name, facts in FACTS.items() if facts.llama_cpp not in (None, name)}
+_RENAMED = {name: theirs for name, theirs in NAMES.items() if name in SAME_FORM}
 _SAMPLERS = {"typ_p": "typical_p"}
 _NO_SAMPLERS = frozenset({"infill"})  # editors name it; it only makes middles end earlier
 _MAX_PROMPTS = 1024
@@ -25,10 +36,11 @@ class MarkedText(Body):
     prompt_string: str
 
 
-Mixed = list[int | str]  # token ids, and texts between them
+Mixed = Annotated[list[int | str], Field(min_length=1)]  # token ids, and texts between them
 Prompt = str | Mixed | MarkedText
 
 
+@with_sampling(_RENAMED, "llama_cpp")
 class LlamaBody(GenerationBody):
     """The fields that /completion and /infill share."""
 
@@ -42,12 +54,10 @@ class LlamaBody(GenerationBody):
         *("t_max_predict_ms", "t_max_prompt_ms", "n_discard", "n_prefix", "chat_format"),
         *("speculative.n_max", "speculative.n_min", "speculative.p_min"),
     }
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    n_predict: Annotated[int, Field(ge=-2)] | None = None  # below 0: to the end of the context
+    n_predict: Annotated[int, Field(ge=-2, le=MAX_COUNT)] | None = None  # below 0: to the end of the context
     n_probs: Annotated[int, Field(ge=0, le=20)] | None = None
     n_cmpl: Annotated[int, Field(ge=1, le=128)] | None = None
     n_indent: Annotated[int, Field(ge=0, le=1000)] | None = None  # spaces: a line with fewer ends the answer
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     return_tokens: bool | None = None
     response_fields: Annotated[list[str], Field(max_length=64)] | None = None
 
@@ -84,10 +94,13 @@ class LlamaBody(GenerationBody):
             self,
             max_tokens=None if self.limit is None else max(self.limit, 1),  # of none, one is not shown
             logprobs=self.n_probs or None,
-            repetition_penalty=self.repeat_penalty,
+            **{name: getattr(self, theirs) for name, theirs in _RENAMED.items()},
             n=self.n_cmpl or self.n,
             **others,
         )
+
+    def token_bias(self) -> None:
+        """Nothing: see `bias`."""
 
     def bias(self, tokenizer: Tokenizer) -> dict[int, float] | None:
         """The bias of each token id: of a text, all its tokens have it."""

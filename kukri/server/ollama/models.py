@@ -25,7 +25,8 @@ from kukri.formats.repos import cache_folder, parse_name
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
 from kukri.server.models.registry import ModelRegistry
-from kukri.server.ollama.schema import OllamaBody, OllamaPullBody
+from kukri.server.ollama.schema import OPTIONS, OllamaBody, OllamaPullBody
+from kukri.server.sampling_fields import FACTS
 
 _POLL_S = 0.5  # between two looks at how much of a repository is there
 
@@ -224,9 +225,8 @@ def _parameters(entry: ModelEntry) -> str:
     if entry.served is None:
         return ""
     given: Mapping[str, Any] = vars(entry.served.llm.default_params)
-    shown = {"repetition_penalty": "repeat_penalty"}
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repeat_last_n")
-    return "\n".join(f"{shown.get(name, name):<30} {given[name]}" for name in names if name in given)
+    shown = {option: given[name] for name, option in OPTIONS.items() if FACTS[name].kind == "number"}
+    return "\n".join(f"{option:<30} {value}" for option, value in shown.items())
 
 
 def _folder_bytes(folder: Path) -> int:

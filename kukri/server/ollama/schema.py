@@ -12,21 +12,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from kukri.errors import ConfigError, RequestError
 from kukri.sampling import Grammar
+from kukri.sampling.fields import MAX_COUNT
+from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.server.schema import TEXT_ONLY, Body, Interventions, Refused, Tool
 from kukri.server.settings import duration_s
 
 _FOREVER_S = -1.0
 Streams = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
 
+OPTIONS = {name: facts.ollama for name, facts in FACTS.items() if facts.ollama is not None}
 # names of kukri's fields in errors, and Ollama's
-NAMES = {
-    "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
-    "reasoning_effort": "think", "prompt": "messages",
-    **{name: f"options.{name}" for name in (
-        "temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop", "repeat_last_n",
-        "presence_penalty", "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta",
-    )},
-}  # fmt: skip
+NAMES = {name: f"options.{option}" for name, option in OPTIONS.items()}
+NAMES |= {"reasoning_effort": "think", "prompt": "messages"}
 
 
 class Lenient(Body):
@@ -35,6 +32,7 @@ class Lenient(Body):
     model_config = ConfigDict(extra="ignore", strict=False)
 
 
+@with_sampling(OPTIONS, "ollama")
 class Options(Lenient):
     """Sampling options, and the context that a client counts on; those of loading a model are ignored."""
 
@@ -42,40 +40,27 @@ class Options(Lenient):
         "tfs_z": ((1, 1.0), "there is no tail-free sampling"),
         "penalize_newline": ((True,), "penalties hold for all tokens"),
     }
-    num_ctx: Annotated[int, Field(ge=1)] | None = None
-    num_predict: int | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_k: int | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
+    num_ctx: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_kukri(cls, data: Any) -> Any:
+        """Leaves out what asks for nothing: a seed below 0, a limit below 1, empty stop strings."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for name, least in (("num_predict", 1), ("seed", 0)):
+            if isinstance(data.get(name), int | float) and data[name] < least:
+                del data[name]
+        if isinstance(data.get("stop"), str | list):
+            stop = [data["stop"]] if isinstance(data["stop"], str) else data["stop"]
+            data["stop"] = [text for text in stop if text != ""] or None
+        return data
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams that are set. Below 0, num_predict and seed ask for nothing."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        given: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (
-                *("temperature", "top_p", "min_p", "typical_p", "repeat_last_n", "presence_penalty"),
-                *("frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta"),
-            )
-        }
-        given["top_k"] = None if self.top_k is None else max(self.top_k, 0)
-        given["repetition_penalty"] = self.repeat_penalty
-        given["seed"] = None if self.seed is None or self.seed < 0 else self.seed
-        given["stop"] = [text for text in stop or () if text] or None
-        set_ones = {name: value for name, value in given.items() if value is not None}
-        n_most = self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
-        return {**set_ones, "max_tokens": n_most}
+        """The fields of SamplingParams that are set."""
+        given = {name: getattr(self, option) for name, option in OPTIONS.items()}
+        return {"max_tokens": None, **{name: value for name, value in given.items() if value is not None}}
 
 
 class OllamaBody(Lenient):

@@ -21,17 +21,19 @@ from starlette.staticfiles import StaticFiles
 
 from kukri import __version__
 from kukri.errors import KukriError
+from kukri.sampling.fields import FieldFacts
 from kukri.server.chat.request import ChatRequest
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.reply import Reply
+from kukri.server.sampling_fields import FACTS
 from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling
 from kukri.system_message import DEFAULT_SYSTEM, opening
 
 OPEN_S = 5.0  # until the stream of an answer has to be opened
 _UI = Path(__file__).parent / "ui"
-_MAX_SEED = 2**53 - 1  # the largest whole number of JavaScript
+_MAX_NUMBER = 2**53 - 1  # the largest whole number of JavaScript
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -48,22 +50,18 @@ class Control:
     name: str
     label: str
     hint: str
-    low: int
-    high: int | None
+    low: float
+    high: float
     step: int | None = None
 
 
-_CONTROLS = (
-    Control("temperature", "Temperature", "0 takes the likeliest token, always", 0, 2),
-    Control("top_p", "Top p", "probability that is kept", 0, 1),
-    Control("top_k", "Top k", "tokens that are kept; 0 keeps all", 0, None, 1),
-    Control("min_p", "Min p", "least share of the likeliest token's probability", 0, 1),
-    Control("repetition_penalty", "Repetition penalty", "above 1: words seen before are less likely", 0, 100),
-    Control("frequency_penalty", "Frequency penalty", "above 0: words come back less, each time", -2, 2),
-    Control("presence_penalty", "Presence penalty", "above 0: new words are more likely", -2, 2),
-    Control("max_tokens", "Max tokens", "empty: as many as the context holds", 1, None, 1),
-    Control("seed", "Seed", "empty: another answer each time", 0, _MAX_SEED, 1),
-)
+def _control(name: str, facts: FieldFacts) -> Control:
+    low, high = max(facts.low, -_MAX_NUMBER), min(facts.high, _MAX_NUMBER)
+    step = 1 if facts.kind == "integer" else None
+    return Control(name, name.replace("_", " ").capitalize(), facts.help, low, high, step)
+
+
+_CONTROLS = [_control(name, facts) for name, facts in FACTS.items() if facts.on_page]
 
 
 class PageBody(Sampling):
@@ -71,10 +69,7 @@ class PageBody(Sampling):
 
     refused: ClassVar[Refused] = {"stream": ((True,), "the page's answers are streams")}
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     max_tokens: MaxTokens | None = None
-    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
 
 
 def add_page(app: FastAPI, registry: ModelRegistry) -> None:
