@@ -18,7 +18,7 @@ from kukri.bench.turns import in_turns
 from kukri.engine import Engine
 from kukri.engine.request import Request
 from kukri.kernels.constants import LowRank, Weight
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.llm import LLM
 from kukri.models import Adapter, Model, linear_matrices
 from kukri.quant.types import QUANT_TYPES

@@ -27,8 +27,8 @@ from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
-from kukri.kernels.cpu.pack.quantize import quantize
 from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.quantize import quantize
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.blocks import ByteArray, dequantize
 from kukri.quant.types import QUANT_TYPES

@@ -30,11 +30,6 @@ _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# byte offsets of the float16 scale, and minimum, in a block
-_HALVES = {
-    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82)},
-    **{"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
-}
 
 
 @dataclass(frozen=True)
@@ -175,7 +170,8 @@ def random_rows(random: np.random.Generator, type: QuantType, dims: tuple[int, .
     if type.name == "MXFP4":  # 2^-8 and 2^-9, as often as gives the deviation
         blocks[:, 0] = np.where(random.random(len(blocks)) < 0.685, 120, 119)
         return blocks.reshape(-1, row_bytes)
-    for at, value in zip(_HALVES[type.name], _scales(type), strict=True):
+    assert type.block is not None
+    for at, value in zip(type.block.halves, _scales(type), strict=True):
         blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
     return blocks.reshape(-1, row_bytes)
 
@@ -188,15 +184,16 @@ def _maker(
 
 def _scales(type: QuantType) -> list[float]:
     """The scale, and the minimum, that give random quants the deviation, and the mean 0."""
-    n_halves = len(_HALVES[type.name])
+    assert type.block is not None
+    halves = type.block.halves
     sample = np.random.default_rng(0).integers(0, 256, (1 << 12, type.block_bytes), np.uint8)
 
     def weights(*values: float) -> npt.NDArray[np.float32]:
-        for at, value in zip(_HALVES[type.name], values, strict=True):
+        for at, value in zip(halves, values, strict=True):
             sample[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
         return dequantize(sample, type)
 
-    if n_halves == 1:
+    if len(halves) == 1:
         return [float(DEVIATION / weights(1.0).std())]
     minimum = float(weights(1.0, 0.0).mean() / -weights(0.0, 1.0).mean())
     scale = float(DEVIATION / weights(1.0, minimum).std())

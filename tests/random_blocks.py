@@ -5,14 +5,10 @@ from __future__ import annotations
 import gguf
 import numpy as np
 
-from kukri.quant.types import QUANT_TYPES
+from kukri.quant.types import PACKED, QUANT_TYPES
 
 # where float16 scales and minimums lie in a block
-HALVES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "MXFP4": (),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-    "IQ4_NL": (0,), "IQ4_XS": (0,),
-}  # fmt: skip
+HALVES = {type.name: type.block.halves for type in PACKED}
 
 
 def dequantized_by_gguf(rows: np.ndarray, name: str) -> np.ndarray:

@@ -20,7 +20,7 @@ from kukri import LLM, SamplingParams
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import ARCHITECTURES, load_model
 from kukri.quant.blocks import dequantize

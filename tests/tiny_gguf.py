@@ -10,7 +10,7 @@ import numpy as np
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.formats.gguf.writer import write_gguf
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.quant.types import QUANT_TYPES
 
 START, END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

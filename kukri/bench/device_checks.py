@@ -21,8 +21,8 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
 from kukri.kernels.constants import Experts, Vector, Weight
-from kukri.kernels.cpu.pack.quantize import quantize
 from kukri.kernels.op_set import Program
+from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits

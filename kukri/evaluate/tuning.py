@@ -28,7 +28,7 @@ from kukri.kernels import make_backend
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.constants import Experts, Weight
-from kukri.kernels.cpu.pack.quantize import requantize
+from kukri.kernels.quantize import requantize
 from kukri.llm import LLM
 from kukri.models import Model, load_model
 from kukri.models.weights import WeightSource

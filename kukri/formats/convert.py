@@ -40,7 +40,7 @@ from kukri.formats.huggingface.weights import (
 from kukri.formats.imatrix import ImportanceMatrix
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.constants import Experts
-from kukri.kernels.cpu.pack.quantize import requantize
+from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order

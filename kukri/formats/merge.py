@@ -24,7 +24,7 @@ from kukri.formats.huggingface.safetensors import (
 from kukri.formats.huggingface.weights import canonical_name, model_prefix
 from kukri.formats.unfinished import unfinished
 from kukri.kernels.constants import LowRank
-from kukri.kernels.cpu.pack.quantize import requantize
+from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES, Adapter
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import of_experts

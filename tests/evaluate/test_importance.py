@@ -23,7 +23,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.gguf.writer import write_gguf
 from kukri.formats.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
-from kukri.kernels.cpu.pack.quantize import quantize, requantize
+from kukri.kernels.quantize import quantize, requantize
 from kukri.models import linear_inputs, tap_names
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES

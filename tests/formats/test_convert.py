@@ -28,7 +28,7 @@ from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.convert import open_gguf, with_recipe, write
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.models import ARCHITECTURES
 from kukri.quant.blocks import dequantize
 from kukri.quant.mixes import MIXES

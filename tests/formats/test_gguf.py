@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from kukri.errors import FormatError, KukriError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.quant.types import QUANT_TYPES, QUANT_TYPES_BY_ID
 
 F32, Q8_0 = QUANT_TYPES["F32"], QUANT_TYPES["Q8_0"]

@@ -16,7 +16,7 @@ from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
 from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
 from kukri.formats.huggingface.weights import SafetensorsWeights
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -15,7 +15,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.gguf.writer import write_gguf
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.models.rope import half_split_order
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES

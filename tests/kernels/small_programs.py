@@ -8,8 +8,8 @@ from random_blocks import HALVES, random_rows
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.cpu import CpuBackend
-from kukri.kernels.cpu.pack.quantize import quantize
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
+from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits

@@ -24,7 +24,7 @@ from small_programs import (
 
 from kukri.errors import ShapeError
 from kukri.kernels.constants import Vector, Weight
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.quant.blocks import dequantize
 from kukri.quant.per_token import linear_per_token, quantize_tokens
 from kukri.quant.types import QUANT_TYPES

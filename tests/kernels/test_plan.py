@@ -12,7 +12,6 @@ import pytest
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.kernels.constants import RopeFrequencies, Vector, Weight
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.pack.quantize import quantize
 from kukri.kernels.cpu.plan import ops
 from kukri.kernels.cpu.plan.ops import Buffer, Value
 from kukri.kernels.cpu.plan.passes import (
@@ -25,6 +24,7 @@ from kukri.kernels.cpu.plan.passes import (
 from kukri.kernels.cpu.plan.place import lifetimes, place
 from kukri.kernels.cpu.plan.record import Recorder
 from kukri.kernels.cpu.run.abi import query_tokens
+from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec

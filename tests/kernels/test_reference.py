@@ -11,8 +11,8 @@ import torch
 from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import RopeFrequencies, Vector, Weight
-from kukri.kernels.cpu.pack.quantize import quantize
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
+from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits

@@ -18,7 +18,7 @@ from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels.backend import Backend
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.kernels.rope_rows import RopeRows
 from kukri.models import load_model, tap_names
 from kukri.models.rope import rope_frequencies

@@ -18,7 +18,7 @@ from tiny_llama import TorchSource
 from kukri.config import LayerConfig, MixtureConfig, ModelConfig, RecurrentConfig, RopeConfig, RopeScaling
 from kukri.formats.gguf.writer import write_gguf
 from kukri.formats.huggingface.weights import is_convolution
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
 

@@ -11,7 +11,7 @@ from random_blocks import HALVES
 
 from kukri.errors import ShapeError, UnsupportedError
 from kukri.kernels.cpu.pack.encode import KERNELS
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.quant.blocks import BLOCKS, WRITTEN, dequantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kukri.errors import FormatError, ShapeError
-from kukri.kernels.cpu.pack.quantize import quantize, requantize
+from kukri.kernels.quantize import quantize, requantize
 from kukri.quant.blocks import BLOCKS, WRITTEN, dequantize
 from kukri.quant.types import QUANT_TYPES, fitting_type
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from benchmarks.int4 import q4_0_quants
-from kukri.kernels.cpu.pack.quantize import quantize
+from kukri.kernels.quantize import quantize
 from kukri.quant.blocks import dequantize
 from kukri.quant.per_token import linear_per_token, quantize_tokens, row_sums
 from kukri.quant.types import QUANT_TYPES

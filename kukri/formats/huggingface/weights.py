@@ -15,7 +15,7 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTenso
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
-from kukri.kernels.cpu.pack.quantize import requantize
+from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name

@@ -20,7 +20,7 @@ from kukri.formats.unfinished import unfinished
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import Experts, Weight
-from kukri.kernels.cpu.pack.quantize import requantize
+from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order

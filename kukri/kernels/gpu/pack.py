@@ -34,7 +34,8 @@ import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.constants import Weight
-from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
+from kukri.quant.types.fp4 import FP4_VALUES
+from kukri.quant.types.iq4 import IQ4_VALUES
 
 Words = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -44,7 +45,7 @@ _PIECE_WEIGHTS = 1 << 20  # repacked at a time
 _OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 _OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 PACKED_TYPES = (*_OF_32, *_OF_256)
-_TABLES = {"IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES, "MXFP4": MXFP4_VALUES}
+_TABLES = {"IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES, "MXFP4": FP4_VALUES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,7 @@ def pack(weight: Weight) -> Iterator[Planes]:
         rows = np.ascontiguousarray(data[start : start + step])
         quants, high, scales = pack_blocks(name, rows.reshape(len(rows), -1, weight.type.block_bytes))
         if name in _TABLES:
-            high = _TABLES[name].astype(np.int8).view(np.int32)
+            high = np.array(_TABLES[name], np.int8).view(np.int32)
         yield Planes(name, len(rows), n_columns, quants, high, scales)
 
 

@@ -1,12 +1,12 @@
 """Weights as tensors: a file's blocks are copied to the device, and dequantized once or at each use.
 
-The arithmetic is that of `kukri.quant.blocks`, float32 and bit-identical; block layouts are drawn there.
+The arithmetic is that of `kukri.quant.blocks`, float32 and bit-identical, by the facts of each type.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +18,9 @@ from torch import Tensor
 from kukri.errors import MissingKernelError
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.constants import Weight
-from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
+from kukri.quant.blocks import SIGN_CODES
+from kukri.quant.types import QUANT_TYPES, RUN
+from kukri.quant.types.schema import Block, Codebook, Cut, Numbers, n_numbers
 
 _CHUNK_WEIGHTS = 1 << 23  # dequantized at a time: 32 MB of float32
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -61,7 +63,7 @@ def to_device(weight: Weight, device: torch.device, dtype: torch.dtype) -> Devic
     Raises MissingKernelError for a weight type that no op reads.
     """
     name = weight.type.name
-    if name in _BLOCKS:
+    if weight.type.block is not None:
         data, packed_type = tensor_of(weight.data).to(device), name
     elif name in _FLOATS:
         data = _aligned(tensor_of(weight.data)).to(device).view(_FLOATS[name]).to(dtype)
@@ -82,9 +84,9 @@ def tensor_of(array: npt.NDArray[Any]) -> Tensor:
 
 def dequantize(data: Tensor, type_name: str) -> Tensor:
     """uint8 [rows, bytes of a row] of a quantized type -> float32 [rows, columns]."""
-    block_bytes, convert = _BLOCKS[type_name]
-    blocks = data.reshape(-1, block_bytes)
-    return convert(blocks).reshape(len(data), -1)
+    type = QUANT_TYPES[type_name]
+    assert type.block is not None
+    return _weights(data.reshape(-1, type.block_bytes), type.block).reshape(len(data), -1)
 
 
 def _aligned(data: Tensor) -> Tensor:
@@ -92,126 +94,97 @@ def _aligned(data: Tensor) -> Tensor:
     return data if data.data_ptr() % 4 == 0 else data.clone()
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block -> float32 [n, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+def _weights(blocks: Tensor, block: Block) -> Tensor:
+    """uint8 [n, block_bytes] -> float32 [n, block_size]."""
+    quants = _quants(blocks, block)
+    level = (
+        quants.float() - block.offset
+        if block.values is None
+        else _table(block, 0, blocks.device)[quants.int()]
+    )
+    found = _numbers(blocks, block, block.scale)
+    scale = _of_half(found) if block.scale_values is None else _table(block, 1, blocks.device)[found.int()]
+    if block.factor != 1:
+        scale = scale * block.factor
+    if block.scales:
+        scale = scale * (_numbers(blocks, block, block.scales).float() * block.times + block.plus)
+    groups = level.reshape(*scale.shape, -1) * scale[..., None]
+    if block.minimum:
+        low = _of_half(_numbers(blocks, block, block.minimum))
+        if not block.minimums:
+            return groups + low[..., None]
+        return groups - (low * _numbers(blocks, block, block.minimums))[..., None]
+    return groups
 
 
-def _bit_fields(packed: Tensor, n_bits: int, run: int) -> Tensor:
-    """uint8 [n, bytes] -> uint8 [n, bytes * 8 / n_bits], the lowest field of `run` bytes first."""
-    shifts = torch.arange(0, 8, n_bits, dtype=torch.uint8, device=packed.device)
-    fields = packed.reshape(len(packed), -1, 1, run) >> shifts[:, None]
-    return (fields & ((1 << n_bits) - 1)).reshape(len(packed), -1)
-
-
-def _five_bits(low: Tensor, high: Tensor, run: int, high_run: int) -> Tensor:
-    """Quants of 5 bits, low nibbles and top bits apart -> float32 [n, weights]."""
-    return (_bit_fields(low, 4, run) | _bit_fields(high, 1, high_run) << 4).float()
-
-
-def _grouped(quants: Tensor, scales: Tensor) -> Tensor:
-    """quants [n, 256] times a scale for each group [n, groups] -> [n, groups, 256 / groups]."""
-    return quants.reshape(*scales.shape, -1) * scales[..., None]
-
-
-def _scale_and_shift(quants: Tensor, blocks: Tensor) -> Tensor:
-    """d s[g] q - m t[g], with the first 16 bytes of a block of Q4_K or Q5_K."""
-    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], 1)
-    minimums = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], 1)
-    return _grouped(quants, _half(blocks, 0) * scales) - (_half(blocks, 2) * minimums)[..., None]
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    return (_bit_fields(blocks[:, 2:], 4, 16).float() - 8) * _half(blocks, 0)
-
-
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _bit_fields(blocks[:, 4:], 4, 16).float() * _half(blocks, 0) + _half(blocks, 2)
-
-
-def _q5_0(blocks: Tensor) -> Tensor:
-    return (_five_bits(blocks[:, 6:], blocks[:, 2:6], 16, 1) - 16) * _half(blocks, 0)
-
-
-def _q5_1(blocks: Tensor) -> Tensor:
-    return _five_bits(blocks[:, 8:], blocks[:, 4:8], 16, 1) * _half(blocks, 0) + _half(blocks, 2)
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
-
-
-def _mxfp4(blocks: Tensor) -> Tensor:
-    exponents = blocks[:, :1].int()
-    small = 0x00200000 * (1 + exponents.clamp(max=1))  # below the least normal float32
-    scales = torch.where(exponents < 2, small, (exponents - 1) << 23).view(torch.float32)
-    return _looked_up("MXFP4", blocks[:, 1:]) * scales
-
-
-def _q2_k(blocks: Tensor) -> Tensor:
-    scales, minimums = blocks[:, :16] & 15, blocks[:, :16] >> 4
-    quants = _bit_fields(blocks[:, 16:80], 2, 32).float()
-    return _grouped(quants, _half(blocks, 80) * scales) - (_half(blocks, 82) * minimums)[..., None]
-
-
-def _q3_k(blocks: Tensor) -> Tensor:
-    top_bits = _bit_fields(blocks[:, :32], 1, 32)
-    quants = (_bit_fields(blocks[:, 32:96], 2, 32) | top_bits << 2).float() - 4
-    scales = _bit_fields(blocks[:, 96:104], 4, 8) | _bit_fields(blocks[:, 104:108], 2, 4) << 4
-    return _grouped(quants, _half(blocks, 108) * (scales.float() - 32))
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _scale_and_shift(_bit_fields(blocks[:, 16:], 4, 32).float(), blocks)
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    return _scale_and_shift(_five_bits(blocks[:, 48:], blocks[:, 16:48], 32, 32), blocks)
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    top_bits = _bit_fields(blocks[:, 128:192], 2, 32)
-    quants = (_bit_fields(blocks[:, :128], 4, 64) | top_bits << 4).float() - 32
-    return _grouped(quants, _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8))
-
-
-_TABLES = {"IQ4": IQ4_VALUES, "MXFP4": MXFP4_VALUES}
+def _quants(blocks: Tensor, block: Block) -> Tensor:
+    """uint8 [n, block_bytes] -> the quants [n, block_size]."""
+    found, book = _numbers(blocks, block, block.quant_numbers), block.quants
+    if not isinstance(book, Codebook):
+        return found
+    quants = _table(block, 2, blocks.device)[found.int()]
+    signs = _numbers(blocks, block, book.signs)
+    if book.has_codes:
+        signs = _numbers_of_units(_table(block, 3, blocks.device)[signs.int()], 1, 0, 1, 8, 1)
+    by_sign = quants.reshape(*signs.shape, -1)
+    return (by_sign | (signs.to(torch.uint8) * book.sign)[..., None]).reshape(len(blocks), -1)
 
 
 @cache
-def _table(name: str, device: torch.device) -> Tensor:
-    """The values that quants of 4 bits stand for. Kept, as a graph may not copy from the host."""
-    return torch.from_numpy(_TABLES[name]).to(device)
+def _table(block: Block, which: int, device: torch.device) -> Tensor:
+    """A table of a type: 0 values, 1 scales, 2 quants, 3 signs. Kept: a graph may not copy from the host."""
+    if which == 0:
+        return torch.tensor(block.values, dtype=torch.float32, device=device)
+    if which == 1:
+        assert block.scale_values is not None
+        return torch.from_numpy(block.scale_values).to(device)
+    if which == 2:
+        assert isinstance(block.quants, Codebook)
+        return torch.from_numpy(block.quants.grid).to(device)
+    return torch.from_numpy(SIGN_CODES).to(device)
 
 
-def _looked_up(name: str, packed: Tensor) -> Tensor:
-    return _table(name, packed.device)[_bit_fields(packed, 4, 16).int()]
+def _of_half(bits: Tensor) -> Tensor:
+    """float16 numbers by their bits, as float32."""
+    return bits.to(torch.int16).view(torch.float16).float()
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _looked_up("IQ4", blocks[:, 2:]) * _half(blocks, 0)
+def _numbers(blocks: Tensor, block: Block, which: Numbers) -> Tensor:
+    """uint8 [n, block_bytes] -> whole numbers [n, numbers]."""
+    cuts = block.cuts(which)
+    if len(cuts) == 1:
+        return _cut_numbers(blocks, cuts[0])
+    n = n_numbers(cuts)
+    made = torch.zeros((len(blocks), n), dtype=torch.int32, device=blocks.device)
+    for cut in cuts:
+        found = _cut_numbers(blocks, cut)
+        made[:, cut.first : cut.first + cut.n] |= found.int() << cut.left if cut.left else found
+    return made
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
-    scales = _bit_fields(blocks[:, 4:8], 4, 1) | _bit_fields(blocks[:, 2:4], 2, 1) << 4
-    return _grouped(_looked_up("IQ4", blocks[:, 8:]), _half(blocks, 0) * (scales.float() - 32))
+def _cut_numbers(blocks: Tensor, cut: Cut) -> Tensor:
+    n, width, count = len(blocks), cut.inner * cut.unit, cut.n_units // cut.inner
+    # fields of structs in a row have a step between them
+    data = blocks[:, cut.at : cut.at + (count - 1) * cut.stride + width].unfold(1, width, max(cut.stride, 1))
+    units = data.contiguous().reshape(n, -1).view(_UNITS[cut.unit])
+    if cut.is_signed:
+        return units.view(torch.int8)
+    if cut.mask == 0:
+        powers = (3 ** torch.arange(len(cut.shifts), device=blocks.device))[:, None]
+        return ((units.reshape(n, -1, 1, cut.run) * powers & 255) * 3 >> 8).reshape(n, -1)
+    if cut.mask == (1 << 8 * cut.unit) - 1:
+        return units
+    step = cut.shifts[1] - cut.shifts[0] if len(cut.shifts) > 1 else 1
+    return _numbers_of_units(units, cut.run, cut.shifts[0], step, len(cut.shifts), cut.mask)
 
 
-# bytes of a block, and the conversion uint8 [n, bytes] -> float32 [n, weights]
-_BLOCKS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "MXFP4": (17, _mxfp4),
-    "Q2_K": (84, _q2_k),
-    "Q3_K": (110, _q3_k),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "IQ4_NL": (18, _iq4_nl),
-    "IQ4_XS": (136, _iq4_xs),
-}
-TYPES = (*_FLOATS, *_BLOCKS)
+def _numbers_of_units(units: Tensor, run: int, start: int, step: int, n: int, mask: int) -> Tensor:
+    """Numbers under a mask at bits start, start + step, … of units [n, units]: see `schema.Bits`."""
+    if units.dtype == torch.int16:
+        units = units.int()
+    shifts = torch.arange(start, start + step * n, step, dtype=units.dtype, device=units.device)[:, None]
+    return ((units.reshape(len(units), -1, 1, run) >> shifts) & mask).reshape(len(units), -1)
+
+
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+TYPES = RUN

@@ -16,9 +16,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import UnsupportedError
 from kukri.kernels.constants import Weight
-from kukri.kernels.cpu.pack.quantize import quantize
 from kukri.kernels.gpu import attention, tiles
 from kukri.kernels.gpu.backend import GpuBackend
+from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits

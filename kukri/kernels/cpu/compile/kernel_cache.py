@@ -25,7 +25,7 @@ from kukri.errors import ConfigError
 from kukri.host.private_files import check_private, make_private, open_private
 from kukri.kernels import paged_kv, sampling_record
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.quant import blocks
+from kukri.quant import types
 
 KernelCode = tuple[str, tuple[str, ...], bytes]  # symbol, parameters, object code
 
@@ -70,8 +70,10 @@ def cache_dir() -> Path:
 def sources_hash() -> str:
     """A hash of the sources of all kernels: code compiled of others is not loaded."""
     digest = hashlib.sha256()
-    others = sampling_record.__file__, paged_kv.__file__, blocks.__file__
-    for source in [*sorted(Path(__file__).parents[1].rglob("*.py")), *map(Path, others)]:
+    others = sampling_record.__file__, paged_kv.__file__
+    folders = Path(__file__).parents[1], Path(types.__file__).parent  # kernels, and the facts of weight types
+    found = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    for source in [*found, *map(Path, others)]:
         digest.update(source.read_bytes())
     return digest.hexdigest()
 

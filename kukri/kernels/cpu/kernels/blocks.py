@@ -2,7 +2,7 @@
 
 A block function is (out, w, x) -> out after one block: `out` is a tile of one vector (16 rows) per token, `w`
 the address of the block in the weight tile, `x` that of its inputs in the panel, of which 4 are a group. Byte
-layouts of the blocks are drawn in `kukri.quant.blocks`; in a tile, word j of a block is the 64 bytes at 64 j:
+layouts of the blocks are stated in `kukri.quant`; in a tile, word j of a block is the 64 bytes at 64 j:
 4 bytes of each row, which packing has put in another order for some types (pack_kernels.py).
 """
 
@@ -63,7 +63,8 @@ from kukri.kernels.cpu.kernels.unpack import (
     word_bits,
     words_to_f32,
 )
-from kukri.quant.blocks import IQ4_VALUES, MXFP4_VALUES
+from kukri.quant.types.fp4 import FP4_VALUES
+from kukri.quant.types.iq4 import IQ4_VALUES
 
 _HAS_SIGNED_BIAS = cpu_target().has_signed_bias
 
@@ -186,7 +187,7 @@ def _q8_0(out, w, x):
 
 def _make_dot_values(values):
     """A function for the integer sums of 32 values that nibbles look up."""
-    stored = [int(value) + (128 if _HAS_SIGNED_BIAS else 0) for value in values]
+    stored = [value + (128 if _HAS_SIGNED_BIAS else 0) for value in values]
     low, high = look_up(stored, 0), look_up(stored, 4)
 
     @device
@@ -207,7 +208,7 @@ def _make_dot_values(values):
 
 
 _dot_iq4 = _make_dot_values(IQ4_VALUES)
-_low_mxfp4, _high_mxfp4 = (look_up([int(value) + 16 for value in MXFP4_VALUES], right) for right in (0, 4))
+_low_mxfp4, _high_mxfp4 = (look_up([value + 16 for value in FP4_VALUES], right) for right in (0, 4))
 
 
 @device
@@ -224,7 +225,7 @@ def _dot_runs_of_mxfp4(out, w, x):
     return acc
 
 
-_dot_mxfp4 = _make_dot_values(MXFP4_VALUES) if _TURNS == 2 else _dot_runs_of_mxfp4
+_dot_mxfp4 = _make_dot_values(FP4_VALUES) if _TURNS == 2 else _dot_runs_of_mxfp4
 
 
 @device

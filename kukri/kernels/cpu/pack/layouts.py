@@ -52,6 +52,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, QuantType
 
 ROWS = 16  # output rows of a weight tile
 TOKENS = 8  # tokens of a full activation panel
@@ -73,10 +74,6 @@ PanelKind = Literal["q8", "q8x2", "q16", "q8t", "f32"]
 PER_TOKEN_TYPE = "Q4_0"  # the weight type that q8t panels are for
 
 
-# How packing arranges the words of a row's block (pack_kernels.py); 0 is the file's order.
-SIGNED_BYTES, Q5_0_WORDS, Q2_K_GROUPS, Q3_K_GROUPS, Q4_K_GROUPS, Q5_K_GROUPS, Q6_K_GROUPS = range(1, 8)
-
-
 @dataclass(frozen=True)
 class TileLayout:
     """The packing of one weight type. A block in the file is a run of 4-byte words and a run of float16s."""
@@ -89,7 +86,7 @@ class TileLayout:
     n_halves: int = 0
     exponent: int = -1  # byte offset of a scale's exponent
     panel: PanelKind = "q8"  # the form activations take
-    order: int = 0  # how words are arranged anew: one of the constants below
+    order: int = -1  # GGML's number of the type in whose way words are arranged anew (pack_kernels.py)
 
     @property
     def tile_block_bytes(self) -> int:
@@ -97,24 +94,24 @@ class TileLayout:
         return ROWS * (4 * self.n_words + 2 * self.n_halves + (self.exponent >= 0))
 
 
-LAYOUTS: dict[str, TileLayout] = {
-    "F32": TileLayout(1, 4, n_words=1, panel="f32"),
-    "F16": TileLayout(1, 2, n_halves=1, panel="f32"),
-    "BF16": TileLayout(1, 2, n_halves=1, panel="f32"),
-    "Q4_0": TileLayout(32, 18, word=2, n_words=4, n_halves=1),
-    "Q4_1": TileLayout(32, 20, word=4, n_words=4, n_halves=2),
-    "Q5_0": TileLayout(32, 22, word=2, n_words=5, n_halves=1, order=Q5_0_WORDS),
-    "Q5_1": TileLayout(32, 24, word=4, n_words=5, n_halves=2, order=Q5_0_WORDS),
-    "Q8_0": TileLayout(32, 34, word=2, n_words=8, n_halves=1, order=SIGNED_BYTES),
-    "MXFP4": TileLayout(32, 17, word=1, n_words=4, exponent=0),
-    "Q2_K": TileLayout(256, 84, n_words=20, half=80, n_halves=2, order=Q2_K_GROUPS),
-    "Q3_K": TileLayout(256, 110, n_words=27, half=108, n_halves=1, order=Q3_K_GROUPS),
-    "Q4_K": TileLayout(256, 144, word=4, n_words=35, n_halves=2, order=Q4_K_GROUPS),
-    "Q5_K": TileLayout(256, 176, word=4, n_words=43, n_halves=2, order=Q5_K_GROUPS),
-    "Q6_K": TileLayout(256, 210, n_words=52, half=208, n_halves=1, order=Q6_K_GROUPS),
-    "IQ4_NL": TileLayout(32, 18, word=2, n_words=4, n_halves=1),
-    "IQ4_XS": TileLayout(256, 136, word=4, n_words=33, n_halves=2),
-}
+def _layout(type: QuantType) -> TileLayout:
+    """The packing of a type whose struct has its fields of 2 bytes side by side, first or last."""
+    if type.block is None:  # floats
+        words = {"n_words": 1} if type.block_bytes == 4 else {"n_halves": 1}
+        return TileLayout(1, type.block_bytes, panel="f32", **words)
+    fields = [(kind.base.itemsize, at) for kind, at, *_ in (type.block.struct.fields or {}).values()]
+    halves = [at for size, at in fields if size == 2]
+    exponent = type.block.struct.fields["e"][1] if "e" in (type.block.struct.names or ()) else -1  # type: ignore[index]
+    n_words = (type.block_bytes - 2 * len(halves) - (exponent >= 0)) // 4
+    word = min(at for size, at in fields if size == 1 and at != exponent)
+    order = QUANT_TYPES[type.block.packed_like].ggml_id if type.block.packed_like else -1
+    return TileLayout(
+        *(type.block_size, type.block_bytes, word, n_words, min(halves, default=0), len(halves), exponent),
+        order=order,
+    )
+
+
+LAYOUTS = {type.name: _layout(type) for type in (*FLOATS, *PACKED)}
 
 
 def inputs_bytes(kind: PanelKind, n_inputs: int) -> int:

@@ -17,19 +17,15 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     store_u8,
     store_u16,
 )
-from kukri.kernels.cpu.pack.layouts import (
-    LAYOUTS,
-    Q2_K_GROUPS,
-    Q3_K_GROUPS,
-    Q4_K_GROUPS,
-    Q5_0_WORDS,
-    Q5_K_GROUPS,
-    Q6_K_GROUPS,
-    ROWS,
-    SIGNED_BYTES,
-)
+from kukri.kernels.cpu.pack.layouts import LAYOUTS, ROWS
+from kukri.quant.types import QUANT_TYPES
 
+# orders of words: numbers of the types that they are named by
+_Q5_0, _Q8_0, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K = (
+    QUANT_TYPES[name].ggml_id for name in ("Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+)
 _FOR_MATRIX = cpu_target().has_int8_matrix
+_SIGN_FLIP = 0x80808080 if cpu_target().has_signed_bias else 0
 _MOST_WORDS_BYTES = 4 * max(layout.n_words for layout in LAYOUTS.values())
 
 
@@ -211,20 +207,20 @@ def _q2_k_groups(source, words):
 @device
 def _arrange(order, source, n_words, words):
     """Writes the words of a row's block, at `source` in the file's order, to `words` in the tile's."""
-    if order == Q4_K_GROUPS:
+    if order == _Q4_K:
         _q4_k_groups(source, words)
-    elif order == Q5_K_GROUPS:
+    elif order == _Q5_K:
         _q5_k_groups(source, words)
-    elif order == Q6_K_GROUPS:
+    elif order == _Q6_K:
         _q6_k_groups(source, words)
-    elif order == Q3_K_GROUPS:
+    elif order == _Q3_K:
         _q3_k_groups(source, words)
-    elif order == Q2_K_GROUPS:
+    elif order == _Q2_K:
         _q2_k_groups(source, words)
-    elif order == Q5_0_WORDS:
+    elif order == _Q5_0:
         _q5_0_words(source, words)
     else:
-        flip = 0x80808080 if order == SIGNED_BYTES else 0
+        flip = _SIGN_FLIP if order == _Q8_0 else 0
         for j in range(n_words):
             _put(words, j, _get(source, j) ^ flip)
 
@@ -236,15 +232,15 @@ def _arrange(order, source, n_words, words):
 @device
 def _quants(order, n_words):
     """(The first word of a block that holds quants, the one after the last.)"""
-    if order in (Q4_K_GROUPS, Q5_K_GROUPS):
+    if order in (_Q4_K, _Q5_K):
         return 3, n_words
-    if order == Q2_K_GROUPS:
+    if order == _Q2_K:
         return 4, n_words
-    if order == Q3_K_GROUPS:
+    if order == _Q3_K:
         return 0, 24
-    if order == Q6_K_GROUPS:
+    if order == _Q6_K:
         return 0, 48
-    if order == Q5_0_WORDS:
+    if order == _Q5_0:
         return 1, n_words  # without the fifth bits
     return n_words & 1, n_words  # IQ4_XS has scales in word 0
 
@@ -258,7 +254,7 @@ def _mix_rows(order, n_words, lane, own, first, last, words):
     for j in range(start, stop, 2):
         _put(words, j, _get(first, j + (lane & 1)))
         _put(words, j + 1, _get(last, j + (lane & 1)))
-    if order == Q5_0_WORDS:  # a bit for each input: nibbles by turns
+    if order == _Q5_0:  # a bit for each input: nibbles by turns
         right = 4 * (lane & 1)
         _put(words, 0, ((_get(first, 0) >> right) & _NIBBLES) | (((_get(last, 0) >> right) & _NIBBLES) << 4))
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from kukri.quant.types.iq4 import IQ4_VALUES
+
 EXACT: Any = {"nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
 SEARCH: Any = {**EXACT, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _TINY = np.float32(1e-15)  # groups whose weights are all smaller become zero
-# what the quants of IQ4_NL and IQ4_XS stand for, and the bounds between them
-VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+VALUES = np.array(IQ4_VALUES, np.float32)  # and the bounds between them
 BOUNDS = ((VALUES[1:] + VALUES[:-1]) / 2).astype(np.float32)
 
 

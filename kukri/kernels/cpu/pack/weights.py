@@ -11,13 +11,11 @@ from kukri.errors import MissingKernelError
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import Experts, Weight
-from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import (
     LAYOUTS,
     PER_TOKEN_TYPE,
     ROW_SUM_BYTES,
     ROWS,
-    SIGNED_BYTES,
     PanelKind,
     TileLayout,
 )
@@ -99,7 +97,7 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> PackedWeight:
         block_bytes=layout.block_bytes,
         word=layout.word,
         n_words=layout.n_words,
-        order=0 if layout.order == SIGNED_BYTES and not cpu_target().has_signed_bias else layout.order,
+        order=layout.order,
         half=layout.half,
         n_halves=layout.n_halves,
         exponent=layout.exponent,

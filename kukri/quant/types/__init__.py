@@ -2,68 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from kukri.quant.types.fp4 import MXFP4
+from kukri.quant.types.iq4 import IQ4_NL, IQ4_XS
+from kukri.quant.types.q2_k import Q2_K
+from kukri.quant.types.q3_k import Q3_K
+from kukri.quant.types.q4_0 import Q4_0, Q5_0
+from kukri.quant.types.q4_1 import Q4_1, Q5_1
+from kukri.quant.types.q4_k import Q4_K, Q5_K
+from kukri.quant.types.q6_k import Q6_K
+from kukri.quant.types.q8_0 import Q8_0
+from kukri.quant.types.schema import QuantType as QuantType
 
-
-@dataclass(frozen=True)
-class QuantType:
-    """One weight type: `block_size` weights are stored together in `block_bytes` bytes."""
-
-    name: str
-    ggml_id: int
-    block_size: int
-    block_bytes: int
-
-    def row_bytes(self, n_columns: int) -> int:
-        """Bytes of a row of `n_columns` weights, which must be a multiple of `block_size`."""
-        return n_columns // self.block_size * self.block_bytes
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits per weight, scales included."""
-        return 8 * self.block_bytes / self.block_size
-
-
-_TABLE = (
-    QuantType("F32", 0, 1, 4),
-    QuantType("F16", 1, 1, 2),
-    QuantType("Q4_0", 2, 32, 18),
-    QuantType("Q4_1", 3, 32, 20),
-    QuantType("Q5_0", 6, 32, 22),
-    QuantType("Q5_1", 7, 32, 24),
-    QuantType("Q8_0", 8, 32, 34),
+FLOATS = (QuantType("F32", 0, 1, 4), QuantType("F16", 1, 1, 2), QuantType("BF16", 30, 1, 2))
+# the types in blocks that run
+PACKED = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS)
+RUN = tuple(type.name for type in (*FLOATS, *PACKED))
+_OTHERS = (
     QuantType("Q8_1", 9, 32, 36),
-    QuantType("Q2_K", 10, 256, 84),
-    QuantType("Q3_K", 11, 256, 110),
-    QuantType("Q4_K", 12, 256, 144),
-    QuantType("Q5_K", 13, 256, 176),
-    QuantType("Q6_K", 14, 256, 210),
     QuantType("Q8_K", 15, 256, 292),
     QuantType("IQ2_XXS", 16, 256, 66),
     QuantType("IQ2_XS", 17, 256, 74),
     QuantType("IQ3_XXS", 18, 256, 98),
     QuantType("IQ1_S", 19, 256, 50),
-    QuantType("IQ4_NL", 20, 32, 18),
     QuantType("IQ3_S", 21, 256, 110),
     QuantType("IQ2_S", 22, 256, 82),
-    QuantType("IQ4_XS", 23, 256, 136),
     QuantType("I8", 24, 1, 1),
     QuantType("I16", 25, 1, 2),
     QuantType("I32", 26, 1, 4),
     QuantType("I64", 27, 1, 8),
     QuantType("F64", 28, 1, 8),
     QuantType("IQ1_M", 29, 256, 56),
-    QuantType("BF16", 30, 1, 2),
     QuantType("TQ1_0", 34, 256, 54),
     QuantType("TQ2_0", 35, 256, 66),
-    QuantType("MXFP4", 39, 32, 17),
     QuantType("NVFP4", 40, 64, 36),
     QuantType("Q1_0", 41, 128, 18),
     QuantType("Q2_0", 42, 64, 18),
 )
 
-QUANT_TYPES: dict[str, QuantType] = {t.name: t for t in _TABLE}
-QUANT_TYPES_BY_ID: dict[int, QuantType] = {t.ggml_id: t for t in _TABLE}
+QUANT_TYPES: dict[str, QuantType] = {t.name: t for t in (*FLOATS, *PACKED, *_OTHERS)}
+QUANT_TYPES_BY_ID: dict[int, QuantType] = {t.ggml_id: t for t in QUANT_TYPES.values()}
 
 # what stands in for a type of 256 weights if rows are no multiple of 256 (llama.cpp, src/llama-quant.cpp)
 _STAND_INS = {

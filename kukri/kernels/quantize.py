@@ -1,4 +1,4 @@
-"""Rows of weights of one type as rows of another, by compiled quantizers (encode.py) on all cores."""
+"""Rows of weights of one type as rows of another, by compiled quantizers (`encode.py`) on all cores."""
 
 from __future__ import annotations
 

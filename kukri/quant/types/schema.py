@@ -1,0 +1,200 @@
+"""What a weight type is made of: a struct, as GGML's, and where in it the numbers are that make a weight.
+
+A weight of a type in blocks is
+
+    w = d * factor * step(s) * level(q)              of symmetric types and of those with a table
+    w = d * factor * step(s) * level(q) + m          with a minimum for the block (`minimum`), or
+    w = d * factor * step(s) * level(q) - m * t      with a multiple of it for each group (`minimums`)
+
+where d and m are float16 numbers of the block, s and t whole numbers of a group of weights, q the weight's
+quant, level(q) an entry of a table or q - offset, and step(s) = times * s + plus. A type states these facts
+once, in a file of its own. From them follow decoding in NumPy (`blocks.py`), PyTorch and compiled code, how
+weights are packed into tiles, and where quantizers put what they found.
+
+To read a type is to state it: docs/quantization.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Numbers of `n_bits` that share the units (bytes, or longer integers) of a field of the struct.
+
+    A unit has `n` of them (as many as fit), at bit `start` and each `step` (n_bits) further. Of each `run`
+    units come first the numbers at `start`, then those at start + step, … Several Bits may make numbers
+    together: the bits of these go to bit `left`, and the first of them belongs to number `first`.
+    Signed fields hold numbers of two's complement.
+    """
+
+    field: str  # a.b for a field b of the structs in a field a
+    n_bits: int
+    run: int = 1
+    start: int = 0
+    step: int = 0
+    n: int = 0
+    left: int = 0
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Trits:
+    """Digits of base 3, `n` to a byte: the byte is their fraction of 256, rounded up. `run` is as in Bits."""
+
+    field: str
+    n: int
+    run: int
+    first: int = 0
+
+
+Numbers = tuple[Bits | Trits, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Codebook:
+    """Quants that lie in groups in a table: uint8 `grid` [entries, quants], chosen by the numbers `index`.
+
+    `signs` are bits for `sign_weights` weights each; if they are codes, of 7 bits for 8 weights whose eighth
+    bit makes their number even. One that is set adds `sign` to the quant.
+    """
+
+    grid: npt.NDArray[np.uint8]
+    index: Numbers
+    signs: Numbers
+    sign_weights: int
+    sign: int
+    has_codes: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where Bits or Trits lie: unit j of a block is at byte `at + j // inner * stride + j % inner * unit`."""
+
+    at: int
+    stride: int
+    inner: int
+    unit: int  # bytes
+    n_units: int
+    run: int
+    shifts: tuple[int, ...]  # of Trits: the digits
+    mask: int  # 0: Trits
+    left: int
+    first: int
+    is_signed: bool
+
+    @property
+    def n(self) -> int:
+        """How many numbers these are."""
+        return self.n_units * len(self.shifts)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The facts of one block. Byte order is little-endian."""
+
+    struct: np.dtype[Any]
+    quants: Numbers | Codebook
+    values: tuple[int, ...] | None = None  # what quants stand for; None: q - offset
+    offset: int = 0
+    factor: float = 1.0  # a power of two
+    scale: Numbers = (Bits("d", 16),)  # d, of the block or of each group: bits of a float16, or numbers of
+    scale_values: npt.NDArray[np.float32] | None = None  # what they stand for
+    scales: Numbers = ()
+    times: int = 1
+    plus: int = 0
+    minimum: Numbers = ()
+    minimums: Numbers = ()
+    packed_like: str = (
+        ""  # the CPU arranges words in the way of this type (pack_kernels.py); "": as in the file
+    )
+    tiles: QuantType | None = None
+
+    def cuts(self, numbers: Numbers) -> tuple[Cut, ...]:
+        """Where numbers lie."""
+        return tuple(_cut(self.struct, part) for part in numbers)
+
+    @cached_property
+    def quant_numbers(self) -> Numbers:
+        """The quants, or what chooses them."""
+        return self.quants.index if isinstance(self.quants, Codebook) else self.quants
+
+    @cached_property
+    def halves(self) -> tuple[int, ...]:
+        """Bytes at which the float16 scales and minimums of a block begin."""
+        fields = [self.struct.fields[name] for name in ("d", "m") if name in (self.struct.names or ())]  # type: ignore[index]
+        return tuple(
+            at + 2 * i
+            for kind, at, *_ in fields
+            for i in range(prod(kind.shape))
+            if kind.base == np.dtype("<f2")
+        )
+
+
+def n_numbers(cuts: Sequence[Cut]) -> int:
+    """How many numbers these make together."""
+    return max((cut.first + cut.n for cut in cuts), default=0)
+
+
+def _cut(struct: np.dtype[Any], part: Bits | Trits) -> Cut:
+    outer, _, name = part.field.partition(".")
+    kind, at, *_ = struct.fields[outer]  # type: ignore[index]
+    count, stride = prod(kind.shape), kind.base.itemsize
+    if name:
+        kind, offset, *_ = kind.base.fields[name]  # type: ignore[index]
+        at += offset
+    else:
+        count, stride = 1, kind.itemsize
+    inner, unit = prod(kind.shape), kind.base.itemsize
+    if isinstance(part, Trits):
+        shifts, mask, left = tuple(range(part.n)), 0, 0
+    else:
+        step = part.step or part.n_bits
+        n = part.n or (8 * unit - part.start) // step
+        shifts, mask, left = (
+            tuple(part.start + step * k for k in range(n)),
+            (1 << part.n_bits) - 1,
+            part.left,
+        )
+    is_signed = kind.base.kind == "i"
+    return Cut(at, stride, inner, unit, count * inner, part.run, shifts, mask, left, part.first, is_signed)
+
+
+@dataclass(frozen=True)
+class QuantType:
+    """One weight type: `block_size` weights are stored together in `block_bytes` bytes.
+
+    `block` is None for types that kukri does not run, and for floats.
+    """
+
+    name: str
+    ggml_id: int  # GGML's number; -1: in no file
+    block_size: int
+    block_bytes: int
+    block: Block | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Asserts that the struct has as many bytes."""
+        assert self.block is None or self.block.struct.itemsize == self.block_bytes, self.name
+
+    def row_bytes(self, n_columns: int) -> int:
+        """Bytes of a row of `n_columns` weights, which must be a multiple of `block_size`."""
+        return n_columns // self.block_size * self.block_bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight, scales included."""
+        return 8 * self.block_bytes / self.block_size
+
+
+def struct_of(*fields: Any) -> np.dtype[Any]:
+    """A struct without padding: (name, type) or (name, type, how many)."""
+    return np.dtype(list(fields))
