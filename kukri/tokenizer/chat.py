@@ -76,8 +76,11 @@ class ChatTemplate:
         def guard(text: str) -> str:
             text = text.replace(TEXT_MARK, "")
             for special in specials:
-                if special in text:
-                    text = text.replace(special, special[0] + TEXT_MARK + special[1:])
+                marked = special[0] + TEXT_MARK + special[1:]
+                if len(special) == 1:
+                    text = text.replace(special, marked)
+                while len(special) > 1 and special in text:  # again: halves of "\n\n\n\n" make another
+                    text = text.replace(special, marked)
             return text
 
         guarded_messages: list[dict[str, Any]] = _map_texts(self._checked(messages), guard)

@@ -227,6 +227,8 @@ class Tokenizer:
         marks = self._marks.encode(text, add_special_tokens=False)
         start = 0
         for special_id, (begin, end) in zip(marks.ids, marks.offsets, strict=True):
+            if mark and end - begin == 1 and text.startswith(mark, end):
+                continue  # a token of one character, which has its mark after it
             ids += self._encode_section(text, start, begin, mark)
             ids.append(special_id)
             start = end

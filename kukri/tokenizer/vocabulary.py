@@ -68,10 +68,9 @@ class Vocabulary:
 
     @property
     def user_defined(self) -> list[str]:
-        """Tokens that are matched in text before anything else."""
-        return [
-            self.tokens[i] for i, kind in enumerate(self.types) if kind == USER_DEFINED and self.tokens[i]
-        ]
+        """Tokens that are matched in text before anything else; of those that end a text, none is."""
+        found = {i for i, kind in enumerate(self.types) if kind == USER_DEFINED and self.tokens[i]}
+        return [self.tokens[i] for i in sorted(found - self.special_ids)]
 
     def text_ids(self) -> dict[str, int]:
         """Token -> id, of tokens that plain text can become."""
