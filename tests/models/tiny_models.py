@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import token_by_token  # noqa: F401
 import torch
 import transformers
 from tiny_gguf import _interleaved

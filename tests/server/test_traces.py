@@ -61,7 +61,7 @@ def test_a_request_is_a_trace(collector: Collector, tiny_path: Path) -> None:
         "POST /v1/completions",
     ]
     assert {span.trace_id for span in collector.spans} == {CLIENT.split("-")[1]}
-    assert {span.served for span in collector.spans} == {"kukri"}
+    assert {span.service for span in collector.spans} == {"kukri"}
     assert [root.facts["http.response.status_code"] for root in roots] == [200, 200, 400]
     answered, embedded, refused = roots
     spans = collector.beneath(answered)
@@ -138,7 +138,7 @@ def test_the_environment_may_name_the_collector(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "answers")
     with LLM(tiny_path, n_threads=1) as llm, serving(llm) as server, server.http() as http:
         assert http.post("/v1/completions", json=SHORT).status_code == 200
-    assert {span.served for span in collector.spans} == {"answers"}
+    assert {span.service for span in collector.spans} == {"answers"}
     for name, value in (("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
