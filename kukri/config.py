@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -54,12 +53,11 @@ class RopeScaling:
         if self.kind not in ROPE_SCALINGS:
             raise ConfigError(f"RoPE scaling {self.kind!r} is unknown: kukri runs {', '.join(ROPE_SCALINGS)}")
         divisors = (*self.factors, *self.short_factors, *self.long_factors)
-        if not all(0 < number <= MAX_ROPE_FACTOR for number in (self.factor, *divisors)):
-            raise ConfigError(
-                f"the factors of {self.kind} RoPE scaling must be above 0 and at most {MAX_ROPE_FACTOR}"
-            )
-        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
-            raise ConfigError(f"the attention factor must be above 0, not {self.attention_factor}")
+        least, most = 1 / MAX_ROPE_FACTOR, MAX_ROPE_FACTOR
+        if not all(least <= number <= most for number in (self.factor, *divisors)):
+            raise ConfigError(f"the factors of {self.kind} RoPE scaling must be above 0 and at most {most}")
+        if self.attention_factor is not None and not 0 < self.attention_factor <= MAX_ROPE_FACTOR:
+            raise ConfigError(f"the attention factor must be above 0, not {self.attention_factor:g}")
         if self.kind != "linear" and not self.factors and self.original_context < 1:
             raise ConfigError(f"{self.kind} RoPE scaling needs the context the model was trained on")
         if self.kind == "longrope" and not (self.short_factors and self.long_factors):
@@ -89,6 +87,8 @@ class RopeConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError unless the scaling fits theta and the number of frequencies."""
         s = self.scaling
+        if not 1e-3 <= self.theta <= 1e18:  # frequencies are float32
+            raise ConfigError(f"RoPE's theta must be from 0.001 to 1e18, not {self.theta:g}")
         if s and s.kind == "yarn" and self.theta <= 1:
             raise ConfigError(f"yarn RoPE scaling needs a theta above 1, not {self.theta}")
         if s and s.kind == "dynamic" and self.rotary_dim < 4:
@@ -187,7 +187,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError on an unknown kind, or a classification without labels."""
         if self.kind not in HEADS:
-            raise ConfigError(f"head {self.kind!r} is unknown: kukri runs {', '.join(HEADS)}")
+            raise ConfigError(f"head {self.kind[:60]!r} is unknown: kukri runs {', '.join(HEADS)}")
         if self.kind.endswith("classification") != bool(self.labels):
             raise ConfigError(f"a {self.kind} head with {len(self.labels)} labels")
 

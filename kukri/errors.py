@@ -20,7 +20,8 @@ KukriError
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class KukriError(Exception):
@@ -120,6 +121,41 @@ class HookError(KukriError):
 
 class ShapeError(KukriError):
     """An array has an unexpected shape: a bug of kukri, please report it."""
+
+
+@contextmanager
+def reading(
+    path: str | os.PathLike[str] | None, key: Callable[[], str | None] = lambda: None
+) -> Iterator[None]:
+    """Whatever goes wrong while a file is read is one FormatError with its path, and the key read last.
+
+    A file may hold anything, and what Python or a library makes of it is no contract: division by zero, a
+    number too large, a panic of Rust, which is not an Exception. Errors of kukri's own pass, with the
+    path; a ConfigError, of values that make no sense together, is a FormatError too.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise FormatError(_short(str(error)), path=path) from error
+    except UnsupportedError as error:
+        if path is None or str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {_short(str(error))}") from error
+    except (KukriError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except OSError as error:
+        raise FormatError(f"cannot be read: {error.strerror or error}", path=path) from error
+    except BaseException as error:
+        last = key()
+        what = "holds something" if last is None else f"key {brief(last)} holds something, or one before it,"
+        reason = _short(f"{type(error).__name__}: {error}", 120)
+        raise FormatError(f"{what} that kukri cannot read ({reason})", path=path) from error
+
+
+def _short(text: str, most: int = 400) -> str:
+    """A text on one line, cut where it holds what a file holds."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def brief(value: object) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.huggingface.safetensors import SafetensorsFile
@@ -77,7 +77,8 @@ def read_adapter(path: Path, model: Model) -> Adapter:
     """
     if not path.exists():
         raise FormatError("there is no such adapter", path=path)
-    return _read_peft(path, model) if path.is_dir() else _read_gguf(path, model)
+    with reading(path):
+        return _read_peft(path, model) if path.is_dir() else _read_gguf(path, model)
 
 
 # --- PEFT

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.config import EmbeddingConfig, ModelConfig
-from kukri.errors import ConfigError, brief, brief_list
+from kukri.errors import ConfigError, brief, brief_list, reading
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
@@ -50,18 +50,25 @@ def open_checkpoint(path: Path, quantize: str | None = None) -> Iterator[Checkpo
     if quantize is not None:
         packed_type(quantize)
     if path.is_dir():
-        yield _open_directory(path, quantize)
+        with reading(path):
+            directory = _open_directory(path, quantize)
+        yield directory
         return
     if quantize is not None:
         raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
     with GGUFFile(path) as gguf:
-        _report_unknown(path, unknown_keys(gguf))
-        advice = gguf_advice(gguf.metadata)
-        embedding = gguf_embedding(gguf.metadata, str(gguf.metadata.get("general.architecture")))
-        weights = partial(GGUFWeights, gguf)
-        config = model_config(gguf)
-        dense = gguf_dense(gguf) if ARCHITECTURES[config.architecture].has_dense else ()
-        yield Checkpoint(path, config, gguf, weights, advice, embedding, dense)
+        with reading(path):
+            opened = _open_gguf(gguf, path)
+        yield opened
+
+
+def _open_gguf(gguf: GGUFFile, path: Path) -> Checkpoint:
+    _report_unknown(path, unknown_keys(gguf))
+    advice = gguf_advice(gguf.metadata)
+    embedding = gguf_embedding(gguf.metadata, str(gguf.metadata.get("general.architecture")))
+    config = model_config(gguf)
+    dense = gguf_dense(gguf) if ARCHITECTURES[config.architecture].has_dense else ()
+    return Checkpoint(path, config, gguf, partial(GGUFWeights, gguf), advice, embedding, dense)
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
-from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
+from kukri.errors import UnsupportedError, brief
 from kukri.formats.keys import Keys
 from kukri.models.architecture import Architecture
 
@@ -192,10 +192,7 @@ def read_recurrent(
             raise keys.error(_HEAD_WIDTH, f"{message} have {found['d_head']}")
     are_tiled = form == "gguf" and architecture.recurrent.tiles
     are_tiled = are_tiled and found["n_heads"] != found["n_groups"]
-    try:
-        return RecurrentConfig(**found, are_tiled=are_tiled)
-    except ConfigError as error:
-        raise FormatError(str(error), path=keys.path) from None
+    return RecurrentConfig(**found, are_tiled=are_tiled)
 
 
 def write_recurrent(

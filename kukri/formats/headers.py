@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.errors import FormatError, KukriError, UnsupportedError
+from kukri.errors import FormatError, KukriError, UnsupportedError, reading
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.rope_keys import ROPE_TENSORS
@@ -89,7 +89,8 @@ class Headers:
 
 def read_headers(path: Path) -> Headers:
     """The headers of a GGUF model or of a safetensors directory. Raises FormatError for a broken one."""
-    return _of_directory(path) if path.is_dir() else _of_gguf(path)
+    with reading(path):
+        return _of_directory(path) if path.is_dir() else _of_gguf(path)
 
 
 def _of_gguf(path: Path) -> Headers:

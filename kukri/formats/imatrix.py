@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kukri.errors import ConfigError, FormatError, UnsupportedError
+from kukri.errors import ConfigError, FormatError, UnsupportedError, reading
 from kukri.formats.gguf.reader import MAX_NAME_BYTES, GGUFFile
 from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels.arrays import FloatArray
@@ -51,12 +51,10 @@ class ImportanceMatrix:
 
 def read_imatrix(path: Path) -> ImportanceMatrix:
     """An importance matrix in either form. Raises FormatError for a file that is none, or broken."""
-    try:
+    with reading(path):
         with open(path, "rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-    except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", path=path) from None
-    return _read_gguf(path) if is_gguf else _read_legacy(path)
+        return _read_gguf(path) if is_gguf else _read_legacy(path)
 
 
 def write_imatrix(path: Path, matrix: ImportanceMatrix) -> None:

@@ -6,19 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kukri.errors import FormatError, brief
+from kukri.errors import FormatError, brief, reading
 
 
 def read_json(path: Path, *, max_bytes: int = 100_000_000) -> dict[str, Any]:
     """The object in a JSON file. Raises FormatError for anything else, duplicate keys included."""
-    try:
-        if path.stat().st_size > max_bytes:
-            raise FormatError(f"is larger than {max_bytes} bytes", path=path)
-        return parse_json(path.read_bytes(), path)
-    except FileNotFoundError:
-        raise FormatError("there is no such file", path=path) from None
-    except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", path=path) from None
+    with reading(path):
+        try:
+            if path.stat().st_size > max_bytes:
+                raise FormatError(f"is larger than {max_bytes} bytes", path=path)
+            return parse_json(path.read_bytes(), path)
+        except FileNotFoundError:
+            raise FormatError("there is no such file", path=path) from None
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.errors import FormatError, UnsupportedError, brief, reading
 
 
 class Keys:
@@ -23,6 +24,11 @@ class Keys:
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.values, self.path, self.prefix, self.defaults = values, path, prefix, defaults or {}
+        self.last: str | None = None  # the key that was read last
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Turns whatever goes wrong within it into a FormatError: see `kukri.errors.reading`."""
+        return reading(self.path, lambda: self.last)
 
     def error(self, key: str, message: str) -> FormatError:
         """A FormatError about a key."""
@@ -38,6 +44,7 @@ class Keys:
 
     def value(self, key: str, default: Any = None) -> Any:
         """The key's value, the default, or None."""
+        self.last = self.prefix + key
         if self.has(key):
             return self.values[self.prefix + key]
         return self.defaults.get(key, default)

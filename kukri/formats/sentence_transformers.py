@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kukri.config import MAX_CONTEXT, EmbeddingConfig, ModelConfig, Pooling
-from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.json_files import read_json
@@ -22,6 +22,7 @@ from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 
 _MAX_BYTES = 1_000_000  # of modules.json
+_MAX_FOLDER = 255  # letters of a module's path
 _MAX_WIDTH = 1 << 16  # of a dense layer
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -59,6 +60,13 @@ def directory_embedding(
     Without modules.json it is the mean of all tokens, normalized. Raises FormatError for broken files and
     UnsupportedError for modules that kukri does not run.
     """
+    with reading(directory):
+        return _directory_embedding(directory, stated)
+
+
+def _directory_embedding(
+    directory: Path, stated: Mapping[str, Any]
+) -> tuple[EmbeddingConfig, tuple[DenseLayer, ...]]:
     prompts, default = _prompts(directory)
     max_tokens = _max_tokens(directory)
     pooling: Pooling = "mean"
@@ -148,6 +156,8 @@ def _modules(directory: Path) -> list[tuple[str, Path]]:
         kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(folder, str):
             raise FormatError(f"module {brief(module)} has no type and path", path=path)
+        if len(folder) > _MAX_FOLDER:
+            raise FormatError(f"module {brief(kind)} has the path {brief(folder)}", path=path)
         if Path(folder).is_absolute() or ".." in Path(folder).parts:
             raise FormatError(f"module {brief(kind)} lies outside of the directory", path=path)
         found.append((kind.rpartition(".")[2], directory / folder))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.errors import ConfigError, FormatError, brief
+from kukri.errors import ConfigError, FormatError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels.arrays import FloatArray
@@ -49,7 +49,7 @@ class ControlVector:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ControlVector:
         """Reads a GGUF file. Raises FormatError if it is not a control vector."""
-        with GGUFFile(path) as file:
+        with reading(path), GGUFFile(path) as file:
             architecture = file.metadata.get("general.architecture")
             if architecture != _ARCHITECTURE:
                 raise FormatError(
@@ -63,10 +63,7 @@ class ControlVector:
                 if not name.startswith(_PREFIX) or not number.isascii() or not number.isdigit():
                     raise FormatError("is not a direction: names are direction.N", path=path, tensor=name)
                 found[int(number[:9])] = np.array(file.array(name))
-        try:
             return cls(found)
-        except ConfigError as error:
-            raise FormatError(str(error), path=path) from None
 
     def save(self, path: str | os.PathLike[str], model_hint: str = "") -> None:
         """Writes a GGUF file that llama.cpp and repeng read; `model_hint` is the model's architecture."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
+from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, reading
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import FloatArray
@@ -42,24 +42,22 @@ class Probe:
         """Reads a .safetensors file: `weight` [n, width] or [width], perhaps `bias` [n], and in its metadata
         `hook_name` and perhaps `labels`, a JSON list of texts. Raises FormatError.
         """
-        arrays, metadata = _arrays(Path(path))
-        if not {"weight"} <= arrays.keys() <= {"weight", "bias"}:
-            raise FormatError(f"a probe has weight and bias, not {brief(sorted(arrays))}", path=path)
-        name = metadata.get("hook_name")
-        if not isinstance(name, str):
-            raise FormatError("the metadata of a probe must have its hook_name", path=path)
-        try:
-            labels = json.loads(metadata.get("labels", "null"))
-        except ValueError:
-            labels = ""
-        if labels is not None and not (
-            isinstance(labels, list) and all(isinstance(label, str) for label in labels)
-        ):
-            raise FormatError("the labels of a probe must be a JSON list of texts", path=path)
-        try:
+        with reading(path):
+            arrays, metadata = _arrays(Path(path))
+            if not {"weight"} <= arrays.keys() <= {"weight", "bias"}:
+                raise FormatError(f"a probe has weight and bias, not {brief(sorted(arrays))}", path=path)
+            name = metadata.get("hook_name")
+            if not isinstance(name, str):
+                raise FormatError("the metadata of a probe must have its hook_name", path=path)
+            try:
+                labels = json.loads(metadata.get("labels", "null"))
+            except ValueError:
+                labels = ""
+            if labels is not None and not (
+                isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+            ):
+                raise FormatError("the labels of a probe must be a JSON list of texts", path=path)
             return cls(name, arrays["weight"], arrays.get("bias"), labels)
-        except ConfigError as error:
-            raise FormatError(str(error), path=path) from None
 
     @property
     def width(self) -> int:
@@ -108,35 +106,37 @@ class SparseAutoencoder:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SparseAutoencoder:
         """Reads a directory. Raises FormatError, and UnsupportedError for other architectures."""
-        folder = Path(path)
-        facts = read_json(folder / _SAE_CONFIG, max_bytes=1 << 20)
-        more = facts.get("metadata", facts.get("meta"))
-        facts |= {
-            key: value for key, value in (more if isinstance(more, dict) else {}).items() if key not in facts
-        }
-        arrays, _ = _arrays(folder / _SAE_WEIGHTS)
-        kind, name = facts.get("architecture", "standard"), facts.get("hook_name")
-        options = facts.get("activation_fn_kwargs") or {}
-        k = facts.get("k", options.get("k", 0) if isinstance(options, dict) else 0)
-        if facts.get("activation_fn_str", facts.get("activation_fn")) == "topk":
-            kind = "topk"
-        if kind not in _BIASES or facts.get("rescale_acts_by_decoder_norm"):
-            raise UnsupportedError(
-                f"{folder}: an autoencoder of architecture {brief(kind)} is not supported: "
-                f"{', '.join(_BIASES)} are, without rescale_acts_by_decoder_norm"
-            )
-        if facts.get("hook_head_index") is not None:
-            raise UnsupportedError(f"{folder}: autoencoders of a single head are not supported")
-        normalization = facts.get("normalize_activations", "none")
-        if normalization not in _NORMALIZATIONS:
-            raise UnsupportedError(f"{folder}: normalize_activations {brief(normalization)} is not supported")
-        if not isinstance(name, str) or type(k) is not int:
-            raise FormatError("must have a hook_name, and a whole number k", path=folder / _SAE_CONFIG)
-        subtracts = bool(facts.get("apply_b_dec_to_input", True))
-        try:
+        with reading(path):
+            folder = Path(path)
+            facts = read_json(folder / _SAE_CONFIG, max_bytes=1 << 20)
+            more = facts.get("metadata", facts.get("meta"))
+            facts |= {
+                key: value
+                for key, value in (more if isinstance(more, dict) else {}).items()
+                if key not in facts
+            }
+            arrays, _ = _arrays(folder / _SAE_WEIGHTS)
+            kind, name = facts.get("architecture", "standard"), facts.get("hook_name")
+            options = facts.get("activation_fn_kwargs") or {}
+            k = facts.get("k", options.get("k", 0) if isinstance(options, dict) else 0)
+            if facts.get("activation_fn_str", facts.get("activation_fn")) == "topk":
+                kind = "topk"
+            if kind not in _BIASES or facts.get("rescale_acts_by_decoder_norm"):
+                raise UnsupportedError(
+                    f"{folder}: an autoencoder of architecture {brief(kind)} is not supported: "
+                    f"{', '.join(_BIASES)} are, without rescale_acts_by_decoder_norm"
+                )
+            if facts.get("hook_head_index") is not None:
+                raise UnsupportedError(f"{folder}: autoencoders of a single head are not supported")
+            normalization = facts.get("normalize_activations", "none")
+            if normalization not in _NORMALIZATIONS:
+                raise UnsupportedError(
+                    f"{folder}: normalize_activations {brief(normalization)} is not supported"
+                )
+            if not isinstance(name, str) or type(k) is not int:
+                raise FormatError("must have a hook_name, and a whole number k", path=folder / _SAE_CONFIG)
+            subtracts = bool(facts.get("apply_b_dec_to_input", True))
             return cls(name, kind, arrays, k=k, subtracts_bias=subtracts, normalization=normalization)
-        except ConfigError as error:
-            raise FormatError(str(error), path=folder / _SAE_WEIGHTS) from None
 
     def features(self, x: FloatArray) -> FloatArray:
         """The activations of its features [rows, n_features] for x [rows, width]."""

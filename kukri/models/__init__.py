@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 from typing import Any, Protocol
 
 from kukri.config import ModelConfig
-from kukri.errors import UnsupportedError
+from kukri.errors import UnsupportedError, reading
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import CacheLayout
@@ -97,7 +97,8 @@ def load_model(source: WeightSource, config: ModelConfig) -> Model:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedError(f"architecture {config.architecture!r} is not supported: kukri runs {known}")
     taken = TakenWeights(source)
-    model: Model = ARCHITECTURES[config.architecture].model(config, taken)
+    with reading(getattr(source, "path", None)):
+        model: Model = ARCHITECTURES[config.architecture].model(config, taken)
     source.done()
     model.parameters = tuple(taken.parameters.values())
     model.vectors = (*taken.vectors.values(), *taken.stacked_vectors.values())

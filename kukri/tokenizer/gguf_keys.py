@@ -20,6 +20,7 @@ class TokenizerKeys:
 
     def __init__(self, metadata: Mapping[str, Any], path: str | os.PathLike[str] | None) -> None:
         self._metadata, self._path = metadata, path
+        self.last: str | None = None  # the key that was read last
 
     def error(self, message: str) -> FormatError:
         """An error about the file."""
@@ -27,7 +28,8 @@ class TokenizerKeys:
 
     def get(self, name: str) -> Any:
         """A key as it is stored; None if it is missing."""
-        return self._metadata.get(f"tokenizer.ggml.{name}")
+        self.last = f"tokenizer.ggml.{name}"
+        return self._metadata.get(self.last)
 
     def text(self, name: str) -> str | None:
         """A string, None if it is missing."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from kukri.errors import UnsupportedError
+from kukri.errors import UnsupportedError, reading
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.huggingface_reader import Parts, steps_of
@@ -37,6 +37,11 @@ _PROBES = (
 
 def tokenizer_metadata(files: TokenizerFiles) -> dict[str, Any]:
     """The keys `tokenizer.*`. Raises UnsupportedError for settings that GGUF has no key for."""
+    with reading(files.path):
+        return _metadata(files)
+
+
+def _metadata(files: TokenizerFiles) -> dict[str, Any]:
     parts = Parts(files)
     text = parts.build()
     vocabulary = parts.vocabulary

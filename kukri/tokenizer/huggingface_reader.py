@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.tokenizer import Tokenizer
@@ -27,7 +27,8 @@ def load_tokenizer(source: GGUFFile | TokenizerFiles) -> Tokenizer:
 
     Raises FormatError when its files are broken and UnsupportedError for kinds that kukri does not read.
     """
-    return Tokenizer.from_gguf(source) if isinstance(source, GGUFFile) else _from_files(source)
+    with reading(source.path):
+        return Tokenizer.from_gguf(source) if isinstance(source, GGUFFile) else _from_files(source)
 
 
 def _from_files(files: TokenizerFiles) -> Tokenizer:

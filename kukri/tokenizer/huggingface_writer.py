@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
+from kukri.errors import reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.tokenizer import Tokenizer, ends
 from kukri.tokenizer.vocabulary import SPACE_MARK, UNUSED, USER_DEFINED
@@ -15,7 +16,11 @@ from kukri.tokenizer.vocabulary import SPACE_MARK, UNUSED, USER_DEFINED
 
 def tokenizer_files(gguf: GGUFFile) -> dict[str, Any]:
     """The contents of each file by its name: objects for JSON, text for the chat template."""
-    tokenizer = Tokenizer.from_gguf(gguf)
+    with reading(gguf.path):
+        return _files(Tokenizer.from_gguf(gguf))
+
+
+def _files(tokenizer: Tokenizer) -> dict[str, Any]:
     text, vocabulary = tokenizer.text, tokenizer.vocabulary
     made = json.loads(text.to_str())
     unused = {i for i, kind in enumerate(vocabulary.types) if kind == UNUSED}

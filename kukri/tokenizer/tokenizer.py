@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from kukri.errors import ContextLengthError, RequestError
+from kukri.errors import ContextLengthError, RequestError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
@@ -81,6 +81,11 @@ class Tokenizer:
         or a pre-tokenizer that kukri does not know.
         """
         keys = TokenizerKeys(metadata, path)
+        with reading(path, lambda: keys.last):
+            return cls._of_keys(keys)
+
+    @classmethod
+    def _of_keys(cls, keys: TokenizerKeys) -> Tokenizer:
         vocabulary = read_vocabulary(keys)
         adds_space = adds_bos = True
         if vocabulary.kind == "llama":
@@ -242,9 +247,10 @@ class Tokenizer:
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     """The ids of a text. A batch of one lets other threads run meanwhile, which `encode` does not."""
-    if len(text) < _SHARED:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    with reading(None):  # a tokenizer.json may make the library panic at some text alone
+        if len(text) < _SHARED:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _special_finder(vocabulary: Vocabulary, specials: Sequence[AddedToken] | None) -> tokenizers.Tokenizer:
@@ -338,15 +344,14 @@ def _bpe(
     ids = vocabulary.text_ids()
     if unk_token:
         ids[unk_token] = vocabulary.id_of[unk_token]
-    try:
-        return models.BPE(vocab=ids, merges=merges, unk_token=unk_token, **options)
-    except Exception:  # `tokenizers` raises no narrower one: a merge uses a token that is not there
-        merges = [pair for pair in merges if "".join(pair) in ids or "".join(pair) not in vocabulary.id_of]
-    try:  # again without merges into special tokens, which text must not reach
-        return models.BPE(vocab=ids, merges=merges, unk_token=unk_token, **options)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise keys.error(f"tokenizer.ggml.merges do not fit the tokens: {reason}") from None
+    # the library panics at a result that is no token, without an Exception
+    if not all(map(ids.__contains__, map("".join, merges))):
+        known = vocabulary.id_of
+        if wrong := next((pair for pair in merges if "".join(pair) not in known), None):
+            raise keys.error(f"tokenizer.ggml.merges do not fit the tokens: {brief(wrong)} make none")
+        # text must not reach special tokens
+        merges = [pair for pair in merges if "".join(pair) in ids]
+    return models.BPE(vocab=ids, merges=merges, unk_token=unk_token, **options)
 
 
 def merges_from_scores(vocabulary: Vocabulary, keys: TokenizerKeys) -> list[tuple[str, str]]:

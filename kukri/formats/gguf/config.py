@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kukri.config import PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
-from kukri.errors import ConfigError, FormatError, UnsupportedError, brief
+from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
     by_layer,
     facts,
@@ -121,6 +121,11 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
     an architecture, or a feature of one, that kukri does not run. `unknown_keys` lists the keys left out.
     """
     architecture, keys = _architecture(gguf)
+    with keys.reading():
+        return _model_config(gguf, architecture, keys)
+
+
+def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> ModelConfig:
     _check_neutral(keys, architecture)
     n_vocab, d_model = _embedding_shape(gguf)
     known = {"n_vocab": n_vocab, "n_layers": keys.whole("block_count", most=len(gguf.tensors))}
@@ -247,7 +252,7 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
     name = Keys(gguf.metadata, gguf.path, "general.").text("architecture")
     # several may go by one name in GGUF: one with experts if the file has some, or without, and of these the
     # one whose own it is, which says what the files leave unsaid
-    has_experts = bool(gguf.metadata.get(f"{name}.expert_count"))
+    has_experts = bool(np.any(gguf.metadata.get(f"{name}.expert_count", 0)))
 
     def fits(architecture: Architecture) -> tuple[bool, bool]:
         return (architecture.experts is not None) == has_experts, architecture.name == name
@@ -359,10 +364,7 @@ def _head(keys: Keys, n_vocab: int, architecture: Architecture) -> HeadConfig:
     if problem not in (None, *PROBLEM_TYPES):
         raise keys.unsupported(PROBLEM_KEY, f"is {brief(problem)}: kukri knows {', '.join(PROBLEM_TYPES)}")
     pad_id = keys.whole(PAD_KEY, least=0, most=n_vocab - 1) if keys.has(PAD_KEY) else None
-    try:
-        return HeadConfig(kind, tuple(labels), problem, pad_id)
-    except ConfigError as error:
-        raise FormatError(str(error), path=keys.path) from None
+    return HeadConfig(kind, tuple(labels), problem, pad_id)
 
 
 def _head_keys(config: ModelConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.split import part_name, part_paths
 from kukri.host.mapped_files import map_file
 from kukri.quant.blocks import ByteArray, dequantize
@@ -96,7 +96,8 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._parts = _open_parts(_Part(Path(path)))
+        with reading(path):
+            self._parts = _open_parts(_Part(Path(path)))
         first = self._parts[0]
         self.path, self.files = first.path, tuple(part.path for part in self._parts)
         self.version, self.metadata, self.alignment = first.version, first.metadata, first.alignment

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import MAX_CONTEXT, MAX_HEAD, ModelConfig, RopeConfig, RopeScaling
-from kukri.errors import ConfigError, FormatError, brief
+from kukri.errors import FormatError, brief
 from kukri.formats.facts import SCALING_FACTS, write_scaling
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.keys import Keys
@@ -41,10 +41,7 @@ def read_rope(
     if rotary_dim % 2:
         raise keys.error("rope.dimension_count", f"is {rotary_dim}, which is odd")
     theta = keys.positive("rope.freq_base", 10000.0)
-    try:
-        return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context))
-    except ConfigError as error:
-        raise FormatError(str(error), path=keys.path) from None
+    return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context))
 
 
 def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context: int) -> RopeScaling | None:

@@ -31,7 +31,7 @@ class GGUFWeights:
     """
 
     def __init__(self, gguf: GGUFFile, config: ModelConfig) -> None:
-        self._gguf, self._config = gguf, config
+        self.path, self._gguf, self._config = gguf.path, gguf, config
         self._taken = set(ROPE_TENSORS) if config.rope.scaling is not None else set[str]()
         self._architecture = architecture_of(gguf)
         if self._architecture.has_dense:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.config import MAX_TOKEN_TYPES, PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
-from kukri.errors import FormatError, UnsupportedError, brief
+from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.facts import (
     facts,
     mixture_facts,
@@ -89,7 +89,13 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
     Raises FormatError naming the key that is missing, of another type or nonsense, and UnsupportedError for a
     model_type, or a feature of one, that kukri does not run. `unknown_config_keys` lists the keys left out.
     """
-    architecture, keys = _architecture(config, path)
+    with reading(path):
+        architecture, keys = _architecture(config, path)
+    with keys.reading():
+        return _model_config(keys, architecture, name)
+
+
+def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelConfig:
     _check_neutral(keys, architecture)
     keys.expect(architecture.hf_activation, architecture.activation)
     numbers = read_numbers(keys, "hf", architecture, {})
@@ -117,7 +123,7 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
         tie_embeddings=keys.flag("tie_word_embeddings"),
         rope=rope,
         layers=layers if local is None else with_local_rope(layers, local),
-        name=name or path.parent.name,
+        name=name or keys.path.parent.name,
         head=_head(keys, architecture),
         mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"], normalized),
         recurrent=read_recurrent(keys, "hf", architecture, numbers["d_model"]),
@@ -225,7 +231,8 @@ def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
 
     Raises UnsupportedError for a model_type that kukri does not run.
     """
-    architecture, keys = _architecture(config, path)
+    with reading(path):
+        architecture, keys = _architecture(config, path)
     known = _known(architecture) | _NEUTRAL.keys() | architecture.fixed.keys()
     ignored = [] if architecture.partial_rotary else ["partial_rotary_factor"]
     return [key for key in keys.values if key not in known or (key in ignored and config[key] != 1)]
@@ -326,7 +333,8 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
 
     `config` holds a model_type that runs, `names` are those of all tensors, `path` is the directory.
     """
-    architecture, keys = _architecture(config, path / "config.json")
+    with reading(path):
+        architecture, keys = _architecture(config, path / "config.json")
     for name in names:
         match = _MATRIX.fullmatch(name)
         if match is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.errors import FormatError, brief
+from kukri.errors import FormatError, brief, reading
 from kukri.formats.huggingface.config import hf_model_config
 from kukri.formats.json_files import read_json
 
@@ -43,6 +43,11 @@ def _name_of(directory: Path) -> str:
 
 def tokenizer_files(directory: Path, stated: dict[str, Any], n_vocab: int) -> TokenizerFiles:
     """Text settings of a directory whose config.json holds `stated`. Raises FormatError for broken files."""
+    with reading(directory):
+        return _tokenizer_files(directory, stated, n_vocab)
+
+
+def _tokenizer_files(directory: Path, stated: dict[str, Any], n_vocab: int) -> TokenizerFiles:
     if not (directory / "tokenizer.json").is_file():
         raise FormatError("holds no tokenizer.json, which kukri reads text with", path=directory)
     special = _optional(directory / "special_tokens_map.json")

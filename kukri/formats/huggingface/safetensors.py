@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.errors import FormatError, brief
+from kukri.errors import FormatError, brief, reading
 from kukri.formats.json_files import parse_json, read_json
 from kukri.host.mapped_files import map_file
 from kukri.quant.blocks import ByteArray
@@ -58,10 +58,11 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._bytes = map_file(self.path, "safetensors")
-        entries, start = _read_header(self._bytes, self.path)
-        self.tensors = _read_tensors(entries, start, len(self._bytes), self.path)
-        self.metadata = _read_metadata(entries)
+        with reading(self.path):
+            self._bytes = map_file(self.path, "safetensors")
+            entries, start = _read_header(self._bytes, self.path)
+            self.tensors = _read_tensors(entries, start, len(self._bytes), self.path)
+            self.metadata = _read_metadata(entries)
 
     def data(self, tensor: SafeTensor) -> ByteArray:
         """A tensor as stored: uint8 [n_bytes], a read-only view of the mapped file."""
