@@ -24,24 +24,21 @@ MAX_CHARS = 1 << 18  # of a grammar's source
 # between the tokens of JSON: a space, or the end of a line and the next one's indent. A model that is unsure
 # could go on with white space for ever
 _WHITE_SPACE = r"\x20|\x0A[\x20\x09]{0,32}"
-_REASONING = r"/(.|\n)*<\/think>/"
 
 Kind = Literal["json", "regex", "choice", "grammar"]
-Reasoning = Literal["none", "possible", "open"]
 
 
 @dataclass(frozen=True)
 class Grammar:
     """A constraint on the text of an answer: use `json`, `regex`, `choice` or `text` to make one.
 
-    Reasoning may come before it, up to </think>, by `reasoning`: "open" if the prompt has begun it,
-    "possible" if the model may, with <think>. `param` is the field that errors name. Errors in the source
-    show when it is compiled for a model.
+    `before` are rules in Lark's syntax of what comes before it, such as reasoning; their first is `before`.
+    `param` is the field that errors name. Errors in the source show when it is compiled for a model.
     """
 
     kind: Kind
     source: str  # of the kind json: a schema, of choice: a list
-    reasoning: Reasoning = "none"
+    before: str = ""
     param: str = field(default="grammar", compare=False)
 
     def __post_init__(self) -> None:
@@ -92,10 +89,10 @@ class Grammar:
 
 
 class CompiledGrammar:
-    """A grammar fitted to a model's tokens."""
+    """A grammar fitted to a model's tokens. `notes` say which of its demands are not enforced."""
 
-    def __init__(self, grammar: Grammar, start: Any, n_vocab: int) -> None:
-        self.grammar = grammar
+    def __init__(self, grammar: Grammar, start: Any, n_vocab: int, notes: Sequence[str] = ()) -> None:
+        self.grammar, self.notes = grammar, tuple(notes)
         self._start, self._n_vocab = start, n_vocab
 
     def matcher(self) -> Matcher:
@@ -159,12 +156,15 @@ def compiled(grammar: Grammar, tokenizer: GrammarTokenizer) -> CompiledGrammar:
     start = llguidance.LLMatcher(tokens, source, log_level=0)
     if start.is_error():
         raise grammar.error(start.get_error())
-    return CompiledGrammar(grammar, start, tokenizer.n_vocab)
+    return CompiledGrammar(grammar, start, tokenizer.n_vocab, messages)
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON that a schema accepts, as the body of a rule in Lark's syntax."""
-    return f"%json {json.dumps(_with_white_space(schema))}"
+def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """JSON that a schema accepts, as the body of a rule in Lark's syntax.
+
+    If `lenient`, keywords that cannot be enforced are left out, where they would be errors.
+    """
+    return f"%json {json.dumps(_with_options(schema, lenient=lenient))}"
 
 
 def lark_string(text: str) -> str:
@@ -185,18 +185,15 @@ def _llguidance() -> Any:
 def _source(grammar: Grammar, llguidance: Any) -> str:
     """The grammar in llguidance's form."""
     body = _body(grammar, llguidance)
-    if grammar.reasoning == "none":
+    if not grammar.before:
         return json.dumps({"grammars": [body]})
-    begin = '"<think>"' if grammar.reasoning == "possible" else ""
-    before = "(reasoning WHITE)?" if grammar.reasoning == "possible" else "reasoning WHITE"
-    rules = f"start: {before} @answer\nreasoning: {begin} inside\ninside[lazy]: {_REASONING}\n"
-    rules += "WHITE: /\\n{0,2}/\n"
+    rules = f"start: before @answer\n{grammar.before}\n"
     return json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "answer", **body}]})
 
 
 def _body(grammar: Grammar, llguidance: Any) -> dict[str, Any]:
     if grammar.kind == "json":
-        return {"json_schema": _with_white_space(json.loads(grammar.source))}
+        return {"json_schema": _with_options(json.loads(grammar.source))}
     if grammar.kind == "regex":
         return {"lark_grammar": f"start: /{llguidance.regex_to_lark(grammar.source, '')}/"}
     if grammar.kind == "choice":
@@ -209,8 +206,11 @@ def _body(grammar: Grammar, llguidance: Any) -> dict[str, Any]:
         raise ValueError(f"it is neither Lark nor GBNF: {error}") from None
 
 
-def _with_white_space(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+def _with_options(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
+    options: dict[str, Any] = {"whitespace_pattern": _WHITE_SPACE}
+    if lenient:
+        options |= {"lenient": True, "coerce_one_of": True}
+    return {**schema, "x-guidance": options}
 
 
 _TOKENS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what llguidance makes of a vocabulary

@@ -42,6 +42,9 @@ class Metrics:
         self.ends = counter("requests", "Answers that ended, by reason.", "model", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were taken.", "model")
         self.unloads = counter("model_unloads", "Models unloaded, by reason.", "model", "reason")
+        self.missed_calls = counter(
+            "unparsed_tool_calls", "What looked like tool calls in answers and could not be read.", "model"
+        )
         self._responses = counter("http_responses", "HTTP responses.", "path", "status")
 
     def watch_engines(self, status: Statuses) -> None:
@@ -99,10 +102,15 @@ class ModelMetrics:
         self._inter_token.begin(model)
         self._end_to_end, self._queue = metrics.end_to_end.labels(model), metrics.queue.labels(model)
         self._prompt_tokens = metrics.prompt_tokens.labels(model)
+        self._missed_calls = metrics.missed_calls.labels(model)
 
     def on_prompt(self, n_tokens: int) -> None:
         """Counts the tokens of a prompt, or of texts to embed."""
         self._prompt_tokens.inc(n_tokens)
+
+    def on_missed_calls(self, n: int) -> None:
+        """Counts what looked like tool calls and could not be read."""
+        self._missed_calls.inc(n)
 
     def on_first_token(self, ttft_s: float, queue_s: float) -> None:
         """Counts the first token of an answer: the times since its arrival, and in the queue."""

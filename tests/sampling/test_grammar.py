@@ -13,6 +13,8 @@ from kukri.errors import RequestError, UnsupportedError
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.sampling import Grammar, RequestSampler, SamplingError, SamplingParams, resolve_texts
 from kukri.sampling.grammar import CompiledGrammar, compiled
+from kukri.server.chat.dialects.call_grammar import Spelling, reasoning_grammar
+from kukri.server.chat.dialects.families import GENERIC
 from kukri.tokenizer import Tokenizer
 
 PERSON = {
@@ -128,11 +130,13 @@ def test_a_sampler_chooses_what_the_grammar_allows(tokenizer, temperature):
 
 def test_thoughts_come_before_the_answer(tokenizer):
     """Would catch a grammar that lets a model not think, or whose text may begin inside its thoughts."""
+    spell = Spelling({}, frozenset())
     for thoughts, texts in (
         ("open", ["hm {\n\n</think>\n\n{}", "</think>{}"]),
         ("possible", ["{}", "<think>hm</think>\n{}"]),
     ):
-        fitted = compiled(Grammar("json", '{"type": "object"}', reasoning=thoughts), tokenizer)
+        before = reasoning_grammar(GENERIC, spell, thoughts)
+        fitted = compiled(Grammar("json", '{"type": "object"}', before), tokenizer)
         for text in texts:
             matcher = fitted.matcher()
             for token_id in tokenizer.encode(text):

@@ -13,7 +13,8 @@ from kukri.calls.answer import Answer
 from kukri.engine import Request
 from kukri.sampling import SampledToken, SamplingParams
 from kukri.server.chat.choice import Choice
-from kukri.server.chat.tool_dialects import HERMES
+from kukri.server.chat.dialects.answer_parser import parser_of
+from kukri.server.chat.dialects.families import HERMES
 from kukri.server.chat.tools import Toolbox
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import Chat
@@ -67,7 +68,7 @@ def streamed(pieces: list[bytes], options: dict[str, Any], *, keeps: bool) -> li
     call = LiveCall(bridge, answers, 1, "log")
     toolbox = Toolbox(HERMES, [ADD], many=True, required=False, is_strict=False)
     service: Any = SimpleNamespace(fingerprint='kukri-"1"', tokenizer=tokenizer)
-    choices = [Choice(answer, inside=False, toolbox=toolbox) for answer in answers]
+    choices = [Choice(answer, parser_of(HERMES, toolbox.signatures), toolbox=toolbox) for answer in answers]
     writer = ChatWriter(service, Chat(call, choices), body, MODEL)
     if not keeps:
         writer._around = Forgetful()
@@ -86,7 +87,7 @@ def streamed(pieces: list[bytes], options: dict[str, Any], *, keeps: bool) -> li
 
 @pytest.fixture
 def same_ids(monkeypatch):
-    for module in ("reply", "tools"):
+    for module in ("reply", "chat.tools"):
         monkeypatch.setattr(f"kukri.server.{module}.uuid4", lambda: SimpleNamespace(hex="0" * 32))
     monkeypatch.setattr("kukri.server.reply.time", SimpleNamespace(time=lambda: 1.0))
 

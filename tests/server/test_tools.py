@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,17 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import MODEL
 
-from kukri.server.chat.tool_dialects import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, ToolDialect, dialect_of
-from kukri.server.chat.tool_parser import CallDelta, ToolParser
+from kukri.server.chat.dialects.answer_parser import marks_of
+from kukri.server.chat.dialects.calls import CallDelta
+from kukri.server.chat.dialects.dialect import Dialect
+from kukri.server.chat.dialects.families import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES
+from kukri.server.chat.dialects.signatures import Signatures
+from kukri.server.chat.dialects.tool_parser import ToolParser
 
-CODE = ToolDialect("hermes", "<tool_call>", "</tool_call>", reads_code=True)
-PARAMETERS = {"add": ["a", "b"]}
+CODE = replace(HERMES, reads_code=True)
+SIGNATURES = Signatures([{"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}])
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
 
 
-def split(dialect: ToolDialect, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+def split(dialect: Dialect, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
     """(what is said, the calls) of a text in pieces."""
-    parser, text, calls = ToolParser(dialect, PARAMETERS), "", []
+    parser, text, calls = ToolParser(marks_of(dialect), SIGNATURES), "", []
     for event in [event for piece in pieces for event in parser.push(piece)] + parser.flush():
         if isinstance(event, CallDelta):
             if event.name is not None:
@@ -35,7 +40,7 @@ def split(dialect: ToolDialect, *pieces: str) -> tuple[str, list[tuple[str, str]
     return text, calls
 
 
-CASES: list[tuple[ToolDialect, str, str, list[tuple[str, Any]]]] = [
+CASES: list[tuple[Dialect, str, str, list[tuple[str, Any]]]] = [
     (HERMES, f"<tool_call>\n{WEATHER}\n</tool_call>", "", [("weather", {"city": "Paris"})]),
     (HERMES, "Hello there. \n", "Hello there. \n", []),
     (
@@ -147,30 +152,13 @@ def test_however_a_text_is_cut_the_calls_are_the_same(dialect, text, cuts):
 
 def test_arguments_are_streamed():
     """Catches arguments that are held back until the call is whole."""
-    parser = ToolParser(HERMES)
+    parser = ToolParser(marks_of(HERMES), SIGNATURES)
     assert parser.push('<tool_call>{"name": "f", "arguments": {"a": "some ') == [
         CallDelta(0, "f", '{"a": "some ')
     ]
     assert parser.push("more") == [CallDelta(0, None, "more")]
     assert parser.push('"}}</tool_call>') == [CallDelta(0, None, '"}')]
     assert parser.flush() == []
-
-
-@pytest.mark.parametrize(
-    ("template", "tokens", "expected"),
-    [
-        ("{% if tools %}<tool_call>", {}, HERMES),
-        ("{% if tools %}[TOOL_CALLS]", {"[TOOL_CALLS]": 5}, MISTRAL),
-        ("{% if tools %}[TOOL_CALLS][ARGS]", {}, MISTRAL_NAMES),
-        ("{% if tools %}", {"<|python_tag|>": 9}, LLAMA_3),
-        ("{% if tools %}", {}, None),
-        ("<tool_call>", {}, None),
-        (None, {"<|python_tag|>": 9}, None),
-    ],
-)
-def test_the_template_tells_the_dialect(template, tokens, expected):
-    """Catches a model whose calls are read as another family's."""
-    assert dialect_of(template, tokens) == expected
 
 
 # ---- the real model, with the template of a model that calls tools

@@ -23,8 +23,8 @@ from kukri.server.anthropic.schema import (
     ToolUseBlock,
     TurnMessage,
 )
+from kukri.server.chat.dialects.calls import CallDelta
 from kukri.server.chat.request import ChatRequest, ToolChoice, only_grammar
-from kukri.server.chat.tool_parser import CallDelta
 from kukri.server.errors import message_error_body
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.reply import Reply, interp_fields

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from kukri.calls.answer import Answer
 from kukri.sampling import SampledToken
-from kukri.server.chat.reasoning_parser import ReasoningParser
-from kukri.server.chat.tool_parser import CallDelta, ToolParser
+from kukri.server.chat.dialects.answer_parser import AnswerParser, Piece, parser_of
+from kukri.server.chat.dialects.calls import CallDelta
+from kukri.server.chat.dialects.families import GENERIC
+from kukri.server.chat.dialects.thoughts import Thought
 from kukri.server.chat.tools import Toolbox
 
 
 class Choice:
     """One answer, split into reasoning, content and, with a toolbox, calls."""
 
-    def __init__(self, answer: Answer, *, inside: bool, toolbox: Toolbox | None = None) -> None:
-        """`inside`: the prompt has begun the reasoning."""
+    def __init__(
+        self,
+        answer: Answer,
+        parser: AnswerParser | None = None,
+        *,
+        toolbox: Toolbox | None = None,
+        on_missed: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
+        """`parser` splits the text; None finds reasoning between <think> and </think> and no calls.
+
+        `on_missed` gets the marks of what looked like calls and was not taken.
+        """
         self.answer = answer
         self.tokens: list[SampledToken] = []  # of the content, with log-probabilities, not yet taken
         self.calls: list[CallDelta] = []  # those not yet taken
-        self._toolbox = toolbox
-        self._reasoning = ReasoningParser(inside=inside)
+        self._toolbox, self._on_missed = toolbox, on_missed
+        self._parser = parser_of(GENERIC, None) if parser is None else parser
         self._unsplit: list[tuple[int, SampledToken]] = []  # perhaps of the reasoning; start of their text
-        self._tools = None if toolbox is None else toolbox.parser()
         self._has_called = self._is_flushed = False
 
     @property
     def n_reasoning(self) -> int:
         """Tokens of reasoning so far."""
-        if self._reasoning.is_inside:
-            return self.answer.n_tokens
-        end = self._reasoning.reasoning_end
-        return 0 if end is None else self.answer.n_tokens_within(end)
+        answer = self.answer
+        n = 0
+        for begin, end in self._parser.thoughts:
+            n += answer.n_tokens if end is None else answer.n_tokens_within(end)
+            n -= answer.n_tokens_within(begin) if begin else 0
+        return n
 
     @property
     def finish_reason(self) -> str | None:
@@ -44,44 +59,42 @@ class Choice:
 
     def advance(self) -> tuple[str, str]:
         """(reasoning, content) that came since the last time; calls are in `calls`."""
-        if self._tools is None:
-            reasoning, content, _ = self._split()
-            return reasoning, content
         reasoning, pieces = self.pieces()
         self.calls += [piece for piece in pieces if isinstance(piece, CallDelta)]
         return reasoning, "".join(piece for piece in pieces if isinstance(piece, str))
 
     def pieces(self) -> tuple[str, list[str | CallDelta]]:
         """(reasoning, content and calls in their order) that came since the last time."""
-        reasoning, content, is_last = self._split()
-        if self._tools is None:
-            return reasoning, [content]
-        return reasoning, self._split_calls(self._tools, content, is_last)
-
-    def _split(self) -> tuple[str, str, bool]:
-        """(reasoning, content with calls, whether it is the last) that came since the last time."""
-        answer, is_last = self.answer, False
-        reasoning, content = self._reasoning.push(answer.take_text())
+        answer = self.answer
+        found: list[Piece] = self._parser.push(answer.take_text())
         if answer.finish_reason is not None and not self._is_flushed:
-            self._is_flushed = is_last = True
-            more_reasoning, more_content = self._reasoning.flush()
-            reasoning, content = reasoning + more_reasoning, content + more_content
+            self._is_flushed = True
+            found += self._parser.flush(is_cut=answer.finish_reason != "stop")
+            if self._parser.missed and self._on_missed is not None:
+                self._on_missed(self._parser.missed)
         if answer.has_logprobs:
             self._take_tokens()
-        return reasoning, content, is_last
+        reasoning = "".join(piece.text for piece in found if isinstance(piece, Thought))
+        return reasoning, [piece for piece in found if not isinstance(piece, Thought) and self._allows(piece)]
+
+    def _allows(self, piece: str | CallDelta) -> bool:
+        """False for calls after the first, if only one is allowed."""
+        if isinstance(piece, str):
+            return True
+        assert self._toolbox is not None, "calls come of tools"
+        self._has_called = True
+        return self._toolbox.many or piece.place == 0
 
     def _take_tokens(self) -> None:
-        """Takes the tokens that are known to be no reasoning."""
+        """Takes the tokens that are known to be of the answer, and drops those that are known not to be."""
         self._unsplit += self.answer.take_tokens()
-        start = self._reasoning.answer_start
-        if start is not None:
-            self.tokens += [token for place, token in self._unsplit if place >= start]
-            self._unsplit.clear()
-
-    def _split_calls(self, tools: ToolParser, content: str, is_last: bool) -> list[str | CallDelta]:
-        """Content and calls, without those after the first if only one is allowed."""
-        assert self._toolbox is not None, "calls come of tools"
-        pieces = tools.push(content) + (tools.flush() if is_last else [])
-        self._has_called |= any(isinstance(piece, CallDelta) for piece in pieces)
-        many = self._toolbox.many
-        return [piece for piece in pieces if isinstance(piece, str) or many or piece.place == 0]
+        answers, n_settled = self._parser.answers, self._parser.n_settled
+        if self._is_flushed:
+            n_settled = 1 << 62
+        left = []
+        for place, token in self._unsplit:
+            if any(begin <= place and (end is None or place < end) for begin, end in answers):
+                self.tokens.append(token)
+            elif place >= n_settled:
+                left.append((place, token))
+        self._unsplit = left

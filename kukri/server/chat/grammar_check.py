@@ -65,7 +65,7 @@ class GrammarCheck:
         """
         if importlib.util.find_spec("llguidance") is None:
             return  # the engine says so
-        source = json.dumps({"kind": grammar.kind, "source": grammar.source, "reasoning": grammar.reasoning,
+        source = json.dumps({"kind": grammar.kind, "source": grammar.source, "before": grammar.before,
                              "param": grammar.param})  # fmt: skip
         key = sha256(source.encode()).digest()
         if key in self._known:

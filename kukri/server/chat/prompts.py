@@ -9,9 +9,12 @@ from typing import Any
 
 from kukri.errors import RequestError
 from kukri.sampling import Grammar, ReasoningLimit
-from kukri.server.chat.reasoning_parser import CLOSE, OPEN
+from kukri.server.chat.dialects.answer_parser import AnswerParser, parser_of
+from kukri.server.chat.dialects.call_grammar import Reasoning, Spelling, reasoning_grammar
+from kukri.server.chat.dialects.dialect import Dialect
+from kukri.server.chat.dialects.families import dialect_of, introduction
 from kukri.server.chat.request import ChatRequest
-from kukri.server.chat.tool_dialects import GENERIC, ToolDialect, dialect_of, introduction
+from kukri.server.chat.tools import Toolbox
 from kukri.tokenizer import ChatTemplate, Tokenizer, arguments_object
 
 MAX_TEMPLATE_VARIABLES = 32
@@ -28,7 +31,9 @@ class ChatPrompts:
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, max_context: int) -> None:
         self.template, self.tokenizer, self.max_context = template, tokenizer, max_context
-        self.dialect = dialect_of(template.source, tokenizer.vocabulary.id_of) or GENERIC
+        vocabulary = tokenizer.vocabulary
+        self.dialect = dialect_of(template.source, vocabulary.id_of)
+        self.spelling = Spelling(vocabulary.id_of, vocabulary.special_ids)
         self._source = template.source or ""
 
     async def of(self, request: ChatRequest) -> list[int]:
@@ -69,9 +74,11 @@ class ChatPrompts:
         readable = self._readable(messages, given, tools)
         return await asyncio.to_thread(self.template.render, **readable, **options, **given)
 
-    def ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """True if the prompt has begun the model's reasoning for it."""
-        return self._end_of(prompt_ids).endswith(OPEN)
+    def parser(self, prompt_ids: Sequence[int], toolbox: Toolbox | None) -> AnswerParser:
+        """A parser of one answer to a prompt."""
+        tools = None if toolbox is None else toolbox.signatures
+        dialect = self.dialect if toolbox is None else toolbox.dialect
+        return parser_of(dialect, tools, self._end_of(prompt_ids))
 
     def with_reasoning(self, grammar: Grammar, prompt_ids: Sequence[int], request: ChatRequest) -> Grammar:
         """The grammar of an answer to a prompt, before which a model that can may reason.
@@ -79,28 +86,33 @@ class ChatPrompts:
         With the effort "none", or in the middle of a message, it may not, unless the prompt has begun the
         reasoning.
         """
-        end = self._end_of(prompt_ids)
-        if end.endswith(OPEN):
-            return replace(grammar, reasoning="open")
-        can = OPEN in self._source and not end.endswith(CLOSE)
+        before = reasoning_grammar(self.dialect, self.spelling, self._reasoning(prompt_ids, request))
+        return replace(grammar, before=before)
+
+    def _reasoning(self, prompt_ids: Sequence[int], request: ChatRequest) -> Reasoning:
+        end, thoughts = self._end_of(prompt_ids), self.dialect.thoughts
+        if thoughts.has_begun(end):
+            return "open"
+        can = thoughts.opener in self._source and not end.endswith(thoughts.closer)
         may = can and request.effort != "none" and not request.continue_final_message
-        return replace(grammar, reasoning="possible") if may else grammar
+        return "possible" if may else "none"
 
     def reasoning_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ReasoningLimit | None:
         """The limit of the reasoning in the answer to a prompt. Raises RequestError if the model has none."""
         if n_tokens is None:
             return None
-        ids = [self.tokenizer.vocabulary.id_of.get(tag) for tag in (OPEN, CLOSE)]
+        thoughts, id_of = self.dialect.thoughts, self.tokenizer.vocabulary.id_of
+        ids = [id_of.get(mark) for mark in (thoughts.token, thoughts.closer)]
         if ids[0] is None or ids[1] is None:
             raise RequestError(
-                f"the model has no tokens {OPEN} and {CLOSE} to reason between",
+                f"the model has no tokens {thoughts.token} and {thoughts.closer} to reason between",
                 param="thinking_token_budget",
                 code="unsupported_parameter",
             )
-        return ReasoningLimit(n_tokens, ids[0], ids[1], self.ends_in_reasoning(prompt_ids))
+        return ReasoningLimit(n_tokens, ids[0], ids[1], thoughts.has_begun(self._end_of(prompt_ids)))
 
     def _end_of(self, prompt_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(prompt_ids[-8:]).rstrip()
+        return self.tokenizer.decode(prompt_ids[-16:]).rstrip()
 
     def _readable(
         self,
@@ -117,7 +129,7 @@ class ChatPrompts:
         dialect = self.dialect
         if dialect.is_generic:
             return {"messages": _without_tool_roles(_with_calls_in_texts(named, dialect), tools)}
-        if dialect.closer and "tool_calls" not in self._source:
+        if not dialect.begins_bare and "tool_calls" not in self._source:
             dialect = replace(dialect, reads_code=bool(variables.get("python_tools")))
             named = _with_calls_in_texts(named, dialect)
         return {"messages": named, "tools": tools}
@@ -156,7 +168,7 @@ def _with_tool_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return copies
 
 
-def _with_calls_in_texts(messages: Sequence[Mapping[str, Any]], dialect: ToolDialect) -> list[dict[str, Any]]:
+def _with_calls_in_texts(messages: Sequence[Mapping[str, Any]], dialect: Dialect) -> list[dict[str, Any]]:
     """The messages with their calls at the end of the texts too."""
     written = []
     for message in map(dict, messages):

@@ -8,23 +8,24 @@ from typing import Any
 from uuid import uuid4
 
 from kukri.sampling import Grammar
+from kukri.server.chat.dialects.call_grammar import Spelling, call_grammar
+from kukri.server.chat.dialects.dialect import Dialect
+from kukri.server.chat.dialects.signatures import Signatures
 from kukri.server.chat.request import ChatRequest
-from kukri.server.chat.tool_dialects import ToolDialect, call_grammar
-from kukri.server.chat.tool_parser import ToolParser
 
 
 @dataclass(frozen=True)
 class Toolbox:
     """The `functions` that one request may call, and the form of its calls."""
 
-    dialect: ToolDialect
+    dialect: Dialect
     functions: Sequence[Mapping[str, Any]]
     many: bool  # more than one call
     required: bool  # nothing but calls
     is_strict: bool  # the arguments follow their schemas
 
     @classmethod
-    def of(cls, request: ChatRequest, dialect: ToolDialect) -> Toolbox | None:
+    def of(cls, request: ChatRequest, dialect: Dialect) -> Toolbox | None:
         """The tools of a request; None for none."""
         if not request.uses_tools:
             return None
@@ -38,20 +39,16 @@ class Toolbox:
             is_strict=dialect.is_generic or any(function.get("strict") for function in functions),
         )
 
-    def parser(self) -> ToolParser:
-        """A parser of one answer."""
-        schemas = {function["name"]: function.get("parameters") or {} for function in self.functions}
-        return ToolParser(
-            self.dialect, {name: list(schema.get("properties") or ()) for name, schema in schemas.items()}
-        )
+    @property
+    def signatures(self) -> Signatures:
+        """What a parser has to know of the functions."""
+        return Signatures(self.functions)
 
-    def grammar(self, tokens: Mapping[str, int], special_ids: frozenset[int]) -> Grammar | None:
+    def grammar(self, spell: Spelling) -> Grammar | None:
         """The grammar of the answers; None if they are free."""
         if not (self.required or self.is_strict):
             return None
-        source = call_grammar(
-            self.dialect, self.functions, tokens, special_ids, many=self.many, required=self.required
-        )
+        source = call_grammar(self.dialect, self.functions, spell, many=self.many, required=self.required)
         return Grammar.text(source, param="tools")
 
     def new_id(self) -> str:

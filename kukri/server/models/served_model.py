@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +23,7 @@ from kukri.model_options import ModelOptions
 from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
 from kukri.server.access import check_interp
 from kukri.server.chat.choice import Choice
+from kukri.server.chat.dialects.answer_parser import shown_marks
 from kukri.server.chat.grammar_check import GrammarCheck
 from kukri.server.chat.prompts import ChatPrompts
 from kukri.server.chat.request import ChatRequest
@@ -31,6 +33,8 @@ from kukri.server.metrics import Metrics, ModelMetrics
 from kukri.server.models.bridge import Bridge, LiveCall, LoopMaker
 from kukri.server.settings import ServerSettings
 from kukri.tokenizer import ChatTemplate, FillInMiddle, Tokenizer
+
+log = logging.getLogger("kukri.server")
 
 
 class OpenModel(Protocol):
@@ -134,8 +138,7 @@ class ServedModel:
             prompt = await self.prompts.of(request)
             grammar = request.grammar
             if toolbox is not None:
-                vocabulary = self.tokenizer.vocabulary
-                grammar = toolbox.grammar(vocabulary.id_of, vocabulary.special_ids)
+                grammar = toolbox.grammar(self.prompts.spelling)
             if grammar is not None:
                 grammar = self.prompts.with_reasoning(grammar, prompt, request)
             limit = self.prompts.reasoning_limit(request.thinking_budget, prompt)
@@ -149,12 +152,24 @@ class ServedModel:
                 priority=request.priority,
                 adapter=self.adapter_of(request.model, request.adapter),
                 interventions=request.interventions,
-                marks=toolbox.dialect.marks if toolbox is not None else (),
+                marks=shown_marks(self.prompts.dialect, with_calls=toolbox is not None),
             )
         except RequestError as error:
             raise request.error(error) from None
-        is_inside = self.prompts.ends_in_reasoning(prompt)
-        return Chat(call, [Choice(answer, inside=is_inside, toolbox=toolbox) for answer in call.answers])
+        choices = [
+            Choice(answer, self.prompts.parser(prompt, toolbox), toolbox=toolbox, on_missed=self._on_missed)
+            for answer in call.answers
+        ]
+        return Chat(call, choices)
+
+    def _on_missed(self, marks: Sequence[str]) -> None:
+        """Tells of what looks like tool calls and is none."""
+        log.warning(
+            "an answer of %s has %s, and no tool call could be read there: it is shown as text",
+            self.names[0],
+            " and ".join(dict.fromkeys(marks)),
+        )
+        self.metrics.on_missed_calls(len(marks))
 
     async def middle_prompt(
         self,

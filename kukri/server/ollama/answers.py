@@ -110,7 +110,7 @@ async def _continue(served: ServedModel, body: OllamaGenerateBody, http: Request
         )
     except RequestError as error:
         raise request.error(error) from None
-    return Chat(call, [Choice(call.answers[0], inside=False)])
+    return Chat(call, [Choice(call.answers[0])])
 
 
 def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

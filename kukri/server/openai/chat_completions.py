@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kukri.server.chat.choice import Choice
+from kukri.server.chat.dialects.calls import CallDelta
 from kukri.server.chat.request import ChatRequest, only_grammar
-from kukri.server.chat.tool_parser import CallDelta
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage

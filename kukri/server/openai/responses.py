@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from kukri.errors import KukriError, RequestError
 from kukri.sampling import SampledToken
+from kukri.server.chat.dialects.calls import CallDelta
 from kukri.server.chat.request import ChatRequest, only_grammar
-from kukri.server.chat.tool_parser import CallDelta
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.openai.responses_schema import (

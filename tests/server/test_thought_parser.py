@@ -8,21 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kukri.server.chat.reasoning_parser import ReasoningParser
+from kukri.server.chat.dialects.thoughts import Thought, ThoughtParser, Thoughts
+
+THINK = Thoughts()
 
 
 def split(text: str, cuts: list[int], inside: bool = False) -> tuple[str, str]:
     return positions(text, cuts, inside)[:2]
 
 
-def positions(text: str, cuts: list[int], inside: bool) -> tuple[str, str, int | None, int | None]:
-    """(thoughts, answer, where </think> begins, where the answer does)."""
-    splitter, thoughts, answer = ReasoningParser(inside=inside), "", ""
+def positions(text: str, cuts: list[int], inside: bool) -> tuple[str, str, list, list]:
+    """(thoughts, answer, where thoughts are, where answers are)."""
+    parser, thoughts, answer = ThoughtParser(THINK, inside=inside), "", ""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = [text[a:b] for a, b in pairwise(places)]
-    for new in [*map(splitter.push, pieces), splitter.flush()]:
-        thoughts, answer = thoughts + new[0], answer + new[1]
-    return thoughts, answer, splitter.reasoning_end, splitter.answer_start
+    for new in [piece for part in pieces for piece in parser.push(part)] + parser.flush():
+        if isinstance(new, Thought):
+            thoughts += new.text
+        else:
+            answer += new
+    return thoughts, answer, parser.thoughts, parser.answers
 
 
 CASES = [
@@ -52,9 +57,8 @@ def test_thoughts_are_split_off(text, inside, expected):
 @given(st.text("<think>/ \nab", max_size=40), st.booleans(), st.lists(st.integers(0, 100), max_size=8))
 def test_chopping_changes_nothing(text, inside, cuts):
     """Catches a tag that is missed where it falls between two tokens."""
-    thoughts, answer, reasoning_end, answer_start = positions(text, [], inside)
-    assert positions(text, cuts, inside) == (thoughts, answer, reasoning_end, answer_start)
-    if reasoning_end is not None:
-        assert text[reasoning_end:].startswith("</think>")
-        assert text[:reasoning_end].rstrip().endswith(thoughts)
-    assert text[len(text) if answer_start is None else answer_start :] == answer
+    thoughts, answer, spans, answers = positions(text, [], inside)
+    assert positions(text, cuts, inside) == (thoughts, answer, spans, answers)
+    for _, end in spans:
+        assert end is None or text[end:].startswith("</think>")
+    assert "".join(text[begin:end] for begin, end in answers) == answer

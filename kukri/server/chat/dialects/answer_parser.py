@@ -1,0 +1,94 @@
+"""`parser_of`: what splits the answers of a model into reasoning, content and calls."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+from kukri.server.chat.dialects.calls import CallDelta
+from kukri.server.chat.dialects.dialect import Dialect
+from kukri.server.chat.dialects.families import CLOSERS, INNER, OPENERS
+from kukri.server.chat.dialects.harmony import MARKS, HarmonyParser
+from kukri.server.chat.dialects.signatures import Signatures
+from kukri.server.chat.dialects.thoughts import Thought, ThoughtParser
+from kukri.server.chat.dialects.tool_parser import CallMarks, ToolParser
+
+Piece = Thought | CallDelta | str  # reasoning, a call, content
+Spans = list[tuple[int, int | None]]  # places in a text, in characters; the end of the last may be open
+
+
+class AnswerParser(Protocol):
+    """Splits one answer as it grows: the same pieces however it is cut.
+
+    `thoughts` are the places of the reasoning, `answers` of the answer with its calls. Up to `n_settled` it
+    is known which part a character belongs to. `missed` are the marks of what looks like calls and is none.
+    """
+
+    thoughts: Spans
+    answers: Spans
+    missed: list[str]
+
+    @property
+    def n_settled(self) -> int:
+        """Characters whose part is known."""
+
+    def push(self, text: str) -> list[Piece]:
+        """The new pieces, in order."""
+
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
+        """What was held back, when no more text comes; `is_cut`: the answer was not complete."""
+
+
+class MarkParser:
+    """Splits by marks: first the reasoning, then calls out of what is left."""
+
+    def __init__(self, dialect: Dialect, tools: Signatures | None, *, inside: bool) -> None:
+        """`inside`: the prompt has begun the reasoning; `tools` are None if nothing is to be called."""
+        self._reasoning = ThoughtParser(dialect.thoughts, inside=inside)
+        self._calls = None if tools is None else ToolParser(marks_of(dialect), tools)
+        self.thoughts, self.answers = self._reasoning.thoughts, self._reasoning.answers
+        self.missed: list[str] = [] if self._calls is None else self._calls.missed
+
+    @property
+    def n_settled(self) -> int:
+        """Characters whose part is known."""
+        return self._reasoning.n_settled
+
+    def push(self, text: str) -> list[Piece]:
+        """The new pieces, in order."""
+        return self._split(self._reasoning.push(text))
+
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
+        """What was held back, when no more text comes; `is_cut`: the answer was not complete."""
+        pieces = self._split(self._reasoning.flush())
+        return pieces if self._calls is None else [*pieces, *self._calls.flush(is_cut=is_cut)]
+
+    def _split(self, pieces: list[Thought | str]) -> list[Piece]:
+        split: list[Piece] = []
+        for piece in pieces:
+            if self._calls is None or isinstance(piece, Thought):
+                split.append(piece)
+            else:
+                split += self._calls.push(piece)
+        return split
+
+
+@lru_cache(maxsize=64)
+def marks_of(dialect: Dialect) -> CallMarks:
+    """The marks that answers in a dialect are searched for."""
+    own = frozenset(dialect.openers)
+    return CallMarks(own, OPENERS, CLOSERS, begins_bare=dialect.begins_bare, reads_code=dialect.reads_code)
+
+
+def shown_marks(dialect: Dialect, *, with_calls: bool) -> tuple[str, ...]:
+    """The texts that a parser has to see, be they control tokens or not."""
+    if dialect.body == "harmony":
+        return MARKS
+    return (*dialect.thoughts.marks, *((*OPENERS, *CLOSERS, *INNER) if with_calls else ()))
+
+
+def parser_of(dialect: Dialect, tools: Signatures | None, prompt: str = "") -> AnswerParser:
+    """A parser of one answer. `prompt` is the end of its prompt, as text with control tokens."""
+    if dialect.body == "harmony":
+        return HarmonyParser(tools, prompt)
+    return MarkParser(dialect, tools, inside=dialect.thoughts.has_begun(prompt))

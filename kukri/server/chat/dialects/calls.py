@@ -1,0 +1,327 @@
+"""Readers of one tool call in each form that models write, as it comes.
+
+Each reads the body of a call and tells it to a `Call`: the name as soon as it is known, then the arguments,
+as JSON, while they grow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from kukri.server.chat.dialects.feed import EndOfText, Feed, Marks, Reading
+from kukri.server.chat.dialects.signatures import Signatures
+from kukri.server.chat.dialects.values import (
+    Malformed,
+    as_json,
+    ignore,
+    plain_text,
+    read_key,
+    read_text,
+    read_value,
+)
+
+NAME_KEYS = ("name", "function", "tool", "tool_name", "function_name")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input", "tool_input")
+OTHER_KEYS = ("id", "type", "index", "call_id", "tool_call_id", "tool_calls")
+_MAX_NESTED = 3  # objects around a call
+_MAX_NAME = 64
+_NAME, _WORD, _DIGITS = (re.compile(pattern) for pattern in (r"[\w.\-]*", r"\w*", r"\d*"))
+_BEFORE_NAMES = ("call:", "function<｜tool▁sep｜>")
+_AFTER_NAMES = ("[ARGS]", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>")
+_ATTRIBUTE = re.compile(r"""\s*["']?([^"'>]+?)["']?\s*""")
+_ARGUMENT_ENDS = Marks([",", ")", "\n"])
+_TAG_END = Marks([">"])
+_PARAMETERS = ("<parameter=", "<parameter name=", "<param=", "<param name=")
+_VALUE_ENDS = {
+    tag: Marks([f"\n</{name}>", f"</{name}>"])
+    for tag in _PARAMETERS
+    for name in [re.split("[ =]", tag[1:])[0]]
+}
+_FUNCTION_ENDS = ("</function>", "</invoke>")
+_KEY_END, _ARG_VALUE_END = Marks(["</arg_key>"]), Marks(["</arg_value>"])
+
+
+class CallDelta(NamedTuple):
+    """A piece of a call: its name at the beginning, then more of its arguments, which are JSON."""
+
+    place: int  # among the calls, from 0
+    name: str | None
+    arguments: str
+
+
+def merged(pieces: list[Any]) -> list[Any]:
+    """The pieces, those of one call that follow each other as one."""
+    if len(pieces) < 2:
+        return pieces
+    found: list[Any] = []
+    for place, group in groupby(pieces, lambda piece: getattr(piece, "place", -1)):
+        same = list(group)
+        if place < 0:
+            found += same
+        else:
+            found.append(same[0]._replace(arguments="".join(piece.arguments for piece in same)))
+    return found
+
+
+class Call:
+    """A call that is being read. Its name is told once; arguments that come before it wait for it.
+
+    With `is_own` the form is the model's own: any name is taken, and told at once. Otherwise only those of
+    the tools are, and a name is told when the arguments begin: text may quote a tool's description.
+    """
+
+    def __init__(
+        self, place: int, tools: Signatures, tell: Callable[[CallDelta], None], *, is_own: bool
+    ) -> None:
+        self.place, self.tools, self.is_own = place, tools, is_own
+        self.name: str | None = None
+        self.is_told = False
+        self._tell = tell
+        self._waiting: list[str] = []
+        self._has_arguments = False
+
+    def begin(self, name: str, *, must_be_known: bool = False) -> None:
+        """Sets the name. Raises Malformed if it cannot be one, or must be a tool's and is not."""
+        if name not in self.tools and name.startswith("functions."):
+            name = name.removeprefix("functions.")
+        if not name or (name not in self.tools and (must_be_known or not self.is_own)):
+            raise Malformed
+        self.name = name
+        if self.is_own or self._waiting:
+            self._tell_name()
+
+    def grow(self, text: str) -> None:
+        """Tells more of the arguments."""
+        if not text:
+            return
+        self._has_arguments = True
+        if self.name is None:
+            self._waiting.append(text)
+            return
+        if not self.is_told:
+            self._tell_name()
+        self._tell(CallDelta(self.place, None, text))
+
+    def end(self) -> None:
+        """The call is whole: its arguments are {} if none came. Raises Malformed without a name."""
+        if self.name is None:
+            raise Malformed
+        if not self._has_arguments:
+            self.grow("{}")
+
+    def complete(self, tail: str) -> None:
+        """The answer ended well before the call did: adds the end of its arguments."""
+        if tail:
+            self.grow(tail)
+        else:
+            self.end()
+
+    def _tell_name(self) -> None:
+        self.is_told = True
+        self._tell(CallDelta(self.place, self.name, "".join(self._waiting)))
+        self._waiting.clear()
+
+
+def read_object_call(feed: Feed, call: Call, depth: int = 0) -> Reading[None]:
+    """{"name": …, "arguments": {…}}, its keys in any order and under the names that models give them."""
+    feed.take(1)
+    has_arguments = False
+    while True:
+        yield from feed.space()
+        begin = yield from feed.peek()
+        if begin == "}":
+            feed.take(1)
+            break
+        if begin == ",":
+            feed.take(1)
+            continue
+        key = yield from read_key(feed)
+        yield from feed.space()
+        if (yield from feed.peek()) != ":":
+            raise Malformed
+        feed.take(1)
+        yield from feed.space()
+        if not (yield from feed.peek()):
+            raise EndOfText
+        if key in ARGUMENT_KEYS and not has_arguments:
+            has_arguments = True
+            yield from _read_arguments(feed, call)
+        elif key in NAME_KEYS and call.name is None:
+            yield from _read_name(feed, call, depth)
+        elif call.is_own or key in (*OTHER_KEYS, *NAME_KEYS):
+            yield from read_value(feed, ignore)
+        else:
+            raise Malformed
+    if depth == 0:
+        call.end()
+
+
+def _read_name(feed: Feed, call: Call, depth: int) -> Reading[None]:
+    """The name, or an object that holds the call, as {"function": {"name": …}}."""
+    begin = yield from feed.peek()
+    if begin == "{" and depth < _MAX_NESTED:
+        yield from read_object_call(feed, call, depth + 1)
+    elif begin in "\"'":
+        call.begin((yield from read_text(feed)))
+    else:
+        yield from read_value(feed, ignore)
+
+
+def _read_arguments(feed: Feed, call: Call) -> Reading[None]:
+    """An object, or a text that holds one, as OpenAI's API has it."""
+    begin = yield from feed.peek()
+    if begin == "{":
+        yield from read_value(feed, call.grow)
+    elif begin in "\"'":
+        call.grow((yield from read_text(feed)).strip() or "{}")
+    else:
+        pieces: list[str] = []
+        yield from read_value(feed, pieces.append)
+        value = "".join(pieces)
+        call.grow("{}" if value.strip() in ("null", "[]") else value)
+
+
+def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[None]:
+    """A name and its arguments: name{…}, name(key=value) or name<arg_key>…, or a name alone before an end."""
+    yield from feed.takes(_BEFORE_NAMES)
+    name = yield from feed.run(_NAME)
+    if (yield from feed.takes((":",))):  # Kimi counts its calls
+        yield from feed.run(_DIGITS)
+    yield from feed.space()
+    if (yield from feed.takes(("[CALL_ID]",))):
+        yield from feed.run(_WORD)
+    yield from feed.takes(_AFTER_NAMES)
+    yield from feed.space()
+    is_fenced = bool((yield from feed.takes(("```json", "```"))))
+    yield from feed.space()
+    if not name or len(name) > _MAX_NAME:
+        raise Malformed
+    begin = yield from feed.starts(("{", "(", "<arg_key>"))
+    if not begin and not (yield from feed.starts(ends)):
+        raise Malformed
+    call.begin(name, must_be_known=not begin)
+    if begin == "{":
+        yield from read_value(feed, call.grow)
+    elif begin == "(":
+        yield from _read_python_arguments(feed, call)
+    elif begin:
+        yield from _read_keys(feed, call)
+    call.end()
+    if is_fenced:
+        yield from feed.space()
+        yield from feed.takes(("```",))
+
+
+def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
+    """(key=value, …) as an object; values without a key belong to the tool's parameters in order."""
+    feed.take(1)
+    names = iter(call.tools.parameters(call.name or ""))
+    begin = "{"
+    while True:
+        yield from feed.space()
+        char = yield from feed.peek()
+        if not char:
+            raise EndOfText("{}" if begin == "{" else "}")
+        if char == ")":
+            feed.take(1)
+            break
+        if char == ",":
+            feed.take(1)
+            continue
+        word = yield from feed.run(_WORD)
+        space = yield from feed.space()
+        after = yield from feed.ahead(2)
+        if word.isidentifier() and after[:1] == "=" and after != "==":
+            feed.take(1)
+            yield from feed.space()
+            key, word = word, ""
+        else:
+            key = next(names, "")
+            if not key:
+                raise Malformed
+        call.grow(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
+        begin = ", "
+        yield from _read_rest(feed, call, word + space if word else "")
+    call.grow("{}" if begin == "{" else "}")
+
+
+def _read_rest(feed: Feed, call: Call, begun: str) -> Reading[None]:
+    """A value of which some characters have been taken."""
+    if not begun:
+        return (yield from read_value(feed, call.grow))
+    pieces = [begun]
+    rest = yield from feed.until(_ARGUMENT_ENDS, pieces.append)
+    if not rest:
+        raise EndOfText
+    call.grow(as_json("".join(pieces).strip()))
+    return None
+
+
+def read_tagged_call(feed: Feed, call: Call) -> Reading[None]:
+    """<function=name><parameter=key>value</parameter>…</function>; <invoke name="…"> is read too."""
+    call.begin((yield from _read_attribute(feed)))
+    begin = "{"
+    while True:
+        yield from feed.space()
+        tag = yield from feed.takes(_PARAMETERS)
+        if not tag:
+            break
+        key = yield from _read_attribute(feed)
+        call.grow(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
+        begin = ", "
+        yield from feed.takes(("\n",))
+        yield from _read_tagged_value(feed, call, key, _VALUE_ENDS[tag])
+    if not (yield from feed.takes(_FUNCTION_ENDS)) and not (yield from feed.peek()):
+        raise EndOfText("{}" if begin == "{" else "}")
+    call.grow("{}" if begin == "{" else "}")
+    call.end()
+
+
+def _read_attribute(feed: Feed) -> Reading[str]:
+    """The name in a tag whose beginning has been taken, up to its >."""
+    pieces: list[str] = []
+    if not (yield from feed.until(_TAG_END, pieces.append)):
+        raise EndOfText
+    feed.take(1)
+    match = _ATTRIBUTE.fullmatch("".join(pieces))
+    if match is None:
+        raise Malformed
+    return match[1].strip()
+
+
+def _read_tagged_value(feed: Feed, call: Call, key: str, ends: Marks) -> Reading[None]:
+    """A value up to the end of its tag: a text as it comes, anything else when it is whole."""
+    pieces: list[str] = []
+    is_text = call.tools.is_text(call.name or "", key)
+    if is_text:
+        call.grow('"')
+    end = yield from feed.until(ends, plain_text(call.grow) if is_text else pieces.append)
+    if not end:
+        raise EndOfText
+    feed.take(len(end))
+    call.grow('"' if is_text else as_json("".join(pieces)))
+
+
+def _read_keys(feed: Feed, call: Call) -> Reading[None]:
+    """<arg_key>key</arg_key><arg_value>value</arg_value>…"""
+    begin = "{"
+    while (yield from feed.takes(("<arg_key>",))):
+        pieces: list[str] = []
+        if not (yield from feed.until(_KEY_END, pieces.append)):
+            raise EndOfText
+        feed.take(len("</arg_key>"))
+        key = "".join(pieces).strip()
+        yield from feed.space()
+        if not (yield from feed.takes(("<arg_value>",))):
+            raise Malformed
+        call.grow(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
+        begin = ", "
+        yield from _read_tagged_value(feed, call, key, _ARG_VALUE_END)
+        yield from feed.space()
+    if not (yield from feed.peek()):
+        raise EndOfText("}")
+    call.grow("}")

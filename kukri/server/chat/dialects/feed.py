@@ -1,0 +1,162 @@
+"""`Feed`: a text that comes in pieces, read by generators that wait for more of it.
+
+A reader is written as if the whole text were there. Wherever it needs characters that have not come yet it
+yields, and continues when they are there. So what it finds does not depend on where a piece ends, and each
+character is looked at a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # a reader: it yields where it needs more text
+
+_SPACE = re.compile(r"\s*")
+
+
+class EndOfText(Exception):
+    """The text has ended in the middle of what is read. Its argument is all that is missing, if known."""
+
+
+class Marks:
+    """Texts to look for. None of them is the beginning of another."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(texts)
+        self._whole = re.compile("|".join(map(re.escape, texts)))
+        self._first = re.compile("[" + "".join(re.escape(char) for char in {t[0] for t in texts}) + "]")
+        self._n_most = max(map(len, texts)) - 1
+
+    def find(self, text: str, start: int) -> tuple[int, str | None]:
+        """(where a mark begins, the mark), or (where one may begin that is not whole yet, None)."""
+        if match := self._whole.search(text, start):
+            return match.start(), match[0]
+        for match in self._first.finditer(text, max(start, len(text) - self._n_most)):
+            rest = text[match.start() :]
+            if any(mark.startswith(rest) for mark in self.texts):
+                return match.start(), None
+        return len(text), None
+
+
+class Feed:
+    """The text not yet read. `is_last`: no more will come. `n_read` counts the characters taken so far."""
+
+    def __init__(self, text: str = "", *, is_last: bool = False) -> None:
+        self._text, self._at = text, 0
+        self.is_last = is_last
+        self._n_dropped = 0
+        self._kept: list[str] | None = None
+
+    @property
+    def n_read(self) -> int:
+        """Characters taken so far."""
+        return self._n_dropped + self._at
+
+    def add(self, text: str) -> None:
+        """Appends a piece."""
+        self._n_dropped += self._at
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def keep(self) -> None:
+        """Keeps what is taken from now on, for `kept`."""
+        self._kept = []
+
+    def kept(self) -> str:
+        """What was taken since `keep`, which ends here."""
+        kept, self._kept = self._kept or [], None
+        return "".join(kept)
+
+    def take(self, n: int) -> str:
+        """Takes the next `n` characters, or as many as have come."""
+        taken = self._text[self._at : self._at + n]
+        self._at += len(taken)
+        if self._kept is not None:
+            self._kept.append(taken)
+        return taken
+
+    def take_all(self) -> str:
+        """Takes everything that has come."""
+        return self.take(len(self._text) - self._at)
+
+    def peek(self) -> Reading[str]:
+        """The next character; "" at the end of the text."""
+        while self._at == len(self._text):
+            if self.is_last:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def ahead(self, n: int) -> Reading[str]:
+        """The next `n` characters; fewer at the end of the text."""
+        while len(self._text) - self._at < n and not self.is_last:
+            yield
+        return self._text[self._at : self._at + n]
+
+    def starts(self, marks: Sequence[str]) -> Reading[str]:
+        """The first of the marks that comes next; "" for none. It is not taken."""
+        for mark in marks:
+            n = len(mark)
+            while len(self._text) - self._at < n and mark.startswith(self._text[self._at :]):
+                if self.is_last:
+                    break
+                yield
+            if self._text.startswith(mark, self._at):
+                return mark
+        return ""
+
+    def takes(self, marks: Sequence[str]) -> Reading[str]:
+        """The first of the marks that comes next, which is taken; "" for none."""
+        mark = yield from self.starts(marks)
+        self.take(len(mark))
+        return mark
+
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Takes all characters that a pattern like [a-z]* matches."""
+        pieces: list[str] = []
+        yield from self.run_into(pattern, pieces.append)
+        return "".join(pieces)
+
+    def run_into(self, pattern: re.Pattern[str], write: Callable[[str], None]) -> Reading[None]:
+        """Takes all characters that a pattern like [a-z]* matches, and writes them as they come."""
+        while True:
+            match = pattern.match(self._text, self._at)
+            assert match is not None, "the pattern matches nothing too"
+            if match.end() > self._at:
+                write(self.take(match.end() - self._at))
+            if self._at < len(self._text) or self.is_last:
+                return
+            yield
+
+    def space(self) -> Reading[str]:
+        """Takes white space."""
+        return (yield from self.run(_SPACE))
+
+    def until(self, marks: Marks, write: Callable[[str], None]) -> Reading[str]:
+        """Takes text up to the first of the marks and writes it as it comes; the mark is not taken.
+
+        Returns the mark, or "" if the text ends first.
+        """
+        while True:
+            at, mark = marks.find(self._text, self._at)
+            if mark is None and self.is_last:
+                at, mark = len(self._text), ""
+            if at > self._at:
+                write(self.take(at - self._at))
+            if mark is not None:
+                return mark
+            yield
+
+
+def whole(reader: Callable[[Feed], Reading[T]], text: str) -> tuple[T, str]:
+    """Reads a text that is all there: (what the reader returns, what it left of the text)."""
+    feed = Feed(text, is_last=True)
+    try:
+        next(reading := reader(feed))
+    except StopIteration as stop:
+        value: T = stop.value
+        return value, feed.take(len(text))
+    reading.close()
+    raise AssertionError("a reader waits for more of a text that is all there")

@@ -1,0 +1,265 @@
+"""`ToolParser`: splits an answer into content and tool calls as it grows.
+
+It finds the marks of every family, not only the model's: models also write what others do, or bare JSON. A
+call in another form than the model's own has to name one of the tools. White space around calls belongs to
+neither part. What is not a call stays text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kukri.server.chat.dialects.calls import (
+    Call,
+    CallDelta,
+    merged,
+    read_headed_call,
+    read_object_call,
+    read_tagged_call,
+)
+from kukri.server.chat.dialects.feed import EndOfText, Feed, Marks, Reading
+from kukri.server.chat.dialects.signatures import Signatures
+from kukri.server.chat.dialects.values import Malformed, ignore
+
+CODE, CODE_END = "<code>", "</code>"
+FENCE = "```"
+_TAGS = ("<function=", "<function name=", "<invoke name=")  # which are part of the call
+_LANGUAGES = ("json", "python", "tool_call", "tool_code", "xml")
+_BARE = ("{", "[")
+_TAG, _NAME = "a tag", "a name"
+_ANY = (*_BARE, _NAME)  # of what may come after an opener; tags may always
+_CODE_END = Marks([CODE_END])
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """The marks that a parser looks for.
+
+    `own` are the openers of the model's form; `openers` and `closers` are those of every form. With
+    `begins_bare` an answer that begins with { or [ is a call in the model's own form too; with `reads_code`
+    <code>name(key=value)</code> is a call.
+    """
+
+    own: frozenset[str]
+    openers: tuple[str, ...]
+    closers: tuple[str, ...]
+    begins_bare: bool = False
+    reads_code: bool = False
+
+
+class ToolParser:
+    """Splits a text into content and calls: the same ones however it is cut.
+
+    `missed` are the marks of what looks like calls and was not taken.
+    """
+
+    def __init__(self, marks: CallMarks, tools: Signatures) -> None:
+        self.missed: list[str] = []
+        self._marks, self._tools = marks, tools
+        code = (CODE,) if marks.reads_code else ()
+        self._finds = Marks([*marks.openers, *_TAGS, *code, FENCE, "\n"])
+        self._inner = (*marks.openers, *marks.closers)
+        self._after = Marks([*self._inner, "\n"])
+        self._feed = Feed()
+        self._is_cut = False
+        self._n_calls = 0
+        self._is_after_call = False
+        self._held: list[str] = []  # white space that is content if more content follows
+        self._events: list[str | CallDelta] = []
+        self._run: Iterator[None] = self._read()
+
+    def push(self, text: str) -> list[str | CallDelta]:
+        """The new content and calls, in order."""
+        self._feed.add(text)
+        return self._advance()
+
+    def flush(self, *, is_cut: bool = False) -> list[str | CallDelta]:
+        """The content and calls held back, when no more text comes.
+
+        `is_cut`: the answer was not complete, so a call is left as it is; otherwise its end is added.
+        """
+        self._feed.is_last, self._is_cut = True, is_cut
+        return self._advance()
+
+    def _advance(self) -> list[str | CallDelta]:
+        next(self._run, None)
+        events, self._events = self._events, []
+        return merged(events)
+
+    def _tell(self, delta: CallDelta) -> None:
+        self._held.clear()
+        self._is_after_call = True
+        self._events.append(delta)
+
+    def _say(self, text: str) -> None:
+        """Emits content; white space at its end waits for what follows, and after a call it is dropped."""
+        if self._is_after_call:
+            text = text.lstrip()
+        solid = text.rstrip()
+        if solid:
+            self._is_after_call = False
+            self._events.append("".join((*self._held, solid)))
+            self._held.clear()
+        if len(text) > len(solid):
+            self._held.append(text[len(solid) :])
+
+    # Readers: each takes something off the feed, and says or tells it.
+
+    def _read(self) -> Reading[None]:
+        feed = self._feed
+        yield from self._line(is_own=self._marks.begins_bare)
+        while found := (yield from feed.until(self._finds, self._say)):
+            if found == "\n":
+                yield from self._line(is_own=False)
+            elif found == FENCE:
+                yield from self._fenced()
+            elif found == CODE:
+                yield from self._code()
+            elif not (yield from self._calls(found)):
+                self.missed.append(found)
+        if not self._is_after_call and self._held:
+            self._events.append("".join(self._held))
+
+    def _line(self, *, is_own: bool) -> Reading[None]:
+        """The beginning of a line: { or [ may be calls."""
+        self._say((yield from self._feed.space()))
+        begin = yield from self._feed.starts((*self._marks.openers, *_BARE))
+        if begin in _BARE:
+            yield from self._calls(begin, is_own=is_own)
+
+    def _fenced(self) -> Reading[None]:
+        """Calls in a fence of Markdown."""
+        self._feed.keep()
+        self._feed.take(len(FENCE))
+        yield from self._feed.takes(_LANGUAGES)
+        yield from self._feed.space()
+        begin = yield from self._feed.starts((*_BARE, *self._marks.openers, *_TAGS))
+        if begin:
+            yield from self._calls(begin, is_kept=True)
+        else:
+            self._say(self._feed.kept())
+
+    def _code(self) -> Reading[None]:
+        """Lines of Python between <code> and </code>: all of them calls, or text."""
+        feed = self._feed
+        feed.keep()
+        feed.take(len(CODE))
+        code: list[str] = []
+        end = yield from feed.until(_CODE_END, code.append)
+        feed.take(len(end))
+        calls = calls_in_code("".join(code), self._tools) if end else None
+        raw = feed.kept()
+        if calls is None:
+            self._say(raw)
+        for name, arguments in calls or ():
+            self._tell(CallDelta(self._n_calls, name, json.dumps(arguments)))
+            self._n_calls += 1
+
+    def _calls(self, begin: str, *, is_own: bool = False, is_kept: bool = False) -> Reading[bool]:
+        """Reads calls from a mark, { or [ on, and what stands between and around them.
+
+        What turns out not to be one is said. Returns False if there are none.
+        """
+        feed, n_before = self._feed, self._n_calls
+        if not is_kept:
+            feed.keep()
+        is_own = is_own or begin in self._marks.own or begin in _TAGS
+        may_come: tuple[str, ...] = _BARE if begin in _BARE else ()  # how the next call may begin
+        is_list = False
+        is_text = True  # what is kept is text, unless a call comes
+        while True:
+            if not is_text:
+                feed.keep()
+            if mark := (yield from feed.starts(self._inner)):
+                may_come = _ANY if mark in self._marks.openers else ()
+                is_text = is_text or bool(may_come)
+                feed.take(len(mark))
+                continue
+            kind = yield from self._kind()
+            if (
+                kind == " "
+                or (kind == "," and not is_text)
+                or (kind == FENCE and (not is_text or _NAME in may_come))
+            ):
+                feed.take(len(kind))
+                if kind == FENCE:
+                    yield from feed.takes(_LANGUAGES)
+            elif kind == "]" and is_list:
+                feed.take(1)
+                is_list, may_come = False, ()
+            elif kind == "[" and kind in may_come:
+                feed.take(1)
+                is_list, may_come = True, ("{", _NAME)
+            elif kind in may_come or kind == _TAG:
+                is_text = not (yield from self._call(kind, is_own))
+                if is_text:
+                    break
+                may_come = (kind,)
+            else:
+                break
+        raw = feed.kept()
+        if is_text:
+            self._say(raw)
+        return self._n_calls > n_before
+
+    def _kind(self) -> Reading[str]:
+        """What comes next: _TAG, _NAME, FENCE, " " for white space, "," for a separator, or the character."""
+        if (yield from self._feed.starts((FENCE,))):
+            return FENCE
+        if (yield from self._feed.starts(_TAGS)):
+            return _TAG
+        char = yield from self._feed.peek()
+        if char.isalnum() or char == "_":
+            return _NAME
+        return " " if char.isspace() else "," if char == ";" else char
+
+    def _call(self, kind: str, is_own: bool) -> Reading[bool]:
+        """One call; False if it turns out not to be one."""
+        feed = self._feed
+        call = Call(self._n_calls, self._tools, self._tell, is_own=is_own)
+        try:
+            if kind == "{":
+                yield from read_object_call(feed, call)
+            elif kind == _TAG:
+                yield from feed.takes(_TAGS)
+                yield from read_tagged_call(feed, call)
+            else:
+                yield from read_headed_call(feed, call, self._marks.closers)
+        except EndOfText as end:
+            if call.is_told and not self._is_cut:
+                call.complete(str(end))
+        except Malformed:
+            if call.is_told:  # it is too late to take it back
+                yield from feed.until(self._after, ignore)
+        self._n_calls += call.is_told
+        return call.is_told
+
+
+def calls_in_code(code: str, tools: Signatures) -> list[tuple[str, dict[str, Any]]] | None:
+    """The calls in lines of Python; None if they are anything but calls with plain values."""
+    try:
+        lines = ast.parse(code.strip()).body
+        calls = [_call_in(line, tools) for line in lines]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    found = [call for call in calls if call is not None]
+    return found if found and len(found) == len(calls) else None
+
+
+def _call_in(line: ast.stmt, tools: Signatures) -> tuple[str, dict[str, Any]] | None:
+    value = line.value if isinstance(line, ast.Expr | ast.Assign) else None
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "print" and len(value.args) == 1:
+        value = value.args[0]
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Name):
+        return None
+    names = tools.parameters(value.func.id)
+    if len(value.args) > len(names) or any(keyword.arg is None for keyword in value.keywords):
+        return None
+    given = [*zip(names, value.args, strict=False), *((k.arg or "", k.value) for k in value.keywords)]
+    arguments = {name: ast.literal_eval(node) for name, node in given}
+    json.dumps(arguments, allow_nan=False)  # raises ValueError or TypeError on what JSON has not
+    return value.func.id, arguments

@@ -1,0 +1,225 @@
+"""Values of tool calls, written as JSON whatever they come as: JSON, Python, or Gemma's own form.
+
+Small models write JSON with single quotes, a comma too many, a line break in a string or Python's `True`.
+All of that is read, and what is written is JSON: text that is JSON already is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+
+from kukri.server.chat.dialects.feed import EndOfText, Feed, Marks, Reading, whole
+
+Write = Callable[[str], None]
+
+_QUOTES = ('"""', "'''", '"', "'", '<|"|>', "<escape>")
+_RAW_QUOTES = {text: Marks([text]) for text in ('<|"|>', "<escape>")}  # Gemma's: no escapes between them
+_MAX_DEPTH = 60
+_OTHER_BRACKET = {"[": "]", "(": ")"}
+_PLAIN = {
+    '"': re.compile(r'[^"\\\x00-\x1f]*'),
+    "'": re.compile(r"[^'\"\\\x00-\x1f]*"),
+}
+_BARE_KEY = re.compile(r"[^\s:=,{}\[\]()\"']*")
+_WORD = re.compile(r"[^,\[\]{}()\n]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_HEX = re.compile(r"[0-9a-fA-F]+")
+_WORDS = {
+    "true": "true", "True": "true", "false": "false", "False": "false",
+    "null": "null", "None": "null", "undefined": "null",
+}  # fmt: skip
+
+
+class Malformed(Exception):
+    """What comes is not of the form that is read."""
+
+
+def json_text(text: str) -> str:
+    """A text between the quotes of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def ignore(_: str) -> None:
+    """Writes nothing."""
+
+
+def read_value(feed: Feed, write: Write, depth: int = 0) -> Reading[None]:
+    """Reads one value, whose first character has come. Raises EndOfText and Malformed."""
+    if depth > _MAX_DEPTH:
+        raise Malformed
+    begin = yield from feed.peek()
+    if begin == "{":
+        yield from _read_object(feed, write, depth)
+    elif begin in _OTHER_BRACKET:
+        yield from _read_list(feed, write, depth)
+    elif quote := (yield from feed.takes(_QUOTES)):
+        write('"')
+        yield from _read_string(feed, write, quote)
+        write('"')
+    else:
+        word = yield from feed.run(_WORD)
+        if not word.strip():
+            raise EndOfText if not (yield from feed.peek()) else Malformed
+        bare = word.rstrip()
+        if not (yield from feed.peek()):
+            raise EndOfText
+        write(literal(bare) + word[len(bare) :])
+
+
+def read_text(feed: Feed) -> Reading[str]:
+    """Reads a string in quotes, and returns it."""
+    quote = yield from feed.takes(_QUOTES)
+    if not quote:
+        raise EndOfText if not (yield from feed.peek()) else Malformed
+    pieces: list[str] = []
+    yield from _read_string(feed, pieces.append, quote)
+    try:
+        return str(json.loads(f'"{"".join(pieces)}"'))
+    except ValueError:
+        raise Malformed from None
+
+
+def literal(word: str) -> str:
+    """A word without quotes as JSON: a number, true, null, or else a string."""
+    if word in _WORDS:
+        return _WORDS[word]
+    if _NUMBER.fullmatch(word) and math.isfinite(float(word)):
+        return word
+    try:  # what Python takes for a number: 1_000, .5, 0x1f
+        number = (
+            int(word, 0) if not any(c in word for c in ".eE") or word[:2] in ("0x", "0X") else float(word)
+        )
+    except ValueError:
+        return json.dumps(word, ensure_ascii=False)
+    return json.dumps(number if math.isfinite(number) else word)
+
+
+def as_json(text: str) -> str:
+    """A whole text as JSON: what it reads as, or else a string."""
+    pieces: list[str] = []
+
+    def reader(feed: Feed) -> Reading[None]:
+        yield from feed.space()
+        yield from read_value(feed, pieces.append)
+
+    try:
+        _, rest = whole(reader, text + "\n")  # a word ends where a line does
+    except (EndOfText, Malformed):
+        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False) if rest.strip() else "".join(pieces).strip()
+
+
+def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
+    """{key: value, …}; keys may lack quotes."""
+    write(feed.take(1))
+    comma = ""  # not yet written: one before the end is dropped
+    is_after_value = False
+    while True:
+        space = yield from feed.space()
+        begin = yield from feed.peek()
+        if begin == "}":
+            write(space + feed.take(1))
+            return
+        if begin == "," and not comma:
+            comma = space + feed.take(1)
+            continue
+        if is_after_value and not comma:
+            comma = ", "
+        write(comma + space)
+        comma, is_after_value = "", True
+        write(json.dumps((yield from read_key(feed)), ensure_ascii=False))
+        write((yield from feed.space()))
+        if (yield from feed.peek()) not in (":", "="):
+            raise Malformed
+        feed.take(1)
+        write(":" + (yield from feed.space()))
+        yield from read_value(feed, write, depth + 1)
+
+
+def read_key(feed: Feed) -> Reading[str]:
+    """Reads a key, with or without quotes, and returns it."""
+    if (yield from feed.starts(_QUOTES)):
+        return (yield from read_text(feed))
+    word = yield from feed.run(_BARE_KEY)
+    if not (yield from feed.peek()):
+        raise EndOfText
+    if not word:
+        raise Malformed
+    return word
+
+
+def _read_list(feed: Feed, write: Write, depth: int) -> Reading[None]:
+    """[value, …], or a tuple of Python."""
+    end = _OTHER_BRACKET[feed.take(1)]
+    write("[")
+    comma = ""
+    is_after_value = False
+    while True:
+        space = yield from feed.space()
+        begin = yield from feed.peek()
+        if begin == end:
+            feed.take(1)
+            write(space + "]")
+            return
+        if begin == "," and is_after_value:
+            comma, is_after_value = space + feed.take(1), False
+            continue
+        if is_after_value:
+            raise Malformed
+        write(comma + space)
+        comma, is_after_value = "", True
+        yield from read_value(feed, write, depth + 1)
+
+
+def _read_string(feed: Feed, write: Write, quote: str) -> Reading[None]:
+    """The rest of a string, up to and with its closing quote, as JSON between quotes."""
+    if quote in _RAW_QUOTES:
+        if not (yield from feed.until(_RAW_QUOTES[quote], plain_text(write))):
+            raise EndOfText
+        feed.take(len(quote))
+        return
+    plain = _PLAIN[quote[0]]
+    while True:
+        yield from feed.run_into(plain, write)
+        char = yield from feed.peek()
+        if not char:
+            raise EndOfText
+        if (yield from feed.takes((quote,))):
+            return
+        if char == "\\":
+            write((yield from _read_escape(feed)))
+        else:  # another quote, or a character that JSON has only escaped
+            write(json_text(feed.take(1)))
+
+
+def _read_escape(feed: Feed) -> Reading[str]:
+    r"""A character after a backslash, as JSON: Python's \x and \' too; other backslashes are just that."""
+    two = yield from feed.ahead(2)
+    if len(two) < 2:
+        raise EndOfText
+    kind = two[1]
+    n_digits = {"u": 4, "x": 2}.get(kind)
+    if n_digits is not None:
+        digits = (yield from feed.ahead(2 + n_digits))[2:]
+        if len(digits) == n_digits and _HEX.fullmatch(digits):
+            feed.take(2 + n_digits)
+            return f"\\u{digits:0>4}"
+        feed.take(1)
+        return r"\\"
+    if kind in '"\\/bfnrt':
+        return feed.take(2)
+    feed.take(1)
+    if kind == "\n":  # Python continues the line
+        feed.take(1)
+        return ""
+    if kind == "'":
+        return feed.take(1)
+    return r"\\"
+
+
+def plain_text(write: Write) -> Write:
+    """Writes a text's pieces as the inside of a JSON string."""
+    return lambda text: write(json_text(text))
