@@ -33,11 +33,6 @@ def with_sampling(
     return add
 
 
-def at_most(n: int, *, at_least: int = 0) -> Any:
-    """The bound of a list: its first wrong item is its only error, however many there are."""
-    return Field(min_length=at_least, max_length=n, fail_fast=True)
-
-
 def annotation(facts: FieldFacts) -> Any:
     """The type of a field in a body."""
     text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
@@ -52,14 +47,14 @@ def annotation(facts: FieldFacts) -> Any:
             return Literal[facts.choices]
         case "names":
             return Annotated[
-                list[Annotated[str, Field(max_length=MAX_TEXT)]], at_most(2 * len(facts.choices))
+                list[Annotated[str, Field(max_length=MAX_TEXT)]], Field(max_length=2 * len(facts.choices))
             ]
         case "texts":
-            return text | Annotated[list[text], at_most(facts.most)]  # type: ignore[valid-type]
+            return text | Annotated[list[text], Field(max_length=facts.most)]  # type: ignore[valid-type]
         case "phrases":
-            return Annotated[list[text], at_most(facts.most)]  # type: ignore[valid-type]
+            return Annotated[list[text], Field(max_length=facts.most)]  # type: ignore[valid-type]
         case "ids":
-            return Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], at_most(facts.most)]
+            return Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=facts.most)]
         case "bias":
             return Annotated[
                 dict[str, Annotated[float, Field(ge=facts.low, le=facts.high)]],

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
+from pydantic_core import CoreSchema
 
 from kukri.errors import RequestError
 from kukri.interp.interventions import MAX_INTERVENTIONS
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
+from kukri.server.bounds import bounded
 from kukri.server.chat.request import only_grammar
 from kukri.server.sampling_fields import FACTS, with_sampling
 
@@ -49,6 +51,7 @@ HINTS = frozenset(
 _OTHER_FORM = {"max_tokens", "logprobs", "prompt_logprobs"}  # and name, at each endpoint
 SAME_FORM = {name for name, facts in FACTS.items() if facts.kind != "object"} - _OTHER_FORM
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+MAX_IDS = 2**20  # of a prompt that is given as token ids
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
@@ -74,11 +77,17 @@ class Body(BaseModel):
                 )
         known = cls._names()
         left_out = cls.refused.keys() | cls.ignored
-        return {
-            name: value
-            for name, value in data.items()
-            if name in known or (name not in left_out and value is not None)
-        }
+        unknown = (
+            name for name, value in data.items() if not (name in known or name in left_out or value is None)
+        )
+        first = next(unknown, None)  # one error is enough
+        return {name: value for name, value in data.items() if name in known or name == first}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema, in which every list, object and number has bounds."""
+        made: CoreSchema = bounded(handler(source))
+        return made
 
     @classmethod
     def _names(cls) -> set[str]:
@@ -420,7 +429,8 @@ class ChatBody(GenerationBody):
         return self
 
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
+MAX_PROMPTS = 1024
+TokenIds = Annotated[list[int], Field(min_length=1, max_length=MAX_IDS)]
 
 
 @with_sampling(["best_of"])
@@ -435,8 +445,8 @@ class CompletionBody(GenerationBody):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     suffix: str | None = None  # the text after the answer, for models that fill in the middle
     if TYPE_CHECKING:
@@ -499,7 +509,7 @@ class DetokenizeBody(Body):
     """A request to /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(max_length=MAX_IDS)]
 
 
 class TemplateBody(PromptText):

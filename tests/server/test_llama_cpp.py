@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 import pytest
 from bodies import check_error, events
+from hypothesis import given
+from hypothesis import strategies as st
 from live_server import CHAT, MODEL, TEXT, Served, serving
 from tiny_gguf import CONTROL, tiny_config, write_tiny
 
 from kukri import LLM
+from kukri.server.llama_cpp.indent import IndentLimit
 
 PROMPT = "Once upon a time"
 LIKELIEST = {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0}
@@ -135,6 +138,13 @@ def test_scores_biases_and_fields(served, offline):
         ("image_data", [{"id": 1}]),
         ("lora", [{"id": 0, "scale": 1}]),
         ("logit_bias", [["a"]]),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", [["9" * 5000, 1]]),
+        ("logit_bias", [[str(i) + "a", 1] for i in range(1001)]),
+        ("samplers", [[]]),
+        ("samplers", [{}]),
+        ("prompt", [1, *["a"] * 1025]),
+        ("prompt", ["a"] * 300),
         ("logit_bias", [["a", True]]),
         ("post_sampling_probs", True),
         ("warmth", 1),
@@ -169,12 +179,34 @@ def test_the_middle_is_filled_in(filling):
 
 
 def test_an_answer_ends_where_the_indent_does(site, forced):
-    """Catches lines of an outer block that an editor would insert."""
-    forced("  a\n\n  b\nc\n  d")
-    body = {"prompt": "x", "n_indent": 2}
-    assert post(site, "/completion", **body)["content"] == "  a\n\n  b\n"
-    parts = stream(site, "/completion", **body)
-    assert "".join(one["content"] for one in parts) == "  a\n\n  b\n"
+    """Catches lines of an outer block that an editor would insert, and tokens made for nobody."""
+    forced("  a\n\n  b\nc\n  d" + " e" * 100)
+    body = {"prompt": "x", "n_indent": 2, "n_predict": 100}
+    whole = post(site, "/completion", **body)
+    parts = list(stream(site, "/completion", **body))
+    assert whole["content"] == "".join(one["content"] for one in parts) == "  a\n\n  b\n"
+    for last in (whole, parts[-1]):
+        assert (last["stop_type"], last["truncated"]) == ("limit", False)
+        assert last["tokens_predicted"] < 30, "it ends there"
+
+
+def cut_at_the_indent(text: str, n: int) -> str:
+    """The definition: lines up to one, not the first, with words and fewer than `n` spaces before them."""
+    shown = ""
+    for i, line in enumerate(text.splitlines(keepends=True)):
+        words = line.lstrip(" \t")
+        if not words or (i and words.strip() and len(line) - len(words) < n):
+            break
+        shown += line
+    return shown
+
+
+@given(st.lists(st.text(" \tab\r\n\u2028", max_size=4)), st.integers(0, 3))
+def test_an_indent_in_pieces_is_that_of_the_whole(pieces, n):
+    """Catches a line that is judged by the piece it comes in."""
+    limit = IndentLimit(n)
+    wanted = cut_at_the_indent("".join(pieces), n) if n else "".join(pieces)
+    assert "".join(map(limit.push, pieces)) == wanted
 
 
 def test_models_without_the_tokens_say_so(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from kukri.calls.answer import Answer
 from kukri.errors import KukriError, RequestError
 from kukri.sampling import SamplingParams
 from kukri.server.errors import error_body
+from kukri.server.llama_cpp.indent import IndentLimit
 from kukri.server.llama_cpp.schema import (
     NAMES,
     LlamaBody,
@@ -28,6 +30,7 @@ from kukri.server.progress import PromptProgress
 from kukri.server.reply import EVENTS, Reply, StreamForm
 from kukri.server.sampling_fields import FACTS
 from kukri.server.timings import timings_of
+from kukri.tokenizer import Tokenizer
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -39,7 +42,11 @@ LLAMA_EVENTS = StreamForm(EVENTS.content_type, EVENTS.keep_alive, _event)
 
 async def complete(served: ServedModel, body: LlamaCompletionBody, http: Request) -> Response:
     """The response to /completion."""
-    prompts = [await _encoded(served, prompt) for prompt in body.prompts]
+    served.check_answers(len(body.prompts), body.n_cmpl or body.n or 1)
+    limit = served.llm.engine.max_context
+    prompts = await asyncio.to_thread(
+        lambda: [_encoded(served.tokenizer, prompt, limit) for prompt in body.prompts]
+    )
     return await _reply(served, body, prompts, http, is_many=body.is_many)
 
 
@@ -52,18 +59,17 @@ async def infill(served: ServedModel, body: LlamaInfillBody, http: Request) -> R
     return await _reply(served, body, [prompt], http, is_many=(body.n_cmpl or body.n or 1) > 1)
 
 
-async def _encoded(served: ServedModel, prompt: Prompt) -> list[int]:
+def _encoded(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> list[int]:
     """The token ids of a prompt, in whose texts control tokens count; a text at its beginning gets BOS."""
     parts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(parts, MarkedText):
         parts = [parts.prompt_string]
     ids: list[int] = []
-    limit = served.llm.engine.max_context
     for i, part in enumerate(parts):
         if isinstance(part, int):
             ids.append(part)
         else:
-            ids += await served.encode(part, add_special=i == 0, parse_special=True, max_tokens=limit)
+            ids += tokenizer.encode(part, i == 0, parse_special=True, max_tokens=limit)
     return ids
 
 
@@ -71,13 +77,15 @@ async def _reply(
     served: ServedModel, body: LlamaBody, prompts: list[list[int]], http: Request, *, is_many: bool
 ) -> Response:
     try:
-        sampling = body.sampling(grammar=body.form, logit_bias=body.bias(served.tokenizer))
+        bias = await asyncio.to_thread(body.bias, served.tokenizer) if body.logit_bias else None
+        sampling = body.sampling(grammar=body.form, logit_bias=bias)
         params = served.params(sampling)
         call = await submit(served, body, prompts, params, http)
     except RequestError as error:
         error.param = NAMES.get(error.param or "", error.param)
         raise
-    writer = LlamaWriter(served, call, body, params, is_many=is_many)
+    texts = await asyncio.to_thread(lambda: [served.tokenizer.decode(prompt) for prompt in prompts])
+    writer = LlamaWriter(served, call, body, params, texts, is_many=is_many)
     return Reply(
         served,
         call,
@@ -92,14 +100,23 @@ class LlamaWriter:
     """Writes answers as llama.cpp's server does, whole or as events: each answer's last has all facts."""
 
     def __init__(
-        self, served: ServedModel, call: LiveCall, body: LlamaBody, params: SamplingParams, *, is_many: bool
+        self,
+        served: ServedModel,
+        call: LiveCall,
+        body: LlamaBody,
+        params: SamplingParams,
+        prompts: list[str],
+        *,
+        is_many: bool,
     ) -> None:
+        self._prompts = prompts
         self._served, self._call, self._body, self._params = served, call, body, params
         self._is_many = is_many
         self._progress = PromptProgress(call.answers[0].request) if body.return_progress else None
         self._model = served.check_model(body.model)
         n = len(call.answers)
-        self._made, self._texts = [""] * n, [""] * n  # all text, and what is above the indent's end
+        self._texts = [""] * n
+        self._indents = [IndentLimit(body.n_indent or 0) for _ in range(n)]
         self._n_sent, self._n_ids_sent = [0] * n, [0] * n
         self._scores: list[list[dict[str, Any]]] = [[] for _ in range(n)]
         self._is_ended = [False] * n
@@ -139,8 +156,9 @@ class LlamaWriter:
         text, tokens = answer.take_text(), answer.take_tokens()
         if self._body.limit == 0:
             return
-        self._made[i] += text
-        self._texts[i] = _above(self._made[i], self._body.n_indent or 0)
+        self._texts[i] += self._indents[i].push(text)
+        if self._indents[i].is_over:
+            self._call.finish(answer, "length")
         for (_, token), entry in zip(
             tokens, chat_logprobs(self._served.tokenizer, [token for _, token in tokens]), strict=True
         ):
@@ -177,6 +195,7 @@ class LlamaWriter:
         answer, request = self._call.answers[i], self._call.answers[i].request
         limit = self._params.max_tokens
         is_cut = answer.finish_reason == "length" and (limit is None or answer.n_tokens < limit)
+        is_cut = is_cut and not self._indents[i].is_over
         scores = {"completion_probabilities": self._scores[i]} if self._body.n_probs else {}
         return {
             "index": i,
@@ -189,7 +208,7 @@ class LlamaWriter:
             "tokens_predicted": 0 if self._body.limit == 0 else answer.n_tokens,
             "tokens_evaluated": request.n_prompt,
             "generation_settings": settings_of(self._params),
-            "prompt": self._served.tokenizer.decode(request.tokens[: request.n_prompt].tolist()),
+            "prompt": self._prompts[i * len(self._prompts) // len(self._texts)],
             "has_new_line": "\n" in self._texts[i],
             "truncated": is_cut,
             "stop_type": _stop_type(answer),
@@ -233,19 +252,3 @@ def _stop_type(answer: Answer) -> str:
     if answer.stop_string is not None:
         return "word"
     return "limit" if answer.finish_reason == "length" else "eos"
-
-
-def _above(text: str, n_indent: int) -> str:
-    """The text before a line, not its first, that has words and fewer than `n_indent` spaces.
-
-    Spaces at the end, which may be the beginning of such a line, are left out.
-    """
-    if not n_indent:
-        return text
-    end = 0
-    for i, line in enumerate(text.splitlines(keepends=True)):
-        words = line.lstrip(" \t")
-        if not words or (i and words.strip() and len(line) - len(words) < n_indent):
-            break
-        end += len(line)
-    return text[:end]

@@ -7,11 +7,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from kukri.errors import RequestError
-from kukri.sampling.fields import MAX_BIAS, MAX_COUNT
+from kukri.sampling.fields import MAX_BIAS, MAX_COUNT, MAX_PHRASES
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.server.schema import (
     ELSEWHERE,
     HINTS,
+    MAX_IDS,
+    MAX_PROMPTS,
     SAME_FORM,
     TEXT_ONLY,
     Body,
@@ -26,7 +28,6 @@ NAMES = {name: facts.llama_cpp for name, facts in FACTS.items() if facts.llama_c
 _RENAMED = {name: theirs for name, theirs in NAMES.items() if name in SAME_FORM}
 _SAMPLERS = {"typ_p": "typical_p"}
 _NO_SAMPLERS = frozenset({"infill"})  # editors name it; it only makes middles end earlier
-_MAX_PROMPTS = 1024
 
 
 class MarkedText(Body):
@@ -36,7 +37,9 @@ class MarkedText(Body):
     prompt_string: str
 
 
-Mixed = Annotated[list[int | str], Field(min_length=1)]  # token ids, and texts between them
+Mixed = Annotated[
+    list[int | str], Field(min_length=1, max_length=MAX_IDS)
+]  # token ids, and texts between them
 Prompt = str | Mixed | MarkedText
 
 
@@ -79,7 +82,7 @@ class LlamaBody(GenerationBody):
             data["samplers"] = [
                 _SAMPLERS.get(one, one) if isinstance(one, str) else one
                 for one in data["samplers"]
-                if one not in _NO_SAMPLERS
+                if not (isinstance(one, str) and one in _NO_SAMPLERS)
             ]
         return data
 
@@ -103,10 +106,16 @@ class LlamaBody(GenerationBody):
         """Nothing: see `bias`."""
 
     def bias(self, tokenizer: Tokenizer) -> dict[int, float] | None:
-        """The bias of each token id: of a text, all its tokens have it."""
+        """The bias by token id; a text gives it to all its tokens. Raises RequestError on too many texts."""
         found: dict[int, float] = {}
+        n_texts = 0
         for token, strength in (self.logit_bias or {}).items():
-            ids = [int(token)] if token.isdecimal() else tokenizer.encode(token)
+            if token.isdecimal():
+                ids = [int(token)]
+            elif n_texts < MAX_PHRASES:
+                ids, n_texts = tokenizer.encode(token), n_texts + 1
+            else:
+                raise RequestError(f"logit_bias holds more than {MAX_PHRASES} texts", param="logit_bias")
             found.update(dict.fromkeys(ids, strength))
         return found or None
 
@@ -128,7 +137,15 @@ def _by_token(pairs: list[Any]) -> dict[str, float]:
 class LlamaCompletionBody(LlamaBody):
     """A request to /completion: `prompt` is a text, token ids with texts between them, or a list of these."""
 
-    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+    @model_validator(mode="after")
+    def _few_texts(self) -> LlamaCompletionBody:
+        parts = (part for prompt in self.prompts if isinstance(prompt, list) for part in prompt)
+        if sum(isinstance(part, str) for part in parts) > MAX_PROMPTS:
+            message = f"prompt holds more than {MAX_PROMPTS} texts among token ids"
+            raise RequestError(message, param="prompt")
+        return self
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -170,6 +170,10 @@ class LiveCall:
             if not is_pushed:
                 self.wake()
 
+    def finish(self, answer: Answer, reason: str) -> None:
+        """Ends an answer here: its writer shows no more of it."""
+        self._bridge.finish(answer, reason)
+
     def leave(self) -> None:
         """Ends the call of a client that has left: its pages are free by the next step."""
         self.is_gone = True
@@ -287,6 +291,14 @@ class Bridge:
             for request in requests:
                 if self._computing.pop(request.id, None) is not None:
                     self.loop.abort(request)
+
+    def finish(self, answer: Answer, reason: str) -> None:
+        """Ends an answer; its call is woken if that was the last."""
+        waiting = self._waiting.pop(answer.request.id, None)
+        if waiting is not None:
+            answer.finish_reason = reason
+            self.loop.finish(answer.request, reason)
+            waiting.call.wake()
 
     def drop(self, call: LiveCall) -> None:
         """Aborts the answers of a call that have not ended."""

@@ -218,6 +218,16 @@ class ServedModel:
         """The fields that a client set, on top of the model's defaults."""
         return with_overrides(self.llm.default_params, sampling)
 
+    def check_answers(self, n_prompts: int, n_each: int) -> None:
+        """Raises RequestError if a request asks for more answers than the queue holds."""
+        n_answers, most = n_prompts * n_each, self.settings.max_waiting
+        if n_answers > most:
+            raise RequestError(
+                f"{n_answers} answers requested at once, and the queue holds {most} (--max-waiting): "
+                f"send fewer {'prompts' if n_prompts > 1 else 'choices'}",
+                param="prompt" if n_prompts > 1 else "n",
+            )
+
     async def submit(
         self,
         prompts: Sequence[Sequence[int]],
@@ -235,13 +245,7 @@ class ServedModel:
         Special tokens among `marks` stay in the text. Raises CapacityError, and RequestError whose `param` is
         `prompt`, `max_tokens`, `adapter` or a field of SamplingParams.
         """
-        n_answers = len(prompts) * params.n_generated_answers
-        if n_answers > self.settings.max_waiting:
-            raise RequestError(
-                f"{n_answers} answers requested at once, and the queue holds {self.settings.max_waiting}: "
-                "send fewer prompts",
-                param="prompt",
-            )
+        self.check_answers(len(prompts), params.n_generated_answers)
         if interventions:
             check_interp(self.settings, scope, "interventions")
         if isinstance(params.grammar, Grammar):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,8 +16,9 @@ from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.logprobs import legacy_logprobs
 from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
 from kukri.server.schema import CompletionBody, GenerationBody, steering
-from kukri.tokenizer import TextStream
+from kukri.tokenizer import TextStream, Tokenizer
 
+T = TypeVar("T")
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 
@@ -32,9 +34,10 @@ async def complete(served: ServedModel, body: CompletionBody, http: Request) -> 
             grammar=body.form,
         )
     )
-    prompts = await _prompts(served, body)
+    prompts = await _prompts(served, body, params.n_generated_answers)
+    echoes = await asyncio.to_thread(_echoes, served.tokenizer, prompts) if body.echo else []
     call = await submit(served, body, prompts, params, http)
-    writer = CompletionWriter(served, call, body, model, prompts, hides_answer=max_tokens == 0)
+    writer = CompletionWriter(served, call, body, model, prompts, echoes, hides_answer=max_tokens == 0)
     return Reply(served, call, writer, stream=bool(body.stream), tells_progress=bool(body.return_progress))
 
 
@@ -59,14 +62,30 @@ def _n_prompt_logprobs(body: CompletionBody) -> int | None:
     return max((n for n in wanted if n is not None), default=None)
 
 
-async def _prompts(served: ServedModel, body: CompletionBody) -> list[list[int]]:
-    """The token ids of each prompt."""
+async def _prompts(served: ServedModel, body: CompletionBody, n_each: int) -> list[list[int]]:
+    """The token ids of each prompt. Raises RequestError if they are too many for `n_each` answers to each."""
     prompt: Any = body.prompt
     if body.suffix:
         return [await served.middle_prompt(prompt, body.suffix, "suffix")]
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    limit = served.llm.engine.max_context
-    return [await served.encode(one, max_tokens=limit) if isinstance(one, str) else one for one in many]
+    served.check_answers(len(many), n_each)
+    limit, encode = served.llm.engine.max_context, served.tokenizer.encode
+    if not isinstance(many[0], str):
+        return many
+    return await asyncio.to_thread(lambda: [encode(one, max_tokens=limit) for one in many])
+
+
+def _echoes(tokenizer: Tokenizer, prompts: list[list[int]]) -> list[tuple[str, list[int]]]:
+    """The text of each prompt, and where that of each of its tokens starts."""
+    echoes = []
+    for prompt in prompts:
+        stream, pieces, starts, n = TextStream(tokenizer, skip_special=False), [], [], 0
+        for token_id in prompt:
+            starts.append(n)
+            pieces.append(stream.push(token_id))
+            n += len(pieces[-1])
+        echoes.append(("".join([*pieces, stream.flush()]), starts))
+    return echoes
 
 
 class CompletionWriter(ChunkWriter):
@@ -79,11 +98,12 @@ class CompletionWriter(ChunkWriter):
         body: CompletionBody,
         model: str,
         prompts: list[list[int]],
+        echoes: list[tuple[str, list[int]]],
         *,
         hides_answer: bool,
     ) -> None:
         super().__init__(served, call, body, model, kind="text_completion", id_kind="cmpl")
-        self._body, self._prompts, self._hides_answer = body, prompts, hides_answer
+        self._body, self._prompts, self._echoes, self._hides_answer = body, prompts, echoes, hides_answer
         n = len(call.answers)
         self._texts = [""] * n
         self._tokens: list[list[tuple[int, SampledToken]]] = [[] for _ in range(n)]
@@ -128,17 +148,15 @@ class CompletionWriter(ChunkWriter):
             self._tokens[i] += [(self._n_shown[i] + start, token) for start, token in tokens]
 
     def _prompt_of(self, i: int) -> list[int]:
-        return self._prompts[i * len(self._prompts) // len(self._call.answers)]
+        return self._of_prompt(self._prompts, i)
+
+    def _of_prompt(self, each: list[T], i: int) -> T:
+        """What there is for each prompt: that of an answer's."""
+        return each[i * len(each) // len(self._call.answers)]
 
     def _echo(self, i: int) -> tuple[str, list[tuple[int, SampledToken]]]:
         """The prompt's text, and its tokens with their log-probabilities if they are requested."""
-        prompt = self._prompt_of(i)
-        stream = TextStream(self._served.tokenizer, skip_special=False)
-        text, starts = "", []
-        for token_id in prompt:
-            starts.append(len(text))
-            text += stream.push(token_id)
-        text += stream.flush()
+        prompt, (text, starts) = self._prompt_of(i), self._of_prompt(self._echoes, i)
         if self._body.logprobs is None:
             return text, []
         first = SampledToken(prompt[0])  # nothing comes before it that could tell how likely it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.errors import RequestError
 from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.served_model import ServedModel
 from kukri.server.schema import DetokenizeBody, TemplateBody, TokenizeBody
 
 
@@ -30,25 +32,14 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
         else:
             assert body.prompt is not None, "the schema wants one of them"
             ids = await served.encode(body.prompt, add_special=body.add_special_tokens)
-        texts = [served.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-        tokens: list[Any] = ids
-        if body.with_pieces:
-            tokens = [{"id": i, "piece": _piece(served.tokenizer.token_bytes(i))} for i in ids]
-        return JSONResponse(
-            {
-                "count": len(ids),
-                "max_model_len": served.llm.engine.max_context,
-                "tokens": tokens,
-                "token_strs": texts,
-            }
-        )
+        return await asyncio.to_thread(_tokenized, served, body, ids)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> JSONResponse:
         """The text of token ids."""
         served = await registry.served(body.model, request.scope)
         try:
-            text = served.tokenizer.decode(body.tokens)
+            text = await asyncio.to_thread(served.tokenizer.decode, body.tokens)
         except RequestError as error:
             error.param = "tokens"
             raise
@@ -61,6 +52,20 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
         messages = [message.as_dict() for message in body.messages]
         text = await served.prompts.render(messages, **body.options())
         return Response(json.dumps({"prompt": text}), media_type="application/json")  # lone surrogates too
+
+
+def _tokenized(served: ServedModel, body: TokenizeBody, ids: list[int]) -> JSONResponse:
+    tokens: list[Any] = ids
+    if body.with_pieces:
+        tokens = [{"id": i, "piece": _piece(served.tokenizer.token_bytes(i))} for i in ids]
+    return JSONResponse(
+        {
+            "count": len(ids),
+            "max_model_len": served.llm.engine.max_context,
+            "tokens": tokens,
+            "token_strs": [served.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None,
+        }
+    )
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -1,0 +1,78 @@
+"""Bounds of what a body holds: every list, object and number has one, and a wrong body is one error, soon."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+import kukri.server.app  # noqa: F401  (all bodies)
+from kukri.errors import RequestError
+from kukri.server.schema import Body
+
+N = 100_000
+
+
+def bodies(made: type[BaseModel] = Body) -> Iterator[type[BaseModel]]:
+    """All that clients can send: bodies and their parts."""
+    for body in made.__subclasses__():
+        yield body
+        yield from bodies(body)
+
+
+BODIES = sorted({body.__name__: body for body in bodies()}.items())
+
+
+def unbounded(schema: Any, place: str = "") -> Iterator[str]:
+    """Places of a JSON schema that hold any number of things, or any number."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from unbounded(part, place)
+    if isinstance(schema, dict):
+        limit = {"array": "maxItems", "integer": "maximum", "number": "maximum"}.get(str(schema.get("type")))
+        if isinstance(schema.get("additionalProperties"), dict):
+            limit = "maxProperties"
+        if limit and limit not in schema and "const" not in schema:
+            yield place
+        for name, part in schema.items():
+            yield from unbounded(part, f"{place}/{name}")
+
+
+@pytest.mark.parametrize(("name", "body"), BODIES)
+def test_all_that_a_body_holds_has_bounds(name: str, body: type[BaseModel]) -> None:
+    """Catches a list, an object or a number of a body that is not made by `Body`."""
+    assert not list(unbounded(body.model_json_schema(), name))
+
+
+FLOODS = ([1.5] * N, [0] * N, ["a"] * N, [[]] * N, [{}] * N, {f"key{i}": [] for i in range(N)})
+
+
+def outcome(body: type[BaseModel], data: dict[str, Any]) -> tuple[int, float]:
+    """The errors of a body, and the seconds until they are there."""
+    started_s, n_errors = time.thread_time(), 0
+    try:
+        body.model_validate(data)
+    except ValidationError as error:
+        n_errors = error.error_count()
+    except RequestError as error:
+        n_errors = len(str(error)) // 1000
+    return n_errors, time.thread_time() - started_s
+
+
+@pytest.mark.parametrize(("name", "body"), BODIES)
+def test_a_flood_of_wrong_items_is_a_few_errors(name: str, body: type[BaseModel]) -> None:
+    """Catches errors for each of many items, which take gigabytes while the event loop stands still."""
+    n_fields = len(body.model_fields)
+    for field, schema in body.model_json_schema()["properties"].items():
+        if re.search("array|object|ref", str(schema)):
+            for flood in FLOODS:
+                n_errors, seconds = outcome(body, {field: flood})
+                assert n_errors < n_fields + 10, field  # one for each that is missing, and each branch
+                assert seconds < 0.5, field
+    n_errors, seconds = outcome(body, FLOODS[-1])  # type: ignore[arg-type]
+    assert n_errors <= n_fields + 1, "unknown fields"
+    assert seconds < 0.5
