@@ -13,7 +13,7 @@ import typer
 
 from kukri.system_message import DEFAULT_SYSTEM
 from kukri.terminal.command import command, expanded, given
-from kukri.terminal.errors import BenchGroup, ErrorReportingGroup
+from kukri.terminal.errors import BenchGroup, ErrorReportingGroup, check_streams
 from kukri.terminal.options import (
     AblationOptions,
     BenchOptions,
@@ -67,6 +67,7 @@ app.add_typer(cluster_app, name="cluster")
 
 def main() -> None:
     """Runs the command line of this process and exits: 0, 2 after an error, 130 after Ctrl-C."""
+    check_streams()
     _keep_only(sys.argv[1:2])
     app()
 
@@ -113,7 +114,9 @@ def run(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPT]", help="Prompt; a single argument is the prompt. Piped text is appended."
+            metavar="[PROMPT]",
+            help="Prompt; a single argument is the prompt, unless it is a model's name: then chat with it. "
+            "Piped text is appended.",
         ),
     ] = None,
     system: System = DEFAULT_SYSTEM,
@@ -128,11 +131,25 @@ def run(
 ) -> None:
     """Answer a prompt and stream the answer."""
     gc.set_threshold(_GC_THRESHOLD)
-    from kukri.terminal.run import answer_prompt, is_model_file
-
-    if prompt is None and not is_model_file(named.model):
-        named.model, prompt = None, named.model
     files, interventions = steering.files_and_interventions()
+    if prompt is None and named.model is not None:
+        from kukri.terminal.run import is_model, is_typed
+
+        if not is_model(named.model):
+            named.model, prompt = None, named.model
+        elif is_typed() and not (json or raw or stats):
+            from kukri.terminal.chat import talk
+
+            talk(
+                model=named.name,
+                system=system,
+                sampling=given(sampling),
+                loading=given(loading) | files,
+                interventions=interventions,
+            )
+            return
+    from kukri.terminal.run import answer_prompt
+
     answer_prompt(
         prompt,
         model=named.name,

@@ -208,6 +208,11 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
     return spec.path
 
 
+def is_name(text: str) -> bool:
+    """True if a text is a known name, or has the form of a repository's."""
+    return text in MODELS or text in SHORT_NAMES or parse_name(text) is not None
+
+
 def _unknown(name: str) -> UnsupportedError:
     from difflib import get_close_matches
 
@@ -379,10 +384,11 @@ def _size_bytes(directory: Path) -> int:
 
 
 def _last_error(log: Path) -> str:
-    """pip's last error line, without the prefix."""
+    """pip's last error line, without the prefix; of a traceback its last line, which names the exception."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["pip failed without a word"])[-1]
+    told = [line for line in errors if not line.endswith("Exception:")]
+    return (told or lines or ["pip failed without a word"])[-1]
 
 
 def _unpack(

@@ -6,21 +6,22 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from glob import escape
 from pathlib import Path
 
 from kukri.host.os_calls import locked, sync_directory
 
+_SUFFIX = ".kukri-part"  # no other program's
+
 
 @contextmanager
 def unfinished(target: Path, *, is_directory: bool = False) -> Iterator[Path]:
-    """A path beside the target to write to, which becomes the target at the end of the block.
+    """A path next to the target to write to, which becomes the target at the end of the block.
 
-    If the block raises it is removed, as is what killed processes left of the same target: a lock, which ends
-    with its process, tells theirs from those at work. Raises OSError.
+    If the block raises it is removed, as is what killed processes left in the same directory: a lock, which
+    ends with its process, tells theirs from those at work. Raises OSError.
     """
-    _remove_abandoned(target)
-    path = target.with_name(f".{target.name}.{os.getpid()}.part")
+    _remove_abandoned(target.parent)
+    path = target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
     if is_directory:
         path.mkdir()
     else:
@@ -34,8 +35,8 @@ def unfinished(target: Path, *, is_directory: bool = False) -> Iterator[Path]:
         _remove(path)
 
 
-def _remove_abandoned(target: Path) -> None:
-    for path in target.parent.glob(f".{escape(target.name)}.*.part"):
+def _remove_abandoned(directory: Path) -> None:
+    for path in directory.glob(f".*{_SUFFIX}"):
         with suppress(OSError), locked(path, wait=False) as is_abandoned:
             if is_abandoned:
                 _remove(path)

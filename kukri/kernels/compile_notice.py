@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+from shutil import disk_usage
 from types import TracebackType
 from typing import ClassVar, Self
 
+from kukri.kernels.cpu.compile.kernel_cache import cache_root
+
 _DELAY_S = 1.0  # shorter compilations need no word
-_TEXT = "kukri: compiling kernels for this CPU, once"
+_TEXT = "kukri: compiling kernels for this CPU"
+_FEWEST_BYTES = 32 << 20  # that all kernels of a model need in the cache, and more
 
 
 class CompileNotice:
@@ -39,6 +44,8 @@ class CompileNotice:
             self._has_ended = True
             if self._is_shown:
                 self._write("\r\x1b[K")
+                if not _is_kept():
+                    self._write(f"kukri: kernels are compiled {_how_often()}\n")
 
     def advance(self) -> None:
         """Counts a compiled kernel."""
@@ -56,7 +63,7 @@ class CompileNotice:
                 self._write_progress()
             elif not CompileNotice._is_told:
                 CompileNotice._is_told = True
-                self._write(f"{_TEXT}: about 10 to 30 seconds\n")
+                self._write(f"{_TEXT}: about 10 to 30 seconds, {_how_often()}\n")
 
     def _write_progress(self) -> None:
         self._write(f"\r{_TEXT}: {self._n_done} of {self._n}")
@@ -65,6 +72,20 @@ class CompileNotice:
         if sys.stderr is not None:
             sys.stderr.write(text)
             sys.stderr.flush()
+
+
+def _how_often() -> str:
+    if _is_kept():
+        return "once"
+    return f"at every start: {cache_root()} cannot be written or is full (set $KUKRI_CACHE_DIR to another)"
+
+
+def _is_kept() -> bool:
+    """True if the cache of kernels can be written and has room."""
+    folder = cache_root()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK) and disk_usage(folder).free > _FEWEST_BYTES
 
 
 def _is_terminal() -> bool:

@@ -60,6 +60,11 @@ def talk(
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm, _line_editing():
+        if llm.chat_template.source is None:
+            raise RequestError(
+                f"{llm.path.name} has no chat template (a base model?): continue a text with "
+                '`kukri run -m MODEL --raw "…"`, or chat with the instruct version'
+            )
         messages = opening(llm.chat_template, system) if resumed is None else resumed.messages
         params = with_overrides(llm.default_params, given)
         adapter = next(iter(loading.get("adapters", {})), None)
@@ -293,7 +298,9 @@ def read_message() -> str | None:
     """
     while True:
         try:
-            return _read_lines()
+            text = _read_lines()
+            text.encode()  # an ASCII terminal hands other bytes on as halves of characters
+            return text
         except EOFError:
             if sys.stdin.isatty():
                 print()
@@ -302,7 +309,7 @@ def read_message() -> str | None:
             if not sys.stdin.isatty():
                 raise
             print("\n(Ctrl-D or /exit leaves)")
-        except UnicodeDecodeError:
+        except UnicodeError:
             print("error: that was not UTF-8")
 
 

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kukri.errors import RequestError
-from kukri.formats import hub
-from kukri.formats.repos import SHORT_NAMES
 from kukri.llm import LLM
 from kukri.terminal.options import EmbedOptions, RerankOptions
 from kukri.terminal.output import allow_any_text, write_text
 from kukri.terminal.progress import loading_bar
-from kukri.terminal.run import is_model_file, piped_text
+from kukri.terminal.run import is_model, piped_text
 
 DEFAULT_ENCODER = "minilm"
 
@@ -62,7 +60,7 @@ def model_and_texts(option: str | None, arguments: Sequence[str | None]) -> tupl
 
 def _is_model(text: str) -> bool:
     """True for a known name, a .gguf file and a directory of a model."""
-    if text in hub.MODELS or text in SHORT_NAMES or is_model_file(text):
+    if is_model(text):
         return True
     return text != "" and Path(text).is_dir() and (Path(text) / "config.json").is_file()
 

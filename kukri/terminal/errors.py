@@ -18,8 +18,29 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
+# the commands under the headings of `kukri --help`
+HEADINGS = {
+    "Answer and serve": ("run", "chat", "serve", "batch", "ps", "cluster", "stage", "plan"),
+    "Vectors and activations": ("embed", "rerank", "activations"),
+    "Models": ("pull", "list", "rm", "show", "inspect"),
+    "Files": ("convert", "quantize", "imatrix", "tune-recipe", "merge"),
+    "Measure": ("bench", "perplexity", "compare", "doctor"),
+}
+
+
 class ErrorReportingGroup(TyperGroup):
     """A command group that turns its commands' exceptions into a line on stderr and an exit code."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the commands by what they are for."""
+        listed = self.list_commands(ctx)
+        width = formatter.width - 6 - max(map(len, listed), default=0)
+        for heading, names in HEADINGS.items():
+            found = [(name, self.get_command(ctx, name)) for name in names if name in listed]
+            rows = [(name, one.get_short_help_str(width)) for name, one in found if one is not None]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Runs the command line, and flushes stdout while an error of that can still be reported."""
@@ -49,6 +70,15 @@ class ErrorReportingGroup(TyperGroup):
                 raise typer.Exit(_report_os_error(error)) from None
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise typer.Exit(EXIT_ERROR) from None
+
+
+def check_streams() -> None:
+    """Ends the program with a line if standard output is closed; text for a closed stderr is dropped."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process lives)
+    if sys.stdout is None:
+        print("error: standard output is closed: send it to a file, or to /dev/null", file=sys.stderr)
+        sys.exit(EXIT_ERROR)
 
 
 class BenchGroup(TyperGroup):

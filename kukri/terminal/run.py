@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from kukri.calls.results import Chunk, Result
 from kukri.errors import RequestError
+from kukri.formats import hub
 from kukri.llm import LLM
 from kukri.sampling import SamplingParams, with_overrides
 from kukri.system_message import DEFAULT_SYSTEM, opening
@@ -50,6 +52,11 @@ def answer_prompt(
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm:
+        if not raw and llm.chat_template.source is None:
+            if system not in ("", DEFAULT_SYSTEM):
+                raise RequestError("the model has no chat template, so --system has no place: leave it out")
+            print("the model has no chat template: it continues the text, as with --raw", file=sys.stderr)
+            raw = True
         params = with_overrides(llm.default_params, given)
         request: Any = (
             text if raw else [*opening(llm.chat_template, system), {"role": "user", "content": text}]
@@ -65,9 +72,19 @@ def answer_prompt(
         print(describe_timings(result.timings), file=sys.stderr)
 
 
-def is_model_file(argument: str | None) -> bool:
-    """True if an argument is a GGUF file's path, which is never meant as a prompt."""
-    return argument is not None and argument.endswith(".gguf") and Path(argument).is_file()
+def is_model(argument: str) -> bool:
+    """True if an argument alone names a model: a file, a known or cached name, a repository of the hub."""
+    if re.search(r"\s", argument):
+        return False
+    path = Path(argument)
+    if (path.is_file() and argument.endswith(".gguf")) or (path / "config.json").is_file():
+        return True
+    return hub.is_name(argument)
+
+
+def is_typed() -> bool:
+    """True if a person sits at standard input and output."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _stream(chunks: Iterator[Chunk]) -> Result:

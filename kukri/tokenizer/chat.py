@@ -173,7 +173,9 @@ class ChatTemplate:
     def _process(self) -> TemplateProcess:
         if self.source is None:
             raise RequestError(
-                "the model has no chat template: give it a plain prompt instead", param="messages"
+                "the model has no chat template (a base model?): send a text to continue instead of "
+                "messages, or give a template (--chat-template-file, chat_template)",
+                param="messages",
             )
         if len(self.source) > _MAX_SOURCE:
             raise FormatError(f"the model's chat template is longer than {_MAX_SOURCE} characters")

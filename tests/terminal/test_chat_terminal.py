@@ -183,7 +183,7 @@ def test_the_last_conversation_is_kept_and_resumed(tmp_path, monkeypatch, capsys
 
     class Opened(FakeLLM):
         default_params = SamplingParams()
-        chat_template = SimpleNamespace(takes_system_message=lambda: True)
+        chat_template = SimpleNamespace(source="x", takes_system_message=lambda: True)
 
         def __init__(self, model, *, prefix_dir=None, progress=None):
             super().__init__("Hello.")

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
+import pytest
 from tiny_gguf import TEMPLATE, write_tiny
 
 from kukri import LLM
+from kukri.errors import RequestError
+from kukri.formats.hub import DEFAULT_MODEL
 from kukri.interp import ControlVector
 from kukri.system_message import DEFAULT_SYSTEM, opening
+from kukri.terminal.chat import talk
 from kukri.terminal.options import SteeringOptions
-from kukri.terminal.run import answer_prompt
+from kukri.terminal.run import answer_prompt, is_model
 
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 
@@ -48,3 +55,72 @@ def test_a_control_vector_steers_the_answer(tmp_path, capsys):
         )
         texts.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert texts[0] == texts[1] != texts[2]
+
+
+def answer(prompt: str, path: object, **changes: object) -> None:
+    """Answers on the reference backend, greedily, in eight tokens."""
+    options = {
+        "model": str(path), "system": DEFAULT_SYSTEM, "raw": False, "as_json": True, "with_stats": False,
+        "sampling": {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True},
+        "loading": {"backend": "reference"},
+    }  # fmt: skip
+    answer_prompt(prompt, **{**options, **changes})  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_template_continues_the_text(tmp_path, capsys):
+    """Catches an error that tells users of a base model to give the plain prompt that they gave."""
+    path = write_tiny(tmp_path / "base.gguf", tokenizer__chat_template=None)
+    answer("Hello", path, raw=True)
+    wanted = json.loads(capsys.readouterr().out)["token_ids"]
+    answer("Hello", path)
+    said = capsys.readouterr()
+    assert json.loads(said.out)["token_ids"] == wanted
+    assert said.err.count("\n") == 1
+    assert "--raw" in said.err
+    with pytest.raises(RequestError, match="--system"):
+        answer("Hello", path, system="Be brief.")
+    with pytest.raises(RequestError, match=r"no chat template.*--raw"):
+        talk(model=str(path), system="", sampling={}, loading={"backend": "reference"})
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        (DEFAULT_MODEL, True), ("qwen3-0.6b", True), ("Qwen/Qwen3-0.6B-GGUF:Q8_0", True), ("hf:a/b", True),
+        ("Hello", False), ("What is 1/2?", False), ("", False), ("a b/c", False), ("file.gguf", False),
+    ],
+)  # fmt: skip
+def test_a_single_argument_that_names_a_model_is_one(text, is_one):
+    """Catches `kukri run qwen3-0.6b` that asks the default model "qwen3-0.6b", or a prompt as a model."""
+    assert is_model(text) == is_one
+
+
+def test_a_single_file_or_directory_is_a_model(tmp_path):
+    """Catches a path that is sent to the default model as a prompt."""
+    assert is_model(str(write_tiny(tmp_path / "tiny.gguf")))
+    assert not is_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert is_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(("closing", "code"), [(">&-", 2), ("2>&-", 0), ("<&-", 0)])
+def test_closed_streams_are_no_traceback(tmp_path, closing, code):
+    """Catches a shell's >&- that ends in a traceback, or an answer that is lost with exit code 0."""
+    path = write_tiny(tmp_path / "tiny.gguf")
+    line = f"{sys.executable} -m kukri run -m {path} Hello -n 2 --backend reference {closing}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: standard output is closed") == (code == 2)
+
+
+def test_bytes_that_are_not_utf8_end_no_chat(tmp_path):
+    """Catches a terminal of another encoding whose bytes end the conversation with a traceback."""
+    path = write_tiny(tmp_path / "tiny.gguf")
+    command = [sys.executable, "-m", "kukri", "chat", "-m", str(path), "-n", "2", "--backend", "reference"]
+    for encoding in ("utf-8", "ascii:surrogateescape"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding, "XDG_STATE_HOME": str(tmp_path)}
+        done = subprocess.run(command, input=b"Hello \xff\nHello\n", capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert b"not UTF-8" in done.stdout
+        assert b"Traceback" not in done.stderr

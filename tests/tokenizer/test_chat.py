@@ -173,7 +173,7 @@ def test_tools_must_be_objects():
 
 def test_a_model_without_a_template_says_so():
     """Catches a base model that is silently given some other model's format."""
-    with pytest.raises(RequestError, match=r"no chat template.*plain prompt"):
+    with pytest.raises(RequestError, match=r"no chat template.*--chat-template-file"):
         ChatTemplate(None).render(USER)
 
 
