@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from kukri.scale.simulation import Engine, Load, Routing, StepCosts, simulate
+from benchmarks.simulation import Engine, Load, Routing, StepCosts, simulate
 
 _RATE = 4.0  # requests a second and replica
 _ROUTINGS: tuple[Routing, ...] = ("prefix", "round-robin")

@@ -15,7 +15,6 @@ from kukri.system_message import DEFAULT_SYSTEM
 from kukri.terminal.command import command, expanded, given
 from kukri.terminal.errors import BenchGroup, ErrorReportingGroup, check_streams
 from kukri.terminal.options import (
-    AblationOptions,
     BenchOptions,
     ClusterOptions,
     CompareOptions,
@@ -23,7 +22,6 @@ from kukri.terminal.options import (
     EmbedOptions,
     InspectOptions,
     Json,
-    LoadOfUsers,
     LoadOptions,
     LoadTestOptions,
     ManyOptions,
@@ -252,17 +250,6 @@ def stage(
 
 
 @command(app)
-def plan(*, named: ModelName, load: LoadOfUsers, loading: ManyOptions, json: Json = False) -> None:
-    """Estimate how many replicas a load needs.
-
-    Measures the engine's steps on this machine and simulates replicas with these costs.
-    """
-    from kukri.terminal.plan import plan as print_plan
-
-    print_plan(named.name, load, given(loading), as_json=json)
-
-
-@command(app)
 def batch(
     *,
     named: ModelName,
@@ -438,14 +425,6 @@ def bench_serve(*, load: LoadTestOptions, json: Json = False) -> None:
     from kukri.terminal.load import load_server
 
     load_server(load, as_json=json)
-
-
-@command(bench_app)
-def ablate(*, named: ModelName, options: AblationOptions, json: Json = False) -> None:
-    """Measure the speedup of each technique on this machine."""
-    from kukri.terminal.ablate import show_ablation
-
-    show_ablation(named.name, **vars(options), as_json=json)
 
 
 @command(app)

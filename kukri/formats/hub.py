@@ -147,7 +147,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, progress: Progress |
     `kukri.formats.repos` reads it. Raises FormatError for a path without a file, UnsupportedError for a name
     that is not known (the text lists the known), DownloadError when fetching fails.
     """
-    if model is None or (isinstance(model, str) and (model in MODELS or model in SHORT_NAMES)):
+    if model is None or (isinstance(model, str) and is_known(model)):
         return pull(model, progress=progress)
     text = os.fspath(model)
     try:
@@ -208,9 +208,14 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
     return spec.path
 
 
-def is_name(text: str) -> bool:
-    """True if a text is a known name, or has the form of a repository's."""
-    return text in MODELS or text in SHORT_NAMES or parse_name(text) is not None
+def is_known(text: str) -> bool:
+    """True if a text is the name of a model that kukri knows."""
+    return text in MODELS or text in SHORT_NAMES
+
+
+def is_repository(text: str) -> bool:
+    """True if a text has the form of a repository's name."""
+    return parse_name(text) is not None
 
 
 def _unknown(name: str) -> UnsupportedError:

@@ -7,7 +7,6 @@
     stage.py        some layers of a model for an engine elsewhere: `kukri stage`
     facts.py        what a front knows of a replica
     front.py        a front: runs a server's requests on replicas, again if one dies
-    simulation.py   replicas by discrete events: `kukri plan`
     pipeline.py     stages that Ray places on machines
     data.py         a model over the rows of a Ray Data set
     serve.py        replicas and fronts on Ray Serve

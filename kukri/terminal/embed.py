@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kukri.errors import RequestError
@@ -12,7 +11,7 @@ from kukri.llm import LLM
 from kukri.terminal.options import EmbedOptions, RerankOptions
 from kukri.terminal.output import allow_any_text, write_text
 from kukri.terminal.progress import loading_bar
-from kukri.terminal.run import is_model, piped_text
+from kukri.terminal.run import is_known_model, piped_text
 
 DEFAULT_ENCODER = "minilm"
 
@@ -53,16 +52,9 @@ def show_ranking(
 def model_and_texts(option: str | None, arguments: Sequence[str | None]) -> tuple[str | None, list[str]]:
     """The model, and the texts: the first argument is the model if it names one and -m does not."""
     texts = [text for text in arguments if text is not None]
-    if option is None and texts and _is_model(texts[0]):
+    if option is None and texts and is_known_model(texts[0]):
         return texts[0], texts[1:]
     return option, texts
-
-
-def _is_model(text: str) -> bool:
-    """True for a known name, a .gguf file and a directory of a model."""
-    if is_model(text):
-        return True
-    return text != "" and Path(text).is_dir() and (Path(text) / "config.json").is_file()
 
 
 def _open(model: str | None, loading: dict[str, Any]) -> LLM:

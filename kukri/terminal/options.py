@@ -341,31 +341,6 @@ class ClusterOptions:
     )
 
 
-@dataclass(eq=False, repr=False)
-class LoadOfUsers:
-    """Options of `kukri plan`: what users send, and what they expect."""
-
-    users: float = option("Concurrent users.", default=100.0, metavar="N")
-    pause_s: float = option(
-        "Seconds from a user's request to the next.", "--pause", default=30.0, metavar="SECONDS"
-    )
-    tokens: int = option("Tokens per answer.", "--tokens", "-n", default=200, metavar="N")
-    prefixes: int = option("Different system prompts.", default=1, min=1, metavar="N")
-    prefix_tokens: int = option("Tokens per system prompt.", default=256, min=0, metavar="N")
-    own_tokens: int = option("Tokens of a prompt after the system prompt.", default=128, metavar="N")
-    first_token_s: float = option(
-        "Limit on the 99th percentile of time to first token.",
-        "--first-token",
-        default=1.0,
-        metavar="SECONDS",
-    )
-    tokens_per_s: float = option("Minimum tokens/s of the median answer.", default=10.0, metavar="N")
-    costs: str | None = option(
-        "Milliseconds per step, sequence and prompt token. [default: measured here]", metavar="A,B,C"
-    )
-    n_requests: int = option("Requests to simulate.", "--requests", default=2000, min=1, metavar="N")
-
-
 def cluster_options(options: ClusterOptions, *, is_wanted: bool) -> ClusterOptions | None:
     """The options if Ray is wanted, else None. Raises ConfigError if they are set without it."""
     if not is_wanted and options != ClusterOptions():
@@ -458,19 +433,6 @@ class BenchOptions:
     n_prompt: int = option("Prompt tokens.", "--prompt-tokens", "-p", default=512, metavar="N")
     n_generate: int = option("Tokens to generate.", "--generate-tokens", "-g", default=128, metavar="N")
     repetitions: int = option("Repetitions per measurement.", "--repetitions", "-r", default=5, metavar="N")
-
-
-@dataclass(eq=False, repr=False)
-class AblationOptions:
-    """Options of `kukri bench ablate`."""
-
-    only: list[str] | None = option(
-        "Measure only this technique, such as kv-cache; repeatable.", metavar="NAME"
-    )
-    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
-    repetitions: int = option("Rounds.", "--repetitions", "-r", default=5, metavar="N")
-    plot: Path | None = option("Plot the gains as a PNG.", metavar="FILE")
-    page: Path | None = option("Write a Markdown page and its chart.", metavar="FILE")
 
 
 @dataclass(eq=False, repr=False)

@@ -74,12 +74,14 @@ def answer_prompt(
 
 def is_model(argument: str) -> bool:
     """True if an argument alone names a model: a file, a known or cached name, a repository of the hub."""
-    if re.search(r"\s", argument):
-        return False
+    return is_known_model(argument) or (not re.search(r"\s", argument) and hub.is_repository(argument))
+
+
+def is_known_model(argument: str) -> bool:
+    """True if an argument among others names a model: a file, a directory or a known name."""
     path = Path(argument)
-    if (path.is_file() and argument.endswith(".gguf")) or (path / "config.json").is_file():
-        return True
-    return hub.is_name(argument)
+    is_file = argument.endswith(".gguf") and path.is_file()
+    return is_file or (argument != "" and (path / "config.json").is_file()) or hub.is_known(argument)
 
 
 def is_typed() -> bool:

@@ -17,9 +17,9 @@ import pytest
 from clusters import LocalCluster, cluster, until
 from tiny_gguf import tiny_config, write_tiny
 
+from benchmarks.simulation import Engine, Load, StepCosts, simulate
 from kukri import LLM
 from kukri.model_options import ModelOptions
-from kukri.scale.simulation import Engine, Load, StepCosts, simulate
 from kukri.server.app import create_app
 from kukri.server.asgi_client import post
 from kukri.server.settings import ServerSettings

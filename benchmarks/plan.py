@@ -1,25 +1,56 @@
-"""`kukri plan`: how many replicas a load needs, by a simulation with the step costs of this machine."""
+"""How many replicas a load needs, by a simulation with the step costs of this machine.
 
-from __future__ import annotations
+`python -m benchmarks.plan -m MODEL --users 500 --pause 30 --tokens 200`; --help lists the rest.
+"""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+import typer
+
+from benchmarks.simulation import Engine, Load, Report, StepCosts, replicas_needed, simulate
 from kukri.errors import ConfigError, KukriError
 from kukri.llm import LLM
 from kukri.sampling import SamplingParams
-from kukri.scale.simulation import Engine, Load, Report, StepCosts, replicas_needed, simulate
-from kukri.terminal.options import LoadOfUsers
+from kukri.terminal.command import expanded, given, option
+from kukri.terminal.errors import ErrorReportingGroup
+from kukri.terminal.options import ManyOptions
 from kukri.terminal.tables import print_facts
 
 _N_SEQUENCES = 8  # of the batch that is measured beside a single one
 _N_STEPS = 24
 _N_PROMPT = 257  # tokens of the prompt that is measured
+
+
+@dataclass(eq=False, repr=False)
+class LoadOfUsers:
+    """Options of the command line: what users send, and what they expect."""
+
+    model: str | None = option("Model. [default: the default model]", "--model", "-m", metavar="MODEL")
+    users: float = option("Concurrent users.", default=100.0, metavar="N")
+    pause_s: float = option(
+        "Seconds from a user's request to the next.", "--pause", default=30.0, metavar="SECONDS"
+    )
+    tokens: int = option("Tokens per answer.", "--tokens", "-n", default=200, metavar="N")
+    prefixes: int = option("Different system prompts.", default=1, min=1, metavar="N")
+    prefix_tokens: int = option("Tokens per system prompt.", default=256, min=0, metavar="N")
+    own_tokens: int = option("Tokens of a prompt after the system prompt.", default=128, metavar="N")
+    first_token_s: float = option(
+        "Limit on the 99th percentile of time to first token.",
+        "--first-token",
+        default=1.0,
+        metavar="SECONDS",
+    )
+    tokens_per_s: float = option("Minimum tokens/s of the median answer.", default=10.0, metavar="N")
+    costs: str | None = option(
+        "Milliseconds per step, sequence and prompt token. [default: measured here]", metavar="A,B,C"
+    )
+    n_requests: int = option("Requests to simulate.", "--requests", default=2000, min=1, metavar="N")
 
 
 def plan(model: str | None, users: LoadOfUsers, loading: dict[str, Any], *, as_json: bool) -> None:
@@ -149,3 +180,17 @@ def _ids(llm: LLM, n: int, seed: int) -> list[int]:
     """Token ids that begin like no other prompt here, so that none is found in the cache."""
     n_vocab = llm.config.n_vocab
     return [(seed * 7919 + i * (2 * seed + 101)) % n_vocab for i in range(n)]
+
+
+app = typer.Typer(cls=ErrorReportingGroup, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+@expanded
+def main(*, load: LoadOfUsers, loading: ManyOptions, as_json: bool = typer.Option(False, "--json")) -> None:
+    """Estimate how many replicas a load needs."""
+    plan(load.model, load, given(loading), as_json=as_json)
+
+
+if __name__ == "__main__":
+    app()

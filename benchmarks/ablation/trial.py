@@ -23,7 +23,7 @@ Range = tuple[int, int]  # the least and the most, both meant
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the workloads, in tokens and requests; the defaults are those of `kukri bench ablate`."""
+    """Sizes of the workloads, in tokens and requests; the defaults are those of a run."""
 
     context: int = 2048  # of the engine; what a contiguous cache sets aside for a request
     generations: tuple[tuple[int, int], ...] = ((128, 128), (512, 32))  # (prompt, generated) by the KV cache

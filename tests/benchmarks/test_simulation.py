@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kukri.scale.simulation import Engine, Load, StepCosts, replicas_needed, simulate
+from benchmarks.simulation import Engine, Load, StepCosts, replicas_needed, simulate
 
 COSTS = StepCosts(base_s=0.002, sequence_s=0.0004, token_s=0.00025)
 ENGINE = Engine(COSTS, n_pages=4096)

@@ -1,4 +1,4 @@
-"""`kukri bench ablate` on a tiny model and tiny sizes: that each side does what it says, not how fast."""
+"""`python -m benchmarks.ablate` with tiny sizes: that each side does what it says, not how fast."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from test_cli import assert_one_line_error
 from tiny_gguf import tiny_config, write_tiny
 from typer.testing import CliRunner
 
+from benchmarks.ablate import app, page_text, show_ablation
+from benchmarks.ablation import attention, cache, mix
+from benchmarks.ablation import techniques as ablation
+from benchmarks.ablation.techniques import TECHNIQUES, ablate, chosen, n_rounds
+from benchmarks.ablation.trial import Sizes, Trial, random_ids, row
 from kukri import LLM
-from kukri.bench import ablate as ablation
 from kukri.bench import card, turns
-from kukri.bench.ablate import TECHNIQUES, ablate, chosen, n_rounds
-from kukri.bench.ablation import attention, cache, mix
-from kukri.bench.ablation.trial import Sizes, Trial, random_ids, row
-from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.formats.headers import read_headers
 from kukri.kernels.cache import KVLayer
@@ -30,7 +30,6 @@ from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
 from kukri.quant.types import QUANT_TYPES
-from kukri.terminal.ablate import page_text, show_ablation
 
 SMALL = Sizes(
     context=128,
@@ -291,13 +290,13 @@ def test_everything_that_is_written(model: Path, tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_is_said_at_once(model: Path, options: list[str], words: list[str]) -> None:
     """Would catch an error after minutes of measuring, a traceback, or a text that does not help."""
     given = options if "-m" in options else [*options, "-m", str(model)]
-    assert_one_line_error(CliRunner().invoke(app, ["bench", "ablate", *given]), *words)
+    assert_one_line_error(CliRunner().invoke(app, given), *words)
 
 
 def test_a_directory_is_to_be_converted(tmp_path: Path) -> None:
     """Would catch a failure in the middle, when its file is to be written in another type."""
     (tmp_path / "config.json").write_text("{}")
-    done = CliRunner().invoke(app, ["bench", "ablate", "-m", str(tmp_path)])
+    done = CliRunner().invoke(app, ["-m", str(tmp_path)])
     assert_one_line_error(done, "directory", "kukri convert")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kukri.bench.ablation.trial import Row, Trial, random_ids, request_of, row, run
+from benchmarks.ablation.trial import Row, Trial, random_ids, request_of, row, run
 from kukri.engine import Engine
 from kukri.engine.pages import pages_for
 from kukri.kernels.arrays import IntArray

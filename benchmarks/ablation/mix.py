@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kukri.bench.ablation.trial import Range, Row, Sizes, Trial, random_ids, request_of, row
+from benchmarks.ablation.trial import Range, Row, Sizes, Trial, random_ids, request_of, row
 from kukri.engine import Engine, Request
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.runner import OwnTaps

@@ -1,6 +1,6 @@
 """Attention of a whole prompt: over KV pages in chunks, and by way of the matrix of all scores.
 
-Each kind runs in a process of its own, `python -m kukri.bench.ablation.attention`, with the same random q, k
+Each kind runs in a process of its own, `python -m benchmarks.ablation.attention`, with the same random q, k
 and v and the same threads, so that the most memory it came to hold can be told.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.bench.ablation.trial import Row, Trial, row
+from benchmarks.ablation.trial import Row, Trial, row
 from kukri.bench.child import Child, serve
 from kukri.engine.pages import pages_for
 from kukri.host.hardware import peak_rss_bytes
@@ -64,8 +64,8 @@ def attention(trial: Trial) -> Iterator[Row]:
     for n_tokens in trial.sizes.attention:
         arguments = [str(number) for number in (n_tokens, *numbers)]
         with (
-            Child("attention", ["kukri.bench.ablation.attention", "matrix", *arguments], variables) as matrix,
-            Child("attention", ["kukri.bench.ablation.attention", "paged", *arguments], variables) as paged,
+            Child("attention", ["benchmarks.ablation.attention", "matrix", *arguments], variables) as matrix,
+            Child("attention", ["benchmarks.ablation.attention", "paged", *arguments], variables) as paged,
         ):
             children = (matrix, paged)
             for child in children:

@@ -1,16 +1,21 @@
-"""`kukri bench ablate`: the table of each technique's gain, its chart, and the page in docs/."""
+"""Each technique's gain on this machine: a table, a chart, and the page docs/ablation.md.
 
-from __future__ import annotations
+`python -m benchmarks.ablate [-m MODEL] [--only NAME] [--page docs/ablation.md]`; --help lists the rest.
+"""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kukri.bench.ablate import TECHNIQUES, AblationReport, ablate, chosen, n_rounds
-from kukri.bench.ablation.trial import Row, Sizes
+import typer
+
+from benchmarks.ablation.techniques import TECHNIQUES, AblationReport, ablate, chosen, n_rounds
+from benchmarks.ablation.trial import Row, Sizes
 from kukri.errors import ConfigError
 from kukri.kernels.cpu.compile.features import usable_cores
+from kukri.terminal.command import expanded, option
+from kukri.terminal.errors import ErrorReportingGroup
 from kukri.terminal.files import writing
 from kukri.terminal.output import n_bytes_text, printable
 from kukri.terminal.plots import Bars, require_plots, save_bars
@@ -18,6 +23,20 @@ from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
 
 _COLUMNS = ("without", "with", "gain", "expected")
+
+
+@dataclass(eq=False, repr=False)
+class AblationOptions:
+    """Options of the command line."""
+
+    model: str | None = option("Model. [default: the default model]", "--model", "-m", metavar="MODEL")
+    only: list[str] | None = option(
+        "Measure only this technique, such as kv-cache; repeatable.", metavar="NAME"
+    )
+    n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
+    repetitions: int = option("Rounds.", "--repetitions", "-r", default=5, metavar="N")
+    plot: Path | None = option("Plot the gains as a PNG.", metavar="FILE")
+    page: Path | None = option("Write a Markdown page and its chart.", metavar="FILE")
 
 
 def show_ablation(
@@ -76,7 +95,7 @@ def page_text(report: AblationReport, chart: str) -> str:
     ]
     parts = [
         "# The gain of each technique",
-        "Written by `kukri bench ablate --page docs/ablation.md`, which measures everything again.",
+        "Written by `python -m benchmarks.ablate --page docs/ablation.md`, which measures everything again.",
         f"Model: {_model(report)}.",
         f"Machine: {_machine(report)}.",
         f"Each figure is the median of {report.repetitions} rounds, in which sides take turns. A gain is the "
@@ -171,3 +190,17 @@ def _bars(report: AblationReport) -> Bars:
         [row.gain for _, row in named],
         [row.expected for _, row in named],
     )
+
+
+app = typer.Typer(cls=ErrorReportingGroup, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+@expanded
+def main(*, options: AblationOptions, as_json: bool = typer.Option(False, "--json")) -> None:
+    """Measure the speedup of each technique on this machine."""
+    show_ablation(**vars(options), as_json=as_json)
+
+
+if __name__ == "__main__":
+    app()

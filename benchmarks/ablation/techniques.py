@@ -1,8 +1,8 @@
-"""Gain of each technique of the engine on this machine: the figures of `kukri bench ablate`.
+"""Gain of each technique of the engine on this machine: the figures of `python -m benchmarks.ablate`.
 
 Each technique is measured in pairs, with and without it in turns, so that what else the machine does meets
 both alike; medians are shown, and the median of the ratios of each round. Where the engine has no switch,
-what it would do without is done by its own means: `kukri.bench.ablation` has a function for each.
+what it would do without is done by its own means: `benchmarks.ablation` has a function for each.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kukri.bench.ablation import attention, cache, mix, speed
-from kukri.bench.ablation.trial import Row, Sizes, Trial
+from benchmarks.ablation import attention, cache, mix, speed
+from benchmarks.ablation.trial import Row, Sizes, Trial
 from kukri.bench.card import MachineCard, ModelCard, machine_card, model_card
 from kukri.errors import ConfigError
 from kukri.formats import hub
@@ -69,7 +69,7 @@ TECHNIQUES: dict[str, Technique] = {
 
 @dataclass(frozen=True)
 class AblationReport:
-    """The results of `kukri bench ablate`: rows by the name of their technique."""
+    """The results of `python -m benchmarks.ablate`: rows by the name of their technique."""
 
     machine: MachineCard
     model: ModelCard

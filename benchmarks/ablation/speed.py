@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from kukri.bench.ablation.trial import Row, Trial, row
+from benchmarks.ablation.trial import Row, Trial, row
 from kukri.bench.offline import Kukri
 from kukri.formats.convert import open_gguf, with_recipe, write
 from kukri.quant.recipes import Recipe, Rule
