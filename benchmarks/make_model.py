@@ -170,10 +170,16 @@ def random_rows(random: np.random.Generator, type: QuantType, dims: tuple[int, .
     if type.name == "MXFP4":  # 2^-8 and 2^-9, as often as gives the deviation
         blocks[:, 0] = np.where(random.random(len(blocks)) < 0.685, 120, 119)
         return blocks.reshape(-1, row_bytes)
-    assert type.block is not None
-    for at, value in zip(type.block.halves, _scales(type), strict=True):
+    _drop_twos(blocks, type)
+    for at, value in zip(type.layout.halves, _scales(type), strict=True):
         blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
     return blocks.reshape(-1, row_bytes)
+
+
+def _drop_twos(blocks: npt.NDArray[np.uint8], type: QuantType) -> None:
+    """Makes weights of 2 d in blocks of 2 bits zeros, so that the mean is 0."""
+    if type.name in ("Q2_0", "TQ2_0"):
+        blocks &= ~((blocks & blocks << 1) & 0xAA)
 
 
 def _maker(
@@ -184,9 +190,9 @@ def _maker(
 
 def _scales(type: QuantType) -> list[float]:
     """The scale, and the minimum, that give random quants the deviation, and the mean 0."""
-    assert type.block is not None
-    halves = type.block.halves
+    halves = type.layout.halves
     sample = np.random.default_rng(0).integers(0, 256, (1 << 12, type.block_bytes), np.uint8)
+    _drop_twos(sample, type)
 
     def weights(*values: float) -> npt.NDArray[np.float32]:
         for at, value in zip(halves, values, strict=True):

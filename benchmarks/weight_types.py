@@ -32,8 +32,9 @@ from kukri.kernels.cpu.pack.weights import pack
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.step import ForwardBatch, StepLimits
-from kukri.quant.types import QUANT_TYPES
+from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, TILES
 
+TYPES = {type.name: type for type in (*FLOATS, *PACKED, *TILES)}  # of these, those that have tiles
 N_IN = 2048
 MATRIX_BYTES = 128 << 20  # in every type: past any cache
 N_PROMPT = 512
@@ -44,7 +45,7 @@ REPEATS = 20  # products in one run of the executor
 
 def random_weight(type_name: str, n_bytes: int = MATRIX_BYTES) -> Weight:
     """A matrix of n_bytes: random quants with scales of 0.01, or float zeros."""
-    type, layout = QUANT_TYPES[type_name], LAYOUTS[type_name]
+    type, layout = TYPES[type_name], LAYOUTS[type_name]
     n_out = n_bytes // type.row_bytes(N_IN) // 16 * 16
     n_blocks = n_out * N_IN // type.block_size
     blocks = np.random.default_rng(0).integers(0, 256, (n_blocks, type.block_bytes), np.uint8)
@@ -93,7 +94,7 @@ def measure(n_threads: int, rounds: int, say: Say) -> dict[str, dict[str, float]
         say(f"preparing {name}")
         weight = random_weight(name)
         speeds[name] = partial(
-            _speeds, product_timer(backend, weight), weight.shape[0] * N_IN, QUANT_TYPES[name].bits_per_weight
+            _speeds, product_timer(backend, weight), weight.shape[0] * N_IN, TYPES[name].bits_per_weight
         )
     found = in_turns(list(speeds.values()), rounds, say)
     backend.close()

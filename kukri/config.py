@@ -307,7 +307,8 @@ class EmbeddingConfig:
     score: str = "sigmoid"  # of a cross-encoder's output: sigmoid or identity
 
 
-Speculation = Literal["off", "ngram", "draft"]
+KVType = Literal["f16", "q8_0", "q4", "fp8", "f32"]
+Speculation = Literal["ngram", "draft", "off"]
 
 
 @dataclass(frozen=True)
@@ -345,7 +346,7 @@ class EngineConfig:
     n_threads: int | None = None
     speculation: Speculation = "ngram"
     max_draft_tokens: int = 15
-    kv_type: Literal["f16", "q8_0", "q4", "fp8", "f32"] = "f16"
+    kv_type: KVType = "f16"
     max_in_flight: int = 1
     prefix_dir: str | None = None
     prefix_bytes: int = 4 << 30

@@ -30,6 +30,7 @@ from kukri.model_identity import model_identity, weights_identity
 from kukri.model_options import ModelOptions
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
+from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
 from kukri.tokenizer import Tokenizer, load_tokenizer
 
@@ -354,10 +355,12 @@ def _file_bytes(path: Path) -> int:
 
 def _weight_bytes(headers: Headers, quantize: str | None) -> int:
     """Bytes of a model's weights in memory: each tensor packed, and the embedding's rows beside its tiles."""
-    bits = None if quantize is None else packed_type(quantize).bits_per_weight
-    sizes = [
-        t.n_bytes if bits is None or len(t.shape) < 2 else t.n_parameters * bits / 8 for t in headers.tensors
-    ]
+    target = None if quantize is None else packed_type(quantize)
+    sizes: list[float] = []
+    for tensor in headers.tensors:
+        type = QUANT_TYPES.get(tensor.type) if target is None or len(tensor.shape) < 2 else target
+        n_bytes = tensor.n_bytes if type is None else tensor.n_parameters * type.tiles.bits_per_weight / 8
+        sizes.append(n_bytes)
     embedding = max(sizes, default=0) if headers.config is not None and headers.config.tie_embeddings else 0
     return int(sum(sizes) + embedding)
 

@@ -11,14 +11,13 @@ from dataclasses import Field, dataclass, field, fields
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
 
+from kukri.config import KVType, Speculation
 from kukri.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from kukri.stages.sources import StagePlacer
 
 BackendName = Literal["cpu", "torch", "gpu", "reference"]
-KVTypeName = Literal["f16", "q8_0", "q4", "fp8", "f32"]
-SpeculationName = Literal["ngram", "draft", "off"]
 # commands have these groups of flags; an option of no group is set in Python and in files alone
 Group = Literal["any", "generating", "many", "readers"]
 
@@ -250,15 +249,15 @@ class ModelOptions:
         "generating",
         metavar="N",
     )
-    kv_type: KVTypeName = _setting(
-        _one_of(KVTypeName),
+    kv_type: KVType = _setting(
+        _one_of(KVType),
         "KV cache type: q8_0 and fp8 (GPUs only) take half the memory, q4 a quarter, f32 twice (exact). "
         "[default: f16]",
         "generating",
         default="f16",
     )
-    speculation: SpeculationName | None = _setting(
-        _one_of(SpeculationName),
+    speculation: Speculation | None = _setting(
+        _one_of(Speculation),
         "Speculative decoding: ngram (prompt lookup), draft or off; never changes the output. "
         "[default: ngram; draft with --draft-model]",
         "generating",
@@ -374,8 +373,8 @@ class ModelKeywords(TypedDict, total=False):
     rope_scaling: str | None
     rope_factor: float | None
     max_context: int | None
-    kv_type: KVTypeName
-    speculation: SpeculationName | None
+    kv_type: KVType
+    speculation: Speculation | None
     draft_model: str | os.PathLike[str] | None
     adapters: Mapping[str, str | os.PathLike[str]] | None
     prefix_cache: bool

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-KVType = Literal["f16", "q8_0", "q4", "fp8", "f32"]
+from kukri.config import KVType as KVType
 
 
 @dataclass(frozen=True)

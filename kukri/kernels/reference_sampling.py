@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import ShapeError
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import (
     CHOSEN,
@@ -46,7 +47,6 @@ from kukri.kernels.sampling_record import (
     log_of,
 )
 
-FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 

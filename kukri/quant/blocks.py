@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import ShapeError, UnsupportedError
+from kukri.quant import types
 from kukri.quant.types import RUN
 from kukri.quant.types.schema import Block, Codebook, Cut, Numbers, QuantType, n_numbers
 
@@ -166,4 +167,4 @@ def _cut_numbers(blocks: ByteArray, cut: Cut) -> npt.NDArray[np.integer]:
 # the types that run, in the order of `RUN`
 BLOCKS = RUN
 # the types that weights can be converted to; Q8_K is for activations, and no file has it
-WRITTEN = (*RUN, "Q8_K")
+WRITTEN = (*FLOAT_BYTES, *(type.name for type in types.WRITTEN), "Q8_K")

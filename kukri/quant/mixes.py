@@ -34,6 +34,10 @@ MIXES: dict[str, tuple[str, int]] = {
     "Q6_K": ("Q6_K", 18),
     "IQ4_NL": ("IQ4_NL", 25),
     "IQ4_XS": ("IQ4_XS", 30),
+    "TQ1_0": ("TQ1_0", 36),
+    "TQ2_0": ("TQ2_0", 37),
+    "Q1_0": ("Q1_0", 40),
+    "Q2_0": ("Q2_0", 41),
 }
 
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # llama.cpp's short names
@@ -86,6 +90,8 @@ def mix_types(mix: str, shapes: Shapes, queries_per_key: int) -> dict[str, Quant
         chosen = main
         if main.block_size > 1 and name == head:
             chosen = _head_type(main, shape[-1])
+        elif name == "token_embd.weight" and main.name in ("TQ1_0", "TQ2_0", "Q2_0"):
+            chosen = QUANT_TYPES["Q4_K"]
         elif name in places:
             chosen = QUANT_TYPES[_layer_type(mix, *places[name], queries_per_key) or main.name]
         types[name] = fitting_type(chosen, shape[-1]) or QUANT_TYPES["F16"]

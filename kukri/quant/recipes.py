@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.errors import ConfigError
-from kukri.quant.blocks import BLOCKS
+from kukri.quant.blocks import WRITTEN
 from kukri.quant.mixes import ALIASES, MIXES, Shapes, mix_types
 from kukri.quant.per_token import PER_TOKEN
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
@@ -149,8 +149,8 @@ def _rule(key: Any, value: Any, path: Path) -> Rule:
     except (re.error, TypeError) as wrong:
         raise error(f"is no pattern: {wrong}") from None
     kind, rename = facts.get("type", "keep"), facts.get("rename")
-    if not isinstance(kind, str) or (kind != "keep" and kind.upper() not in BLOCKS):
-        raise error(f"asks for {kind!r}: use keep or one of {', '.join(BLOCKS)}")
+    if not isinstance(kind, str) or (kind != "keep" and kind.upper() not in WRITTEN):
+        raise error(f"asks for {kind!r}: use keep or one of {', '.join(WRITTEN)}")
     if rename is not None and not isinstance(rename, str):
         raise error(f"has the new name {rename!r}, which is no text")
     type = None if kind == "keep" else QUANT_TYPES[kind.upper()]

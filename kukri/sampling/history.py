@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kukri.kernels.arrays import IntArray
 from kukri.sampling.params import ReasoningLimit, SamplingParams
 
-IntArray = npt.NDArray[np.int32]
 Phrase = tuple[int, ...]
 
 _LOG_OF_LARGEST_FLOAT = 88.7228391  # as llama.cpp clamps DRY's powers

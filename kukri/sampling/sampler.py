@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import KukriError, RequestError, ShapeError
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.sampling_record import (
@@ -30,9 +31,6 @@ from kukri.kernels.sampling_record import (
 from kukri.sampling.grammar import Grammar
 from kukri.sampling.history import BadPhrases, DryRepetitions, ReasoningTokens, SeenTokens, Tokens
 from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
-
-FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
 
 _GIVEN = np.zeros(1, RECORD)  # a token whose log-probability is wanted
 _GIVEN["is_given"] = 1

@@ -13,13 +13,13 @@ import pytest
 from benchmarks.make_model import DEVIATION, SHAPES, make_model, random_rows, tensor_shapes
 from kukri import LLM, SamplingParams
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.quant.blocks import BLOCKS, dequantize
+from kukri.quant.blocks import WRITTEN, dequantize
 from kukri.quant.types import QUANT_TYPES
 
 TEXT = "the quick brown fox jumps over 13 lazy dögs"
 
 
-@pytest.mark.parametrize("name", list(BLOCKS))
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "Q8_K"])
 def test_rows_are_finite_and_of_the_deviation_asked_for(name):
     """Scales that overflow, minimums that shift every weight, so that activations grow."""
     rows = random_rows(np.random.default_rng(5), QUANT_TYPES[name], (64, 1024))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from random_blocks import HALVES, random_rows
+from random_blocks import random_rows
 
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Vector, Weight
@@ -13,9 +13,10 @@ from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
-from kukri.quant.types import QUANT_TYPES
+from kukri.quant.types import PACKED, QUANT_TYPES
 
-QUANTIZED = tuple(HALVES)  # every quantized type that kukri runs
+# one type for each form of tiles: what else a type has is how its blocks are read
+QUANTIZED = tuple({type.tiles.name: type.name for type in PACKED}.values())
 TYPES = ("F32", "F16", "BF16", *QUANTIZED)
 
 # Why these bounds: results differ by the order of float32 sums alone, a few ulp of the largest term.
@@ -26,7 +27,7 @@ def weight(rng, type_name, n_out, n_in):
     """Random blocks of a type; `n_in` is rounded up to whole blocks."""
     type = QUANT_TYPES[type_name]
     n_in = -(-n_in // type.block_size) * type.block_size
-    if type_name in QUANTIZED:
+    if type.block is not None:
         data = random_rows(rng, type_name, (n_out, n_in))
     else:
         data = quantize((rng.standard_normal((n_out, n_in)) * 0.1).astype(np.float32), type)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_blocks import HALVES, random_rows
+from random_blocks import HALVES, random_rows, set_scales
 from small_programs import (
     QUANTIZED,
     RELATIVE,
@@ -264,8 +264,8 @@ def extreme_weight(rng, type_name):
     for byte in range(type.block_bytes):
         if not any(byte - at in (0, 1) for at in HALVES[type_name]):
             blocks[:, :, byte] = bits[:, :, 0]
-    if type_name == "MXFP4":
-        blocks[:, :, 0] = 123  # the exponent of the scales
+    if not HALVES[type_name]:
+        set_scales(blocks.reshape(-1, type.block_bytes), type_name, np.full((1, 1), 2.0**-4))
     return Weight(rows, type, (17, 256))
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from small_programs import (
-    TYPES,
     assert_close,
     attention_case,
     both,
@@ -32,9 +31,10 @@ from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec, ConvSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.quant.types import RUN
 
 
-@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("type_name", RUN)
 def test_embedding(backend, type_name):
     """Would catch rows read in another order than the file's: dequantization is exact."""
     w = weight(np.random.default_rng(6), type_name, 12, 64)

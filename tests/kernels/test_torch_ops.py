@@ -7,7 +7,6 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from random_blocks import random_rows
 from small_programs import TYPES, weight
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
@@ -66,8 +65,8 @@ def test_floats_at_odd_addresses():
 
 
 def test_a_type_without_a_kernel_is_named():
-    with pytest.raises(MissingKernelError, match="does not read TQ1_0: it reads F32, F16"):
-        to_device(Weight(np.zeros((1, 54), np.uint8), QUANT_TYPES["TQ1_0"], (1, 256)), CPU, torch.float32)
+    with pytest.raises(MissingKernelError, match="does not read Q8_K: it reads F32, F16"):
+        to_device(Weight(np.zeros((1, 292), np.uint8), QUANT_TYPES["Q8_K"], (1, 256)), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("unpacked_bytes", [0, 1 << 30])
@@ -282,12 +281,6 @@ def test_limits_are_checked():
     )
     with pytest.raises(CapacityError, match="2 tokens"):
         program(batch_of([0], [2], np.zeros((1, 2), np.int32)))
-
-
-def test_random_rows_are_all_types():
-    """A weight type that is in the table of blocks and not read here."""
-    assert set(TYPES) == set(BLOCKS)
-    assert random_rows(np.random.default_rng(0), "Q4_0", (1, 32)).shape == (1, 18)
 
 
 def one_sequence(token_ids: np.ndarray, rows: np.ndarray | None = None) -> ForwardBatch:

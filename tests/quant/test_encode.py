@@ -120,7 +120,9 @@ def test_odd_weights_give_finite_blocks(name):
     read = dequantize(data, QUANT_TYPES[name])
     assert np.isfinite(read).all()
     assert not read[0].any()
-    worst = {"Q2_K": 0.5, "Q3_K": 0.3, "MXFP4": 0.25}.get(name, 0.2)  # MXFP4 clamps 8 to 6
+    # MXFP4 clamps 8 to 6; weights of few bits are a whole step apart
+    worst = {"Q2_K": 0.5, "Q3_K": 0.3, "MXFP4": 0.25, "Q1_0": 1.0}.get(name, 0.2)
+    worst = 0.51 if name in ("TQ1_0", "TQ2_0", "Q2_0") else worst
     for i in (1, 4, 5, 6, 7):
         assert np.abs(read[i] - rows[i]).max() <= worst * np.abs(rows[i]).max()
 

@@ -19,8 +19,8 @@ from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
-from kukri.quant.blocks import BLOCKS, dequantize
-from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
+from kukri.quant.blocks import dequantize
+from kukri.quant.types import QUANT_TYPES, WRITTEN, QuantType, fitting_type
 
 _HEADS = (
     "lm_head",
@@ -40,7 +40,7 @@ _IGNORABLE = re.compile(
     r"|embeddings\.(?:position_ids|token_type_ids))"
 )
 
-PACKED_TYPES = tuple(name for name in BLOCKS if QUANT_TYPES[name].block_size > 1)  # while loading
+PACKED_TYPES = tuple(type.name for type in WRITTEN)  # while loading
 
 # Experts' gate and up as one tensor of all experts, gate first, which transformers 5 calls them in memory.
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}

@@ -258,11 +258,11 @@ class TritonOps(TorchOps):
     def expert_linear(
         self, x: Any, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Tensor:
-        """See Ops.expert_linear. Adapters, and matrices of several types side by side, have a product for
-        each expert in use, whose numbers the host reads.
+        """See Ops.expert_linear. Adapters, matrices of several types side by side, and types that no kernel
+        reads have a product for each expert in use, whose numbers the host reads.
         """
         types = {each.type.name for each in experts}
-        if len(types) > 1 or self._adapter_rows:
+        if len(types) > 1 or self._adapter_rows or not types <= {*PACKED_TYPES, "F32", *_HALVES}:
             self.is_capturable = self.constants.is_batch_invariant = False
             return super().expert_linear(self.floats(x), routes, experts, bias)
         source = x if isinstance(x, Deferred) else Deferred(Recipe("plain", x, x))
@@ -324,8 +324,14 @@ class TritonOps(TorchOps):
         name = weights[0].type.name
         if name == "F32" or name in _HALVES:
             self._float_product(x.floats, weights, out)
-        else:
+        elif name in PACKED_TYPES:
             x.product(self.constants.packed(weights), out)
+        else:  # no Triton kernel reads it: plain ops dequantize it at each use
+            self.constants.is_batch_invariant = False
+            out.y.copy_(self.product(x.floats, weights))
+            for added in (out.bias, out.residual):
+                if added is not None:
+                    out.y.add_(added)
 
     def _float_product(self, x: Tensor, weights: tuple[Weight, ...], out: Output) -> None:
         is_f32 = weights[0].type.name == "F32"

@@ -85,8 +85,7 @@ def tensor_of(array: npt.NDArray[Any]) -> Tensor:
 def dequantize(data: Tensor, type_name: str) -> Tensor:
     """uint8 [rows, bytes of a row] of a quantized type -> float32 [rows, columns]."""
     type = QUANT_TYPES[type_name]
-    assert type.block is not None
-    return _weights(data.reshape(-1, type.block_bytes), type.block).reshape(len(data), -1)
+    return _weights(data.reshape(-1, type.block_bytes), type.layout).reshape(len(data), -1)
 
 
 def _aligned(data: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Bits:
     Signed fields hold numbers of two's complement.
     """
 
-    field: str  # a.b for a field b of the structs in a field a
+    field: str  # a.b for a field b of the structs in a field a, a.2 for the third unit of a
     n_bits: int
     run: int = 1
     start: int = 0
@@ -148,7 +148,10 @@ def _cut(struct: np.dtype[Any], part: Bits | Trits) -> Cut:
     outer, _, name = part.field.partition(".")
     kind, at, *_ = struct.fields[outer]  # type: ignore[index]
     count, stride = prod(kind.shape), kind.base.itemsize
-    if name:
+    if name.isdigit():
+        kind = kind.base
+        count, stride, at = 1, kind.itemsize, at + int(name) * kind.itemsize
+    elif name:
         kind, offset, *_ = kind.base.fields[name]  # type: ignore[index]
         at += offset
     else:
@@ -188,6 +191,17 @@ class QuantType:
     def row_bytes(self, n_columns: int) -> int:
         """Bytes of a row of `n_columns` weights, which must be a multiple of `block_size`."""
         return n_columns // self.block_size * self.block_bytes
+
+    @property
+    def layout(self) -> Block:
+        """The facts of a block, of a type that has them."""
+        assert self.block is not None, self.name
+        return self.block
+
+    @property
+    def tiles(self) -> QuantType:
+        """The type, or the form in which the CPU packs it."""
+        return self if self.block is None or self.block.tiles is None else self.block.tiles
 
     @property
     def bits_per_weight(self) -> float:

@@ -40,6 +40,7 @@ KERNEL_MODULES = (
     "kernels.masked_attention",
     "kernels.sampling_kernel",
     "pack.pack_kernels",
+    "pack.recode",
     "run.bandwidth",
     "pack.encode",
 )

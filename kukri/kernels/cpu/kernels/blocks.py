@@ -34,6 +34,7 @@ from kukri.kernels.cpu.kernels.tiles import (
     tile_fold_mins,
     tile_fold_short_halves,
     tile_fold_sums,
+    tile_half_offset_start,
     tile_half_start,
     tile_offset_start,
     tile_scale_halves,
@@ -64,13 +65,16 @@ from kukri.kernels.cpu.kernels.unpack import (
     words_to_f32,
 )
 from kukri.quant.types.fp4 import FP4_VALUES
+from kukri.quant.types.iq1 import IQ1_TILES
+from kukri.quant.types.iq2 import IQ2_TILES
+from kukri.quant.types.iq3 import IQ3_S_TILES, IQ3_XXS_TILES
 from kukri.quant.types.iq4 import IQ4_VALUES
 
 _HAS_SIGNED_BIAS = cpu_target().has_signed_bias
 
 # Fetching a few lines at a time, as they are used: all of a block of 256 at once would fill the CPU's queue
-_ahead_1, _ahead_3, _ahead_4, _ahead_5, _ahead_6, _ahead_7, _ahead_9 = (
-    fetch_ahead(n) for n in (1, 3, 4, 5, 6, 7, 9)
+_ahead_1, _ahead_2, _ahead_3, _ahead_4, _ahead_5, _ahead_6, _ahead_7, _ahead_9 = (
+    fetch_ahead(n) for n in (1, 2, 3, 4, 5, 6, 7, 9)
 )
 
 # --- float weights ---
@@ -240,6 +244,87 @@ def _mxfp4(out, w, x):
     return tile_fold(out, _dot_mxfp4(out, w, x), load_powers(w + 256), x)
 
 
+# --- blocks of 2 bits and of 1, whose words hold 16 and 32 inputs in a row ---
+
+
+@device
+def _dot_two_bits(out, w, x):
+    """Integer sums of 32 weights q - 1 of 2 bits, in two words."""
+    acc = tile_offset_start(out, x, 0)
+    short = tile_short_start(acc)
+    for j in range(2):
+        packed = load_u8x64(w + 64 * j)
+        short = tile_dot4_short(short, low_bits(packed, 3), x, 4 * j)
+        short = tile_dot4_short(short, byte_bits(packed, 2, 3, 0), x, 4 * j + 1)
+        short = tile_dot4_short(short, byte_bits(packed, 4, 3, 0), x, 4 * j + 2)
+        short = tile_dot4_short(short, byte_bits(packed, 6, 3, 0), x, 4 * j + 3)
+    return tile_short_end(acc, short)
+
+
+@device
+def _dot_signs(out, w, x):
+    """Integer sums of 32 weights 2 q - 1 of 1 bit, in a word."""
+    acc = tile_offset_start(out, x, 0)
+    short = tile_short_start(acc)
+    packed = load_u8x64(w)
+    for j in range(4):
+        short = tile_dot4_short(short, byte_bits(packed, 2 * j, 1, 1), x, 2 * j)
+        short = tile_dot4_short(short, byte_bits(packed, 2 * j + 1, 1, 1), x, 2 * j + 1)
+    return tile_short_end(acc, short)
+
+
+def _make_even_block(dot: Any, ahead: Any, n_groups: int, n_words: int) -> Any:
+    """A function for blocks with one scale: groups of 32 inputs with `n_words` words each, then d."""
+
+    @device
+    def block(out, w, x):
+        d = load_f16x16(w + 64 * n_words * n_groups)
+        sums = tile_sums_like(out)
+        for _ in range(n_groups):
+            ahead(out, w)
+            sums = tile_fold_sums(sums, dot(out, w, x), x)
+            w += 64 * n_words
+            x += panel_block_bytes(out)
+        return tile_add_scaled(out, sums, d)
+
+    return block
+
+
+_q1_0 = _make_even_block(_dot_signs, _ahead_1, 4, 1)
+_q2_0 = _make_even_block(_dot_two_bits, _ahead_2, 2, 2)
+_tq2_0 = _make_even_block(_dot_two_bits, _ahead_2, 8, 2)
+
+
+# --- NVFP4: blocks of 64 in 4 groups of 16 with a float scale each ---
+
+
+@device
+def _dot_half_of_fp4(out, w, x, half):
+    """Integer sums of 16 values, kept as value + 16, in two words: the low nibbles are the first 8."""
+    acc = tile_half_offset_start(out, x, 4, half)
+    short = tile_short_start(acc)
+    packed = load_u8x64(w)
+    short = tile_dot4_short(short, _low_mxfp4(packed), x, 4 * half)
+    short = tile_dot4_short(short, _high_mxfp4(packed), x, 4 * half + 2)
+    packed = load_u8x64(w + 64)
+    short = tile_dot4_short(short, _low_mxfp4(packed), x, 4 * half + 1)
+    short = tile_dot4_short(short, _high_mxfp4(packed), x, 4 * half + 3)
+    return tile_short_end(acc, short)
+
+
+@device
+def _nvfp4(out, w, x):
+    d = w + 512
+    for _ in range(2):
+        _ahead_5(out, w)
+        out = tile_fold(out, _dot_half_of_fp4(out, w, x, 0), load_f16x16(d), x)
+        out = tile_fold(out, _dot_half_of_fp4(out, w + 128, x, 1), load_f16x16(d + 32), x)
+        w += 256
+        d += 64
+        x += panel_block_bytes(out)
+    return out
+
+
 # --- blocks of 256, in 8 groups of 32 inputs, which have a panel block each ---
 #
 # Their words are put in the order of the groups when packed (pack_kernels.py).
@@ -249,19 +334,35 @@ def _mxfp4(out, w, x):
 # are shifted from group to group.
 
 
-@device
-def _iq4_xs(out, w, x):
-    # word 0: low 4 bits of the group scales, words 1 to 32: nibbles, then d and the scales' top 2 bits
-    low_bits_of_scales = load_i32x16(w)
-    d = load_f16x16(w + 2112)
-    high_bits = load_u16x16(w + 2144)
-    for g in range(8):
-        _ahead_5(out, w + 320 * g)
-        scale = either_word(word_bits(low_bits_of_scales, 4 * g, 15, 0), word_bits(high_bits, 2 * g, 3, 4))
-        acc = _dot_iq4(out, w + 64 + 256 * g, x)
-        out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x)
-        x += panel_block_bytes(out)
-    return out
+def _make_iq4_xs_block(dot: Any, factor: float = 1.0) -> Any:
+    """A function for blocks of IQ4_XS whose nibbles are read by `dot`, times a factor."""
+
+    @device
+    def block(out, w, x):
+        # word 0: low 4 bits of the group scales, words 1 to 32: nibbles, then d and the scales' top 2 bits
+        low_bits_of_scales = load_i32x16(w)
+        d = load_f16x16(w + 2112)
+        if factor != 1:
+            d = d * splat(factor)
+        high_bits = load_u16x16(w + 2144)
+        for g in range(8):
+            _ahead_5(out, w + 320 * g)
+            scale = either_word(
+                word_bits(low_bits_of_scales, 4 * g, 15, 0), word_bits(high_bits, 2 * g, 3, 4)
+            )
+            acc = dot(out, w + 64 + 256 * g, x)
+            out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x)
+            x += panel_block_bytes(out)
+        return out
+
+    return block
+
+
+_iq4_xs = _make_iq4_xs_block(_dot_iq4)
+_iq3_xxs, _iq3_s = (
+    _make_iq4_xs_block(_make_dot_values(form.values), form.factor)
+    for form in (IQ3_XXS_TILES.layout, IQ3_S_TILES.layout)
+)
 
 
 @device
@@ -389,24 +490,68 @@ def _q3_k_group(sums, w, x, scales):
     return tile_fold_short_halves(sums, first, last, scales, 2, x)
 
 
-@device
-def _q3_k(out, w, x):
-    # words 0 to 23: the groups, 24 and 25: low 4 bits of scales + 32, 26: their top 2 bits, then d
-    d = load_f16x16(w + 1728)
-    top = load_i32x16(w + 1664)
-    scales = w + 1536
-    sums = tile_sums_like(out)
-    for half in range(2):
-        low = load_i32x16(scales + 64 * half)
-        for g in range(4):
-            _ahead_4(out, w + 64 * (4 * half + g))
-            both = either_word(byte_pairs(low, 0, 15, 0), byte_pairs(top, 0, 3, 4))
-            sums = _q3_k_group(sums, w, x, add_to_pairs(both, -32))
-            low = byte_pairs(low, 4, 0xFFF, 0)
-            top = byte_pairs(top, 2, 0x3FFF, 0)
-            w += 192
-            x += panel_block_bytes(out)
-    return tile_add_scaled(out, sums, d)
+def _make_q3_k_block(group: Any, factor: float = 1.0) -> Any:
+    """A function for blocks of Q3_K whose groups are read by `group`, times a factor."""
+
+    @device
+    def block(out, w, x):
+        # words 0 to 23: the groups, 24 and 25: low 4 bits of scales + 32, 26: their top 2 bits, then d
+        d = load_f16x16(w + 1728)
+        if factor != 1:
+            d = d * splat(factor)
+        top = load_i32x16(w + 1664)
+        scales = w + 1536
+        sums = tile_sums_like(out)
+        for half in range(2):
+            low = load_i32x16(scales + 64 * half)
+            for g in range(4):
+                _ahead_4(out, w + 64 * (4 * half + g))
+                both = either_word(byte_pairs(low, 0, 15, 0), byte_pairs(top, 0, 3, 4))
+                sums = group(sums, w, x, add_to_pairs(both, -32))
+                low = byte_pairs(low, 4, 0xFFF, 0)
+                top = byte_pairs(top, 2, 0x3FFF, 0)
+                w += 192
+                x += panel_block_bytes(out)
+        return tile_add_scaled(out, sums, d)
+
+    return block
+
+
+def _make_values_group(values):
+    """A function for a group of Q3_K's whose 3 bits look up values, kept as value + 64: a dot a run."""
+    value = look_up([v + 64 for v in values] * 2, 0)
+
+    @device
+    def run(acc, bits, x, g, scales):
+        return tile_scaled_short_end(acc, tile_dot4_short(tile_short_start(acc), value(bits), x, g), scales)
+
+    @device
+    def group(sums, w, x, scales):
+        a = load_u8x64(w)
+        b = load_u8x64(w + 64)
+        c = load_u8x64(w + 128)
+        first = tile_half_start(sums, x, 6, 0)
+        last = tile_half_start(sums, x, 6, 1)
+        scale = repeat_first(scales)
+        first = run(first, low_bits(a, 7), x, 0, scale)
+        first = run(first, byte_bits(a, 3, 7, 0), x, 1, scale)
+        first = run(first, low_bits(b, 7), x, 2, scale)
+        first = run(first, byte_bits(b, 3, 7, 0), x, 3, scale)
+        scale = repeat_last(scales)
+        last = run(last, low_bits(c, 7), x, 4, scale)
+        last = run(last, byte_bits(c, 3, 7, 0), x, 5, scale)
+        last = run(last, either(byte_bits(a, 6, 3, 0), byte_bits(b, 6, 1, 2)), x, 6, scale)
+        last = run(last, either(byte_bits(c, 6, 3, 0), byte_bits(b, 7, 1, 2)), x, 7, scale)
+        return tile_fold_halves(sums, first, last, scales, 6, x)
+
+    return group
+
+
+_q3_k = _make_q3_k_block(_q3_k_group)
+_iq1, _iq2 = (
+    _make_q3_k_block(_make_values_group(form.values), form.factor)
+    for form in (IQ1_TILES.layout, IQ2_TILES.layout)
+)
 
 
 @device
@@ -486,4 +631,12 @@ BLOCK_FUNCTIONS = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "Q1_0": _q1_0,
+    "Q2_0": _q2_0,
+    "TQ2_0": _tq2_0,
+    "IQ1_TILES": _iq1,
+    "IQ2_TILES": _iq2,
+    "IQ3_XXS_TILES": _iq3_xxs,
+    "IQ3_S_TILES": _iq3_s,
+    "NVFP4_TILES": _nvfp4,
 }

@@ -56,6 +56,6 @@ def _make_embed(block: Any, weight_type: QuantType) -> KernelSource:
 
 
 _FLOATS = {"F32": _f32, "F16": _f16, "BF16": _bf16}
-_ROWS = _FLOATS | {type.name: make_reader(type.block, type.block_size) for type in PACKED if type.block}
+_ROWS = _FLOATS | {type.name: make_reader(type.layout, type.block_size) for type in PACKED}
 
 KERNELS = {f"embed_{name}": _make_embed(block, QUANT_TYPES[name]) for name, block in _ROWS.items()}

@@ -309,13 +309,27 @@ def _starts_with_offsets(kind: Tile) -> bool:
 @_tile_operation(_as_sums, types.int64, types.int64, types.int64)
 def tile_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
     """A tile of int32, the initial sums of a half of the block at x that `tile_fold_halves` takes."""
-    result = _as_sums(kind)
     if not _starts_with_offsets(kind):
-        return ir.Constant(result.llvm, None)
+        return ir.Constant(_as_sums(kind).llvm, None)
+    return _half_offsets(builder, kind, x, shift, half)
+
+
+@_tile_operation(_as_sums, types.int64, types.int64, types.int64)
+def tile_half_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
+    """Like `tile_offset_start` for a half of the block at x."""
+    return _half_offsets(builder, kind, x, shift, half)
+
+
+def _half_offsets(builder: Any, kind: Tile, x: Any, shift: Any, half: Any) -> Any:
+    """A tile of int32: -(sum of a half of the block at x) << shift."""
+    result, is_last = _as_sums(kind), builder.trunc(half, _I1)
 
     def step(i: int) -> Any:
-        pairs = _of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32)
-        starts = builder.select(builder.trunc(half, _I1), *pair_words(builder, pairs)[::-1])
+        if kind.is_q16:
+            first, last = (broadcast(builder, _half_sum(builder, kind, x, k, i)) for k in (0, 1))
+        else:
+            first, last = pair_words(builder, _of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32))
+        starts = builder.select(is_last, last, first)
         shifted = builder.shl(starts, broadcast(builder, builder.trunc(shift, _I32)))
         return _as_start(builder, result, shifted)
 

@@ -39,6 +39,7 @@ from kukri.kernels.cpu.pack.scale_search import (
 )
 from kukri.quant.types.fp4 import FP4_VALUES, MXFP4
 from kukri.quant.types.iq4 import IQ4_NL, IQ4_XS
+from kukri.quant.types.q2_0 import Q1_0, Q2_0
 from kukri.quant.types.q2_k import Q2_K
 from kukri.quant.types.q3_k import Q3_K
 from kukri.quant.types.q4_0 import Q4_0, Q5_0
@@ -46,16 +47,12 @@ from kukri.quant.types.q4_1 import Q4_1, Q5_1
 from kukri.quant.types.q4_k import Q4_K, Q5_K
 from kukri.quant.types.q6_k import Q6_K
 from kukri.quant.types.q8_0 import Q8_0
-from kukri.quant.types.schema import Block, QuantType
+from kukri.quant.types.schema import QuantType
+from kukri.quant.types.tq import TQ1_0, TQ2_0
 
 _floats, _bytes = array_at(types.float32, 1), array_at(types.uint8, 1)
 _rows, _byte_rows = array_at(types.float32, 2), array_at(types.uint8, 2)
 _FP4 = np.array(FP4_VALUES, np.float32)
-
-
-def _block_of(type: QuantType) -> Block:
-    assert type.block is not None
-    return type.block
 
 
 @njit(**EXACT)
@@ -87,8 +84,8 @@ def _symmetric_32(type: QuantType) -> Any:
 
     With importances the scale is looked for.
     """
-    middle = _block_of(type).offset
-    put = make_put(_block_of(type), _block_of(type).quant_numbers)
+    middle = type.layout.offset
+    put = make_put(type.layout, type.layout.quant_numbers)
 
     @njit(**EXACT)
     def encode(x, importance, first, block):
@@ -111,7 +108,7 @@ def _affine_32(type: QuantType, most: int) -> Any:
 
     With importances scale and minimum are looked for.
     """
-    put = make_put(_block_of(type), _block_of(type).quant_numbers)
+    put = make_put(type.layout, type.layout.quant_numbers)
 
     @njit(**EXACT)
     def encode(x, importance, first, block):
@@ -179,7 +176,7 @@ def _encode_q8_k(rows, importance, into):
 
 def _affine(type: QuantType, most: int, steps: tuple[float, float, int], scale_most: int) -> Any:
     """Q2_K, Q4_K and Q5_K: scales and minimums are looked for."""
-    facts = _block_of(type)
+    facts = type.layout
     n_groups = 256 // (16 if type is Q2_K else 32)
     group, (d_at, m_at) = 256 // n_groups, facts.halves
     put, put_s, put_t = (make_put(facts, n) for n in (facts.quant_numbers, facts.scales, facts.minimums))
@@ -208,7 +205,7 @@ def _affine(type: QuantType, most: int, steps: tuple[float, float, int], scale_m
 
 def _symmetric(type: QuantType, scale_half: int) -> Any:
     """Q3_K and Q6_K: scales are looked for."""
-    facts = _block_of(type)
+    facts = type.layout
     half, plus, (d_at,) = facts.offset, facts.plus, facts.halves
     put, put_s = make_put(facts, facts.quant_numbers), make_put(facts, facts.scales)
 
@@ -237,7 +234,7 @@ def _symmetric(type: QuantType, scale_half: int) -> Any:
 
 def _table(type: QuantType) -> Any:
     """IQ4_NL, of one group, and IQ4_XS, of eight."""
-    facts, size = _block_of(type), type.block_size
+    facts, size = type.layout, type.block_size
     n_groups, plus = size // 32, facts.plus
     put = make_put(facts, facts.quant_numbers)
     put_s = make_put(facts, facts.scales) if facts.scales else put
@@ -260,7 +257,7 @@ def _table(type: QuantType) -> Any:
     return _by_blocks(type, encode)
 
 
-_put_mxfp4 = make_put(_block_of(MXFP4), _block_of(MXFP4).quant_numbers)
+_put_mxfp4 = make_put(MXFP4.layout, MXFP4.layout.quant_numbers)
 
 
 @njit(**EXACT)
@@ -286,6 +283,56 @@ def _nearest_fp4(weight, scale):
         if error < least:
             best, least = q, error
     return best
+
+
+def _ternary(type: QuantType, most: int) -> Any:
+    """TQ2_0 and Q2_0: d is the size of the largest weight, so that quants are -1, 0 and 1, kept from 0."""
+    size, (d_at,) = type.block_size, type.layout.halves
+    put = make_put(type.layout, type.layout.quant_numbers)
+
+    @njit(**EXACT)
+    def encode(x, importance, first, block):
+        q = _bytes(stack_bytes(256), (size,))
+        d = abs(extreme_of(x))
+        inverse = inverted(d)
+        for i in range(size):
+            q[i] = max(0, min(_away(x[i] * inverse) + 1, most))
+        _put_half(block, d_at, d)
+        put(block, q)
+
+    return _by_blocks(type, encode)
+
+
+@njit(**EXACT)
+def _encode_tq1_0(x, importance, first, block):
+    """A block of TQ1_0: five digits of base 3 a byte, of the last four bytes four, as a fraction of 256."""
+    d = abs(extreme_of(x))
+    inverse = inverted(d)
+    for byte in range(52):
+        start, run, n = (
+            (byte, 32, 5) if byte < 32 else (128 + byte, 16, 5) if byte < 48 else (192 + byte, 4, 4)
+        )
+        digits = 0
+        for k in range(5):
+            digit = _away(x[start + run * k] * inverse) + 1 if k < n else 0
+            digits = 3 * digits + digit
+        block[byte] = (digits * 256 + 242) // 243
+    _put_half(block, 52, d)
+
+
+_put_q1_0 = make_put(Q1_0.layout, Q1_0.layout.quant_numbers)
+
+
+@njit(**EXACT)
+def _encode_q1_0(x, importance, first, block):
+    """A block of Q1_0: signs, and the mean size of the weights."""
+    q = _bytes(stack_bytes(128), (128,))
+    total = ZERO
+    for i in range(128):
+        total += abs(x[i])
+        q[i] = 1 if x[i] >= 0 else 0
+    _put_half(block, 0, total / np.float32(128))
+    _put_q1_0(block, q)
 
 
 def _make_kernel(weight_type: str, encode: Any) -> KernelSource:
@@ -317,6 +364,10 @@ _ENCODERS = {
     "IQ4_NL": _table(IQ4_NL),
     "IQ4_XS": _table(IQ4_XS),
     "MXFP4": _by_blocks(MXFP4, _encode_mxfp4),
+    "Q1_0": _by_blocks(Q1_0, _encode_q1_0),
+    "Q2_0": _ternary(Q2_0, 3),
+    "TQ1_0": _by_blocks(TQ1_0, _encode_tq1_0),
+    "TQ2_0": _ternary(TQ2_0, 2),
 }
 _SOURCES = [_make_kernel(*entry) for entry in _ENCODERS.items()]
 KERNELS = {source.name: source for source in _SOURCES}

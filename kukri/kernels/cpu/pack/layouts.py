@@ -51,8 +51,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, QuantType
+from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, TILES, QuantType
 
 ROWS = 16  # output rows of a weight tile
 TOKENS = 8  # tokens of a full activation panel
@@ -99,19 +101,25 @@ def _layout(type: QuantType) -> TileLayout:
     if type.block is None:  # floats
         words = {"n_words": 1} if type.block_bytes == 4 else {"n_halves": 1}
         return TileLayout(1, type.block_bytes, panel="f32", **words)
-    fields = [(kind.base.itemsize, at) for kind, at, *_ in (type.block.struct.fields or {}).values()]
-    halves = [at for size, at in fields if size == 2]
-    exponent = type.block.struct.fields["e"][1] if "e" in (type.block.struct.names or ()) else -1  # type: ignore[index]
-    n_words = (type.block_bytes - 2 * len(halves) - (exponent >= 0)) // 4
-    word = min(at for size, at in fields if size == 1 and at != exponent)
-    order = QUANT_TYPES[type.block.packed_like].ggml_id if type.block.packed_like else -1
+    fields = [(kind, at) for kind, at, *_ in (type.block.struct.fields or {}).values()]
+    exponent = next((at for kind, at in fields if kind == np.uint8), -1)
+    halves = [(at, kind.itemsize // 2) for kind, at in fields if kind.base.itemsize == 2]
+    n_halves = sum(n for _, n in halves)
+    word = min(at for kind, at in fields if kind.base.itemsize == 1 and at != exponent)
     return TileLayout(
-        *(type.block_size, type.block_bytes, word, n_words, min(halves, default=0), len(halves), exponent),
-        order=order,
+        type.block_size,
+        type.block_bytes,
+        word,
+        n_words=(type.block_bytes - 2 * n_halves - (exponent >= 0)) // 4,
+        half=min(halves, default=(0, 0))[0],
+        n_halves=n_halves,
+        exponent=exponent,
+        order=QUANT_TYPES[type.block.packed_like].ggml_id if type.block.packed_like else -1,
     )
 
 
-LAYOUTS = {type.name: _layout(type) for type in (*FLOATS, *PACKED)}
+# of the types and forms that have tiles
+LAYOUTS = {type.name: _layout(type) for type in (*FLOATS, *PACKED, *TILES) if type.tiles is type}
 
 
 def inputs_bytes(kind: PanelKind, n_inputs: int) -> int:

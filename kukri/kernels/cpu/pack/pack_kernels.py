@@ -21,8 +21,9 @@ from kukri.kernels.cpu.pack.layouts import LAYOUTS, ROWS
 from kukri.quant.types import QUANT_TYPES
 
 # orders of words: numbers of the types that they are named by
-_Q5_0, _Q8_0, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K = (
-    QUANT_TYPES[name].ggml_id for name in ("Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_Q5_0, _Q8_0, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _Q1_0, _Q2_0, _TQ2_0 = (
+    QUANT_TYPES[name].ggml_id
+    for name in ("Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q1_0", "Q2_0", "TQ2_0")
 )
 _FOR_MATRIX = cpu_target().has_int8_matrix
 _SIGN_FLIP = 0x80808080 if cpu_target().has_signed_bias else 0
@@ -193,15 +194,30 @@ def _q3_k_groups(source, words):
 
 
 @device
-def _q2_k_groups(source, words):
-    for j in range(4):
-        _put(words, j, _swap_middle_bytes(_get(source, j)))
+def _two_bits(source, words):
+    """Words of 16 inputs, of 2 bits that lie as in Q2_K."""
     for k in range(16):
         word = 0
         for j in range(4):
-            two = _get(source, 4 + 8 * (k >> 3) + 4 * (k & 1) + j) >> (2 * ((k >> 1) & 3))
+            two = _get(source, 8 * (k >> 3) + 4 * (k & 1) + j) >> (2 * ((k >> 1) & 3))
             word |= (two & _PAIRS) << (2 * j)
-        _put(words, 4 + k, word)
+        _put(words, k, word)
+
+
+@device
+def _q2_k_groups(source, words):
+    for j in range(4):
+        _put(words, j, _swap_middle_bytes(_get(source, j)))
+    _two_bits(source + 16, words + 16)
+
+
+@device
+def _turn_pairs(word):
+    """Moves 2 bits k of byte b to 2 bits b of byte k."""
+    moved = (word ^ (word >> 6)) & 0x00CC00CC
+    word = word ^ moved ^ (moved << 6)
+    moved = (word ^ (word >> 12)) & 0x0000F0F0
+    return word ^ moved ^ (moved << 12)
 
 
 @device
@@ -219,6 +235,14 @@ def _arrange(order, source, n_words, words):
         _q2_k_groups(source, words)
     elif order == _Q5_0:
         _q5_0_words(source, words)
+    elif order == _TQ2_0:
+        _two_bits(source, words)
+    elif order == _Q2_0:
+        for j in range(n_words):
+            _put(words, j, _turn_pairs(_get(source, j)))
+    elif order == _Q1_0:
+        for j in range(n_words):
+            _put(words, j, turn_bits(_get(source, j)))
     else:
         flip = _SIGN_FLIP if order == _Q8_0 else 0
         for j in range(n_words):
@@ -251,6 +275,14 @@ def _mix_rows(order, n_words, lane, own, first, last, words):
     start, stop = _quants(order, n_words)
     for j in range(n_words):
         _put(words, j, _get(own, j))
+    if order in (_Q2_0, _Q1_0):  # a word has inputs of several groups: fields of it by turns
+        n_bits = 8 if order == _Q2_0 else 4  # of the inputs of a word of a tile, side by side in the file
+        mask = 0x00FF00FF if order == _Q2_0 else 0x0F0F0F0F
+        for j in range(n_words):
+            a = (_get(first, j) >> (n_bits * (lane & 1))) & mask
+            b = (_get(last, j) >> (n_bits * (lane & 1))) & mask
+            _put(words, j, a | (b << n_bits))
+        return
     for j in range(start, stop, 2):
         _put(words, j, _get(first, j + (lane & 1)))
         _put(words, j + 1, _get(last, j + (lane & 1)))

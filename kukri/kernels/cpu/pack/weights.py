@@ -22,6 +22,7 @@ from kukri.kernels.cpu.pack.layouts import (
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.run.pool import ThreadPool
 from kukri.quant.per_token import row_sums
+from kukri.quant.types import RUN
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +42,10 @@ class PackedWeight:
 
 def layout_of(weight: Weight) -> TileLayout:
     """The tile layout of a weight's type. Raises MissingKernelError naming the types that run."""
-    layout = LAYOUTS.get(weight.type.name)
+    layout = LAYOUTS.get(weight.type.tiles.name)
     if layout is None:
         raise MissingKernelError(
-            f"the CPU backend has no kernel for {weight.type.name} ({weight.name}): "
-            f"it runs {', '.join(LAYOUTS)}"
+            f"the CPU backend has no kernel for {weight.type.name} ({weight.name}): it runs {', '.join(RUN)}"
         )
     return layout
 
@@ -76,8 +76,8 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> PackedWeight:
     blocks_bytes = n_blocks * layout.tile_block_bytes
     tile_bytes = blocks_bytes + (ROW_SUM_BYTES if per_token else 0)
     tiles = aligned_zeros(len(groups) * n_row_tiles * tile_bytes).reshape(len(groups), -1)
-    stored = [[np.ascontiguousarray(w.stored) for w in weights] for weights in groups]
-    zero_row = np.zeros(max(first.stored.shape[1], 64), np.uint8)
+    stored = [[in_blocks_of_tiles(w, pool) for w in weights] for weights in groups]
+    zero_row = np.zeros(max(stored[0][0].shape[1], 64), np.uint8)
     addresses = np.full((len(groups), n_row_tiles * ROWS), address_of(zero_row), np.int64)
     sums = np.zeros(addresses.shape if per_token else (0, 0), np.float32)
     for group, weights in enumerate(groups):
@@ -110,4 +110,17 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> PackedWeight:
         for w in weights:
             release_pages(w.stored)
     panel: PanelKind = "q8t" if per_token else layout.panel
-    return PackedWeight(first.type.name, panel, tiles, n_rows, n_row_tiles, n_blocks)
+    return PackedWeight(first.type.tiles.name, panel, tiles, n_rows, n_row_tiles, n_blocks)
+
+
+def in_blocks_of_tiles(weight: Weight, pool: ThreadPool) -> ByteArray:
+    """The stored rows, recoded if tiles are made of other blocks."""
+    rows, form = np.ascontiguousarray(weight.stored), weight.type.tiles
+    if form is weight.type:
+        return rows
+    into = np.empty((len(rows), form.row_bytes(weight.shape[1])), np.uint8)
+    n_blocks = rows.size // weight.type.block_bytes
+    pool.run_kernel(
+        f"recode_{weight.type.name}", source=address_of(rows), n_blocks=n_blocks, into=address_of(into)
+    )
+    return into
