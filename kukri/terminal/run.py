@@ -79,9 +79,14 @@ def is_model(argument: str) -> bool:
 
 def is_known_model(argument: str) -> bool:
     """True if an argument among others names a model: a file, a directory or a known name."""
-    path = Path(argument)
-    is_file = argument.endswith(".gguf") and path.is_file()
-    return is_file or (argument != "" and (path / "config.json").is_file()) or hub.is_known(argument)
+    if hub.is_known(argument):
+        return True
+    try:
+        path = Path(argument)
+        is_file = argument.endswith(".gguf") and path.is_file()
+        return is_file or (argument != "" and (path / "config.json").is_file())
+    except (OSError, ValueError):  # a text that no path can be: too long, or with a NUL in it
+        return False
 
 
 def is_typed() -> bool:

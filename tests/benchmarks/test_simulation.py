@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tiny_gguf import tiny_config, write_tiny
+from typer.testing import CliRunner
 
+from benchmarks.plan import app
 from benchmarks.simulation import Engine, Load, StepCosts, replicas_needed, simulate
 
 COSTS = StepCosts(base_s=0.002, sequence_s=0.0004, token_s=0.00025)
@@ -52,3 +57,23 @@ def test_more_load_needs_more_replicas() -> None:
     assert found[0].n_replicas < found[1].n_replicas
     assert found[1].first_token_p99_s <= 1.0
     assert replicas_needed(ENGINE, LOAD, first_token_s=1e-6, token_s=1.0, most=4) is None
+
+
+def error_of(*words: str) -> str:
+    """What the command says on stderr."""
+    return CliRunner().invoke(app, words).stderr
+
+
+def test_a_plan_is_made_with_given_costs(tmp_path: Path) -> None:
+    """Catches costs in other units, and loads that no context holds."""
+    path = str(write_tiny(tmp_path / "tiny.gguf", tiny_config(max_context=1024)))
+    options = ["--users", "300", "--threads", "1", "--requests", "400", "--json"]
+    done = CliRunner().invoke(app, ["-m", path, *options, "--costs", "2,0.4,0.25"])
+    found = json.loads(done.stdout)
+    assert found["costs"] == {"base_s": 0.002, "sequence_s": 0.0004, "token_s": 0.00025}
+    assert found["plan"]["n_replicas"] > 1
+    assert found["plan"]["first_token_p99_s"] <= 1.0
+    measured = json.loads(CliRunner().invoke(app, ["-m", path, *options]).stdout)["costs"]
+    assert 0 < measured["base_s"] < 0.1
+    assert "--costs are three numbers" in error_of("-m", path, "--costs", "1,2")
+    assert "do not fit in the context" in error_of("-m", path, "--prefix-tokens", "5000")

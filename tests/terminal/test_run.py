@@ -88,6 +88,7 @@ def test_a_model_without_a_template_continues_the_text(tmp_path, capsys):
     [
         (DEFAULT_MODEL, True), ("qwen3-0.6b", True), ("Qwen/Qwen3-0.6B-GGUF:Q8_0", True), ("hf:a/b", True),
         ("Hello", False), ("What is 1/2?", False), ("", False), ("a b/c", False), ("file.gguf", False),
+        ("word " * 200, False), ("w" * 5000, False), ("a\0b", False),
     ],
 )  # fmt: skip
 def test_a_single_argument_that_names_a_model_is_one(text, is_one):
