@@ -131,8 +131,8 @@ class GrammarTokenizer(Protocol):
     eos_ids: frozenset[int]
     special_ids: frozenset[int]
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text."""
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of a text in the middle of another."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The text of a token, in UTF-8."""
@@ -231,20 +231,27 @@ def _make_tokens(tokenizer: GrammarTokenizer) -> Any:
     llguidance = _llguidance()
     eos_ids = sorted(tokenizer.eos_ids)
     specials = tokenizer.special_ids | tokenizer.eos_ids
-    encode = WeakMethod(tokenizer.encode)  # what is kept for a tokenizer must not keep the tokenizer
+    encode = WeakMethod(tokenizer.encode_inside)  # what is kept for a tokenizer must not keep the tokenizer
+
+    vocabulary = tuple(tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab))
+    ids_of_bytes = {text[0]: i for i, text in enumerate(vocabulary) if len(text) == 1 and i not in specials}
 
     class Vocabulary:
         """The tokenizer in the form that llguidance needs."""
 
         eos_token_id, bos_token_id = eos_ids[0], None
-        tokens = tuple(tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab))
+        tokens = vocabulary
         special_token_ids = tuple(sorted(specials))
 
         def __call__(self, text: bytes | str) -> list[int]:
-            """The token ids of a text."""
+            """The token ids of a text, which spell exactly that; of a part of a character, its bytes'."""
+            data = text.encode() if isinstance(text, str) else text
             method = encode()
             assert method is not None, "the tokenizer is in use"
-            return method(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+            ids = method(data.decode("utf-8", "replace"))
+            if b"".join(self.tokens[i] for i in ids) == data:
+                return ids
+            return [ids_of_bytes[byte] for byte in data if byte in ids_of_bytes]
 
     return llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(Vocabulary()), n_vocab=tokenizer.n_vocab, eos_token=eos_ids

@@ -27,7 +27,7 @@ def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> Sampli
     if "dry" in params.active_stages and any(isinstance(text, str) for text in params.dry_sequence_breakers):
         changes["dry_sequence_breakers"] = list(_containing(params.dry_sequence_breakers, tokenizer))
     if isinstance(params.prediction, str):
-        changes["prediction"] = tokenizer.encode(params.prediction)
+        changes["prediction"] = tokenizer.encode_inside(params.prediction)
     if isinstance(params.grammar, Grammar):
         changes["grammar"] = compiled(params.grammar, tokenizer)
     return replace(params, **changes) if changes else params
@@ -36,8 +36,8 @@ def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> Sampli
 def _encoded(words: Iterable[Any], tokenizer: GrammarTokenizer) -> Iterable[tuple[int, ...]]:
     for word in words:
         if isinstance(word, str):
-            yield tuple(tokenizer.encode(word))
-            yield tuple(tokenizer.encode(" " + word))
+            yield tuple(tokenizer.encode_inside(word))
+            yield tuple(tokenizer.encode_inside(" " + word))
         else:
             yield word
 
@@ -51,6 +51,6 @@ def _containing(breakers: Iterable[Any], tokenizer: GrammarTokenizer) -> Iterabl
         if isinstance(breaker, str):
             text = breaker.encode("utf-8", "replace")  # JSON can spell half a character
             found: list[tuple[int, ...]] = [(i,) for i, token in enumerate(vocabulary) if text in token]
-            yield from found or [tuple(tokenizer.encode(breaker))]
+            yield from found or [tuple(tokenizer.encode_inside(breaker))]
         else:
             yield breaker

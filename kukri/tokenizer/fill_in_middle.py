@@ -62,7 +62,7 @@ class FillInMiddle:
         """
 
         def encode(text: str) -> list[int]:
-            return self.tokenizer.encode(text, max_tokens=max_tokens)
+            return self.tokenizer.encode_inside(text, max_tokens=max_tokens)
 
         bos_id = self.tokenizer.bos_id if self.tokenizer.add_bos else None
         ids = [] if bos_id is None else [bos_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, SupportsIndex
 
 import tokenizers
@@ -13,6 +14,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from kukri.errors import ContextLengthError, RequestError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.gguf_keys import TokenizerKeys
+from kukri.tokenizer.inner_text import inner_text
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 from kukri.tokenizer.unigram import check_charsmap, unigram
 from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_vocabulary
@@ -131,12 +133,20 @@ class Tokenizer:
         if not text.isascii():
             text = _SURROGATES.sub("\ufffd", text)
         self._check_length(text, max_tokens)
-        ids = self._encode_sections(text) if parse_special else self._encode_text(text)
+        ids = self._encode_sections(text, self.text) if parse_special else _ids(self.text, text)
         if add_special:
             self._add_bos(ids)
             if self.add_eos and self.vocabulary.eos_id is not None:
                 ids.append(self.vocabulary.eos_id)
         return ids
+
+    def encode_inside(
+        self, text: str, parse_special: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
+        """The token ids of a text in the middle of another: as `encode`, but no space is put before it."""
+        text = _SURROGATES.sub("\ufffd", text)
+        self._check_length(text, max_tokens)
+        return self._encode_sections(text, self._inner) if parse_special else _ids(self._inner, text)
 
     def encode_spans(
         self, text: str, before: str | None = None
@@ -173,7 +183,7 @@ class Tokenizer:
         """
         text = _SURROGATES.sub("\ufffd", text)
         self._check_length(text, max_tokens)
-        ids = self._encode_sections(text, TEXT_MARK)
+        ids = self._encode_sections(text, self.text, TEXT_MARK)
         self._add_bos(ids)
         return ids
 
@@ -219,30 +229,26 @@ class Tokenizer:
             if n_tokens > 2 * max_tokens:
                 raise ContextLengthError(n_tokens // 2, max_tokens, at_least=True)
 
-    def _encode_text(self, text: str) -> list[int]:
-        return _ids(self.text, text)
+    @cached_property
+    def _inner(self) -> tokenizers.Tokenizer:
+        return inner_text(self.text)
 
     def _add_bos(self, ids: list[int]) -> None:
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
 
-    def _encode_sections(self, text: str, mark: str = "") -> list[int]:
-        """Special tokens and the text between them; `mark` is removed from the latter."""
+    def _encode_sections(self, text: str, first: tokenizers.Tokenizer, mark: str = "") -> list[int]:
+        """Special tokens and the text between them, before them by `first`; `mark` is removed from texts."""
         ids: list[int] = []
         marks = self._marks.encode(text, add_special_tokens=False)
         start = 0
         for special_id, (begin, end) in zip(marks.ids, marks.offsets, strict=True):
             if mark and end - begin == 1 and text.startswith(mark, end):
                 continue  # a token of one character, which has its mark after it
-            ids += self._encode_section(text, start, begin, mark)
+            ids += _ids(self._later_text if start else first, text[start:begin].replace(mark, ""))
             ids.append(special_id)
             start = end
-        return ids + self._encode_section(text, start, len(text), mark)
-
-    def _encode_section(self, text: str, start: int, stop: int, mark: str) -> list[int]:
-        section = text[start:stop].replace(mark, "")
-        tokenizer = self._later_text if start else self.text
-        return _ids(tokenizer, section)
+        return ids + _ids(self._later_text if start else first, text[start:].replace(mark, ""))
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:

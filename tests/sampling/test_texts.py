@@ -12,7 +12,7 @@ class Words:
 
     n_vocab = len(WORDS)
 
-    def encode(self, text: str) -> list[int]:
+    def encode_inside(self, text: str) -> list[int]:
         ids, rest = [], text.encode()
         while rest:
             word = max((w for w in WORDS if rest.startswith(w)), key=len)

@@ -49,7 +49,7 @@ class Vocabulary:
         """The bytes of a token."""
         return self._tokens[token_id]
 
-    def encode(self, text: str) -> list[int]:
+    def encode_inside(self, text: str) -> list[int]:
         """The ids of a text's single bytes: which ids a text has changes nothing in a grammar."""
         data = text.encode()
         return [self._id_of[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._id_of]

@@ -113,7 +113,7 @@ class LlamaBody(GenerationBody):
             if token.isdecimal():
                 ids = [int(token)]
             elif n_texts < MAX_PHRASES:
-                ids, n_texts = tokenizer.encode(token), n_texts + 1
+                ids, n_texts = tokenizer.encode_inside(token), n_texts + 1
             else:
                 raise RequestError(f"logit_bias holds more than {MAX_PHRASES} texts", param="logit_bias")
             found.update(dict.fromkeys(ids, strength))
