@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.kernels.arrays import IntArray
-from kukri.sampling.params import ReasoningLimit, SamplingParams
+from kukri.sampling.params import ReasoningLimit, SamplingParams, TokenSet
 
 Phrase = tuple[int, ...]
 
+_MOST_WORK = 16  # comparisons for each token of a prompt, before all matches are found by one scan
 _LOG_OF_LARGEST_FLOAT = 88.7228391  # as llama.cpp clamps DRY's powers
 
 
@@ -140,17 +141,22 @@ class DryRepetitions:
     over a sequence breaker, and a token that is one by itself loses nothing.
     """
 
-    def __init__(self, params: SamplingParams, tokens: Tokens, breakers: Sequence[Phrase]) -> None:
+    def __init__(self, params: SamplingParams, tokens: Tokens, breakers: Sequence[Phrase | TokenSet]) -> None:
         self._params, self._tokens = params, tokens
-        self._single_breakers = {phrase[0] for phrase in breakers if len(phrase) == 1}
-        self._long_breakers = tuple(phrase for phrase in breakers if len(phrase) > 1)
+        singles = {i for one in breakers if isinstance(one, TokenSet) or len(one) == 1 for i in one}
+        self._is_breaker = np.zeros(max(singles, default=-1) + 1, bool)
+        self._is_breaker[list(singles)] = True
+        self._long_breakers: dict[int, list[Phrase]] = {}  # by their last token
+        for one in breakers:
+            if not isinstance(one, TokenSet) and len(one) > 1:
+                self._long_breakers.setdefault(one[-1], []).append(one)
         exponent = _LOG_OF_LARGEST_FLOAT / math.log(params.dry_base) if params.dry_base > 1.000001 else 1000.0
         self._longest = params.dry_allowed_length + int(exponent)  # beyond it nothing grows
-        self._start = next((n for n in range(tokens.n, 0, -1) if self._breaks_at(n)), 0)
+        self._start = self._last_break()
         # [j + 1]: how many tokens up to place j equal the last ones
         self._lengths = np.zeros(tokens.n + 256, np.int32)
-        for n in range(max(tokens.n - self._longest, self._start) + 1, tokens.n + 1):
-            self._extend(n)
+        most = min(tokens.n - self._start, self._longest)
+        self._lengths[1 : tokens.n] = _match_lengths(tokens.ids, most)[:-1]
 
     def update(self) -> None:
         """Extends the matches by the last token."""
@@ -161,15 +167,15 @@ class DryRepetitions:
 
     def table(self) -> tuple[npt.NDArray[np.float64], IntArray]:
         """DRY's penalties on logits, float64 [n], and their tokens, int32 [n]."""
-        ids, lengths = self._continuations()
-        order = np.argsort(lengths, kind="stable")
-        longest = dict(zip(ids[order].tolist(), lengths[order].tolist(), strict=True))  # the last one stays
-        for token_id in self._single_breakers.intersection(longest):
-            del longest[token_id]
-        lengths = np.array(list(longest.values()), np.int64)
-        excess = np.minimum(lengths, self._longest) - self._params.dry_allowed_length
+        found, lengths = self._continuations()
+        by_id = np.zeros(int(found.max(initial=-1)) + 1, np.int32)
+        np.maximum.at(by_id, found, lengths)
+        ids = np.flatnonzero(by_id).astype(np.int32)
+        longest = by_id[ids].astype(np.int64)
+        is_free = ~self._are_breakers(ids)
+        excess = np.minimum(longest[is_free], self._longest) - self._params.dry_allowed_length
         losses = self._params.dry_multiplier * self._params.dry_base ** excess.astype(np.float64)
-        return losses, np.array(list(longest), np.int32)
+        return losses, ids[is_free]
 
     def _continuations(self) -> tuple[IntArray, IntArray]:
         """The tokens that followed earlier copies of the last tokens, and the lengths of these copies."""
@@ -191,8 +197,62 @@ class DryRepetitions:
             self._lengths = np.concatenate([self._lengths, np.zeros(len(self._lengths), np.int32)])
         self._lengths[1:n] = (self._lengths[: n - 1] + 1) * (ids[: n - 1] == ids[n - 1])
 
+    def _are_breakers(self, ids: IntArray) -> npt.NDArray[np.bool_]:
+        """For each token, true if it is a breaker by itself."""
+        are = ids < len(self._is_breaker)
+        are[are] = self._is_breaker[ids[are]]
+        return are
+
     def _breaks_at(self, n: int) -> bool:
         """True if the first `n` tokens end with a sequence breaker."""
-        if n and int(self._tokens.ids[n - 1]) in self._single_breakers:
+        last = int(self._tokens.ids[n - 1])
+        if last < len(self._is_breaker) and self._is_breaker[last]:
             return True
-        return any(self._tokens.end_with(phrase, n) for phrase in self._long_breakers)
+        return any(self._tokens.end_with(phrase, n) for phrase in self._long_breakers.get(last, ()))
+
+    def _last_break(self) -> int:
+        """The number of tokens up to the end of the last breaker; 0 without one."""
+        ids = self._tokens.ids
+        after = int(np.flatnonzero(self._are_breakers(ids)).max(initial=-1)) + 1
+        # as text, which is searched in linear time whatever it holds; backwards, for the last place first
+        backwards = _as_text(ids[::-1])
+        phrases = (phrase for some in self._long_breakers.values() for phrase in some)
+        found = [at for phrase in phrases if (at := backwards.find(_as_text(phrase[::-1]))) >= 0]
+        return max(after, len(ids) - min(found, default=len(ids)))
+
+
+def _match_lengths(ids: IntArray, most: int) -> IntArray:
+    """For each place, how many tokens up to it equal the last ones: at most `most`, int32 [n].
+
+    Takes time linear in n: in a text few places still match, and if they are many a scan finds all lengths.
+    """
+    n, n_matched, work = len(ids), 0, 0
+    lengths = np.zeros(n, np.int32)
+    places = np.flatnonzero(ids == ids[-1]) if n else lengths
+    while len(places) and n_matched < most:
+        lengths[places] += 1
+        n_matched, work = n_matched + 1, work + len(places)
+        if work > _MOST_WORK * n:
+            return np.minimum(_prefix_lengths(ids[::-1].tolist())[::-1], most)
+        places = places[places >= n_matched]
+        places = places[ids[places - n_matched] == ids[n - 1 - n_matched]]
+    return lengths
+
+
+def _prefix_lengths(ids: list[int]) -> IntArray:
+    """For each place, how many tokens from it on equal the first ones: the Z algorithm. int32 [n]."""
+    n, left, right = len(ids), 0, 0  # the match that reaches furthest
+    lengths = [n] * n
+    for i in range(1, n):
+        length = min(right - i, lengths[i - left]) if i < right else 0
+        while i + length < n and ids[length] == ids[i + length]:
+            length += 1
+        lengths[i] = length
+        if i + length > right:
+            left, right = i, i + length
+    return np.array(lengths, np.int32)
+
+
+def _as_text(ids: npt.ArrayLike) -> str:
+    """A character for each token id, which is below 2^20."""
+    return np.asarray(ids, "<u4").tobytes().decode("utf-32-le", "surrogatepass")

@@ -44,6 +44,10 @@ SAMPLERS = (
 LogitsProcessor = Callable[[Any, Any], Any]
 
 
+class TokenSet(frozenset[int]):
+    """Token ids each of which ends a repetition: what a text of `dry_sequence_breakers` becomes."""
+
+
 @dataclass(frozen=True)
 class ReasoningLimit:
     """A budget of reasoning tokens: after `n_tokens` of them, the token that ends the reasoning is forced.
@@ -424,13 +428,17 @@ def _checked_bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _checked_breakers(breakers: Any) -> tuple[str | tuple[int, ...], ...]:
+    resolved: tuple[Any, ...] = ()
+    if isinstance(breakers, Sequence):
+        resolved = tuple(one for one in breakers if isinstance(one, TokenSet))  # which may hold thousands
+        breakers = [one for one in breakers if not isinstance(one, TokenSet)] if resolved else breakers
     name, allowed = "dry_sequence_breakers", f"at most {MAX_STOPS} strings, and token ids: {_A_PHRASE}"
     checked = _checked_phrases(name, breakers, allowed)
     if (n := sum(isinstance(one, str) for one in checked)) > MAX_STOPS:
         raise wrong_value(name, allowed, n)
-    if (n := sum(len(one) > 1 for one in checked if isinstance(one, tuple))) > MAX_PHRASES:
-        raise wrong_value(name, f"at most {MAX_PHRASES} sequences of several token ids", n)
-    return checked
+    if (n := sum(len(one) > 1 for one in checked if isinstance(one, tuple))) > MAX_STOPS:
+        raise wrong_value(name, f"at most {MAX_STOPS} sequences of several token ids", n)
+    return (*resolved, *checked)
 
 
 def _checked_phrases(name: str, phrases: Any, allowed: str) -> tuple[str | tuple[int, ...], ...]:

@@ -401,7 +401,7 @@ def _phrase_ids(name: str, params: SamplingParams, n_vocab: int) -> tuple[tuple[
     if any(isinstance(phrase, str) for phrase in phrases):
         raise RequestError(f"{name} must be token ids here: give texts to LLM or the server", param=name)
     for phrase in phrases:
-        _check_ids(name, phrase, n_vocab)
+        _check_ids(name, [max(phrase)], n_vocab)
     return tuple(phrases)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kukri.sampling.grammar import Grammar, GrammarTokenizer, compiled
-from kukri.sampling.params import SamplingParams
+import numpy as np
 
-_VOCABULARIES: WeakKeyDictionary[Any, list[bytes]] = WeakKeyDictionary()
+from kukri.sampling.grammar import Grammar, GrammarTokenizer, compiled
+from kukri.sampling.params import SamplingParams, TokenSet
+
+_MOST_KEPT = 16  # texts of breakers whose tokens are remembered
+_VOCABULARIES: WeakKeyDictionary[Any, _TokenTexts] = WeakKeyDictionary()
 
 
 def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> SamplingParams:
@@ -25,7 +28,7 @@ def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> Sampli
     if any(isinstance(word, str) for word in params.bad_words):
         changes["bad_words"] = list(_encoded(params.bad_words, tokenizer))
     if "dry" in params.active_stages and any(isinstance(text, str) for text in params.dry_sequence_breakers):
-        changes["dry_sequence_breakers"] = list(_containing(params.dry_sequence_breakers, tokenizer))
+        changes["dry_sequence_breakers"] = list(_breakers(params.dry_sequence_breakers, tokenizer))
     if isinstance(params.prediction, str):
         changes["prediction"] = tokenizer.encode_inside(params.prediction)
     if isinstance(params.grammar, Grammar):
@@ -42,15 +45,36 @@ def _encoded(words: Iterable[Any], tokenizer: GrammarTokenizer) -> Iterable[tupl
             yield word
 
 
-def _containing(breakers: Iterable[Any], tokenizer: GrammarTokenizer) -> Iterable[tuple[int, ...]]:
-    vocabulary = _VOCABULARIES.get(tokenizer)
-    if vocabulary is None:
-        vocabulary = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]
-        _VOCABULARIES[tokenizer] = vocabulary
+def _breakers(breakers: Iterable[Any], tokenizer: GrammarTokenizer) -> Iterable[Sequence[int] | TokenSet]:
+    texts = _VOCABULARIES.get(tokenizer)
+    if texts is None:
+        texts = _VOCABULARIES[tokenizer] = _TokenTexts(tokenizer)
     for breaker in breakers:
         if isinstance(breaker, str):
-            text = breaker.encode("utf-8", "replace")  # JSON can spell half a character
-            found: list[tuple[int, ...]] = [(i,) for i, token in enumerate(vocabulary) if text in token]
-            yield from found or [tuple(tokenizer.encode_inside(breaker))]
+            yield texts.holding(breaker) or tuple(tokenizer.encode_inside(breaker))
         else:
             yield breaker
+
+
+class _TokenTexts:
+    """The bytes of all tokens of a vocabulary, to find those that hold a text."""
+
+    def __init__(self, tokenizer: GrammarTokenizer) -> None:
+        tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]
+        self._ends = np.cumsum([len(token) + 1 for token in tokens])
+        self._bytes = np.frombuffer(b"\xff".join([*tokens, b""]), np.uint8)  # text has no such byte
+        self._found: dict[bytes, TokenSet] = {}  # of a few texts: most requests have the default ones
+
+    def holding(self, text: str) -> TokenSet:
+        """The ids of the tokens that contain a text."""
+        wanted = text.encode("utf-8", "replace")  # JSON can spell half a character
+        found = self._found.get(wanted)
+        if found is None:
+            places = np.flatnonzero(self._bytes[: max(len(self._bytes) - len(wanted), 0)] == wanted[0])
+            for i, byte in enumerate(wanted):
+                places = places[self._bytes[places + i] == byte]
+            found = TokenSet(np.searchsorted(self._ends, places, "right").tolist())
+            if len(self._found) >= _MOST_KEPT:
+                del self._found[next(iter(self._found))]
+            self._found[wanted] = found
+        return found

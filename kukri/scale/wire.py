@@ -13,6 +13,7 @@ from kukri.engine import Request, RequestMaker
 from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.sampling import CompiledGrammar, Grammar, ReasoningLimit, SampledToken, SamplingParams
+from kukri.sampling.params import TokenSet
 
 _DEFAULTS = {one.name: one.default for one in fields(SamplingParams) if one.default is not MISSING}
 # by their names in messages; the first that an error is
@@ -35,6 +36,12 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
     grammar = given.get("grammar")
     if grammar is not None:
         given["grammar"] = asdict(grammar.grammar if isinstance(grammar, CompiledGrammar) else grammar)
+    if "dry_sequence_breakers" in given:
+        given["dry_sequence_breakers"] = [
+            phrase
+            for one in given["dry_sequence_breakers"]
+            for phrase in ([[i] for i in sorted(one)] if isinstance(one, TokenSet) else [one])
+        ]
     if params.logit_bias is not None:
         given["logit_bias"] = list(params.logit_bias.items())
     if params.reasoning_limit is not None:

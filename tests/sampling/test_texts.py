@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kukri.sampling import SamplingParams, resolve_texts
+from kukri.sampling.params import TokenSet
 
 WORDS = [b"the", b"\n", b" cat", b"cat", b".\n", b"c", b"at", b" "]
 
@@ -33,7 +34,9 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
 def test_a_breaker_is_every_token_that_contains_it() -> None:
     """Would catch a line that ends inside of a token and does not end a repetition."""
     asked = SamplingParams(dry_multiplier=1, dry_sequence_breakers=["\n", "the c", [7]])
-    assert resolve_texts(asked, Words()).dry_sequence_breakers == ((1,), (4,), (0, 7, 5), (7,))
+    assert resolve_texts(asked, Words()).dry_sequence_breakers == (
+        TokenSet([1, 4]), (0, 7, 5), (7,)
+    )  # fmt: skip
 
 
 def test_parameters_without_texts_stay_as_they_are() -> None:
