@@ -17,7 +17,7 @@ from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.inner_text import inner_text
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 from kukri.tokenizer.unigram import check_charsmap, unigram
-from kukri.tokenizer.vocabulary import NORMAL, SPACE_MARK, Vocabulary, read_vocabulary
+from kukri.tokenizer.vocabulary import GEMMA4, NORMAL, SPACE_MARK, Vocabulary, read_vocabulary
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _LONG = 8  # characters a token: a text with more for each token it may have is looked at in slices first
@@ -91,8 +91,11 @@ class Tokenizer:
         vocabulary = read_vocabulary(keys)
         adds_space = adds_bos = True
         if vocabulary.kind == "llama":
-            adds_space = keys.flag("add_space_prefix", True)
+            is_gemma4 = keys.get("model") == GEMMA4
+            adds_space = keys.flag("add_space_prefix", not is_gemma4)
             text = _sentencepiece(vocabulary, keys, adds_space)
+            if is_gemma4:  # line ends are words of their own
+                text.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")
         elif vocabulary.kind == "bert":
             text = _word_pieces(vocabulary, keys)
         elif vocabulary.kind == "t5":

@@ -26,6 +26,7 @@ _END_TEXTS = (
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "<|file_sep|>",
 )
+GEMMA4 = "gemma4"  # SentencePiece with merges, as tokenizer.json has them, and no scores that count
 _END_KEYS = ("eos", "eot", "eom")
 _DEFAULT_IDS = {
     "llama": {"unknown": 0, "bos": 1, "eos": 2},
@@ -115,10 +116,11 @@ def read_vocabulary(keys: TokenizerKeys) -> Vocabulary:
     another kind.
     """
     kind = keys.get("model")
+    kind = "llama" if kind == GEMMA4 else kind
     if kind not in ("gpt2", "llama", "bert", "t5"):
         raise UnsupportedError(
-            f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE), 'llama' (SentencePiece), "
-            "'bert' (WordPiece) and 't5' (SentencePiece unigram)"
+            f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE), 'llama' and 'gemma4' "
+            "(SentencePiece), 'bert' (WordPiece) and 't5' (SentencePiece unigram)"
         )
     tokens = keys.texts("tokens")
     if not tokens:

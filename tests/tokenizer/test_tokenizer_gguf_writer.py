@@ -14,7 +14,7 @@ import sentencepiece
 import transformers as tr
 from hard_texts import HARD_TEXTS
 from test_huggingface_reader import byte_level, files, plain_ids, prepending, save, whole
-from tiny_tokenizers import CORPUS, train_sentencepiece
+from tiny_tokenizers import CORPUS, sentencepiece_metadata, train_sentencepiece
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HFTokenizer
 from transformers.tokenization_utils_base import generate_merges
@@ -131,6 +131,24 @@ def test_gemmas_tokenizer_in_both_formats(tmp_path: Path) -> None:
         == back.encode(turn, add_special_tokens=False)
     )
     assert trained.piece_to_id("<end_of_turn>") in from_gguf.eos_ids
+
+
+def test_gemma_4s_tokenizer_with_merges(tmp_path: Path) -> None:
+    """A kind of tokenizer refused, scores taken for merges, line ends joined with what surrounds them."""
+    trained = gemma_model()
+    merges = [f"{a} {b}" for a, b in json.loads(gemma_json(trained).to_str())["model"]["merges"]]
+    n = trained.get_piece_size()
+    stated = {
+        **sentencepiece_metadata(trained, scores=[-1000.0] * n, merges=merges, model="gemma4"),
+        **{"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": True},
+    }
+    read, whole_model = read_back(stated, tmp_path / "m.gguf"), gemma_json(trained)
+    for text in [*HARD_TEXTS, "a\n\nb  c\n"]:
+        clean = whole(text)
+        assert read.decode(read.encode(clean)) == clean.replace("▁", " ")
+        if "\n" not in clean:
+            want = whole_model.encode(clean, add_special_tokens=False).ids
+            assert read.encode(clean) == want, text
 
 
 def without_nfc() -> HFTokenizer:
