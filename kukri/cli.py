@@ -121,6 +121,12 @@ def run(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as is, without a chat template.")
     ] = False,
+    parse_special: Annotated[
+        bool,
+        typer.Option(
+            help="With --raw: take control tokens written in the text for what they are, or as text."
+        ),
+    ] = True,
     sampling: SamplingOptions,
     loading: LoadOptions,
     steering: SteeringOptions,
@@ -153,6 +159,7 @@ def run(
         model=named.name,
         system=system,
         raw=raw,
+        parse_special=parse_special,
         sampling=given(sampling),
         loading=given(loading) | files,
         interventions=interventions,

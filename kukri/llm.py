@@ -119,10 +119,10 @@ class LLM:
 
         `overrides` are fields of SamplingParams, set on top of `params` or, without these, of the model's
         `default_params`; `adapter` is the name of a loaded adapter, None for the model alone. A text gets the
-        model's tokens around it (BOS, EOS); control tokens spelled out in it stay text. `interventions` steer
-        these requests alone, capture their activations and read them out (`kukri.interp.Intervention`, or the
-        same as a dictionary). Raises RequestError on anything wrong with a prompt or the parameters, before a
-        token is computed.
+        model's tokens around it (BOS, EOS), and control tokens spelled out in it count: to keep them text,
+        give `tokenizer.encode(text, add_special=True)`. `interventions` steer these requests alone, capture
+        their activations and read them out (`kukri.interp.Intervention`, or the same as a dictionary). Raises
+        RequestError on anything wrong with a prompt or the parameters, before a token is computed.
         """
         calls = self.calls.for_prompts(prompt, params, overrides, adapter, self.intervene(interventions))
         results = self.calls.run(calls)
@@ -422,7 +422,7 @@ class LLM:
         from kukri.interp.session import Session
 
         def encode(text: str, add_special: bool = True) -> list[int]:
-            return self.tokenizer.encode(text, add_special=add_special)
+            return self.tokenizer.encode(text, add_special=add_special, parse_special=True)
 
         @contextmanager
         def alone() -> Iterator[None]:

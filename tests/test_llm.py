@@ -280,7 +280,17 @@ def test_a_message_cannot_end_its_turn(llm: LLM) -> None:
     result = llm.chat([{"role": "user", "content": hostile}], GREEDY)
     assert result.prompt_token_ids.count(START_ID) == 2
     assert result.prompt_token_ids.count(END_ID) == 1
-    assert llm.generate(hostile, GREEDY).prompt_token_ids == [*hostile.encode()]
+
+
+def test_control_tokens_count_in_a_raw_text(llm: LLM) -> None:
+    """A rendered chat that is continued as letters, and no way to have a text's control tokens as letters."""
+    text = "<|im_start|>user\nhi<|im_end|>"
+    want = [START_ID, *b"user\nhi", END_ID]
+    assert llm.generate(text, GREEDY).prompt_token_ids == want
+    logits, _ = llm.run_with_cache(text, names=())
+    assert logits.shape[1] == len(want)
+    as_text = llm.tokenizer.encode(text, add_special=True)
+    assert llm.generate(as_text, GREEDY).prompt_token_ids == [*text.encode()]
 
 
 def test_end_of_turn_ends_an_answer_and_is_not_shown(fresh: LLM) -> None:

@@ -192,7 +192,8 @@ class EngineCalls:
         """The token ids of a text; anything else is for the engine to check."""
         if _is_chat(prompt):
             raise RequestError("these are messages, which chat() answers: a prompt is a text", param="prompt")
-        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+        is_text = isinstance(prompt, str)
+        return self.tokenizer.encode(prompt, add_special=True, parse_special=True) if is_text else prompt
 
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         self.check_generates()  # before a template is missed that has no use

@@ -449,6 +449,7 @@ class CompletionBody(GenerationBody):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     suffix: str | None = None  # the text after the answer, for models that fill in the middle
+    parse_special: bool | None = None  # control tokens written in a prompt count, unless false
     if TYPE_CHECKING:
         best_of: int | None
     echo: bool | None = None
@@ -493,8 +494,8 @@ class TokenizeBody(PromptText):
     prompt: str | None = None
     content: str | None = None
     add_special_tokens: bool = True  # to a prompt
-    add_special: bool = False  # to a content, whose control tokens count unless parse_special is false
-    parse_special: bool = True
+    add_special: bool = False  # to a content
+    parse_special: bool = True  # control tokens written in either count
     return_token_strs: bool = False
     with_pieces: bool = False  # each token with its text
 

@@ -30,6 +30,7 @@ def answer_prompt(
     model: str | None,
     system: str,
     raw: bool,
+    parse_special: bool = True,
     sampling: dict[str, Any],
     loading: dict[str, Any],
     interventions: Sequence[Mapping[str, Any]] = (),
@@ -39,7 +40,8 @@ def answer_prompt(
     """Prints the answer to `prompt` and piped text, streamed or as one JSON object.
 
     `sampling` are fields of SamplingParams over the model's defaults, `loading` are options of LLM; of
-    several adapters the first is used. `interventions` are those of `LLM.generate`. Errors of the request are
+    several adapters the first is used. With `raw`, control tokens in the text count unless `parse_special`
+    is False. `interventions` are those of `LLM.generate`. Errors of the request are
     raised before the model is loaded.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
@@ -58,9 +60,9 @@ def answer_prompt(
             print("the model has no chat template: it continues the text, as with --raw", file=sys.stderr)
             raw = True
         params = with_overrides(llm.default_params, given)
-        request: Any = (
-            text if raw else [*opening(llm.chat_template, system), {"role": "user", "content": text}]
-        )
+        request: Any = text if parse_special else llm.tokenizer.encode(text, add_special=True)
+        if not raw:
+            request = [*opening(llm.chat_template, system), {"role": "user", "content": text}]
         adapter = next(iter(llm.adapters), None)
         if as_json:
             ask = llm.generate if raw else llm.chat

@@ -131,6 +131,34 @@ def test_the_assistants_last_message_is_continued(served, offline, path):
         assert tokens["tokens"] == ids
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/completion", "/api/generate"])
+def test_a_rendered_chat_is_continued_as_the_chat(served, offline, path):
+    """Catches an editor's control tokens read as letters in a text, and an option that changes nothing."""
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = offline.chat_template.render(chat)
+    want = offline.chat(chat, temperature=0, max_tokens=4)
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0}
+    more = {
+        "/v1/completions": {"max_tokens": 4},
+        "/completion": {"n_predict": 4},
+        "/api/generate": {"raw": True, "stream": False, "options": {"temperature": 0, "num_predict": 4}},
+    }[path]
+    with served.http() as http:
+        found = http.post(path, json=body | more).json()
+        text = (
+            found["choices"][0]["text"] if "choices" in found else found.get("content", found.get("response"))
+        )
+        assert text == want.text
+        if path == "/v1/completions":
+            letters = http.post(path, json=body | more | {"parse_special": False}).json()["usage"]
+            assert found["usage"]["prompt_tokens"] == len(want.prompt_token_ids) < letters["prompt_tokens"]
+        if path == "/completion":
+            letters = http.post(path, json=body | more | {"parse_special": False}).json()
+            assert found["tokens_evaluated"] == len(want.prompt_token_ids) < letters["tokens_evaluated"]
+        counted = http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+        assert counted == want.prompt_token_ids
+
+
 def test_tokenize_speaks_llama_cpps_form_too(served, offline):
     """Catches control tokens of a content that are text, tokens that are added, and pieces in halves."""
     text = "<|im_start|>é😀"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -45,7 +46,10 @@ async def complete(served: ServedModel, body: LlamaCompletionBody, http: Request
     served.check_answers(len(body.prompts), body.n_cmpl or body.n or 1)
     limit = served.llm.engine.max_context
     prompts = await asyncio.to_thread(
-        lambda: [_encoded(served.tokenizer, prompt, limit) for prompt in body.prompts]
+        lambda: [
+            _encoded(served.tokenizer, prompt, limit, body.parse_special is not False)
+            for prompt in body.prompts
+        ]
     )
     return await _reply(served, body, prompts, http, is_many=body.is_many)
 
@@ -59,8 +63,8 @@ async def infill(served: ServedModel, body: LlamaInfillBody, http: Request) -> R
     return await _reply(served, body, [prompt], http, is_many=(body.n_cmpl or body.n or 1) > 1)
 
 
-def _encoded(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> list[int]:
-    """The token ids of a prompt, in whose texts control tokens count; a text at its beginning gets BOS."""
+def _encoded(tokenizer: Tokenizer, prompt: Prompt, limit: int, parse_special: bool) -> list[int]:
+    """The token ids of a prompt; a text at its beginning gets BOS."""
     parts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(parts, MarkedText):
         parts = [parts.prompt_string]
@@ -69,7 +73,8 @@ def _encoded(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> list[int]:
         if isinstance(part, int):
             ids.append(part)
         else:
-            ids += tokenizer.encode(part, i == 0, parse_special=True, max_tokens=limit)
+            encode = tokenizer.encode_inside if i else partial(tokenizer.encode, add_special=True)
+            ids += encode(part, parse_special=parse_special, max_tokens=limit)
     return ids
 
 

@@ -62,6 +62,7 @@ class LlamaBody(GenerationBody):
     n_cmpl: Annotated[int, Field(ge=1, le=128)] | None = None
     n_indent: Annotated[int, Field(ge=0, le=1000)] | None = None  # spaces: a line with fewer ends the answer
     return_tokens: bool | None = None
+    parse_special: bool | None = None  # control tokens written in a prompt count, unless false
     response_fields: Annotated[list[str], Field(max_length=64)] | None = None
 
     @model_validator(mode="before")

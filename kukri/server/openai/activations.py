@@ -70,7 +70,10 @@ def _requests(
         raise RequestError(str(error), param="names") from None
     points = [point for point, _ in wanted.captures]
     most = served.llm.engine.max_context
-    texts = [served.tokenizer.encode(one, max_tokens=most) if isinstance(one, str) else one for one in many]
+    encode = served.tokenizer.encode
+    texts = [
+        encode(one, parse_special=True, max_tokens=most) if isinstance(one, str) else one for one in many
+    ]
     lengths = np.array([len(ids) for ids in texts], np.int32)
     values = sum(session.values.n_bytes(point, Rows(lengths)) for point in points)
     kept = sum(session.trace.widths[tap] for tap in {tap for point in points for tap in point.needs})

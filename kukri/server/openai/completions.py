@@ -69,10 +69,14 @@ async def _prompts(served: ServedModel, body: CompletionBody, n_each: int) -> li
         return [await served.middle_prompt(prompt, body.suffix, "suffix")]
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     served.check_answers(len(many), n_each)
-    limit, encode = served.llm.engine.max_context, served.tokenizer.encode
     if not isinstance(many[0], str):
         return many
-    return await asyncio.to_thread(lambda: [encode(one, max_tokens=limit) for one in many])
+    encode, limit, parses = (
+        served.tokenizer.encode,
+        served.llm.engine.max_context,
+        body.parse_special is not False,
+    )
+    return await asyncio.to_thread(lambda: [encode(one, True, parses, limit) for one in many])
 
 
 def _echoes(tokenizer: Tokenizer, prompts: list[list[int]]) -> list[tuple[str, list[int]]]:

@@ -31,7 +31,9 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
             )
         else:
             assert body.prompt is not None, "the schema wants one of them"
-            ids = await served.encode(body.prompt, add_special=body.add_special_tokens)
+            ids = await served.encode(
+                body.prompt, add_special=body.add_special_tokens, parse_special=body.parse_special
+            )
         return await asyncio.to_thread(_tokenized, served, body, ids)
 
     @app.post("/detokenize")
