@@ -17,8 +17,6 @@ from kukri.sampling.fields import facts_of
 from kukri.system_message import opening
 
 _MAX_TOKENS = 512
-_SUBSCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
-_NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 
 
 @llm.hookimpl
@@ -67,7 +65,8 @@ class Kukri(llm.Model):
         messages = [{"role": message.role, "content": _text(message.parts)} for message in prompt.messages]
         if not messages or messages[0]["role"] != "system":
             messages = [*opening(engine.chat_template), *messages]
-        grammar = Grammar.json(_closed(prompt.schema)) if prompt.schema else None
+        schema: Any = prompt.schema  # llm makes a dict of a class
+        grammar = Grammar.json(schema) if schema else None
         for chunk in engine.stream(messages, grammar=grammar, **options):
             yield chunk.text
             if chunk.result is not None:
@@ -84,22 +83,3 @@ class Kukri(llm.Model):
 
 def _text(parts: list[Any]) -> str:
     return "".join(part.text for part in parts if isinstance(part, TextPart))
-
-
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those it names: small models would go on and on.
-
-    Parts of an allOf stay as they are, and so does what has one: each may name some of the properties.
-    """
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    for name in _SUBSCHEMAS & schema.keys():
-        closed[name] = _closed(schema[name])
-    for name in _NAMED_SUBSCHEMAS & schema.keys():
-        if isinstance(schema[name], dict):
-            closed[name] = {key: _closed(value) for key, value in schema[name].items()}
-    is_whole = "properties" in schema and "allOf" not in schema
-    return {"additionalProperties": False, **closed} if is_whole else closed

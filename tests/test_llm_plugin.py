@@ -13,7 +13,7 @@ import llm
 import pytest
 
 from kukri.errors import KukriError
-from kukri.llm_plugin import Kukri, _closed
+from kukri.llm_plugin import Kukri
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
@@ -89,31 +89,6 @@ def test_a_schema_is_kept(ask):
     assert isinstance(answer["age"], int)
     assert isinstance(answer["sex"], str)
     assert set(answer) == {"age", "sex"}
-    nested = {
-        "anyOf": [{"properties": {"a": {"properties": {}}}}, {"properties": {}, "additionalProperties": {}}]
-    }
-    assert _closed(nested) == {
-        "anyOf": [
-            {
-                "properties": {"a": {"properties": {}, "additionalProperties": False}},
-                "additionalProperties": False,
-            },
-            {"properties": {}, "additionalProperties": {}},
-        ]
-    }
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"enum": [{"properties": 1}]},
-        {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]},
-        {"properties": {"properties": {"type": "string"}}, "additionalProperties": False},
-    ],
-)
-def test_only_schemas_are_closed(schema):
-    """Catches values and names that are taken for schemas, and parts of an object that cannot be combined."""
-    assert _closed(schema) == schema
 
 
 def test_what_is_wrong_is_our_error(ask):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary, WeakMethod
 
 from kukri.errors import RequestError, UnsupportedError
+from kukri.sampling.closed_schema import closed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +50,8 @@ class Grammar:
     @classmethod
     def json(cls, schema: Mapping[str, Any] | None = None, *, param: str = "grammar") -> Grammar:
         """JSON that a schema accepts, with its properties in the schema's order; by default any object.
+
+        Objects have only the properties that the schema names, unless it has `additionalProperties`.
 
         Raises RequestError if the schema is not a JSON object.
         """
@@ -210,7 +213,7 @@ def _with_options(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[s
     options: dict[str, Any] = {"whitespace_pattern": _WHITE_SPACE}
     if lenient:
         options |= {"lenient": True, "coerce_one_of": True}
-    return {**schema, "x-guidance": options}
+    return {**closed(schema), "x-guidance": options}
 
 
 _TOKENS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what llguidance makes of a vocabulary

@@ -1,0 +1,83 @@
+"""Schemas whose objects have the properties that they name and no others, unless they say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_SUBSCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "then", "else")
+_NAMED_SUBSCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if")
+_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with `additionalProperties: false` in each object that names properties and does not say.
+
+    A model would go on with properties of its own. Parts of an object that several schemas describe together
+    stay open, as each would forbid what the others name.
+    """
+    open_ids = {id(part) for whole in _schemas(schema) for part in _parts(whole, schema)}
+    made: dict[str, Any] = _closed(schema, open_ids)
+    return made
+
+
+def _closed(schema: Any, open_ids: set[int]) -> Any:
+    if isinstance(schema, list):
+        return [_closed(item, open_ids) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    for name in schema.keys() & set(_SUBSCHEMAS):
+        made[name] = _closed(schema[name], open_ids)
+    for name, value in schema.items():
+        if name in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
+            made[name] = {key: _closed(item, open_ids) for key, item in value.items()}
+    if "properties" in schema and not _OPEN & schema.keys() and id(schema) not in open_ids:
+        made["additionalProperties"] = False
+    return made
+
+
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema and all within it."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _schemas(item)
+    if not isinstance(schema, Mapping):
+        return
+    yield schema
+    for name, value in schema.items():
+        if name in _SUBSCHEMAS:
+            yield from _schemas(value)
+        elif name in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
+            for item in value.values():
+                yield from _schemas(item)
+
+
+def _parts(whole: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
+    """The schemas that describe one object together with others, if `whole` combines some."""
+    branches = [name for name in _COMBINING if name in whole]
+    all_of = whole.get("allOf")
+    is_several = isinstance(all_of, list) and len(all_of) > 1
+    if not branches or not ("properties" in whole or len(branches) > 1 or is_several):
+        return []
+    parts, seen = [whole], {id(whole)}
+    for part in parts:  # which grows
+        given = [part.get(name) for name in ("allOf", "anyOf", "oneOf", "then", "else")]
+        found = [one for value in given for one in (value if isinstance(value, list) else [value])]
+        found.append(_referred(part.get("$ref"), root))
+        for one in found:
+            if isinstance(one, Mapping) and id(one) not in seen:
+                seen.add(id(one))
+                parts.append(one)
+    return parts if any("properties" in part for part in parts[1:]) else []
+
+
+def _referred(pointer: Any, root: Mapping[str, Any]) -> Any:
+    """The schema at a pointer within the root; None if there is none."""
+    if not isinstance(pointer, str) or not pointer.startswith("#"):
+        return None
+    found: Any = root
+    for name in filter(None, pointer[1:].split("/")):
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
