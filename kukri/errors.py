@@ -28,6 +28,21 @@ class KukriError(Exception):
     """Base of every error kukri raises on purpose; its text is one line that says what to do."""
 
 
+def failure_of(what: str, error: BaseException) -> KukriError:
+    """The error of a request by whose `what` an exception was raised, which is its cause.
+
+    Raises again what is to end the program or the task instead. A panic of a library in Rust is no Exception.
+    """
+    if isinstance(error, KukriError):
+        return error
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    text = " ".join(str(error).split())
+    made = KukriError(f"{what} failed: {type(error).__name__}{f': {text:.200}' if text else ''}")
+    made.__cause__ = error
+    return made
+
+
 class ConfigError(KukriError):
     """A model or engine configuration is inconsistent."""
 

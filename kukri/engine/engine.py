@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutpu
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_taps import StepTaps
-from kukri.errors import ConfigError, KukriError, RequestError, StageError
+from kukri.errors import ConfigError, KukriError, RequestError, StageError, failure_of
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states
@@ -35,6 +36,8 @@ from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.models.adapter import Adapter
 from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs
+
+logger = logging.getLogger("kukri.engine")
 
 _ROWS_PER_STEP = 64  # of logits beyond one for each request: a row is large, and all are made room for
 
@@ -318,7 +321,12 @@ class Engine(RequestMaker):
             scheduled.may_go_on = scheduled.goes_on = False
             scheduled.chunks = chunks = chunks.copy()  # the same list would be taken for a step that goes on
         for i, drafts, n in planned:
-            chunks[i] = self.scheduler.with_drafts(chunks[i], drafts.propose(n))
+            try:
+                proposed = drafts.propose(n)
+            except Exception:  # drafts change no answer: it goes without
+                logger.exception("the drafts of a request failed")
+                chunks[i].request.max_drafts, proposed = 0, []
+            chunks[i] = self.scheduler.with_drafts(chunks[i], proposed)
 
     def _sample(self, chunks: list[ScheduledChunk], logits: Logits) -> list[list[SampledToken | KukriError]]:
         """Each chunk's new tokens, up to one that was not drafted; an error in place of one ends its request.
@@ -337,10 +345,16 @@ class Engine(RequestMaker):
             if chunk.request.taps is not None and chunk.request.error is not None:
                 results[i].append(chunk.request.error)
                 continue
-            if chunk.request.output != "tokens":
-                self._keep_rows(chunk, logits.take(range(row - n_own, row)).numpy())
-            elif chunk.request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, logits.take(range(row - n_own, row)))
+            try:
+                if chunk.request.output != "tokens":
+                    self._keep_rows(chunk, logits.take(range(row - n_own, row)).numpy())
+                elif chunk.request.params.prompt_logprobs is not None:
+                    self._score_prompt(chunk, logits.take(range(row - n_own, row)))
+            except StageError:
+                raise
+            except BaseException as error:
+                results[i].append(failure_of("keeping the request's rows", error))
+                continue
             if chunk.gives_token:
                 rows[i] = [row - 1, *range(first_draft_row, draft_row)]
         going_on, depth = list(rows), 0

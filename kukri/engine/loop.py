@@ -13,7 +13,7 @@ from time import monotonic, perf_counter
 from kukri.engine.engine import Engine
 from kukri.engine.request import Request, RequestState
 from kukri.engine.scheduled_step import StepOutput
-from kukri.errors import CapacityError, KukriError
+from kukri.errors import CapacityError, KukriError, failure_of
 from kukri.traces import Facts
 
 logger = logging.getLogger("kukri.engine")
@@ -176,8 +176,14 @@ class EngineLoop:
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request.state is RequestState.NEW:  # else it was ended before it got here
+            if request.state is not RequestState.NEW:  # it was ended before it got here
+                continue
+            try:
                 self.engine.add_request(request)
+            except Exception as error:
+                request.error = failure_of("queueing the request", error)
+                self.engine.finish(request, "error")
+                self._deliver_ended()
 
     def _run(self) -> None:
         try:
@@ -257,7 +263,10 @@ class EngineLoop:
             if not self._live:
                 self._wake.notify_all()
         for request in ended:
-            _trace(request, request.finish_reason or "error")
+            try:
+                _trace(request, request.finish_reason or "error")
+            except Exception:
+                logger.exception("the trace of a request failed")
 
 
 def _trace(request: Request, reason: str) -> None:

@@ -12,6 +12,7 @@ is preempted for a draft, and a rejected one is forgotten: its slot in the cache
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutpu
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import KukriError
 from kukri.sampling import SampledToken
+
+logger = logging.getLogger("kukri.engine")
 
 
 class Scheduler:
@@ -155,17 +158,20 @@ class Scheduler:
         planned: list[tuple[int, Drafts, int]] = []
         for i, chunk in enumerate(chunks):
             request = chunk.request
-            if request.drafts is None:
+            if request.drafts is None or not request.max_drafts:
                 continue
-            if not _generates(request):
-                request.drafts.read_prompt(
-                    request.tokens, min(chunk.start + chunk.n_tokens, request.n_prompt)
-                )
-                continue
-            request.drafts.follow(request.tokens, request.n_tokens)
-            # the last token that it may come to needs no draft: it follows from the row before
-            n = min(room, request.max_drafts, request.max_length - request.n_tokens - 1)
-            n = budget.take(request.drafts.chances(n), request.drafts.price)
+            try:
+                if not _generates(request):
+                    read = min(chunk.start + chunk.n_tokens, request.n_prompt)
+                    request.drafts.read_prompt(request.tokens, read)
+                    continue
+                request.drafts.follow(request.tokens, request.n_tokens)
+                # the last token that it may come to needs no draft: it follows from the row before
+                n = min(room, request.max_drafts, request.max_length - request.n_tokens - 1)
+                n = budget.take(request.drafts.chances(n), request.drafts.price)
+            except Exception:  # drafts change no answer: it goes without
+                logger.exception("the drafts of a request failed")
+                request.max_drafts = n = 0
             if n:
                 planned.append((i, request.drafts, n))
                 room -= n

@@ -45,3 +45,4 @@ class StepTaps:
                 request.error = error
             except Exception as error:
                 request.error = HookError(f"a hook on {name} raised {type(error).__name__}: {error}")
+                request.error.__cause__ = error

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import KukriError, RequestError, ShapeError
+from kukri.errors import KukriError, RequestError, ShapeError, StageError, failure_of
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.host_step import HostLogits
@@ -244,7 +244,8 @@ def sample_rows(
 ) -> list[SampledToken | KukriError]:
     """The next token of each request by its row of logits [N, V], or the error that ends it.
 
-    The logits are not written. Whoever calls often keeps `records`. Raises ShapeError if the logits are not a
+    Whatever a request's own code raises (a processor, a grammar, its history) is its error alone. The logits
+    are not written. Whoever calls often keeps `records`. Raises ShapeError if the logits are not a
     row for each.
     """
     if not samplers:
@@ -260,8 +261,10 @@ def sample_rows(
     for i, sampler in enumerate(samplers):
         try:
             row = sampler.process(logits, i)
-        except KukriError as error:
-            results[i] = error
+        except StageError:  # of all requests
+            raise
+        except BaseException as error:
+            results[i] = failure_of("the request's sampler", error)
             continue
         if row is None:
             plain.append(i)
@@ -272,14 +275,24 @@ def sample_rows(
     def choose(chosen: list[int], rows: Logits, row_numbers: Sequence[int]) -> None:
         records.start([samplers[i].settings for i in chosen], row_numbers)
         for place, i in enumerate(chosen):
-            samplers[i].prepare(records, place, allow_end)
+            try:
+                samplers[i].prepare(records, place, allow_end)
+            except BaseException as error:  # whatever is chosen for it now, it fails
+                results[i] = failure_of("the request's sampler", error)
         sampling.choose(records, rows)
         tokens, statuses = records.fields["token"].tolist(), records.fields["status"].tolist()
         for place, i in enumerate(chosen):
-            if statuses[place] == CHOSEN:
-                results[i] = samplers[i].finish(records, place, logits, i, tokens[place])
-            else:
+            if results[i] is not None:
+                continue
+            if statuses[place] != CHOSEN:
                 results[i] = _failure(records, place)
+                continue
+            try:
+                results[i] = samplers[i].finish(records, place, logits, i, tokens[place])
+            except StageError:
+                raise
+            except BaseException as error:
+                results[i] = failure_of("the request's sampler", error)
 
     if plain:
         choose(plain, logits, plain)

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kukri.errors import failure_of
 from kukri.server.errors import error_response
 from kukri.server.keys import Client, KeyRing
 from kukri.server.metrics import Metrics
@@ -101,7 +102,8 @@ class Middleware:
                 await refusal(scope, receive, send_with_id)
             else:
                 await self._app(scope, self._limited(headers, receive), send_with_id)
-        except Exception:
+        except BaseException as error:
+            failure_of("the request", error)  # raises again what ends the task, or the program
             log.exception("request failed", extra={"request_id": request_id})
             if not status:
                 failure = error_response(f"an error of the server; its log has it as {request_id}", 500)

@@ -226,11 +226,7 @@ class Reply(Response):
         try:
             while True:
                 await call.changed()
-                try:
-                    await call.read_out()
-                except KukriError as error:
-                    call.fail(error)
-                events = b"" if call.error or call.is_gone else self._writer.advance()
+                events = await self._advanced()
                 if call.is_done or call.is_gone or call.error:
                     break
                 if events:
@@ -250,18 +246,39 @@ class Reply(Response):
                 first_token_s=round(call.first_token_s - call.arrived_s, 4) if call.first_token_s else None,
             )
 
+    async def _advanced(self) -> bytes:
+        """The events of what has come; an error that taking or writing it raises ends the call alone."""
+        try:
+            await self._call.read_out()
+            return b"" if self._call.error or self._call.is_gone else self._writer.advance()
+        except KukriError as error:
+            self._call.fail(error)
+        except BaseException as error:
+            self._call.break_off("writing the answer", error)
+        return b""
+
+    def _last(self) -> bytes:
+        """What a response ends with: a stream's last events, or all of one that is whole."""
+        try:
+            if self._is_stream:
+                return self._writer.end()
+            return json.dumps(self._writer.body(), separators=(",", ":")).encode()
+        except BaseException as error:
+            self._call.break_off("writing the answer", error)
+        return b""
+
     async def _finish(self, scope: Scope, receive: Receive, send: Send, events: bytes) -> None:
         """The end of the response, once nothing more comes; `events` are not yet sent."""
+        last = b"" if self._call.error is not None else self._last()
         error = self._call.error
         if error is not None and not self._has_begun:
             await response_of(error)(scope, receive, send)
         elif error is not None:
             await self._send(send, events + self._writer.fail(error), is_last=True)
         elif self._is_stream:
-            await self._send(send, events + self._writer.end(), is_last=True)
+            await self._send(send, events + last, is_last=True)
         else:
-            body = json.dumps(self._writer.body(), separators=(",", ":")).encode()
-            await Response(body, media_type="application/json")(scope, receive, send)
+            await Response(last, media_type="application/json")(scope, receive, send)
 
     def _push(self) -> bool:
         """Takes the new output and writes its events to the connection; False if that has to wait.
@@ -294,7 +311,7 @@ class Reply(Response):
         """Sends what the writer tells of the prompt, until the first token is there."""
         while not self._call.n_generated and not self._call.is_gone:
             await asyncio.sleep(_PROGRESS_S)
-            if events := self._writer.advance():
+            if events := await self._advanced():
                 await self._send(send, events)
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:

@@ -179,7 +179,7 @@ def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make_engine(max_context=128)
     inbox = Inbox()
     loop = EngineLoop(engine, inbox)
-    monkeypatch.setattr(engine, "add_request", lambda request: 1 / 0)
+    monkeypatch.setattr(loop, "_step", lambda: 1 / 0)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     loop.start()
     request = submit(loop, prompt_of(5), greedy(5))
@@ -189,6 +189,22 @@ def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not loop.is_stepping
     with pytest.raises(CapacityError):
         submit(loop, prompt_of(5), greedy(5))
+
+
+def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose queueing raises, and with it the engine's thread."""
+    engine, _ = make_engine(max_context=128)
+    inbox = Inbox()
+    loop = EngineLoop(engine, inbox)
+    add = engine.add_request
+    monkeypatch.setattr(engine, "add_request", lambda one: 1 / 0 if one.n_prompt == 5 else add(one))
+    loop.start()
+    bad, good = (submit(loop, prompt_of(n), greedy(5)) for n in (5, 6))
+    inbox.wait(bad)
+    inbox.wait(good)
+    assert (inbox.reason(bad), inbox.reason(good)) == ("error", "length")
+    assert "ZeroDivisionError" in str(bad.error)
+    loop.stop()
 
 
 def outputs(loop: EngineLoop, n: int, n_tokens: int = 20, client: str = "") -> list[Request]:

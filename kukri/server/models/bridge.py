@@ -17,7 +17,7 @@ from typing import Protocol
 from kukri.calls.answer import Answer
 from kukri.engine import EngineStatus, Request, StepOutput
 from kukri.engine.loop import Deliver
-from kukri.errors import CapacityError, KukriError
+from kukri.errors import CapacityError, KukriError, failure_of
 from kukri.interp.generation import InterventionTaps, Readout
 from kukri.kernels.arrays import FloatArray
 from kukri.server.errors import DeadlineError
@@ -157,15 +157,15 @@ class LiveCall:
             self._waiter.set_result(None)
 
     def advance(self) -> None:
-        """Hands on the new output, by `push` or else by `wake`; an error of `push` is raised in `changed`."""
+        """Hands on the new output, by `push` or else by `wake`; an error of `push` ends the call."""
         waiter = self._waiter
         if waiter is None or waiter.done() or self.push is None or self._taps:
             self.wake()
             return
         try:
             is_pushed = self.push()
-        except Exception as error:
-            waiter.set_exception(error)
+        except BaseException as error:
+            self.break_off("writing the answer", error)
         else:
             if not is_pushed:
                 self.wake()
@@ -185,6 +185,12 @@ class LiveCall:
         self.error = self.error or error
         self.close()
         self.wake()
+
+    def break_off(self, what: str, error: BaseException) -> None:
+        """Ends the call with an error by what an exception was raised, and logs its traceback."""
+        failure = failure_of(what, error)
+        log.error("request failed: %s", failure, extra={"request_id": self.log_id}, exc_info=error)
+        self.fail(failure)
 
     def close(self) -> None:
         """Aborts all unfinished requests."""
@@ -339,39 +345,48 @@ class Bridge:
         now_s = perf_counter()
         advanced: dict[LiveCall, None] = {}  # once for all its answers
         n_since: dict[float, int] = {}  # tokens, by the time of the one before each
-        for request, token, finish_reason in outputs:
+        for output in outputs:
+            request, _, finish_reason = output
             if finish_reason is not None and request.id in self._computing:
                 self._computing.pop(request.id)(request, finish_reason)
                 continue
             waiting = self._waiting.get(request.id)
             if waiting is None:  # dropped meanwhile
                 continue
-            answer, call = waiting.answer, waiting.call
             last_s = waiting.last_token_s
-            if token is not None:
-                waiting.last_token_s = now_s
-                if last_s is None:
-                    self._count_first(waiting, now_s)
-                else:
-                    n_since[last_s] = n_since.get(last_s, 0) + 1
-            stop = answer.push(token, finish_reason)
-            if stop is not None and finish_reason is None:
-                self.loop.finish(request, "stop", stop)
-            if answer.finish_reason is not None:
-                del self._waiting[request.id]
-                if answer.finish_reason in ("error", "abort"):
-                    self._on_failure(answer, call)
-                if call.is_done:
-                    call.cancel_deadline()
-                call.wake()
+            try:
+                self._take(waiting, output, now_s)
+            except BaseException as error:
+                waiting.call.break_off("the text of the answer", error)
+                continue
+            if output.token is not None and last_s is not None:
+                n_since[last_s] = n_since.get(last_s, 0) + 1
             waiting.n_held += 1
             if last_s is None or waiting.n_held >= self._stream_interval:
                 waiting.n_held = 0
-                advanced[call] = None
+                advanced[waiting.call] = None
         for last_s, n in n_since.items():
             self._metrics.on_tokens(now_s - last_s, n)
         for call in advanced:
             call.advance()
+
+    def _take(self, waiting: _Waiting, output: StepOutput, now_s: float) -> None:
+        """Puts a step's output for an answer to its text; ends the answer if it has ended."""
+        answer, call, (request, token, finish_reason) = waiting.answer, waiting.call, output
+        if token is not None:
+            if waiting.last_token_s is None:
+                self._count_first(waiting, now_s)
+            waiting.last_token_s = now_s
+        stop = answer.push(token, finish_reason)
+        if stop is not None and finish_reason is None:
+            self.loop.finish(request, "stop", stop)
+        if answer.finish_reason is not None:
+            del self._waiting[request.id]
+            if answer.finish_reason in ("error", "abort"):
+                self._on_failure(answer, call)
+            if call.is_done:
+                call.cancel_deadline()
+            call.wake()
 
     def _count_first(self, waiting: _Waiting, now_s: float) -> None:
         call, request = waiting.call, waiting.answer.request
@@ -381,5 +396,6 @@ class Bridge:
 
     def _on_failure(self, answer: Answer, call: LiveCall) -> None:
         error = answer.request.error or KukriError("the request was aborted")
-        log.error("request failed: %s", error, extra={"request_id": call.log_id})
+        cause = error.__cause__  # what a request's own code raised
+        log.error("request failed: %s", error, extra={"request_id": call.log_id}, exc_info=cause)
         call.fail(error)
