@@ -322,6 +322,8 @@ class EngineConfig:
         max_requests: Most requests that hold pages at a time.
         max_step_tokens: Most tokens of a step, and so of a prompt's chunk.
         max_prompt_tokens: Most prompt tokens of a step in which others decode, which bounds their delay.
+        max_step_ms: Most milliseconds that the prompts of a step should take, by what those before took; 0
+            for no bound. Deep in a long prompt this allows fewer tokens than `max_step_tokens`.
         kv_bytes: Size of the KV pool; None for room for `max_requests` of `max_context`.
         caches_prefixes: Reuses keys and values of past requests with equal prefixes.
         snapshot_bytes: Size of all snapshots of recurrent states behind such prefixes.
@@ -340,6 +342,7 @@ class EngineConfig:
     max_requests: int = 1
     max_step_tokens: int = 512
     max_prompt_tokens: int = 64
+    max_step_ms: int = 150
     kv_bytes: int | None = None
     caches_prefixes: bool = True
     snapshot_bytes: int = 1 << 29
@@ -372,5 +375,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        if self.snapshot_bytes < 0:
-            raise ConfigError(f"snapshot_bytes must be at least 0, not {self.snapshot_bytes}")
+        for name in ("snapshot_bytes", "max_step_ms"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")

@@ -73,7 +73,7 @@ class LoadedModel(ReadModel):
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
 _MAX_TEXTS = 64  # of an encoder side by side: short ones share a step
-_OWN_DEFAULTS = ("max_prompt_tokens", "snapshot_bytes", "prefix_bytes")  # of EngineConfig
+_OWN_DEFAULTS = ("max_prompt_tokens", "max_step_ms", "snapshot_bytes", "prefix_bytes")  # of EngineConfig
 # of models cut into stages
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
 _STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend", "quantize")

@@ -318,6 +318,12 @@ class ModelOptions:
         "many",
         metavar="N",
     )
+    max_step_ms: int | None = _setting(
+        _integer,
+        "Most milliseconds for the prompts of a step, which others wait for; 0: no bound. [default: 150]",
+        "many",
+        metavar="N",
+    )
     kv_bytes: int | None = _setting(
         _size,
         "KV cache size, such as 2GiB. [default: from contexts and free memory]",
@@ -384,6 +390,7 @@ class ModelKeywords(TypedDict, total=False):
     max_requests: int | None
     max_step_tokens: int
     max_prompt_tokens: int | None
+    max_step_ms: int | None
     kv_bytes: int | None
     chat_template: str | None
     control_vectors: Mapping[str, Any] | None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from time import perf_counter
 
@@ -24,6 +25,7 @@ from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
+from kukri.engine.step_cost import StepCost, even_depth
 from kukri.engine.step_taps import StepTaps
 from kukri.errors import ConfigError, KukriError, RequestError, StageError, failure_of
 from kukri.kernels.arrays import FloatArray
@@ -53,6 +55,8 @@ class InFlight:
     chunks: list[ScheduledChunk]
     logits: Logits
     goes_on: bool = False
+    prompt_cost: float = 0.0  # of its prompts' tokens, in the units of StepCost
+    launched_s: float = 0.0
 
 
 class Engine(RequestMaker):
@@ -60,7 +64,7 @@ class Engine(RequestMaker):
 
     The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
     pages; its memory is taken as it is used. A `draft_model` has the same token ids, a pool of its own with
-    as many pages, and the same backend unless `draft_backend` is another.
+    as many pages, and the same backend unless `draft_backend` is another. `clock` times steps, in seconds.
 
     Attributes: those of RequestMaker; model, config; arithmetic, equal for engines that compute the same
     bits.
@@ -77,7 +81,9 @@ class Engine(RequestMaker):
         draft_model: Model | None = None,
         draft_backend: Backend | None = None,
         identity: bytes = b"",
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
+        self._clock, self._collected_s = clock, 0.0
         if not (is_causal := model.config.is_causal):
             # what a token keeps depends on those after it
             config = replace(config, caches_prefixes=False, prefix_dir=None)
@@ -129,6 +135,7 @@ class Engine(RequestMaker):
             config.max_prompt_tokens,
             max_rows,
             takes_whole=not is_causal,
+            cost=StepCost(even_depth(model.config, model.n_parameters), (config.max_step_ms or inf) / 1000),
             n_parts=config.max_in_flight,
         )
         self.models = [model] if draft_model is None else [model, draft_model]
@@ -199,6 +206,7 @@ class Engine(RequestMaker):
         the order of their launch. What the model run raises, an error in a hook for example, fails every
         request of this step and is raised.
         """
+        now_s = self._clock()
         scheduled = self.scheduler.schedule()
         chunks = scheduled.chunks
         if not chunks:
@@ -209,7 +217,7 @@ class Engine(RequestMaker):
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
             logits = self.runner.run(chunks) if scheduled.goes_on else self._run(scheduled)
-            step = InFlight(chunks, logits, scheduled.goes_on)
+            step = InFlight(chunks, logits, scheduled.goes_on, scheduled.prompt_cost, now_s)
         except StageError as error:
             self._begin_again(error)
             return None
@@ -269,6 +277,8 @@ class Engine(RequestMaker):
         if self.runner.adapters and self.adapters.has_leaving:
             self._release_adapters()
         self._rest()
+        began_s, self._collected_s = max(step.launched_s, self._collected_s), self._clock()
+        self.scheduler.cost.observe(step.prompt_cost, self._collected_s - began_s)
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:

@@ -8,6 +8,7 @@ it alone. Who runs, waits and is preempted is the scheduler's business.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from kukri.engine.pages import PageKey, PagePool, check_fits, page_keys
 from kukri.engine.request import Request
@@ -44,19 +45,37 @@ class Residence:
         """Raises CapacityError if a request could outgrow the whole pool."""
         check_fits(request.max_cached, self.pool.n_pages, self.page_tokens)
 
-    def find_room(self, request: Request, leaving: Sequence[Request] = ()) -> list[int] | None:
+    def find_room(
+        self, request: Request, leaving: Sequence[Request] = (), n_promised: int = 0
+    ) -> list[int] | None:
         """The cached pages that a waiting request can begin with; None if the rest of it finds no room.
 
-        What `leaving` hold alone counts as free.
+        What `leaving` hold alone counts as free, and `n_promised` of the free pages do not.
         """
         if self.states is not None and not self.states.n_free and not leaving:
             return None
         known = self._known_pages(request)
         n_new = self.pool.pages_for(request.n_tokens) - len(known)
         freed = self.pool.only_held_by([other.pages for other in leaving]) if leaving else ()
-        n_left = self.pool.n_free - sum(self.pool.is_idle(page) for page in known)
+        n_left = self.pool.n_free - n_promised - sum(self.pool.is_idle(page) for page in known)
         n_left += len(freed) - sum(page in freed for page in known)
         return known if n_new <= n_left else None
+
+    def note_known(self, request: Request) -> None:
+        """Notes how much of a new request's prompt is cached, in its `n_known`."""
+        self._known_pages(request)
+
+    def n_to_come(self, request: Request) -> int:
+        """The pages that a running request does not hold yet and needs for the tokens it has."""
+        return self.pool.pages_for(request.n_tokens) - request.n_pages
+
+    def n_common(self, request: Request, other: Request) -> int:
+        """Tokens at the beginning of both requests that the first would find cached once the other is."""
+        if not (self._uses_cache(request) and self._uses_cache(other)) or request.taps is not None:
+            return 0
+        n_pages = min(request.next_row, other.n_tokens) // self.page_tokens
+        keys = zip(self._keys(request, 0, n_pages), self._keys(other, 0, n_pages), strict=True)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], keys)) * self.page_tokens
 
     def admit(self, request: Request, pages: list[int], state_copies: list[tuple[int, int]]) -> None:
         """Gives a request the pages that `find_room` found, or those of a leader that has its prompt.

@@ -44,6 +44,7 @@ class ScheduledStep:
     copies: list[tuple[int, int]]
     state_copies: list[tuple[int, int]]
     program: ProgramKind = "logits"
+    prompt_cost: float = 0.0  # of its prompts' tokens, in the units of StepCost
     may_go_on: bool = False
     goes_on: bool = False
 

@@ -1,10 +1,12 @@
 """The scheduler: chooses the tokens of each request that the next step computes.
 
-Every running request gets its next token, or the next chunk of its prompt, within a budget of tokens a step;
-what is left admits waiting requests (waiting.py orders them). A prompt that runs beside decodes has a
-budget of its own, so that long prompts do not delay the others' tokens. If pages run out, the request last in
-order is preempted: it frees its pages and is recomputed later. That changes no token, as no result depends on
-chunks. What a request holds in the caches, and which prefixes it finds there, is told by residence.py.
+Every decoding request gets its next token; the rest of a step is shared among prompts, within a budget of
+tokens and of time, so that long prompts do not delay the others' tokens. Up to half goes to the shortest
+prompts, so that a short one begins at once beside a long one, and the rest in turn (waiting.py has the
+order), so that a long one never stands still. A waiting request is admitted when it is to compute something.
+If pages run out, the request last in order is preempted: it frees its pages and is recomputed later. That
+changes no token, as no result depends on chunks. What a request holds in the caches, and which prefixes it
+finds there, is told by residence.py.
 
 If room is left, decoding requests have draft tokens computed beside their newest one (drafts.py). No request
 is preempted for a draft, and a rejected one is forgotten: its slot in the cache is overwritten.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -22,20 +24,26 @@ from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.request import ProgramKind, Request, RequestState
 from kukri.engine.residence import Residence
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
+from kukri.engine.step_cost import StepCost
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import KukriError
 from kukri.sampling import SampledToken
 
+<<<<<<< HEAD
 logger = logging.getLogger("kukri.engine")
+=======
+_LOOK_AHEAD = 32  # waiting requests of a client among which the shortest may be taken first
+_LEAST_TOKENS = 16  # of the prompt in turn, in a step, however long they take; half beside shorter ones
+>>>>>>> 874755e (Share each step's prompt tokens: by priority, client and length, within a budget of time)
 
 
 class Scheduler:
     """The queue, and the running requests in order of their turn; `residence` has what they hold.
 
-    `max_step_tokens` bounds a step; `max_prompt_tokens` what prompts get of it while others generate,
-    `max_logit_rows` the rows of logits. With `takes_whole` a prompt is computed in one step, of its own if it
-    is longer than a step should be. A step takes one of `n_parts` parts of the requests, so that as many
-    steps can be under way.
+    `max_step_tokens` bounds a step; `max_prompt_tokens` what prompts get of it while others generate, `cost`
+    the time that their tokens take; `max_logit_rows` the rows of logits. With `takes_whole` a prompt is
+    computed in one step, of its own if it is longer than a step should be. A step takes one of `n_parts`
+    parts of the requests, so that as many steps can be under way.
     """
 
     def __init__(
@@ -48,12 +56,15 @@ class Scheduler:
         *,
         takes_whole: bool = False,
         n_parts: int = 1,
+        cost: StepCost | None = None,
     ) -> None:
         self.residence, self.takes_whole, self.n_parts = residence, takes_whole, n_parts
         self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
+        self.cost = cost or StepCost()
         self._step = ScheduledStep([], [], [], "hidden")  # the last one
+        self._full: tuple[int, int, int] | None = None  # when nobody could be admitted: see `_occupancy`
         self.takes_drafts = True  # False while somebody must see each token once, and no others
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -66,6 +77,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a new request. Raises CapacityError if it could outgrow the whole pool."""
         self.residence.check_fits(request)
+        self.residence.note_known(request)
         request.state = RequestState.WAITING
         self.waiting.arrive(request)
 
@@ -77,17 +89,29 @@ class Scheduler:
         """
         if self._step.may_go_on and self._move_on():
             return self._step
+        n_preemptions = self.n_preemptions
         if self.waiting:
             self._preempt_for_urgent()
         other: ProgramKind = "hidden" if self._step.program == "logits" else "logits"
-        if self.waiting or any(request.program == other for request in self.running):
+        if self.waiting.has(other) or any(request.program == other for request in self.running):
             step = self._schedule_program(other)
             if step.chunks:
                 self._step = step
                 return step
         self._step = step = self._schedule_program(self._step.program)
         step.may_go_on = self._may_go_on(step)
+        # then nobody who waits found room, unless somebody was preempted, who is not admitted at once
+        self._full = self._occupancy() if n_preemptions == self.n_preemptions else None
         return step
+
+    def _occupancy(self) -> tuple[int, int, int]:
+        """What admission depends on: who waits, how many run, and how many pages are free."""
+        return self.waiting.n_changes, len(self.running), self.residence.pool.n_free
+
+    def _is_full(self) -> bool:
+        """True if nobody can be admitted, as nobody could and nothing has been freed since."""
+        now, full = self._occupancy(), self._full
+        return full is not None and now[:2] == full[:2] and now[2] <= full[2]
 
     def start_anew(self) -> None:
         """Makes the next step no continuation of the last."""
@@ -103,7 +127,7 @@ class Scheduler:
     def _move_on(self) -> bool:
         """Moves the last step on by a token of each request; False if others run now, or pages run out."""
         chunks, residence = self._step.chunks, self.residence
-        if self.waiting or len(chunks) != len(self.running):
+        if len(chunks) != len(self.running) or (self.waiting and not self._is_full()):
             return False
         growing: list[Request] = []
         for chunk in chunks:
@@ -125,22 +149,82 @@ class Scheduler:
         """A step of the requests that a program computes."""
         step = ScheduledStep([], [], [], program)
         budget = _Budget(self, program)
-        n_preemptions = self.n_preemptions
-        i = 0
         n_most = self._step_requests()
-        while (
-            i < len(self.running) and budget.n_tokens and len(step.chunks) < n_most
-        ):  # preemption shortens the list from its end
-            if self.running[i].program == program and not self.running[i].is_in_flight:
-                self._schedule(self.running[i], budget, step)
+        prompts: list[Request] = []
+        i = 0
+        while i < len(self.running):  # preemption shortens the list from its end
+            request = self.running[i]
+            if request.program == program and not request.is_in_flight:
+                if not _generates(request):
+                    prompts.append(request)
+                elif budget.n_tokens and len(step.chunks) < n_most:
+                    self._schedule(request, budget, step)
             i += 1
-        if self.n_preemptions == n_preemptions:  # a request just preempted must not be admitted at once
-            while self.waiting and budget.n_tokens and budget.n_prompt_tokens and len(step.chunks) < n_most:
-                request = self.waiting.first(_may_run, program)
-                if request is None or not budget.has_room(request) or not self._admit(request, step):
-                    break
-                self._schedule(request, budget, step)
+        if self.n_preemptions == budget.n_preemptions:
+            prompts += self._admissible(program)
+        if prompts:
+            prompts.sort(key=self.waiting.rank)
+            self._schedule_prompts(prompts, budget, step, n_most)
         return step
+
+    def _schedule_prompts(
+        self, prompts: list[Request], budget: _Budget, step: ScheduledStep, n_most: int
+    ) -> None:
+        """Shares what is left of a step among prompts, in order of their turn: see the module."""
+        first = prompts[0]
+        least = self.cost.of(first.n_cached, _LEAST_TOKENS)
+        shorter = [r for r in prompts if r.priority == first.priority and _n_left(r) < _n_left(first)]
+        n_tokens, limit = budget.n_prompt_tokens, self.cost.limit
+        if shorter and not self.takes_whole:
+            half = n_tokens // 2
+            budget.n_prompt_tokens, budget.cost = half, max(limit / 2, least)
+            self._begin(sorted(shorter, key=_n_left), budget, step, n_most)
+            budget.n_prompt_tokens += n_tokens - half
+            if step.prompt_cost:
+                least /= 2
+        budget.cost = max(limit - step.prompt_cost, least)
+        self._begin(prompts, budget, step, n_most)
+
+    def _begin(self, prompts: Iterable[Request], budget: _Budget, step: ScheduledStep, n_most: int) -> None:
+        """Computes as much of prompts, one after another, as a budget allows, admitting those that wait.
+
+        Nobody is admitted after one that finds no room. Prompts that the step has already are passed over.
+        """
+        is_full = self.n_preemptions > budget.n_preemptions  # who was just preempted must not be admitted
+        for request in prompts:
+            if not budget.has_room(request) or len(step.chunks) >= n_most:
+                return
+            if request.state is RequestState.WAITING:
+                if is_full or self._awaits_prefix(request):
+                    continue
+                if not self._admit(request, step):
+                    is_full = True
+                    continue
+            if all(chunk.sequence is not request for chunk in step.chunks):
+                self._schedule(request, budget, step)
+                is_full = is_full or self.n_preemptions > budget.n_preemptions
+
+    def _admissible(self, program: ProgramKind) -> list[Request]:
+        """Waiting requests that may run now; none while the first in turn finds no room."""
+        if not self.waiting or len(self.running) >= self.max_requests:
+            return []
+        first = self.waiting.first(_may_run, program)
+        if first is None or self._find_room(first) is None:
+            return []
+        heads = self.waiting.heads(_may_run, program, _LOOK_AHEAD)
+        return [request for request in heads if not self._awaits_prefix(request)]
+
+    def _awaits_prefix(self, request: Request) -> bool:
+        """True if a prompt under way begins alike and will soon be cached.
+
+        That is, before the part that both have in common could be computed again by half of each step.
+        """
+        for other in self.running:
+            if other.priority <= request.priority and not _generates(other):
+                n_common = self.residence.n_common(request, other) - request.n_known
+                if other.n_tokens - other.n_cached <= 2 * n_common:
+                    return True
+        return False
 
     def _step_requests(self) -> int:
         """The most requests of a step."""
@@ -296,12 +380,14 @@ class Scheduler:
                 return
         start = request.n_cached
         n_tokens, n_logits = budget.take(request)
-        if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens, step.copies):
+        if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens, step):
             return
         n_after = max(start + n_tokens - request.stop_row, 0)
         n_to_come = self.max_requests - len(self.running)  # requests, each of which wants a state
         saves = self.residence.snapshots(request, start, start + n_tokens, n_to_come)
         step.chunks.append(ScheduledChunk(request, start, n_tokens, n_logits, n_after=n_after, saves=saves))
+        if not _generates(request):
+            step.prompt_cost += self.cost.of(start, n_tokens)
         budget.spend(request, n_tokens, n_logits)
 
     def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
@@ -328,15 +414,16 @@ class Scheduler:
         self._append(request, token, now_s)
         return StepOutput(request, token, request.finish_reason)
 
-    def _make_writable(self, request: Request, start: int, stop: int, copies: list[tuple[int, int]]) -> bool:
+    def _make_writable(self, request: Request, start: int, stop: int, step: ScheduledStep) -> bool:
         """Allocates pages to write tokens `start` to `stop` - 1 to, preempting the requests last in turn.
 
         False if it was preempted itself, or has to wait until a later request has landed.
         """
-        while not self.residence.make_writable(request, start, stop, copies):
+        while not self.residence.make_writable(request, start, stop, step.copies):
             last = self.running[-1]
             if last.is_in_flight:
                 return False
+            step.chunks = [chunk for chunk in step.chunks if chunk.sequence is not last]
             self.preempt(last)
             if last is request:
                 return False
@@ -349,7 +436,8 @@ class Scheduler:
         """
         if len(self.running) - len(leaving) >= self.max_requests:
             return None
-        return self.residence.find_room(request, leaving)
+        prompts = (r for r in self.running if not _generates(r) and r not in leaving)
+        return self.residence.find_room(request, leaving, sum(map(self.residence.n_to_come, prompts)))
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Moves a waiting request to the running, with the pages it can share, if it has room."""
@@ -385,6 +473,9 @@ class _Budget:
 
     def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
         self.takes_whole, self.is_unspent = scheduler.takes_whole, True
+        self._step_cost = scheduler.cost
+        self.cost = scheduler.cost.limit  # of prompts
+        self.n_preemptions = scheduler.n_preemptions  # before the step
         self.n_saved_pages = scheduler.residence.saved_per_step
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
         for request in scheduler.running:
@@ -397,8 +488,10 @@ class _Budget:
             self.n_rows = scheduler.max_logit_rows - scheduler.max_requests
 
     def has_room(self, request: Request) -> bool:
-        """False if all of the request must be in a step and this one is too full."""
-        return not self.takes_whole or self.is_unspent or request.n_tokens <= self.n_tokens
+        """False if the step is too full for a prompt, or for all of it if it must be in one step."""
+        if self.takes_whole:
+            return self.is_unspent or request.n_tokens <= self.n_tokens
+        return min(self.n_tokens, self.n_prompt_tokens) > 0 and self.cost > 0
 
     def take(self, request: Request) -> tuple[int, int]:
         """(tokens, logit rows) that the request may have."""
@@ -409,7 +502,8 @@ class _Budget:
         if _generates(request):
             return min(n_left, self.n_tokens), 1
         n_without = request.next_row - request.n_cached  # tokens that come before the first row
-        n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens, n_without + 1 + self.n_rows)
+        n_timely = self._step_cost.n_within(request.n_cached, self.cost)
+        n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens, n_without + 1 + self.n_rows, n_timely)
         n_after = max(request.n_cached + n_tokens - request.stop_row, 0)
         return n_tokens, max(n_tokens - n_without - n_after, 0)
 
@@ -419,12 +513,21 @@ class _Budget:
         self.n_tokens = max(self.n_tokens - n_tokens, 0)
         if not _generates(request):
             self.n_prompt_tokens -= n_tokens
+            self.cost -= self._step_cost.of(request.n_cached, n_tokens)
             self.n_rows -= max(n_logits - 1, 0)
 
 
 def _generates(request: Request) -> bool:
     """True if the request is decoding: only its newest token is left to compute."""
     return request.n_cached == request.n_tokens - 1 and request.n_generated > 0
+
+
+def _n_left(request: Request) -> int:
+    """Tokens to compute before a request's next one, as far as is known of one that waits."""
+    leader = request.leader
+    if leader is not None and not request.n_generated and leader.n_cached >= request.n_prompt:
+        return 1
+    return request.n_tokens - max(request.n_cached, request.n_known)
 
 
 def _may_run(request: Request) -> bool:

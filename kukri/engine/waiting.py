@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from kukri.engine.request import ProgramKind, Request
 
@@ -29,6 +29,7 @@ class WaitingQueue:
         self._lines: dict[_Line, list[Request]] = {}  # each in order of ids; none is empty
         self._n_live: Counter[str] = Counter()  # requests of each client, waiting or running
         self._n_served: dict[str, int] = {}  # tokens of each client with live requests
+        self.n_changes = 0  # requests that came or went so far
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -52,10 +53,12 @@ class WaitingQueue:
 
     def put(self, request: Request) -> None:
         """Queues a request, new or preempted."""
+        self.n_changes += 1
         insort(self._lines.setdefault(_line(request), []), request, key=_id)
 
     def remove(self, request: Request) -> None:
         """Removes a request that is about to run."""
+        self.n_changes += 1
         line = self._lines[_line(request)]
         del line[bisect_left(line, request.id, key=_id)]
         if not line:
@@ -73,13 +76,24 @@ class WaitingQueue:
         """Adds tokens computed to the counter of a request's client."""
         self._n_served[request.client] += n_tokens
 
+    def has(self, program: ProgramKind) -> bool:
+        """True if a request of that program waits."""
+        return any(key[3] == program for key in self._lines)
+
+    def heads(self, may_run: Callable[[Request], bool], program: ProgramKind, n: int) -> Iterator[Request]:
+        """Up to `n` of each line, in its order, of those that may run and of one program."""
+        for key, line in self._lines.items():
+            if key[3] == program:
+                yield from islice(filter(may_run, line), n)
+
     def first(self, may_run: Callable[[Request], bool], program: ProgramKind | None = None) -> Request | None:
         """The next request in turn, of those that may run and, if given, of one program."""
         lines = [line for key, line in self._lines.items() if program in (None, key[3])]
         firsts = (next(filter(may_run, line), None) for line in lines)
-        return min((request for request in firsts if request is not None), key=self._rank, default=None)
+        return min((request for request in firsts if request is not None), key=self.rank, default=None)
 
-    def _rank(self, request: Request) -> tuple[int, bool, int, int]:
+    def rank(self, request: Request) -> tuple[int, bool, int, int]:
+        """The place of a request that waits, or whose prompt is computed, among all those: see the module."""
         was_preempted = request.n_preemptions > 0
         n_served = 0 if was_preempted else self._n_served[request.client]
         return request.priority, not was_preempted, n_served, request.id

@@ -219,7 +219,7 @@ def make_engine(
     **options: Any,
 ) -> tuple[Engine, FakeBackend]:
     backend = FakeBackend()
-    options = {"speculation": "off", **options}
+    options = {"speculation": "off", "max_step_ms": 0, **options}  # 0: nothing depends on the clock
     config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens, **options)
     model: Any = FakeModel(max_context, has_states)
     engine = Engine(model, backend, config, eos_ids=[EOS], n_pages=n_pages, identity=identity)  # type: ignore[arg-type]

@@ -70,9 +70,10 @@ def test_the_longest_unused_prefix_is_given_up_first() -> None:
     assert hits[0] > hits[1]
 
 
-def test_equal_prompts_at_a_time_end_in_one_copy() -> None:
+def test_equal_prompts_at_a_time_end_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages with equal contents kept twice."""
     engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=200)
+    monkeypatch.setattr(engine.scheduler, "_awaits_prefix", lambda request: False)
     prompt = prompt_of(50)
     a, b = (add(engine, prompt, greedy(30)) for _ in range(2))
     engine.step()

@@ -1,0 +1,69 @@
+"""What a step's prompt tokens cost, and how many of them a step has time for.
+
+The unit is the cost of a token that sees no others. Attention makes a token dearer with each key that it
+sees: at a depth of `even_depth` keys it costs as much as all else. How long a unit takes is measured.
+"""
+
+from __future__ import annotations
+
+from math import inf, sqrt
+
+from kukri.config import ModelConfig
+
+_MANY = 1 << 30
+_WEIGHT = 0.3  # of the newest measurement
+_MOST_GROWTH = 2.0  # of one measurement over those before: a machine that was asleep says nothing
+_MIN_UNITS = 16.0  # of a step that is measured: of smaller ones reading the weights is most
+_ATTENTION_OPS = 4.0  # of a matrix product, in the time of one of attention, which is float32
+
+
+class StepCost:
+    """Measures steps, and bounds what the next one computes of prompts to `max_step_s` seconds.
+
+    Results do not depend on it, as none depends on how prompts are cut into steps.
+    """
+
+    def __init__(self, even_depth: float = inf, max_step_s: float = inf) -> None:
+        """`even_depth` is in tokens."""
+        self._even_depth, self._max_step_s = even_depth, max_step_s
+        self._unit_s: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """The units that a step has time for."""
+        return inf if self._unit_s is None else self._max_step_s / self._unit_s
+
+    def of(self, start: int, n_tokens: int) -> float:
+        """The units of a prompt's tokens `start` to `start + n_tokens - 1`."""
+        return n_tokens * (1.0 + (start + n_tokens / 2) / self._even_depth)
+
+    def n_within(self, start: int, units: float) -> int:
+        """How many of a prompt's tokens from `start` on cost no more: whole panels of 8, if many."""
+        if units == inf or self._even_depth == inf:
+            return int(min(units, _MANY))
+        first = 1.0 + start / self._even_depth
+        root = sqrt(first**2 + 2 * max(units, 0.0) / self._even_depth)
+        n = int(self._even_depth * (root - first) + 1e-6)  # what `of` gives for n is enough for n
+        return n - n % 8 if n > 16 else n
+
+    def observe(self, units: float, elapsed_s: float) -> None:
+        """Notes how long a step took whose prompt tokens cost this much."""
+        if units < _MIN_UNITS:
+            return
+        unit_s = max(elapsed_s, 1e-9) / units
+        if self._unit_s is None:
+            self._unit_s = unit_s
+        else:
+            self._unit_s += _WEIGHT * (min(unit_s, _MOST_GROWTH * self._unit_s) - self._unit_s)
+
+
+def even_depth(config: ModelConfig, n_parameters: int) -> float:
+    """The keys at which attention takes a token about as long as the rest of the model; inf without any."""
+    keys = 0  # numbers of each key and query that whole contexts are attended with
+    for layer in config.layers:
+        if not layer.is_recurrent and layer.window is None:
+            keys += config.n_heads * (layer.d_head or config.d_head)
+    n_products = max(n_parameters - config.n_vocab * config.d_model, n_parameters // 4)
+    if config.mixture is not None:
+        n_products = n_products * config.mixture.n_used // config.mixture.n_experts
+    return max(n_products / (2 * keys * _ATTENTION_OPS), 1.0) if keys else inf
