@@ -29,12 +29,10 @@ from kukri.engine.waiting import WaitingQueue
 from kukri.errors import KukriError
 from kukri.sampling import SampledToken
 
-<<<<<<< HEAD
 logger = logging.getLogger("kukri.engine")
-=======
+
 _LOOK_AHEAD = 32  # waiting requests of a client among which the shortest may be taken first
 _LEAST_TOKENS = 16  # of the prompt in turn, in a step, however long they take; half beside shorter ones
->>>>>>> 874755e (Share each step's prompt tokens: by priority, client and length, within a budget of time)
 
 
 class Scheduler:
