@@ -80,7 +80,8 @@ class _Sequence:
 
     def __init__(self, tokens: IntArray, first_page: int) -> None:
         self.tokens = tokens
-        self.page_row = np.arange(first_page, first_page + -(-len(tokens) // _PAGE), dtype=np.int32)
+        n_pages = -(-len(tokens) // _PAGE)
+        self.page_rows = [np.arange(first_page, first_page + n_pages, dtype=np.int32)]
 
 
 class _Runner:
@@ -106,9 +107,9 @@ class _Runner:
         padded = []
         for sequence, start, n_tokens, n_rows in chunks:
             row = np.zeros(self._n_pages, np.int32)
-            row[: len(sequence.page_row)] = sequence.page_row
+            row[: len(sequence.page_rows[0])] = sequence.page_rows[0]
             other = _Sequence(sequence.tokens, 0)
-            other.page_row = row
+            other.page_rows = [row]
             padded.append(Chunk(other, start, n_tokens, n_rows))
         return self._program(self._builder.build(padded)).numpy().copy()
 
@@ -234,7 +235,7 @@ def _check_sampling(backend: Backend, reference: Backend) -> Check:
     chosen = []
     for one in (backend, reference):
         sequence = _Sequence(np.arange(n_rows, dtype=np.int32), 0)
-        n_pages = len(sequence.page_row)
+        n_pages = len(sequence.page_rows[0])
         limits = StepLimits(n_rows, 1, n_rows, n_pages)
         run = one.compile(program, one.new_cache([KVLayer(1, 32)], n_pages), limits)
         logits = run(BatchBuilder(run.inputs, _PAGE).build([Chunk(sequence, 0, n_rows, n_rows)]))

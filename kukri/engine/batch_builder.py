@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Protocol
 
 import numpy as np
@@ -13,16 +14,20 @@ from kukri.kernels.step import ForwardBatch, StepInputs
 
 
 class CachedSequence(Protocol):
-    """A token sequence: its tokens and their types (None: all 0), its row of the page table, the slot of its
-    recurrent state.
+    """A token sequence: its tokens and their types (None: all 0), its rows of the page tables, the slot of
+    its recurrent state.
 
-    `adapter_slot` is that of its adapter, -1 for none.
+    `page_rows` has a row for each pool of the cache, or one that stands for all. `adapter_slot` is that of
+    its adapter, -1 for none.
     """
 
     tokens: IntArray
-    page_row: IntArray
     token_types: IntArray | None
     state_slot: int
+
+    @property
+    def page_rows(self) -> Sequence[IntArray]:
+        """See the class."""
 
     @property
     def adapter_slot(self) -> int:
@@ -64,8 +69,10 @@ class BatchBuilder:
         self._has_types, self._has_states, self._has_adapters = has_types, has_states, has_adapters
         self._last: Sequence[Chunk] | None = None  # the chunks of the last batch, if of one token each
         # memoryviews take less time for one number than NumPy
-        arrays = inputs.token_ids, inputs.positions, inputs.slots, inputs.context_len
-        self._token_ids, self._positions, self._slots, self._context_len = (a.data for a in arrays)
+        arrays = inputs.token_ids, inputs.positions, inputs.context_len
+        self._token_ids, self._positions, self._context_len = (a.data for a in arrays)
+        self._pages = inputs.pages
+        self._slots = [pages.slots.data for pages in self._pages]
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
@@ -85,13 +92,17 @@ class BatchBuilder:
             if n_tokens == 1:  # a decode step: scalars cost less than slices
                 inputs.token_ids[t] = sequence.tokens[start]
                 inputs.positions[t] = start
-                inputs.slots[t] = sequence.page_row[start // page_tokens] * page_tokens + start % page_tokens
             else:
                 positions = self._counting[start:stop]
                 inputs.token_ids[t : t + n_tokens] = sequence.tokens[start:stop]
                 inputs.positions[t : t + n_tokens] = positions
-                pages = sequence.page_row[positions // page_tokens]
-                inputs.slots[t : t + n_tokens] = pages * page_tokens + positions % page_tokens
+            for (slots, page_table), pages in zip(self._pages, cycle(sequence.page_rows)):
+                page_table[s] = pages
+                if n_tokens == 1:
+                    slots[t] = pages[start // page_tokens] * page_tokens + start % page_tokens
+                else:
+                    own = pages[positions // page_tokens] * page_tokens + positions % page_tokens
+                    slots[t : t + n_tokens] = own
             if self._has_types:
                 types = sequence.token_types
                 inputs.token_types[t : t + n_tokens] = 0 if types is None else types[start:stop]
@@ -103,7 +114,6 @@ class BatchBuilder:
             t += n_tokens
             inputs.query_start[s + 1] = t
             inputs.context_len[s] = stop
-            inputs.page_table[s] = sequence.page_row
             if self._has_adapters:
                 inputs.adapters[s] = sequence.adapter_slot
             stop_row = t - chunk.n_drafts - chunk.n_after
@@ -128,12 +138,13 @@ class BatchBuilder:
         size = self._page_tokens
         for s, chunk in enumerate(chunks):
             sequence, start = chunk.sequence, chunk.start
-            page, place = divmod(start, size)
-            if place == 0:
-                self._inputs.page_table[s] = sequence.page_row
+            index, place = divmod(start, size)
+            for pages, slots, row in zip(self._pages, self._slots, cycle(sequence.page_rows)):
+                if place == 0:
+                    pages.page_table[s] = row
+                slots[s] = row.item(index) * size + place
             self._token_ids[s] = sequence.tokens.item(start)
             self._positions[s] = start
-            self._slots[s] = sequence.page_row.item(page) * size + place
             self._context_len[s] = start + 1
         n = len(chunks)
         return self._inputs.batch(n, n, n)

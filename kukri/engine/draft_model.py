@@ -37,7 +37,7 @@ class ModelDrafts:
     def __init__(
         self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, price: float
     ) -> None:
-        self.price, self.page_row = price, page_row
+        self.price, self.page_row, self.page_rows = price, page_row, (page_row,)
         self._n_vocab = n_vocab  # ids that the draft model reads
         self._is_readable = True
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array

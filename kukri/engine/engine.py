@@ -237,7 +237,8 @@ class Engine(RequestMaker):
         for chunk in chunks:
             chunk.request.started_s = chunk.request.started_s or now_s
         for source, target in scheduled.copies:
-            self.runner.cache.copy_page(source, target)
+            for pool in range(len(self.runner.cache.n_pages)):
+                self.runner.cache.copy_page(source, target, pool)
         for source, target in scheduled.state_copies:
             self.runner.cache.copy_state(source, target)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden

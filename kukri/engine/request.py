@@ -72,7 +72,8 @@ class Request:
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_generated_at_loss", "n_known", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
         "next_row", "output",
-        "page_keys", "page_row", "params", "prefix_root", "priority", "prompt_logprobs", "rows", "sampled",
+        "page_keys", "page_row", "page_rows", "params", "prefix_root", "priority", "prompt_logprobs", "rows",
+        "sampled",
         "sampler",
         "snapshot", "snapshots", "stage_s", "started_s", "state", "state_slot", "stop_ids", "stop_reason",
         "stop_row", "taps", "token_types", "tokens", "trace",
@@ -121,6 +122,7 @@ class Request:
         self.tokens[: self.n_prompt] = prompt_ids
         self.n_cached = 0  # tokens whose keys and values are in the cache
         self.page_row = np.zeros(max_pages, np.int32)  # its row of the page table
+        self.page_rows = (self.page_row,)
         self.n_pages = 0
         self.n_cached_pages = 0  # of those, the first that may be found by their tokens
         self.page_keys: list[PageKey] = []  # of its full pages, as far as they were computed

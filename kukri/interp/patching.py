@@ -319,7 +319,8 @@ class _Sweep:
                 base = self._base(b)
                 own = list(range(page, page + self.base_pages - n_shared))
                 page += len(own)
-                texts.cache.copy_page(base[n_shared], own[0])
+                for pool in range(len(texts.cache.n_pages)):
+                    texts.cache.copy_page(base[n_shared], own[0], pool)
                 pieces.append(Piece(ids[cell.start :], cell.start, [*base[:n_shared], *own]))
         first = np.cumsum([0, *(len(piece.ids) for piece in pieces)], dtype=np.int32)
         return pieces, first

@@ -53,7 +53,11 @@ class Texts:
     def reserve(self, n_pages: int, n_texts: int = 0) -> None:
         """Makes room for so many pages and recurrent states: what was cached is lost if there were fewer."""
         n_states = _room(n_texts) if has_states(self.model.cache_layout) else 0
-        if self._cache is not None and self._cache.n_pages >= n_pages and self._cache.n_states >= n_states:
+        if (
+            self._cache is not None
+            and min(self._cache.n_pages) >= n_pages
+            and self._cache.n_states >= n_states
+        ):
             return
         self._cache = None
         self._programs.clear()

@@ -89,8 +89,8 @@ class SamplingBackend(Protocol):
 class Backend(Protocol):
     """Runs programs. `kukri.kernels.make_backend(name)` makes one.
 
-    No value past a context is read: what lies in its last page after it, and in other pages, may be anything,
-    NaN included, and changes no bit of a result.
+    No value past a context is read, nor before what the first token of a sequence in the step sees: what lies
+    there in its pages, and in other pages, may be anything, NaN included, and changes no bit of a result.
     """
 
     name: str
@@ -110,14 +110,20 @@ class Backend(Protocol):
         """The sampling of tokens from this backend's logits."""
 
     def new_cache(
-        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+        self,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
+        n_states: int = 0,
+        kv_type: KVType = "f16",
     ) -> Cache:
-        """A cache for a model of this layout. Raises MemoryError, and UnsupportedError on heads that
-        `kv_type` cannot hold.
+        """A cache for a model of this layout, with so many pages in each pool. Raises MemoryError, and
+        UnsupportedError on heads that `kv_type` cannot hold.
         """
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
-        """Bytes that a page of such a cache takes. Raises UnsupportedError as `new_cache` does."""
+        """Bytes that a page takes in the layers of a layout, of all pools. Raises UnsupportedError as
+        `new_cache` does.
+        """
 
     def free_bytes(self) -> int:
         """Memory that is left for weights and caches, where the backend keeps them."""

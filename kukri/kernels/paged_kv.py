@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer
+from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
 from kukri.kernels.q4_cache import q4_bytes
 
 PAGE_TOKENS = 16  # tokens of a page: one SIMD vector of scores
@@ -21,6 +22,8 @@ _Form = tuple[np.dtype[Any], tuple[int, ...]]  # of an array: its entries, and i
 
 class PagedKV:
     """Keys and values of the KV layers by page, arrays of the state layers by slot, under a layer's number.
+
+    Pages are of pools (`pool_windows`): `pool_of[layer]` is the number of a layer's.
 
     `keys[layer]` is float16 [P, G, K, B] and `values[layer]` float16 [P, G, B, K], by the layer's own G and
     K. Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is
@@ -40,53 +43,70 @@ class PagedKV:
 
     page_tokens = PAGE_TOKENS
 
-    def __init__(self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16") -> None:
-        """Raises UnsupportedError on fp8, and if q8_0 cannot hold heads of a layer's size; MemoryError."""
+    def __init__(
+        self,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
+        n_states: int = 0,
+        kv_type: KVType = "f16",
+    ) -> None:
+        """`n_pages`: of each pool, or of all alike. Raises UnsupportedError on fp8, and if q8_0 cannot hold
+        heads of a layer's size; MemoryError.
+        """
         if kv_type == "fp8":
             raise UnsupportedError("an fp8 KV cache is for GPUs: use q8_0, or --backend torch")
-        self.layout, self.n_pages, self.n_states = tuple(layout), n_pages, n_states
+        self.layout, self.n_states = tuple(layout), n_states
         self.kv_type: KVType = kv_type
-        half = page_bytes(layout, kv_type) // 2
-        self._keys, self._values = np.zeros((n_pages, half), np.uint8), np.zeros((n_pages, half), np.uint8)
+        windows = pool_windows(layout)
+        self.n_pages = pages_of_pools(n_pages, len(windows))
+        halves = [page_bytes(layers, kv_type) // 2 for layers in pool_layouts(layout)]
+        self._keys, self._values = (
+            [np.zeros((n, half), np.uint8) for n, half in zip(self.n_pages, halves)] for _ in range(2)
+        )
+        self.pool_of: dict[int, int] = {}
         self.keys: dict[int, npt.NDArray[Any]] = {}
         self.values: dict[int, npt.NDArray[Any]] = {}
         self.states: dict[int, dict[str, FloatArray]] = {}
-        start = 0
+        starts = [0] * len(windows)
         for i, layer in enumerate(self.layout):
             if isinstance(layer, StateLayer):
                 shapes = dict(layer.shapes)
                 self.states[i] = {n: np.zeros((n_states, *shape), np.float32) for n, shape in shapes.items()}
             else:
                 key, value = _forms(layer, kv_type)
-                stop = start + _n_bytes(key)
-                self.keys[i] = _view(self._keys[:, start:stop], key)
-                self.values[i] = _view(self._values[:, start:stop], value)
-                start = stop
+                pool = self.pool_of[i] = windows.index(layer.window)
+                start, stop = starts[pool], starts[pool] + _n_bytes(key)
+                self.keys[i] = _view(self._keys[pool][:, start:stop], key)
+                self.values[i] = _view(self._values[pool][:, start:stop], value)
+                starts[pool] = stop
 
-    @property
-    def page_stride(self) -> int:
-        """Bytes from a page to the next, in any layer's keys and in its values."""
-        return self._keys.shape[1]
+    def page_stride(self, layer: int) -> int:
+        """Bytes from a page to the next, in a layer's keys and in its values."""
+        return self._keys[self.pool_of[layer]].shape[1]
 
     @property
     def n_bytes(self) -> int:
         """Bytes reserved."""
-        return self._keys.nbytes + self._values.nbytes + self.n_states * state_bytes(self.layout)
+        pages = sum(array.nbytes for array in (*self._keys, *self._values))
+        return pages + self.n_states * state_bytes(self.layout)
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies a page's keys and values, of all layers."""
-        self._keys[target] = self._keys[source]
-        self._values[target] = self._values[source]
+    def copy_page(self, source: int, target: int, pool: int = 0) -> None:
+        """Copies a page's keys and values, of all layers of its pool."""
+        for array in (self._keys[pool], self._values[pool]):
+            array[target] = array[source]
 
-    def page_data(self, page: int) -> bytes:
-        """A copy of a page's bytes: its keys, then its values."""
-        data: bytes = self._keys[page].tobytes() + self._values[page].tobytes()
-        return data
+    def page_data(self, pages: Sequence[int]) -> bytes:
+        """A copy of the bytes of pages, one of each pool: its keys, then its values."""
+        halves = zip(self._keys, self._values, pages, strict=True)
+        return b"".join(array[page].tobytes() for *both, page in halves for array in both)
 
-    def set_page_data(self, page: int, data: bytes | memoryview) -> None:
-        """Fills a page with the bytes of another."""
-        both = np.frombuffer(data, np.uint8).reshape(2, self.page_stride)
-        self._keys[page], self._values[page] = both
+    def set_page_data(self, pages: Sequence[int], data: bytes | memoryview) -> None:
+        """Fills pages, one of each pool, with the bytes of others."""
+        found, start = np.frombuffer(data, np.uint8), 0
+        for keys, values, page in zip(self._keys, self._values, pages, strict=True):
+            half = keys.shape[1]
+            keys[page], values[page] = found[start : start + 2 * half].reshape(2, half)
+            start += 2 * half
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies a slot's state, of all layers."""
@@ -95,8 +115,16 @@ class PagedKV:
                 array[target] = array[source]
 
 
+def pages_of_pools(n_pages: int | Sequence[int], n_pools: int) -> tuple[int, ...]:
+    """Numbers of pages of each pool: one number is that of each."""
+    if isinstance(n_pages, int):
+        return (n_pages,) * n_pools
+    assert len(n_pages) == n_pools, f"{len(n_pages)} numbers of pages for {n_pools} pools"
+    return tuple(n_pages)
+
+
 def page_bytes(layout: CacheLayout, kv_type: KVType) -> int:
-    """Bytes of a page, keys and values of all layers. Raises UnsupportedError as `PagedKV` does."""
+    """Bytes of a page in all layers, keys and values. Raises UnsupportedError as `PagedKV` does."""
     layers = [layer for layer in layout if isinstance(layer, KVLayer)]
     return sum(_n_bytes(form) for layer in layers for form in _forms(layer, kv_type))
 

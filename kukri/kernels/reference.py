@@ -38,7 +38,7 @@ from kukri.kernels.reference_kv import read_pages, store_tokens
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
-from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.step import ForwardBatch, PoolPages, StepInputs, StepLimits
 from kukri.kernels.taps import Hook, tap_name
 from kukri.quant.blocks import dequantize
 
@@ -65,7 +65,11 @@ class ReferenceBackend:
         return f"reference, NumPy {np.__version__}, {cpu_model()}"
 
     def new_cache(
-        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+        self,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
+        n_states: int = 0,
+        kv_type: KVType = "f16",
     ) -> PagedKV:
         """See Backend.new_cache."""
         return PagedKV(layout, n_pages, n_states, kv_type)
@@ -95,7 +99,7 @@ class ReferenceBackend:
 class _BoundProgram:
     def __init__(self, program: Program, ops: ReferenceOps, limits: StepLimits) -> None:
         self.program, self.ops, self.limits = program, ops, limits
-        self.inputs = StepInputs.zeros(limits)
+        self.inputs = StepInputs.zeros(limits, len(ops.cache.n_pages))
 
     def __call__(
         self,
@@ -252,18 +256,22 @@ class ReferenceOps:
         if is_rotated:
             limit = np.finfo(np.float16).max
             heads = [rotate_heads(x) for x in (heads[0], *(x.clip(-limit, limit) for x in heads[1:]))]
-        store_tokens(self.cache, spec.layer, batch.slots, *heads[1:])
+        store_tokens(self.cache, spec.layer, self._pages(spec, batch).slots, *heads[1:])
         q = heads[0].reshape(q.shape)
         attend = self._attend_masked if batch.mask is not None else self._attend
         out = attend(q, spec, batch)
         return rotate_heads(out.reshape(heads[0].shape)).reshape(q.shape) if is_rotated else out
+
+    def _pages(self, spec: AttentionSpec, batch: ForwardBatch) -> PoolPages:
+        return batch.pages(self.cache.pool_of[spec.layer])
 
     def _attend(self, q: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> FloatArray:
         """Each token over what it sees of its context -> [T, H*K]."""
         out = np.empty(q.shape, np.float32)
         for s in range(batch.n_sequences):
             start, stop, n_context = batch.query_start[s], batch.query_start[s + 1], batch.context_len[s]
-            keys, values = read_pages(self.cache, spec.layer, batch.page_table[s], n_context)
+            page_table = self._pages(spec, batch).page_table[s]
+            keys, values = read_pages(self.cache, spec.layer, page_table, n_context)
             for t in range(start, stop):
                 position = n_context - (stop - t)  # all of the cache comes before this step
                 first = 0 if spec.window is None else max(0, position + 1 - spec.window)
@@ -281,7 +289,8 @@ class ReferenceOps:
         """Each token over the whole context, the batch's mask added to its scores -> [T, H*K]."""
         assert batch.mask is not None
         n_context = batch.context_len[0]
-        keys, values = read_pages(self.cache, spec.layer, batch.page_table[0], n_context)
+        page_table = self._pages(spec, batch).page_table[0]
+        keys, values = read_pages(self.cache, spec.layer, page_table, n_context)
         out = np.empty(q.shape, np.float32)
         for t in range(batch.n_tokens):
             heads = q[t].reshape(spec.n_kv_heads, -1, spec.d_head)

@@ -6,10 +6,18 @@ Shape letters: T tokens in the step, S sequences, N rows with logits, B page siz
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from kukri.kernels.arrays import FloatArray, IntArray
+
+
+class PoolPages(NamedTuple):
+    """Where the tokens of a step lie in a pool of pages, int32: see `ForwardBatch`."""
+
+    slots: IntArray  # [T]
+    page_table: IntArray  # [S, max_pages]
 
 
 @dataclass(frozen=True)
@@ -18,8 +26,9 @@ class ForwardBatch:
 
     `slots[t]` = page * B + offset says where token t's key and value go. Sequence s owns tokens
     query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the new ones included.
-    `page_table[s]` lists its pages in order (unused entries are 0). `logit_rows` are the tokens (indices
-    into T) whose logits are wanted.
+    `page_table[s]` lists its pages in order (unused entries are 0). Both are of the cache's first pool
+    (`cache.pool_windows`); `other_pools` has the others', where entries before the window are 0 too. Without
+    any the first pool's stand for all. `logit_rows` are the tokens (indices into T) whose logits are wanted.
 
     `positions` count a sequence's tokens; if RoPE is to rotate by other numbers, `rope_positions` has them.
     `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): float32
@@ -49,7 +58,14 @@ class ForwardBatch:
     state_slots: IntArray | None = None  # [S]
     state_saves: IntArray | None = None  # [T]
     activations: FloatArray | None = None  # [T, D]
+    other_pools: tuple[PoolPages, ...] = ()
     inputs: StepInputs | None = field(default=None, init=False)  # whose arrays these are; None: others
+
+    def pages(self, pool: int) -> PoolPages:
+        """Slots and page table of a pool."""
+        if pool and self.other_pools:
+            return self.other_pools[pool - 1]
+        return PoolPages(self.slots, self.page_table)
 
     @property
     def n_tokens(self) -> int:
@@ -99,18 +115,25 @@ class StepInputs:
     adapters: IntArray
     state_slots: IntArray
     state_saves: IntArray
+    other_pools: tuple[PoolPages, ...] = ()
     _batch: ForwardBatch | None = None
 
     @classmethod
-    def zeros(cls, limits: StepLimits) -> StepInputs:
-        """Arrays for steps within `limits`."""
+    def zeros(cls, limits: StepLimits, n_pools: int = 1) -> StepInputs:
+        """Arrays for steps within `limits`, of a cache with so many pools."""
         t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
         token_ids, positions, slots, logit_rows, types = (np.zeros(n, np.int32) for n in (t, t, t, n, t))
         page_table = np.zeros((s, limits.max_pages), np.int32)
         starts, lengths, adapters = (np.zeros(n, np.int32) for n in (s + 1, s, s))
         states, saves = np.arange(s, dtype=np.int32), np.full(t, -1, np.int32)
-        more = (types, adapters, states, saves)
+        others = tuple(PoolPages(np.zeros_like(slots), np.zeros_like(page_table)) for _ in range(1, n_pools))
+        more = (types, adapters, states, saves, others)
         return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows, *more)
+
+    @property
+    def pages(self) -> list[PoolPages]:
+        """Slots and page table of each pool."""
+        return [PoolPages(self.slots, self.page_table), *self.other_pools]
 
     def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
         """The arrays' contents as a step: views of them, valid until they are filled again."""
@@ -129,6 +152,9 @@ class StepInputs:
             adapters=self.adapters[:n_sequences],
             state_slots=self.state_slots[:n_sequences],
             state_saves=self.state_saves[:n_tokens],
+            other_pools=tuple(
+                PoolPages(pool.slots[:n_tokens], pool.page_table[:n_sequences]) for pool in self.other_pools
+            ),
         )
         object.__setattr__(batch, "inputs", self)
         return batch
@@ -138,10 +164,11 @@ class StepInputs:
         n_tokens, n_sequences, n_pages = batch.n_tokens, batch.n_sequences, batch.page_table.shape[1]
         self.token_ids[:n_tokens] = batch.token_ids
         self.positions[:n_tokens] = batch.positions
-        self.slots[:n_tokens] = batch.slots
+        for i, (slots, page_table) in enumerate(self.pages):
+            slots[:n_tokens] = batch.pages(i).slots
+            page_table[:n_sequences, :n_pages] = batch.pages(i).page_table
         self.query_start[: n_sequences + 1] = batch.query_start
         self.context_len[:n_sequences] = batch.context_len
-        self.page_table[:n_sequences, :n_pages] = batch.page_table
         self.logit_rows[: batch.n_logit_rows] = batch.logit_rows
         self.token_types[:n_tokens] = 0 if batch.token_types is None else batch.token_types
         self.adapters[:n_sequences] = -1 if batch.adapters is None else batch.adapters

@@ -185,7 +185,9 @@ class Attention:
             this.softcap,
             config.is_causal,
         )
-        self.cache_layer = KVLayer(this.n_kv_heads, this.d_head, this.window)
+        # texts that see all of themselves are computed in one step: no page is passed by a window
+        window = this.window if config.is_causal else None
+        self.cache_layer = KVLayer(this.n_kv_heads, this.d_head, window)
         is_fused = source.has(f"{name}.{self.fused_name}.weight")
         names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else self.in_names)]
         self.qkv = Linear(source, names, (self.q_parts * n_q, n_kv, n_kv), config.d_model)

@@ -74,7 +74,7 @@ def _serve(engine: Connection, door: Door, token: bytes, own: StageOptions) -> N
         opened = from_text(engine.expect(Kind.OPEN))
         neighbours.meet(opened, door, token)
         stage = OpenStage(opened, own)
-        bounds = step_bounds(stage.limits, stage.width)
+        bounds = step_bounds(stage.limits, stage.width, stage.n_pools)
         engine.bounds = neighbours.before.bounds = bounds
         engine.send(Kind.READY, to_text(stage.facts))
         _run(stage, engine, neighbours)
@@ -127,7 +127,8 @@ class OpenStage:
             )
             start, stop = map(int, opened["layers"])
             self.limits = StepLimits(*map(int, opened["limits"]))
-            n_pages, n_states, kv_type = int(opened["n_pages"]), int(opened["n_states"]), opened["kv_type"]
+            n_pages, n_states = [*map(int, opened["n_pages"])], int(opened["n_states"])
+            kv_type = opened["kv_type"]
         except (KeyError, TypeError, ValueError) as error:
             raise StageError(f"the engine's message lacks something: {error}") from None
         path = hub.resolve(options.model)
@@ -138,7 +139,7 @@ class OpenStage:
         stage = Stage(model, backend, range(start, stop), n_pages, n_states, kv_type)
         self._is_first, self.width = start == 0, config.d_model
         self._program: CompiledProgram = stage.compile(model, self.limits)
-        self.change = stage.change
+        self.change, self.n_pools = stage.change, len(n_pages)
         self.facts = {
             "identity": weights_identity(path, config, options.quantize),
             "arithmetic": backend.arithmetic,

@@ -12,10 +12,11 @@ from typing import Any
 from kukri.errors import ConfigError, StageError, UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, CompiledProgram, Logits, SamplingBackend
-from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer
+from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer, pool_windows
 from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import check_sizes
 from kukri.kernels.op_set import Program
+from kukri.kernels.paged_kv import pages_of_pools
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.kernels.taps import Hook
 from kukri.models import Model
@@ -89,11 +90,16 @@ class StagedBackend:
         return weights.held(range(len(weights.layers))) + left
 
     def new_cache(
-        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+        self,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
+        n_states: int = 0,
+        kv_type: KVType = "f16",
     ) -> StagedCache:
         """See Backend.new_cache. Raises UnsupportedError on a second one."""
         if self._cache is not None:
             raise UnsupportedError(f"a cache of one's own {_ALONE}")
+        n_pages = pages_of_pools(n_pages, len(pool_windows(layout)))
         stage = Stage(self._model, self.local, self.cut[-1], n_pages, n_states, kv_type)
         self._cache = StagedCache(layout, stage, self.pipeline)
         return self._cache
@@ -152,7 +158,7 @@ class StagedBackend:
             {**opening, **sizes, "layers": [layers.start, layers.stop], "limits": steps}
             for opening, layers in zip(self._openings, self.cut)
         )
-        return Opening(parts, limits, config.d_model)
+        return Opening(parts, limits, config.d_model, len(own.n_pages))
 
     def _check(self, stages: Sequence[Mapping[str, Any]]) -> None:
         """Compares the stages with this process. Raises ConfigError on other weights."""
@@ -183,19 +189,19 @@ class StagedCache:
         """Bytes reserved in this process."""
         return self.stage.cache.n_bytes
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, source: int, target: int, pool: int = 0) -> None:
         """See Cache.copy_page."""
-        self._change(Kind.COPY_PAGE, source, target)
+        self._change(Kind.COPY_PAGE, source, target, pool)
 
     def copy_state(self, source: int, target: int) -> None:
         """See Cache.copy_state."""
         self._change(Kind.COPY_STATE, source, target)
 
-    def page_data(self, page: int) -> bytes:
+    def page_data(self, pages: Sequence[int]) -> bytes:
         """Raises UnsupportedError: its layers are in several processes."""
         raise UnsupportedError(f"saving a page {_ALONE}")
 
-    def set_page_data(self, page: int, data: bytes | memoryview) -> None:
+    def set_page_data(self, pages: Sequence[int], data: bytes | memoryview) -> None:
         """Raises UnsupportedError, as `page_data` does."""
         raise UnsupportedError(f"reading a saved page {_ALONE}")
 
@@ -236,7 +242,7 @@ class StagedProgram:
 
     def __init__(self, cache: StagedCache, last: CompiledProgram, limits: StepLimits) -> None:
         """`last` is the part of this process."""
-        self.inputs = StepInputs.zeros(limits)
+        self.inputs = StepInputs.zeros(limits, len(cache.n_pages))
         self._cache, self._last, self._limits = cache, last, limits
 
     def __call__(

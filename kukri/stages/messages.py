@@ -19,7 +19,7 @@ from kukri.errors import StageError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 
-_STEP = struct.Struct("<4I")  # tokens, sequences, rows of logits, pages of the longest context
+_STEP = struct.Struct("<5I")  # tokens, sequences, rows of logits, pages of the longest context, pools
 _ROWS = struct.Struct("<2If")  # rows, width, seconds that stages computed
 _MAX_TEXT = 1 << 20  # bytes of a message in JSON
 
@@ -33,7 +33,7 @@ class Kind(IntEnum):
     ERROR = 4  # a stage that cannot continue: why, as text
     STEP = 5  # to all stages: a batch
     ACTIVATIONS = 6  # from stage to stage: float32 [T, D], and the seconds that all stages so far computed
-    COPY_PAGE = 7  # to all stages: int32 source, target
+    COPY_PAGE = 7  # to all stages: int32 source, target, pool
     COPY_STATE = 8  # int32 source, target
     LOST = 9  # a stage that cannot continue because it lost another: text
 
@@ -43,15 +43,15 @@ def text_bounds() -> dict[Kind, int]:
     return dict.fromkeys((Kind.FACTS, Kind.OPEN, Kind.READY, Kind.ERROR, Kind.LOST), _MAX_TEXT)
 
 
-def step_bounds(limits: StepLimits, width: int) -> dict[Kind, int]:
+def step_bounds(limits: StepLimits, width: int, n_pools: int) -> dict[Kind, int]:
     """The most bytes of each message, for steps within `limits` of a model of this width."""
     t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
     return {
         Kind.ERROR: _MAX_TEXT,
         Kind.LOST: _MAX_TEXT,
-        Kind.STEP: _STEP.size + 4 * (5 * t + (s + 1) + 2 * s + s * limits.max_pages + n),
+        Kind.STEP: _STEP.size + 4 * (4 * t + (s + 1) + 2 * s + n_pools * (t + s * limits.max_pages) + n),
         Kind.ACTIVATIONS: _ROWS.size + 4 * t * width,
-        Kind.COPY_PAGE: 8,
+        Kind.COPY_PAGE: 12,
         Kind.COPY_STATE: 8,
     }
 
@@ -77,15 +77,21 @@ def step_to_bytes(batch: ForwardBatch, page_tokens: int) -> bytes:
     n_pages = -(-int(batch.context_len.max()) // page_tokens)
     t, s = batch.n_tokens, batch.n_sequences
     types, saves, states = batch.token_types, batch.state_saves, batch.state_slots
+    pools = [batch.pages(pool) for pool in range(1 + len(batch.other_pools))]
     arrays = (
-        *(batch.token_ids, batch.positions, batch.slots),
+        *(batch.token_ids, batch.positions),
         np.zeros(t, np.int32) if types is None else types,
         np.full(t, -1, np.int32) if saves is None else saves,
         *(batch.query_start, batch.context_len),
         np.arange(s, dtype=np.int32) if states is None else states,
-        *(batch.page_table[:, :n_pages].reshape(-1), batch.logit_rows),
+        *(pages.slots for pages in pools),
+        *(pages.page_table[:, :n_pages].reshape(-1) for pages in pools),
+        batch.logit_rows,
     )
-    return _STEP.pack(t, s, batch.n_logit_rows, n_pages) + np.concatenate(arrays, dtype="<i4").tobytes()
+    return (
+        _STEP.pack(t, s, batch.n_logit_rows, n_pages, len(pools))
+        + np.concatenate(arrays, dtype="<i4").tobytes()
+    )
 
 
 def step_from_bytes(
@@ -97,24 +103,32 @@ def step_from_bytes(
     """
     if len(body) < _STEP.size:
         raise StageError("a step's message is too short")
-    t, s, n, n_pages = sizes = _STEP.unpack_from(body)
+    *sizes, n_pools = t, s, n, n_pages, _ = _STEP.unpack_from(body)
     largest = (limits.max_tokens, limits.max_sequences, limits.max_logit_rows, limits.max_pages)
-    n_numbers = 5 * t + s + 1 + 2 * s + s * n_pages + n
-    if any(map(gt, sizes, largest)) or len(body) != _STEP.size + 4 * n_numbers:
+    n_numbers = 4 * t + s + 1 + 2 * s + n_pools * (t + s * n_pages) + n
+    if (
+        any(map(gt, sizes, largest))
+        or n_pools != len(inputs.pages)
+        or len(body) != _STEP.size + 4 * n_numbers
+    ):
         raise StageError(
-            f"a step of {t} tokens, {s} sequences, {n} rows and {n_pages} pages in {len(body)} bytes"
+            f"a step of {t} tokens, {s} sequences, {n} rows, {n_pages} pages of {n_pools} pools in "
+            f"{len(body)} bytes"
         )
     numbers = np.frombuffer(body, "<i4", offset=_STEP.size)
     start = 0
     for array, size in (
-        *((inputs.token_ids, t), (inputs.positions, t), (inputs.slots, t)),
+        *((inputs.token_ids, t), (inputs.positions, t)),
         *((inputs.token_types, t), (inputs.state_saves, t)),
         *((inputs.query_start, s + 1), (inputs.context_len, s), (inputs.state_slots, s)),
+        *((slots, t) for slots, _ in inputs.pages),
     ):
         array[:size] = numbers[start : start + size]
         start += size
-    inputs.page_table[:s, :n_pages] = numbers[start : start + s * n_pages].reshape(s, n_pages)
-    inputs.logit_rows[:n] = numbers[start + s * n_pages :]
+    for _, page_table in inputs.pages:
+        page_table[:s, :n_pages] = numbers[start : start + s * n_pages].reshape(s, n_pages)
+        start += s * n_pages
+    inputs.logit_rows[:n] = numbers[start:]
     inputs.adapters[:s] = -1
     batch = inputs.batch(t, s, n)
     object.__setattr__(batch, "activations", activations)

@@ -35,6 +35,7 @@ class Opening:
     parts: tuple[Mapping[str, Any], ...]
     limits: StepLimits
     width: int
+    n_pools: int
 
 
 def open_pipeline(source: StageSource) -> Pipeline:
@@ -186,7 +187,7 @@ class Pipeline:
                 facts[stage] = from_text(stage.expect(Kind.READY))
         opening = self._opening
         for stage in self._stages:
-            stage.bounds = step_bounds(opening.limits, opening.width)
+            stage.bounds = step_bounds(opening.limits, opening.width, opening.n_pools)
         self._inbox = Inbox(self._stages[-1])
         return [facts[stage] for stage in self._stages]
 

@@ -8,6 +8,7 @@ at the tap of the first layer after it the run ends. So any model whose layers b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kukri.kernels.cache import CacheLayout, KVLayer, StateLayer
@@ -37,9 +38,13 @@ class StageProgram:
 
 def stage_layout(layout: CacheLayout, layers: range) -> tuple[KVLayer | StateLayer, ...]:
     """The layout of a stage's cache: entries for all layers, of which those of others take no memory."""
-    d_head = next((entry.d_head for entry in layout if isinstance(entry, KVLayer)), 64)
-    elsewhere = KVLayer(0, d_head)  # of a size that the cache's type can hold
-    return tuple(entry if i in layers else elsewhere for i, entry in enumerate(layout))
+    some = next((entry for entry in layout if isinstance(entry, KVLayer)), KVLayer(0, 64))
+
+    def elsewhere(entry: KVLayer | StateLayer) -> KVLayer:
+        """A layer of a size that the cache's type can hold, in its pool: all stages number pools alike."""
+        return replace(entry if isinstance(entry, KVLayer) else some, n_kv_heads=0)
+
+    return tuple(entry if i in layers else elsewhere(entry) for i, entry in enumerate(layout))
 
 
 class _EndOfPartError(Exception):

@@ -18,7 +18,13 @@ class Stage:
     """`layers` of a model. All stages number pages and slots of states alike."""
 
     def __init__(
-        self, model: Model, backend: Backend, layers: range, n_pages: int, n_states: int, kv_type: KVType
+        self,
+        model: Model,
+        backend: Backend,
+        layers: range,
+        n_pages: Sequence[int],
+        n_states: int,
+        kv_type: KVType,
     ) -> None:
         self._model, self._backend, self._layers = model, backend, layers
         layout = stage_layout(model.cache_layout, layers)
@@ -34,9 +40,11 @@ class Stage:
         """Does a change to the cache. Raises StageError on pages and slots that there are not."""
         numbers, cache = numbers_from_bytes(body).tolist(), self.cache
         match kind, len(numbers):
-            case Kind.COPY_PAGE, 2:
-                _check(numbers, cache.n_pages)
-                cache.copy_page(*numbers)
+            case Kind.COPY_PAGE, 3:
+                source, target, pool = numbers
+                _check([pool], len(cache.n_pages))
+                _check([source, target], cache.n_pages[pool])
+                cache.copy_page(source, target, pool)
             case Kind.COPY_STATE, 2:
                 _check(numbers, cache.n_states)
                 cache.copy_state(*numbers)

@@ -206,7 +206,7 @@ class FakeProgram:
             n_pages = -(-batch.context_len[i] // PAGE_TOKENS)
             used = batch.page_table[i, :n_pages].tolist()
             assert len(set(used)) == n_pages
-            assert max(used) < self.cache.n_pages
+            assert max(used) < self.cache.n_pages[0]
 
 
 def make_engine(

@@ -144,7 +144,7 @@ def test_a_thousand_corruptions_are_found(tmp_path: Path) -> None:
     saved = SavedPrefixes(cache, tmp_path, 1 << 20)
     tokens = np.arange(32, dtype=np.int32)
     keys = list(page_keys(tokens, 16, ROOT))
-    cache.set_page_data(0, np.random.default_rng(0).integers(0, 256, 1024, np.uint8).tobytes())
+    cache.set_page_data([0], np.random.default_rng(0).integers(0, 256, 1024, np.uint8).tobytes())
     for key in keys:
         saved.save(0, key, 0)
     saved.close()
@@ -163,7 +163,7 @@ def test_a_thousand_corruptions_are_found(tmp_path: Path) -> None:
     first.write_bytes(second.read_bytes())  # whole, under another page's name
     assert not list(saved.read(keys, 0))
     first.write_bytes(good)
-    assert [bytes(page) for page in saved.read(keys, 0)] == [cache.page_data(0)] * 2
+    assert [bytes(page) for page in saved.read(keys, 0)] == [cache.page_data([0])] * 2
     saved.close()
 
 

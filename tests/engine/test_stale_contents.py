@@ -38,7 +38,8 @@ def answers(model: Model, backend: str, kv_type: KVType, fill: int) -> list[tupl
     config = EngineConfig(max_requests=4, max_step_tokens=24, max_context=160, kv_type=kv_type)
     engine = Engine(model, make_backend(backend, 1), config, n_pages=11)
     cache: Any = engine.runner.cache
-    cache._keys[...], cache._values[...] = fill, fill
+    for memory in (*cache._keys, *cache._values):
+        memory[...] = fill
     random = np.random.default_rng(1)
     shared = random_ids(40, N_VOCAB, seed=9)
     prompts = [random_ids(n, N_VOCAB, seed=n) for n in (1, 17, 90)]

@@ -383,7 +383,7 @@ def test_attention_ignores_what_lies_outside_the_context(backend):
         for s in range(2)
         for p in range(batch.context_len[s])
     }
-    for page in range(past.n_pages):
+    for page in range(past.n_pages[0]):
         for offset in range(PAGE_TOKENS):
             if (page, offset) not in used:
                 dirty.keys[0][page, :, :, offset] = 65504
@@ -420,6 +420,49 @@ def test_nan_left_in_a_page_does_not_reach_the_next_owner(backend):
         dirty.keys[0][page, :, :, offset:] = np.nan
         dirty.values[0][page, :, offset:] = np.nan
     np.testing.assert_array_equal(run(backend, program, batch, clean), run(backend, program, batch, dirty))
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4"])
+@pytest.mark.parametrize(
+    ("contexts", "n_new"), [((300, 130, 40), (1, 1, 1)), ((300, 90), (33, 7)), ((301, 300, 299), (1, 1, 1))]
+)
+def test_pages_that_a_window_has_passed_may_hold_anything(backend, contexts, n_new, kv_type):
+    """Would catch a key or value read before what the first new token sees: its page is another's."""
+    for window in (1, 21, 64, 100):
+        rng = np.random.default_rng(window)
+        program, batch, past = attention_case(rng, 3, 2, 64, window, contexts, n_new, kv_type)
+        seen = set()
+        for s, n_context in enumerate(contexts):
+            first = max(n_context - n_new[s] + 1 - window, 0) // PAGE_TOKENS
+            seen |= set(batch.page_table[s, first : -(-n_context // PAGE_TOKENS)].tolist())
+        passed = replace(batch, page_table=batch.page_table.copy())
+        for s, n_context in enumerate(contexts):
+            passed.page_table[s, : max(n_context - n_new[s] + 1 - window, 0) // PAGE_TOKENS] = 0
+        dirty = copy_of(past)
+        unseen = [page for page in range(past.n_pages[0]) if page not in seen]
+        for memory in (*dirty._keys, *dirty._values):
+            memory[unseen] = 0xFF  # NaN
+        got = run(backend, program, passed, dirty)
+        np.testing.assert_array_equal(got, run(backend, program, batch, copy_of(past)))
+        assert np.isfinite(got).all()
+
+
+def test_a_window_costs_no_more_in_a_long_context(backend):
+    """Would catch work entries for chunks of keys that no token sees, by their number and keys: no clock."""
+    counts = []
+    for n_context, n_new in ((1024, 1), (16384, 1), (1024, 40), (16384, 40)):
+        rng = np.random.default_rng(0)
+        program, batch, past = attention_case(rng, 3, 2, 64, 512, (n_context,) * 2, (n_new,) * 2)
+        compiled = backend.compile(program, past, StepLimits(80, 2, 80, n_context // PAGE_TOKENS))
+        compiled(batch)
+        header, *_, work, _ = compiled._batch._keep[-15:]
+        n_work = int(header[abi.N_WORK // 8])
+        entries = work.view(np.int64).reshape(-1, abi.WORK_BYTES // 8)[:n_work]
+        chunks = entries[:, abi.WORK_CHUNK_STOP // 8] - entries[:, abi.WORK_CHUNK // 8]
+        counts.append((n_work, int(chunks.sum())))
+    assert counts[0] == counts[1]
+    assert counts[2] == counts[3]
+    assert counts[0][1] <= 2 * 9
 
 
 @pytest.mark.parametrize(("n_threads", "kv_type"), [(1, "f16"), (2, "f16"), (5, "f16"), (2, "q4")])
@@ -490,7 +533,7 @@ def test_a_shared_prefix_is_one_piece_of_work(backend):
         compiled = backend.compile(program, copy_of(past), StepLimits(16, 8, 16, batch.page_table.shape[1]))
         batch.page_table[:n_sharing, :16] = batch.page_table[0, :16]
         compiled(batch)
-        return int(compiled._batch._header[abi.N_WORK // 8])
+        return int(compiled._batch._headers[-1][abi.N_WORK // 8])
 
     n_tokens = abi.query_tokens(3)
     alone = 5 * 5 + 2
@@ -502,7 +545,7 @@ def test_a_shared_prefix_is_one_piece_of_work(backend):
 
 
 def corrupt(batch, name, value):
-    arrays = {f: a.copy() for f, a in vars(batch).items() if a is not None}
+    arrays = {f: a.copy() for f, a in vars(batch).items() if isinstance(a, np.ndarray)}
     arrays[name].reshape(-1)[-1] = value
     return ForwardBatch(**arrays)
 

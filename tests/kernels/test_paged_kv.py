@@ -7,7 +7,7 @@ import pytest
 
 from kukri.errors import UnsupportedError
 from kukri.kernels import make_backend
-from kukri.kernels.cache import KVLayer, StateLayer
+from kukri.kernels.cache import KVLayer, StateLayer, pool_layouts, pool_windows
 from kukri.kernels.paged_kv import PagedKV, head_bytes, page_bytes, state_bytes
 
 STATE = StateLayer((("conv", (3, 8)), ("ssm", (2, 4, 5))))
@@ -46,8 +46,8 @@ def test_a_pages_layers_lie_together(kv_type):
     cache = PagedKV([KVLayer(3, 64)] * 4, 5, kv_type=kv_type)
     starts = [cache.keys[layer].__array_interface__["data"][0] for layer in range(4)]
     assert set(np.diff(starts)) == {3 * head_bytes(64, kv_type)}
-    assert {keys.strides[0] for keys in cache.keys.values()} == {cache.page_stride}
-    assert cache.page_stride == 4 * 3 * head_bytes(64, kv_type)
+    assert {keys.strides[0] for keys in cache.keys.values()} == {cache.page_stride(0)}
+    assert cache.page_stride(0) == 4 * 3 * head_bytes(64, kv_type)
     assert all(keys[0].flags.c_contiguous for keys in cache.keys.values())
 
 
@@ -69,9 +69,36 @@ def test_pages_are_copied_whole(kv_type):
     cache = PagedKV(LAYOUT, 5, kv_type=kv_type)
     number(cache)
     before = [array.copy() for array in every_array(cache)]
-    cache.copy_page(1, 3)
+    for pool in range(2):
+        cache.copy_page(1, 3, pool)
     for array, old in zip(every_array(cache), before, strict=True):
         np.testing.assert_array_equal(array, old[[0, 1, 2, 1, 4]])
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_each_window_has_a_pool_of_its_own(kv_type):
+    """A page of one pool that is copied, saved or counted with those of another."""
+    layers = KVLayer(3, 64), KVLayer(2, 32, 50), KVLayer(1, 64), KVLayer(2, 32, 20), KVLayer(1, 32, 50)
+    cache = PagedKV(layers, (7, 4, 3), kv_type=kv_type)
+    assert pool_windows(layers) == (None, 50, 20)
+    assert cache.pool_of == {0: 0, 1: 1, 2: 0, 3: 2, 4: 1}
+    assert [len(cache.keys[i]) for i in range(5)] == [7, 4, 7, 3, 4]
+    pages = [page_bytes(pool, kv_type) for pool in pool_layouts(layers)]
+    assert cache.n_bytes == np.dot(pages, (7, 4, 3))
+    number(cache)
+    before = {i: (cache.keys[i].copy(), cache.values[i].copy()) for i in cache.keys}
+    cache.copy_page(1, 3, 1)
+    for i, arrays in before.items():
+        order = [0, 1, 2, 1] if cache.pool_of[i] == 1 else range(len(arrays[0]))
+        for array, old in zip((cache.keys[i], cache.values[i]), arrays, strict=True):
+            np.testing.assert_array_equal(array, old[order])
+    other = PagedKV(layers, (7, 4, 3), kv_type=kv_type)
+    data = cache.page_data((6, 2, 1))
+    assert len(data) == sum(pages)
+    other.set_page_data((0, 3, 2), data)
+    assert other.page_data((0, 3, 2)) == data
+    assert other.keys[1][3].tobytes() == cache.keys[1][2].tobytes()
+    assert other.values[3][2].tobytes() == cache.values[3][1].tobytes()
 
 
 def test_states_are_copied_by_slot():

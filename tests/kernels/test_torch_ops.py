@@ -123,8 +123,8 @@ def test_attention_with_holes_and_poison(kv_type, window, softcap, sinks):
     sequences = [(0, 150), (33, 1), (16, 1), (7, 3), (90, 1), (0, 1)]
     reference, tensors = ReferenceBackend(), TorchBackend()
     caches = [b.new_cache(layout, 60, kv_type=kv_type) for b in (reference, tensors)]
-    caches[0]._keys[:] = caches[0]._values[:] = 0xFF  # float16 NaN, int8 -1 with a scale of NaN
-    caches[1]._keys[:] = caches[1]._values[:] = 0xFF
+    for cache in caches:
+        cache._keys[0][:] = cache._values[0][:] = 0xFF  # float16 NaN, int8 -1 with a scale of NaN
     table = rng.permutation(60)[: 6 * 10].astype(np.int32).reshape(6, 10)
     got = want = None
     for which in ("past", "now"):

@@ -11,7 +11,7 @@ from tiny_models import TINY, make
 
 from kukri.errors import ConfigError, StageError
 from kukri.kernels import make_backend
-from kukri.kernels.cache import KVLayer, KVType, StateLayer
+from kukri.kernels.cache import KVLayer, KVType, StateLayer, pool_windows
 from kukri.kernels.step import StepInputs, StepLimits
 from kukri.models import load_model
 from kukri.stages.cut import ModelBytes, StageRoom, cut_layers, model_bytes
@@ -44,7 +44,7 @@ def test_a_step_comes_as_it_was_sent() -> None:
     """Catches an array left out or taken for another, and pages beyond the longest context."""
     batch = step().batch(6, 2, 3)
     sent = step_to_bytes(batch, 16)
-    assert len(sent) <= step_bounds(LIMITS, 64)[Kind.STEP]
+    assert len(sent) <= step_bounds(LIMITS, 64, 1)[Kind.STEP]
     activations = np.ones((6, 64), np.float32)
     inputs = StepInputs.zeros(LIMITS)
     inputs.adapters[:] = 1  # of the step before
@@ -100,11 +100,12 @@ def test_changes_outside_of_the_cache_are_refused() -> None:
     """Catches pages that are believed: negative ones would be others, and too large ones a crash."""
     _, config, source = make("llama")
     model = load_model(source, config)
-    stage = Stage(model, make_backend("reference"), range(1), 4, 0, "f32")
-    stage.change(Kind.COPY_PAGE, memoryview(np.array([0, 3], "<i4").tobytes()))
+    stage = Stage(model, make_backend("reference"), range(1), (4,), 0, "f32")
+    stage.change(Kind.COPY_PAGE, memoryview(np.array([0, 3, 0], "<i4").tobytes()))
     for kind, numbers in (
-        (Kind.COPY_PAGE, (0, 4)),
-        (Kind.COPY_PAGE, (0, -1)),
+        (Kind.COPY_PAGE, (0, 4, 0)),
+        (Kind.COPY_PAGE, (0, 3, 1)),
+        (Kind.COPY_PAGE, (0, -1, 0)),
         (Kind.COPY_PAGE, (0,)),
         (Kind.COPY_STATE, (0, 0)),
         (Kind.STEP, (0,)),
@@ -133,10 +134,11 @@ def test_the_parts_of_a_model_are_the_model(name: str) -> None:
     assert sum(model_bytes(model).layers) > 0
     limits = StepLimits(16, 2, 16, 4)
     backend = make_backend("reference")
-    inputs = StepInputs.zeros(limits)
+    inputs = StepInputs.zeros(limits, len(pool_windows(model.cache_layout)))
     inputs.token_ids[:7], inputs.positions[:7] = range(3, 10), range(7)
-    inputs.slots[:7], inputs.query_start[1] = range(16, 23), 7
-    inputs.context_len[0], inputs.page_table[0, 0], inputs.logit_rows[:2] = 7, 1, (3, 6)
+    inputs.query_start[1], inputs.context_len[0], inputs.logit_rows[:2] = 7, 7, (3, 6)
+    for i, (slots, page_table) in enumerate(inputs.pages):
+        slots[:7], page_table[0, 0] = range(16 + 16 * i, 23 + 16 * i), 1 + i
     batch = inputs.batch(7, 1, 2)
     whole = backend.compile(model, backend.new_cache(model.cache_layout, 3, 2, "f32"), limits)(batch).numpy()
     x = None

@@ -10,16 +10,12 @@ by `jit.py`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from kukri.errors import ShapeError
 from kukri.host.hardware import available_bytes
-from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
 from kukri.kernels.cpu.compile.jit import KernelLibrary, entry_point, pack_record
@@ -28,18 +24,19 @@ from kukri.kernels.cpu.compile.shipped_kernels import shipped_for_cpu
 from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
 from kukri.kernels.cpu.pack.weights import PackedWeight, pack, pack_experts
 from kukri.kernels.cpu.plan.adapter_ops import PackedLowRank
+from kukri.kernels.cpu.plan.batch_memory import BatchMemory
 from kukri.kernels.cpu.plan.ops import ACTIVATIONS, RouteTable, Value
 from kukri.kernels.cpu.plan.passes import run_passes
 from kukri.kernels.cpu.plan.place import Plan, Segment
-from kukri.kernels.cpu.plan.record import Recorder, max_partials, whole_head
+from kukri.kernels.cpu.plan.record import Recorder, whole_head
 from kukri.kernels.cpu.run import abi
-from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
+from kukri.kernels.cpu.run.memory import address_of
 from kukri.kernels.cpu.run.pool import shared_pool
-from kukri.kernels.host_step import HostLogits, batch_activations, check_adapters, check_routes, check_sizes
+from kukri.kernels.host_step import HostLogits, batch_activations, check_adapters, check_routes
 from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
 
 
@@ -62,7 +59,11 @@ class CpuBackend:
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
     def new_cache(
-        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+        self,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
+        n_states: int = 0,
+        kv_type: KVType = "f16",
     ) -> PagedKV:
         """See Backend.new_cache."""
         return PagedKV(_with_whole_heads(layout), n_pages, n_states, kv_type)
@@ -149,7 +150,7 @@ class CpuProgram:
     ) -> None:
         self._backend, self._limits, self._cache = backend, limits, cache  # the plan points into all
         self._adapters = adapters
-        self._batch = BatchMemory(limits)
+        self._batch = BatchMemory(limits, len(cache.n_pages))
         self.inputs = self._batch.inputs
         recorder = Recorder(
             cache.kv_type,
@@ -163,26 +164,31 @@ class CpuProgram:
         )
         result: Value = program(recorder, None)
         ops = run_passes(recorder.ops, result)
-        self.plan = Plan(ops, result, self._batch.address, cache, backend.kernels)
+        self.plan = Plan(ops, result, self._batch, cache, backend.kernels)
         check = backend.kernels["check_batch"]
-        self._check_record = pack_record(
-            check,
-            {
-                "batch": self._batch.address,
-                "n_vocab": recorder.n_vocab,
-                "n_pages": cache.n_pages,
-                "max_pages": limits.max_pages,
-                "n_positions": min(
-                    recorder.n_positions, *(r.frequencies.max_context for r in self.plan.ropes), 1 << 31
-                ),
-                "n_types": recorder.n_types,
-                "n_states": cache.n_states if cache.states else -1,
-            },
-        )
+        ropes = (rows.frequencies.max_context for rows in self.plan.ropes)
+        sizes = {
+            "n_vocab": recorder.n_vocab,
+            "max_pages": limits.max_pages,
+            "n_positions": min(recorder.n_positions, *ropes, 1 << 31),
+            "n_types": recorder.n_types,
+            "n_states": cache.n_states if cache.states else -1,
+        }
+        self._check_records = [
+            pack_record(check, {**sizes, "batch": self._batch.view(pool), "n_pages": n_pages})
+            for pool, n_pages in enumerate(cache.n_pages)
+        ]
         self._failed_check = ctypes.c_int64()
-        failed, record = ctypes.byref(self._failed_check), ctypes.addressof(self._check_record)
+        failed, records = ctypes.byref(self._failed_check), [*map(ctypes.addressof, self._check_records)]
         run_check = entry_point(check.address)
-        self._check: Callable[[], int] = lambda: run_check(failed, None, record, 0)
+
+        def check_batch() -> None:
+            for record in records:
+                run_check(failed, None, record, 0)
+                if self._failed_check.value:
+                    raise ShapeError(f"bad step: {abi.BATCH_CHECKS[self._failed_check.value]}")
+
+        self._check = check_batch
         self._ops_address = address_of(self.plan.ops)
         self._n_rope_rows = 0  # of every RoPE in the plan
         self._has_rows = result.rows == "N"  # else a part of a model ends here, with a row for each token
@@ -202,8 +208,6 @@ class CpuProgram:
         self._batch.fill(batch, self._limits)
         check_adapters(batch, self._adapters)
         self._check()
-        if self._failed_check.value:
-            raise ShapeError(f"bad step: {abi.BATCH_CHECKS[self._failed_check.value]}")
         n_positions = self._batch.n_positions
         if n_positions > self._n_rope_rows:
             for rows in self.plan.ropes:
@@ -250,76 +254,6 @@ def _with_whole_heads(layout: CacheLayout) -> CacheLayout:
         replace(layer, d_head=whole_head(layer.d_head)) if isinstance(layer, KVLayer) else layer
         for layer in layout
     ]
-
-
-class BatchMemory:
-    """A step's batch as kernels read it: a header, and arrays at fixed addresses."""
-
-    def __init__(self, limits: StepLimits) -> None:
-        n_tokens = limits.max_tokens
-        header = aligned_zeros(abi.BATCH_BYTES).view(np.int64)
-        self._header = header.data  # a memoryview: NumPy takes longer for one number
-        self.address = address_of(header)
-        self._last: ForwardBatch | None = None  # whose sizes the header has, and that brought no more
-        self.inputs = inputs = StepInputs.zeros(limits)
-        self._arrays: dict[int, np.ndarray[Any, Any]] = {
-            abi.TOKEN_IDS: inputs.token_ids,
-            abi.POSITIONS: inputs.positions,
-            abi.SLOTS: inputs.slots,
-            abi.QUERY_START: inputs.query_start,
-            abi.CONTEXT_LEN: inputs.context_len,
-            abi.PAGE_TABLE: inputs.page_table,
-            abi.LOGIT_ROWS: inputs.logit_rows,
-            abi.TOKEN_TYPES: inputs.token_types,
-            abi.ADAPTERS: inputs.adapters,
-            abi.STATE_SLOTS: inputs.state_slots,
-            abi.STATE_SAVES: inputs.state_saves,
-            abi.WORK: np.zeros((n_tokens + max_partials(limits)) * abi.WORK_BYTES, np.uint8),
-            abi.TOKEN_PARTS: np.zeros((n_tokens, abi.PARTS_BYTES // 8), np.int64),
-            abi.ROPE_POSITIONS: np.zeros(n_tokens, np.int32),
-            abi.MASK: np.zeros((limits.mask_heads, n_tokens, limits.max_pages * PAGE_TOKENS), np.float32),
-        }
-        for offset, array in self._arrays.items():
-            self._header[offset // 8] = address_of(array)
-        self._header[abi.MAX_PAGES // 8] = limits.max_pages
-        self._addresses = {
-            name: address_of(self._arrays[name]) for name in (abi.POSITIONS, abi.ROPE_POSITIONS)
-        }
-
-    @property
-    def n_positions(self) -> int:
-        """Positions that the batch, once checked, rotates by: 0 to one less."""
-        return self._header[abi.N_POSITIONS // 8]
-
-    def fill(self, batch: ForwardBatch, limits: StepLimits) -> None:
-        """Sets the batch of the next step. Raises as `check_sizes` does."""
-        if batch is self._last:
-            return
-        check_sizes(batch, limits)
-        self._last = None
-        if batch.inputs is self.inputs:
-            self._last = batch if batch.rope_positions is None and batch.mask is None else None
-        else:
-            self.inputs.copy(batch)
-        for i, n in enumerate((batch.n_tokens, batch.n_sequences, batch.n_logit_rows)):
-            self._header[i] = n
-        rotates_by = abi.POSITIONS
-        if batch.rope_positions is not None:
-            rotates_by = abi.ROPE_POSITIONS
-            self._arrays[rotates_by][: batch.n_tokens] = batch.rope_positions
-        self._header[abi.ROPE_POSITIONS // 8] = self._addresses[rotates_by]
-        if batch.mask is not None:
-            self._fill_mask(batch.mask)
-
-    def _fill_mask(self, mask: FloatArray) -> None:
-        """Copies a mask in, each row padded to whole pages with -inf."""
-        n_heads, n_tokens, n_context = mask.shape
-        width = -(-n_context // PAGE_TOKENS) * PAGE_TOKENS
-        rows = self._arrays[abi.MASK].reshape(-1)[: n_heads * n_tokens * width].reshape(-1, width)
-        rows[:, :n_context] = mask.reshape(-1, n_context)
-        rows[:, n_context:] = -np.inf
-        self._header[abi.MASK_STRIDE // 8] = 4 * width
-        self._header[abi.MASK_HEAD_STRIDE // 8] = 4 * width * n_tokens if n_heads > 1 else 0
 
 
 def _show(plan: Plan, segment: Segment, batch: ForwardBatch, on_tap: Hook | None) -> None:

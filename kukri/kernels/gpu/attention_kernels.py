@@ -58,19 +58,19 @@ def _of_head(data, scales, group, page_stride, head_stride, scale_page_stride, s
 
 @triton.jit
 def _attend(
-    q, keys, values, table, first, stop, begin, end, scale, softcap, dim, K: tl.constexpr, KW: tl.constexpr,
-    BM: tl.constexpr, TILE: tl.constexpr, KV: tl.constexpr, SOFTCAP: tl.constexpr,
+    q, keys, values, table, first, stop, begin, end, lowest, scale, softcap, dim, K: tl.constexpr,
+    KW: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, KV: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(maximum, sum, weighted values) of q [BM, KW] over tokens first … stop - 1 of one chunk.
 
-    Row i sees the tokens begin[i] … end[i] - 1.
+    Row i sees the tokens begin[i] … end[i] - 1. No row sees one before `lowest`, whose page may be anything.
     """
     top = tl.full([BM], _NO_SCORE, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, KW], tl.float32)
     for start in range(first, stop, TILE):
         token = start + tl.arange(0, TILE)
-        inside = token < stop
+        inside = (token >= lowest) & (token < stop)
         k = _load_tile(keys, table, token, inside, dim, K, KV)
         scores = tl.dot(q, tl.trans(k)) * scale
         if SOFTCAP:
@@ -110,8 +110,8 @@ def _walk(
     acc = tl.zeros([BM, KW], tl.float32)
     for chunk in range(first // CHUNK * CHUNK, stop, CHUNK):
         top2, total2, acc2 = _attend(
-            q, keys, values, table, chunk, tl.minimum(chunk + CHUNK, stop), begin, end, scale, softcap, dim,
-            K, KW, BM, TILE, KV, SOFTCAP,
+            q, keys, values, table, chunk, tl.minimum(chunk + CHUNK, stop), begin, end, first, scale, softcap,
+            dim, K, KW, BM, TILE, KV, SOFTCAP,
         )  # fmt: skip
         top, total, acc = _merge(top, total, acc, top2, total2, acc2)
     return top, total, acc

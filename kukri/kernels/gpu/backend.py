@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -52,7 +53,11 @@ class GpuBackend(TorchBackend):
         return PackedConstants(self.device, matrix_dtype(self.device))
 
     def new_cache(
-        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+        self,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
+        n_states: int = 0,
+        kv_type: KVType = "f16",
     ) -> TensorCache:
         """See Backend.new_cache. Raises UnsupportedError on a cache of float32 or 4 bits."""
         if kv_type in ("f32", "q4"):

@@ -101,13 +101,14 @@ class DecodeGraphs:
         return logits
 
     def _pad(self, n: int, size: int) -> None:
-        """Adds sequences of one token on the spare page."""
-        host, page, padding = self._inputs.host, self._ops.cache.spare_page, slice(n, size)
+        """Adds sequences of one token on the spare page of each pool."""
+        host, padding = self._inputs.host, slice(n, size)
         host.token_ids[padding] = host.positions[padding] = 0
-        host.slots[padding] = page * PAGE_TOKENS
+        for (slots, page_table), spare in zip(host.pages, self._ops.cache.n_pages, strict=True):
+            slots[padding] = spare * PAGE_TOKENS
+            page_table[padding, 0] = spare
         host.query_start[: size + 1] = np.arange(size + 1)
         host.context_len[padding] = 1
-        host.page_table[padding, 0] = page
         host.logit_rows[:size] = np.arange(size)
         host.state_slots[padding] = self._ops.cache.n_states
         host.state_saves[padding] = -1

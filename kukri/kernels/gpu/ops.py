@@ -208,9 +208,10 @@ class TritonOps(TorchOps):
             rope = self.constants.rope_table(q.frequencies)
             rope.ensure(batch.max_position + 1)
             table, q, k = (rope.cos, rope.sin), q.x, k.x
-        new = NewTokens(q, k, v, table, batch.rope_positions, batch.slots)
+        slots, page_table = batch.pools[self.cache.pool_of[spec.layer]]
+        new = NewTokens(q, k, v, table, batch.rope_positions, slots)
         cache = self._pages[spec.layer]
-        sequences = (batch.query_start, batch.context_len, batch.page_table)
+        sequences = (batch.query_start, batch.context_len, page_table)
         sinks = None if spec.sinks is None else self.constants.vector(spec.sinks)
         if batch.is_decode:
             n_chunks = -(-batch.max_context // attention.CHUNK)

@@ -7,6 +7,7 @@ are taken. `devices.py` finds devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -79,7 +80,11 @@ class TorchBackend:
         return device_name(self.device)
 
     def new_cache(
-        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: KVType = "f16"
+        self,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
+        n_states: int = 0,
+        kv_type: KVType = "f16",
     ) -> TensorCache:
         """See Backend.new_cache."""
         return TensorCache(layout, n_pages, n_states, kv_type, self.device)
@@ -129,7 +134,7 @@ class TorchProgram:
 
     def __init__(self, program: Program, ops: TorchOps, limits: StepLimits) -> None:
         self._program, self._ops, self._limits = program, ops, limits
-        self._inputs = DeviceInputs(limits, ops.constants.device)
+        self._inputs = DeviceInputs(limits, len(ops.cache.n_pages), ops.constants.device)
         self.inputs = self._inputs.host
 
     def __call__(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer
-from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, page_bytes, state_bytes
+from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
+from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, page_bytes, pages_of_pools, state_bytes
 from kukri.kernels.q4_cache import q4_bytes
 
 _NUMBERS = {
@@ -44,34 +45,45 @@ class LayerKV:
 class TensorCache:
     """See `cache.Cache`. Numbers beyond float16 (fp8: beyond 448) are clamped when stored; NaN stays.
 
-    `kv[layer]` and `states[layer]` have the tensors of KV and state layers. Behind the `n_pages` there is a
-    `spare_page`, and behind the `n_states` a spare slot, which padding writes to and reads.
+    `kv[layer]` and `states[layer]` have the tensors of KV and state layers, `pool_of[layer]` the number of a
+    layer's pool. After the `n_pages` of a pool there is a spare page, and after the `n_states` a spare slot,
+    which padding writes to and reads.
     """
 
     page_tokens = PAGE_TOKENS
 
     def __init__(
-        self, layout: CacheLayout, n_pages: int, n_states: int, kv_type: KVType, device: torch.device
+        self,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
+        n_states: int,
+        kv_type: KVType,
+        device: torch.device,
     ) -> None:
         """Raises UnsupportedError if q8_0 cannot hold heads of a layer's size, MemoryError."""
-        self.layout, self.n_pages, self.n_states, self.kv_type = tuple(layout), n_pages, n_states, kv_type
-        self.spare_page = n_pages
-        half = page_bytes(layout, kv_type) // 2
-        self._keys, self._values = (_zeros((n_pages + 1, half), device) for _ in range(2))
+        self.layout, self.n_states, self.kv_type = tuple(layout), n_states, kv_type
+        windows = pool_windows(layout)
+        self.n_pages = pages_of_pools(n_pages, len(windows))
+        halves = [page_bytes(layers, kv_type) // 2 for layers in pool_layouts(layout)]
+        self._keys, self._values = (
+            [_zeros((n + 1, half), device) for n, half in zip(self.n_pages, halves)] for _ in range(2)
+        )
+        self.pool_of: dict[int, int] = {}
         self.kv: dict[int, LayerKV] = {}
         self.states: dict[int, dict[str, Tensor]] = {}
-        start = 0
+        starts = [0] * len(windows)
         for i, layer in enumerate(self.layout):
             if isinstance(layer, StateLayer):
                 self.states[i] = {
                     name: torch.zeros((n_states + 1, *shape), device=device) for name, shape in layer.shapes
                 }
             else:
-                stop = start + page_bytes([layer], kv_type) // 2
-                keys, key_scales = _views(self._keys[:, start:stop], layer, kv_type)
-                values, value_scales = _views(self._values[:, start:stop], layer, kv_type)
+                pool = self.pool_of[i] = windows.index(layer.window)
+                start, stop = starts[pool], starts[pool] + page_bytes([layer], kv_type) // 2
+                keys, key_scales = _views(self._keys[pool][:, start:stop], layer, kv_type)
+                values, value_scales = _views(self._values[pool][:, start:stop], layer, kv_type)
                 self.kv[i] = LayerKV(keys, values, key_scales, value_scales)
-                start = stop
+                starts[pool] = stop
 
     @property
     def n_slots(self) -> int | None:
@@ -81,22 +93,29 @@ class TensorCache:
     @property
     def n_bytes(self) -> int:
         """Bytes reserved."""
-        return self._keys.nbytes + self._values.nbytes + (self.n_states + 1) * state_bytes(self.layout)
+        pages = sum(tensor.nbytes for tensor in (*self._keys, *self._values))
+        return pages + (self.n_states + 1) * state_bytes(self.layout)
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies a page's keys and values, of all layers."""
-        self._keys[target] = self._keys[source]
-        self._values[target] = self._values[source]
+    def copy_page(self, source: int, target: int, pool: int = 0) -> None:
+        """Copies a page's keys and values, of all layers of its pool."""
+        for tensor in (self._keys[pool], self._values[pool]):
+            tensor[target] = tensor[source]
 
-    def page_data(self, page: int) -> bytes:
-        """A copy of a page's bytes: its keys, then its values."""
-        data: bytes = torch.cat([self._keys[page], self._values[page]]).cpu().numpy().tobytes()
-        return data
+    def page_data(self, pages: Sequence[int]) -> bytes:
+        """A copy of the bytes of pages, one of each pool: its keys, then its values."""
+        halves = zip(self._keys, self._values, pages, strict=True)
+        data = torch.cat([tensor[page] for *both, page in halves for tensor in both])
+        found: bytes = data.cpu().numpy().tobytes()
+        return found
 
-    def set_page_data(self, page: int, data: bytes | memoryview) -> None:
-        """Fills a page with the bytes of another."""
-        both = torch.from_numpy(np.array(np.frombuffer(data, np.uint8)).reshape(2, -1))
-        self._keys[page], self._values[page] = both.to(self._keys.device)
+    def set_page_data(self, pages: Sequence[int], data: bytes | memoryview) -> None:
+        """Fills pages, one of each pool, with the bytes of others."""
+        found = torch.from_numpy(np.array(np.frombuffer(data, np.uint8))).to(self._keys[0].device)
+        start = 0
+        for keys, values, page in zip(self._keys, self._values, pages, strict=True):
+            half = keys.shape[1]
+            keys[page], values[page] = found[start : start + 2 * half].view(2, half)
+            start += 2 * half
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies a slot's state, of all layers."""

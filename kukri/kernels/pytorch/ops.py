@@ -234,7 +234,7 @@ class TorchOps:
             )
         self._store(k, v, spec, batch)
         out = torch.empty((len(q), spec.n_heads * spec.d_head), dtype=torch.float32, device=q.device)
-        for group in batch.attention_groups(spec.is_causal):
+        for group in batch.attention_groups(spec, self.cache.pool_of[spec.layer]):
             out[group.tokens] = self._attend(q[group.tokens], spec, group, batch.mask)
         return rotate_heads(out, spec.d_head) if is_rotated else out
 
@@ -421,7 +421,7 @@ class TorchOps:
         scores = scores.view(n_sequences, n_kv_heads, -1, n, keys.shape[2]) * spec.scale
         if spec.softcap is not None:
             scores = self.softcap(scores, spec.softcap)
-        is_visible = group.is_visible(spec.window, spec.is_causal)[:, None, None]
+        is_visible = group.is_visible[:, None, None]
         if mask is not None:
             by_head = (n_kv_heads, -1) if len(mask) > 1 else (1, 1)
             scores[..., : mask.shape[-1]] += mask.view(*by_head, *mask.shape[1:])
@@ -440,7 +440,7 @@ class TorchOps:
     def _context(self, spec: AttentionSpec, group: AttentionGroup) -> tuple[Tensor, Tensor]:
         """The sequences' pages side by side: keys and values float32 [S, G, places, K].
 
-        Values beyond a context are zeros: NaN of another sequence would get through a weight of 0.
+        Values that nobody sees are zeros: NaN of another sequence would get through a weight of 0.
         """
         kv = self.cache.kv[spec.layer]
         keys = _side_by_side(kv.keys, kv.key_scales, group.pages, spec.d_head)
@@ -450,7 +450,8 @@ class TorchOps:
     def _store(self, k: Tensor, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> None:
         """Writes k and v [T, G*K] to the cache, clamped to the range of its numbers."""
         kv = self.cache.kv[spec.layer]
-        page, offset = (batch.slots // PAGE_TOKENS).long(), (batch.slots % PAGE_TOKENS).long()
+        slots, _ = batch.pools[self.cache.pool_of[spec.layer]]
+        page, offset = (slots // PAGE_TOKENS).long(), (slots % PAGE_TOKENS).long()
         limit = torch.finfo(kv.keys.dtype if kv.key_scales is None else torch.float16).max
         for x, numbers, scales in ((k, kv.keys, kv.key_scales), (v, kv.values, kv.value_scales)):
             x = x.reshape(len(x), spec.n_kv_heads, spec.d_head)

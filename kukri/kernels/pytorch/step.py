@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.paged_kv import PAGE_TOKENS
-from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.step import ForwardBatch, PoolPages, StepInputs, StepLimits
 
 _QUERY_TOKENS = 128  # of a prompt that attend at a time, which bounds the memory of their scores
 _NAMES = (
@@ -30,9 +31,12 @@ class DeviceInputs:
     All lie in one block of memory, so that a step is one copy. Attributes: host, and device by name.
     """
 
-    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+    def __init__(self, limits: StepLimits, n_pools: int, device: torch.device) -> None:
         sizes = StepInputs.zeros(limits)
         shapes = {name: getattr(sizes, name).shape for name in _NAMES}
+        others = [(f"slots {i}", f"page_table {i}") for i in range(1, n_pools)]
+        for slots, page_table in others:
+            shapes[slots], shapes[page_table] = sizes.slots.shape, sizes.page_table.shape
         flat = np.zeros(sum(map(prod, shapes.values())), np.int32)
         self._source = torch.from_numpy(flat)
         self._target = self._source if device.type == "cpu" else torch.zeros_like(self._source, device=device)
@@ -43,10 +47,13 @@ class DeviceInputs:
         for name, shape in shapes.items():
             stop = start + prod(shape)
             arrays[name] = flat[start:stop].reshape(shape)
-            arrays[name][...] = getattr(sizes, name)
             self.device[name] = self._target[start:stop].view(shape)
             start = stop
-        self.host = StepInputs(**arrays)
+        pools = tuple(PoolPages(arrays.pop(slots), arrays.pop(page_table)) for slots, page_table in others)
+        self.host = StepInputs(**arrays, other_pools=pools)
+        self.host.state_slots[...], self.host.state_saves[...] = sizes.state_slots, sizes.state_saves
+        names = [("slots", "page_table"), *others]
+        self.pages = [(self.device[slots], self.device[page_table]) for slots, page_table in names]
 
     def upload(self) -> None:
         """Copies the host's arrays to the device, behind the work that is under way there."""
@@ -86,10 +93,9 @@ class DeviceBatch:
         self.token_ids = on_device["token_ids"][:n_tokens]
         self.token_types = on_device["token_types"][:n_tokens]
         self.positions = on_device["positions"][:n_tokens]
-        self.slots = on_device["slots"][:n_tokens]
+        self.pools = [(slots[:n_tokens], table[:n_sequences]) for slots, table in inputs.pages]
         self.query_start = on_device["query_start"][: n_sequences + 1]
         self.context_len = on_device["context_len"][:n_sequences]
-        self.page_table = on_device["page_table"][:n_sequences]
         self.logit_rows = on_device["logit_rows"][: batch.n_logit_rows]
         self.state_slots = on_device["state_slots"][:n_sequences]
         self.state_saves = on_device["state_saves"][:n_tokens]
@@ -103,87 +109,83 @@ class DeviceBatch:
         self.kept: dict[object, Tensor] = {}  # of what layers have in common
         self.mask = None if batch.mask is None else torch.from_numpy(batch.mask).to(device)
         self._device = device
-        self._groups: dict[bool, list[AttentionGroup]] = {}
+        self._groups: dict[tuple[bool, int | None, int], list[AttentionGroup]] = {}
 
-    def attention_groups(self, is_causal: bool) -> list[AttentionGroup]:
-        """The step's tokens in groups: all sequences that decode, and each piece of a prompt."""
-        if is_causal not in self._groups:
-            self._groups[is_causal] = self._attention_groups(is_causal)
-        return self._groups[is_causal]
+    def attention_groups(self, spec: AttentionSpec, pool: int) -> list[AttentionGroup]:
+        """The step's tokens in groups: all sequences that decode, and each piece of a prompt.
 
-    def _attention_groups(self, is_causal: bool) -> list[AttentionGroup]:
+        Windows count unless the step has a mask in their place.
+        """
+        key = spec.is_causal, spec.window if self.mask is None else None, pool
+        if key not in self._groups:
+            self._groups[key] = self._attention_groups(*key)
+        return self._groups[key]
+
+    def _attention_groups(self, is_causal: bool, window: int | None, pool: int) -> list[AttentionGroup]:
         batch = self.host
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
+
+        def group(sequences: list[int], first: list[int], n: int, seen: list[int]) -> AttentionGroup:
+            """n tokens of each sequence, from `first` on, whose contexts end with the last of them."""
+            n_keys = seen if is_causal else [contexts[s] for s in sequences]
+            first_keys = [max(context - n + 1 - (window or context), 0) for context in seen]
+            first_page = min(first_keys) // PAGE_TOKENS
+            rows = torch.tensor(sequences, device=self._device)
+            pages = self.pools[pool][1][rows, first_page : -(-max(n_keys) // PAGE_TOKENS)]
+            tokens = [list(range(start, start + n)) for start in first]
+            on_device = partial(torch.tensor, device=self._device)
+            return AttentionGroup(
+                *(on_device(tokens), on_device(seen), on_device(first_keys), on_device(n_keys)),
+                *(pages.long(), first_page * PAGE_TOKENS, window, is_causal),
+            )
+
         groups = []
         decoding = [s for s in range(batch.n_sequences) if starts[s + 1] - starts[s] == 1]
         if decoding and self.mask is None:
-            groups.append(
-                self._group(decoding, [starts[s] for s in decoding], 1, [contexts[s] for s in decoding])
-            )
+            groups.append(group(decoding, [starts[s] for s in decoding], 1, [contexts[s] for s in decoding]))
         for s in range(batch.n_sequences):
             start, stop = starts[s], starts[s + 1]
             if self.mask is not None:
-                groups.append(self._group([s], [start], stop - start, [contexts[s]]))
+                groups.append(group([s], [start], stop - start, [contexts[s]]))
             elif stop - start > 1:
                 for first in range(start, stop, _QUERY_TOKENS):
                     last = min(stop, first + _QUERY_TOKENS)
-                    seen = contexts[s] - (stop - last)
-                    n_keys = [seen if is_causal else contexts[s]]
-                    groups.append(self._group([s], [first], last - first, [seen], n_keys))
+                    groups.append(group([s], [first], last - first, [contexts[s] - (stop - last)]))
         return groups
-
-    def _group(
-        self,
-        sequences: list[int],
-        starts: list[int],
-        n: int,
-        contexts: list[int],
-        n_keys: list[int] | None = None,
-    ) -> AttentionGroup:
-        """`contexts` end with the last of the n tokens; `n_keys` are to be seen, None for as many."""
-        n_keys = n_keys or contexts
-        n_pages = -(-max(n_keys) // PAGE_TOKENS)
-        rows = torch.tensor(sequences, device=self._device)
-        return AttentionGroup(
-            tokens=torch.tensor([list(range(start, start + n)) for start in starts], device=self._device),
-            context_len=torch.tensor(contexts, device=self._device),
-            n_keys=torch.tensor(n_keys, device=self._device),
-            pages=self.page_table[rows, :n_pages].long(),
-        )
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionGroup:
-    """n tokens of each of S sequences, the last of their contexts."""
+    """n tokens of each of S sequences, and the pages of what they see."""
 
     tokens: Tensor  # [S, n] indices into the step
     context_len: Tensor  # [S] tokens up to the last of the n
+    first_keys: Tensor  # [S]: the first token that any of the n sees
     n_keys: Tensor  # [S] tokens that may be seen
     pages: Tensor  # [S, pages]
-    _visible: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
+    first_place: int  # the token that the pages begin with
+    window: int | None
+    is_causal: bool
 
     @cached_property
     def is_key(self) -> Tensor:
-        """Which places of the pages hold keys of the sequence: bool [S, places]."""
-        return self._places < self.n_keys[:, None]
+        """Which places of the pages hold keys that a sequence's tokens may see: bool [S, places]."""
+        return (self._places >= self.first_keys[:, None]) & (self._places < self.n_keys[:, None])
 
-    def is_visible(self, window: int | None, is_causal: bool) -> Tensor:
-        """Which places each token sees, causally or not, within a window: bool [S, n, places]; kept."""
-        if (window, is_causal) not in self._visible:
-            self._visible[window, is_causal] = self._seen(window, is_causal)
-        return self._visible[window, is_causal]
-
-    def _seen(self, window: int | None, is_causal: bool) -> Tensor:
+    @cached_property
+    def is_visible(self) -> Tensor:
+        """Which places each token sees, causally or not, within the window: bool [S, n, places]."""
         n = self.tokens.shape[1]
         back = torch.arange(n - 1, -1, -1, device=self.tokens.device)
         positions = self.context_len[:, None] - 1 - back  # [S, n]
         ahead = self._places - positions[..., None]  # [S, n, places]
-        seen = ahead <= 0 if is_causal else self.is_key[:, None].expand(ahead.shape)
-        return seen if window is None else seen & (ahead > -window) & (ahead < window)
+        seen = ahead <= 0 if self.is_causal else self.is_key[:, None].expand(ahead.shape)
+        return seen if self.window is None else seen & (ahead > -self.window) & (ahead < self.window)
 
     @cached_property
     def _places(self) -> Tensor:
-        return torch.arange(self.pages.shape[1] * PAGE_TOKENS, device=self.tokens.device)
+        n_places = self.pages.shape[1] * PAGE_TOKENS
+        return torch.arange(self.first_place, self.first_place + n_places, device=self.tokens.device)
 
 
 class TensorLogits:
@@ -234,10 +236,10 @@ class TensorLogits:
         return ids
 
 
-def check_indices(batch: ForwardBatch, n_pages: int, n_states: int | None) -> None:
+def check_indices(batch: ForwardBatch, n_pages: Sequence[int], n_states: int | None) -> None:
     """Raises ShapeError if an index of the batch leads outside its array; a device would not say so.
 
-    `n_states` is None for a model without recurrent layers.
+    `n_pages` are those of each pool; `n_states` is None for a model without recurrent layers.
     """
     starts, contexts, n_tokens = batch.query_start, batch.context_len, batch.n_tokens
     lengths = np.diff(starts)
@@ -247,12 +249,12 @@ def check_indices(batch: ForwardBatch, n_pages: int, n_states: int | None) -> No
     n_used = -(-contexts // PAGE_TOKENS)
     if (n_used > places).any():
         raise ShapeError("bad step: a context longer than the page table")
-    used = batch.page_table[np.arange(places) < n_used[:, None]]
-    for what, indices, size in (
-        ("slot outside the cache", batch.slots, n_pages * PAGE_TOKENS),
-        ("logit row outside the step", batch.logit_rows, n_tokens),
-        ("page outside the cache", used, n_pages),
-    ):
+    checks = [("logit row outside the step", batch.logit_rows, n_tokens)]
+    for pool, n in enumerate(n_pages):
+        used = batch.pages(pool).page_table[np.arange(places) < n_used[:, None]]
+        checks.append(("slot outside the cache", batch.pages(pool).slots, n * PAGE_TOKENS))
+        checks.append(("page outside the cache", used, n))
+    for what, indices, size in checks:
         if len(indices) and (indices.min() < 0 or indices.max() >= size):
             raise ShapeError(f"bad step: a {what}")
     if n_states is not None:

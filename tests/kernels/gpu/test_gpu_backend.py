@@ -70,7 +70,7 @@ class Sequence:
     """A token sequence on one page."""
 
     def __init__(self, tokens, page):
-        self.tokens, self.page_row = np.array(tokens, np.int32), np.array([page], np.int32)
+        self.tokens, self.page_rows = np.array(tokens, np.int32), [np.array([page], np.int32)]
 
 
 def assert_near(got, want):
@@ -207,7 +207,7 @@ def test_launches_of_a_decode_step(monkeypatch, n_sequences, context, launches):
     builder = BatchBuilder(program.inputs, 16)
     sequences = [Sequence(random_ids(context, V), 20 * i) for i in range(n_sequences)]
     for i, sequence in enumerate(sequences):
-        sequence.page_row = np.arange(20 * i, 20 * i + 20, dtype=np.int32)
+        sequence.page_rows = [np.arange(20 * i, 20 * i + 20, dtype=np.int32)]
     batch = builder.build([Chunk(s, context - 1, 1, 1) for s in sequences])
     program(batch)  # copies constants
     with Counter(monkeypatch) as counter:

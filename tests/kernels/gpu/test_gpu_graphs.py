@@ -42,7 +42,8 @@ def shows_its_inputs(ops, batch):
     ops.n_vocab = 50
     if not batch.is_decode:
         return batch.token_ids[batch.logit_rows, None].float()
-    columns = [batch.token_ids, batch.slots, batch.context_len, batch.page_table[:, 0], batch.rope_positions]
+    slots, page_table = batch.pools[0]
+    columns = [batch.token_ids, slots, batch.context_len, page_table[:, 0], batch.rope_positions]
     starts = batch.query_start[1:] - batch.query_start[:-1]
     limit = torch.full_like(starts, batch.max_context)
     return torch.stack([*columns, starts, limit], 1).float()[batch.logit_rows]
@@ -50,7 +51,7 @@ def shows_its_inputs(ops, batch):
 
 class Row:
     def __init__(self, token, page, n):
-        self.tokens, self.page_row = np.full(n + 1, token, np.int32), np.full(40, page, np.int32)
+        self.tokens, self.page_rows = np.full(n + 1, token, np.int32), [np.full(40, page, np.int32)]
         self.n = n
 
     @property
@@ -59,7 +60,7 @@ class Row:
 
     @property
     def wanted(self):
-        page, n = self.page_row[0], self.n
+        page, n = self.page_rows[0][0], self.n
         return [self.tokens[n], page * 16 + n % 16, n + 1, page, n, 1]
 
 

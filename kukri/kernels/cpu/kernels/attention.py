@@ -243,12 +243,12 @@ def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
     lines = max(key_bytes // 64, 1)
 
     @device
-    def weighted_values(scores, values, pages, n_keys, part, next_keys):
+    def weighted_values(scores, values, pages, first_key, n_keys, part, next_keys):
         for first in range(0, n_vectors, step):
             weights = scaled(scores, values, pages, n_keys, first)
             for i in range(first, first + step, together):
                 o = zeros()
-                for key in range(n_keys):
+                for key in range(first_key, n_keys):
                     offset = load_i64(pages + 8 * (key >> 4))
                     place = (i // together * PAGE_TOKENS + (key & 15)) * (64 * lines)
                     for line in range(lines):
@@ -304,17 +304,18 @@ def _make_chunk(reader: Reader, rows: int, d_head: int, capped: Any) -> Any:
         store_f32(part + _SUMS + 4 * row, sum_lanes((s0 + s1) + (s2 + s3)))
 
     @device
-    def chunk_part(q, cap, ranges, keys, values, next_keys, pages, base, n_keys, part, scores):
-        """The partial result of keys base to base + n_keys - 1.
+    def chunk_part(q, cap, ranges, keys, values, next_keys, pages, base, first_key, n_keys, part, scores):
+        """The partial result of keys base + first_key to base + n_keys - 1.
 
         `pages`: the byte offsets of their 4 pages and of the next; `next_keys` are of the head that follows.
+        What lies before the first key may be anything, and so may be its page.
         """
         for page in range(0, (n_keys + PAGE_TOKENS - 1) >> 4, n_pages):
             page_scores(q, keys, values, pages + 8 * page, scores + 64 * page)
         for row in range(rows):
             first = load_i64(ranges + 16 * row)
             softmax(scores, cap, base, first, load_i64(ranges + 16 * row + 8), part, row)
-        weighted_values(scores, values, pages, n_keys, part, next_keys)
+        weighted_values(scores, values, pages, first_key, n_keys, part, next_keys)
 
     return chunk_part
 
@@ -410,14 +411,13 @@ def _make_entry(reader: Reader, group: int, n_query_tokens: int, d_head: int, ca
         _start(state, rows, d_head)
         for chunk in range(load_i64(work.entry + WORK_CHUNK), load_i64(work.entry + WORK_CHUNK_STOP)):
             base = chunk * CHUNK_TOKENS
-            if base + CHUNK_TOKENS <= first_visible:
-                continue
+            first_key = max(first_visible - base, 0)
             n_keys = min(n_context - base, CHUNK_TOKENS)
             _load_pages(work, base, n_context, pages)
             target = state if is_partial else part
             chunk_part(
-                rows_q, work.cap, ranges, work.keys, work.values, work.next_keys, pages, base, n_keys, target,
-                scores,
+                rows_q, work.cap, ranges, work.keys, work.values, work.next_keys, pages, base, first_key,
+                n_keys, target, scores,
             )  # fmt: skip
             if not is_partial:
                 _merge(state, part, 0, rows, d_head)

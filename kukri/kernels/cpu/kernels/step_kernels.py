@@ -126,32 +126,46 @@ def _n_new(batch, sequence):
 
 
 @device
-def _same_chunks(batch, a, b, most):
-    """Leading chunks, at most `most`, that two sequences read from the same pages and see whole."""
-    row_bytes = 4 * load_i64(batch + MAX_PAGES)
-    a_pages = load_i64(batch + PAGE_TABLE) + a * row_bytes
-    b_pages = load_i64(batch + PAGE_TABLE) + b * row_bytes
-    most = min(most, min(_context(batch, a), _context(batch, b)) // CHUNK_TOKENS)
-    for page in range(most * CHUNK_PAGES):
-        if load_i32(a_pages + 4 * page) != load_i32(b_pages + 4 * page):
-            return page // CHUNK_PAGES
-    return most
+def _first_chunk(batch, token, window):
+    """The chunk of the first key that a token sees."""
+    position = load_i32(load_i64(batch + POSITIONS) + 4 * token)
+    return max(position - window + 1, 0) // CHUNK_TOKENS
 
 
 @device
-def _sharing(batch, first, group_tokens):
+def _same_chunks(batch, a, b, begin, most):
+    """Chunks from `begin` on, at most `most`, that two sequences read from the same pages, and past which
+    both see more.
+    """
+    row_bytes = 4 * load_i64(batch + MAX_PAGES)
+    a_pages = load_i64(batch + PAGE_TABLE) + a * row_bytes
+    b_pages = load_i64(batch + PAGE_TABLE) + b * row_bytes
+    stop = min(begin + most, min(_context(batch, a), _context(batch, b)) // CHUNK_TOKENS)
+    for page in range(begin * CHUNK_PAGES, stop * CHUNK_PAGES):
+        if load_i32(a_pages + 4 * page) != load_i32(b_pages + 4 * page):
+            return page // CHUNK_PAGES - begin
+    return max(stop - begin, 0)
+
+
+@device
+def _sharing(batch, first, group_tokens, window):
     """(sequences from `first` on that decode from a common prefix, its chunks): where it saves most reads.
 
     (1, 0) if no prefix is shared. Sequences are taken `group_tokens` at a time, the last time more than half.
+    Those whose windows begin in another chunk do not share: an entry reads the pages of one sequence.
     """
     members = 1
     shared = 0
+    starts = load_i64(batch + QUERY_START)
     if group_tokens > 1 and _n_new(batch, first) == 1:
+        begin = _first_chunk(batch, load_i32(starts + 4 * first), window)
         most = _context(batch, first)
         for sequence in range(first + 1, load_i64(batch + N_SEQUENCES)):
             if _n_new(batch, sequence) != 1:
                 break
-            same = _same_chunks(batch, first, sequence, most)
+            if _first_chunk(batch, load_i32(starts + 4 * sequence), window) != begin:
+                break
+            same = _same_chunks(batch, first, sequence, begin, most)
             if same * members <= shared * (members - 1):
                 break
             shared = same
@@ -164,8 +178,11 @@ def _sharing(batch, first, group_tokens):
 
 
 @device
-def _add_shared_work(batch, n_work, n_partials, first, members, shared, group_tokens):
-    """Entries for the chunks that sequences share -> the number of entries. Chunk by chunk, for the cache."""
+def _add_shared_work(batch, n_work, n_partials, first, members, begin, shared, group_tokens):
+    """Entries for the chunks that sequences share, from `begin` on -> the number of entries.
+
+    Chunk by chunk, for the cache.
+    """
     start = load_i32(load_i64(batch + QUERY_START) + 4 * first)
     step = (members + group_tokens - 1) // group_tokens
     for i in range(members):
@@ -178,16 +195,18 @@ def _add_shared_work(batch, n_work, n_partials, first, members, shared, group_to
         for i in range(0, members, group_tokens):
             n_tokens = min(group_tokens, members - i)
             number = n_partials + chunk * step + i // group_tokens
-            n_work = _add_work(batch, n_work, first + i, start + i, n_tokens, chunk, chunk + 1, number)
+            at = begin + chunk
+            n_work = _add_work(batch, n_work, first + i, start + i, n_tokens, at, at + 1, number)
     return n_work
 
 
-def attention_work(tile, batch, group_tokens, n_ahead):
+def attention_work(tile, batch, group_tokens, n_ahead, window):
     """Cuts the step into work entries of `group_tokens` tokens; few tokens with a long context by chunk.
 
-    A token sees `n_ahead` tokens after it. Sequences that decode from the same prefix share its entries: its
-    keys and values are read once for several. A chunk is cut at the same positions and summed in the same
-    order either way, so no bit depends on it.
+    A token sees `window` tokens up to itself, and `n_ahead` after it: entries begin at the first chunk that
+    holds one of them, as a partial result without scores would change no bit. Sequences that decode from the
+    same prefix share its entries: its keys and values are read once for several. A chunk is cut at the same
+    positions and summed in the same order either way, so no bit depends on it.
     """
     if tile < 0:
         return 1
@@ -199,29 +218,33 @@ def attention_work(tile, batch, group_tokens, n_ahead):
         start = load_i32(load_i64(batch + QUERY_START) + 4 * sequence)
         stop = start + _n_new(batch, sequence)
         if members == 0:
-            members, shared = _sharing(batch, sequence, group_tokens)
+            members, shared = _sharing(batch, sequence, group_tokens, window)
             if shared > 0:
-                n_work = _add_shared_work(batch, n_work, n_partials, sequence, members, shared, group_tokens)
+                begin = _first_chunk(batch, start, window)
+                n_work = _add_shared_work(
+                    batch, n_work, n_partials, sequence, members, begin, shared, group_tokens
+                )
                 n_partials += shared * ((members + group_tokens - 1) // group_tokens)
         members -= 1
         for token in range(start, stop, group_tokens):
             n_tokens = min(group_tokens, stop - token)
             visible = _context(batch, sequence) - max(stop - token - n_tokens - n_ahead, 0)
-            n_chunks = (visible + CHUNK_TOKENS - 1) // CHUNK_TOKENS
-            is_split = stop - start <= group_tokens and n_chunks > 1
+            first_chunk = _first_chunk(batch, token, window)
+            chunk_stop = (visible + CHUNK_TOKENS - 1) // CHUNK_TOKENS
+            is_split = stop - start <= group_tokens and chunk_stop - first_chunk > 1
             for t in range(token, token + n_tokens):
                 parts = load_i64(batch + TOKEN_PARTS) + PARTS_BYTES * t
                 store_i64(parts + PARTS_FIRST, n_partials if is_split or shared > 0 else -1)
-                store_i64(parts + N_PARTS, n_chunks - shared)
+                store_i64(parts + N_PARTS, chunk_stop - first_chunk - shared)
                 store_i64(parts + PARTS_TOKEN, t - token)
                 if shared == 0:
                     store_i64(parts + N_SHARED, 0)
             if is_split:
-                for chunk in range(shared, n_chunks):
+                for chunk in range(first_chunk + shared, chunk_stop):
                     n_work = _add_work(batch, n_work, sequence, token, n_tokens, chunk, chunk + 1, n_partials)
                     n_partials += 1
             elif shared == 0:
-                n_work = _add_work(batch, n_work, sequence, token, n_tokens, 0, n_chunks, -1)
+                n_work = _add_work(batch, n_work, sequence, token, n_tokens, first_chunk, chunk_stop, -1)
     store_i64(batch + N_WORK, n_work)
     return 0
 

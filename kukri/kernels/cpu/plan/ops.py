@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -92,6 +92,9 @@ class Addresses(Protocol):
 
     batch: int  # the step's batch (`abi.BATCH_BYTES`)
     cache: PagedKV
+
+    def batch_of(self, spec: AttentionSpec) -> int:
+        """The address of the step's batch as layers of a kind see it: with their work entries."""
 
     def of(self, used: Value | Buffer) -> int:
         """The address of a value's first row, or of a buffer."""
@@ -418,7 +421,7 @@ class RopeStore(Op):
     def record(self, at: Addresses) -> dict[str, int]:
         spec, rope, cache = self.spec, self.rope, at.cache
         return {
-            "batch": at.batch,
+            "batch": at.batch_of(spec),
             "q": at.of(self.q),
             "k": at.of(self.k),
             "v": at.of(self.k if self.v is None else self.v),
@@ -426,7 +429,7 @@ class RopeStore(Op):
             "n_heads": spec.n_heads,
             "n_kv_heads": spec.n_kv_heads,
             "d_head": spec.d_head,
-            "page_stride": cache.page_stride,
+            "page_stride": cache.page_stride(spec.layer),
             "cos": 0 if rope is None else at.of_array(rope.cos),
             "sin": 0 if rope is None else at.of_array(rope.sin),
             "half": 0 if rope is None else rope.frequencies.rotary_dim // 2,
@@ -437,17 +440,13 @@ class RopeStore(Op):
 
 @dataclass(eq=False)
 class AttentionWork(Op):
-    """Cuts the step's attention into work entries of `group_tokens` tokens for `Attend`.
+    """Cuts the step's attention into work entries for each `Attend` whose `Cut` is that of `spec`."""
 
-    A token sees `n_ahead` later ones.
-    """
-
-    group_tokens: int
-    n_ahead: int
+    spec: AttentionSpec
     kernel = "attention_work"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return {"batch": at.batch, "group_tokens": self.group_tokens, "n_ahead": self.n_ahead}
+        return {"batch": at.batch_of(self.spec), **cut_of(self.spec)._asdict()}
 
 
 @dataclass(eq=False)
@@ -467,8 +466,8 @@ class Attend(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         return _attention(self.q, self.y, self.spec, at) | {
-            "window": self.spec.window or _ALL,
-            "n_ahead": n_ahead(self.spec),
+            "window": cut_of(self.spec).window,
+            "n_ahead": cut_of(self.spec).n_ahead,
             "partials": at.of(self.partials),
         }
 
@@ -489,7 +488,7 @@ class AttendFinish(Producer):
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
-            "batch": at.batch,
+            "batch": at.batch_of(self.spec),
             "n_kv_heads": self.spec.n_kv_heads,
             "sinks": _sinks(self.spec, at),
             "partials": at.of(self.partials),
@@ -546,14 +545,18 @@ class Tap(Op):
     in_place = ("x",)
 
 
-def group_tokens(spec: AttentionSpec) -> int:
-    """New tokens of a sequence that attend together: the fields of a work entry."""
-    return query_tokens(spec.group)
+class Cut(NamedTuple):
+    """What the cut of a step's attention into work entries depends on, for layers of one kind."""
+
+    group_tokens: int  # new tokens of a sequence that attend together: those of a work entry
+    n_ahead: int  # later tokens that a token sees
+    window: int  # tokens up to itself that it sees
 
 
-def n_ahead(spec: AttentionSpec) -> int:
-    """Later tokens that a token sees."""
-    return 0 if spec.is_causal else (spec.window or _ALL) - 1
+def cut_of(spec: AttentionSpec) -> Cut:
+    """How a layer's attention is cut."""
+    window = spec.window or _ALL
+    return Cut(query_tokens(spec.group), 0 if spec.is_causal else window - 1, window)
 
 
 def row_count(rows: Rows, at: Addresses) -> int:
@@ -575,7 +578,7 @@ def _whole_vectors(constant: Vector) -> FloatArray:
 
 def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[str, int]:
     return {
-        "batch": at.batch,
+        "batch": at.batch_of(spec),
         "q": at.of(q),
         "q_stride": q.stride,
         "scale": float_bits(spec.scale),
@@ -583,7 +586,7 @@ def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[s
         "n_kv_heads": spec.n_kv_heads,
         "keys": address_of(at.cache.keys[spec.layer]),
         "values": address_of(at.cache.values[spec.layer]),
-        "page_stride": at.cache.page_stride,
+        "page_stride": at.cache.page_stride(spec.layer),
         "sinks": _sinks(spec, at),
         "y": at.of(y),
         "y_stride": y.stride,

@@ -19,8 +19,7 @@ from kukri.kernels.cpu.plan.ops import (
     RopeStore,
     Scale,
     Value,
-    group_tokens,
-    n_ahead,
+    cut_of,
 )
 
 
@@ -99,24 +98,9 @@ def drop_unread(ops: Sequence[Op], result: Value) -> list[Op]:
 
 
 def add_attention_work(ops: Sequence[Op]) -> list[Op]:
-    """Adds the op that cuts a step's attention into work entries.
+    """Adds the ops that cut a step's attention into work entries, one for each kind of layer.
 
-    It comes first, so that the first layer does not wait for it, and again before each layer whose entries
-    have another number of tokens, or see others, than those of the layer before.
+    They come first, so that no layer waits for them.
     """
-    cuts = [_cut(op) for op in ops if isinstance(op, Attend)]
-    if not cuts:
-        return list(ops)
-    cut = cuts[0]
-    made: list[Op] = [AttentionWork(*cut)]
-    for op in ops:
-        if isinstance(op, Attend) and _cut(op) != cut:
-            cut = _cut(op)
-            made.append(AttentionWork(*cut))
-        made.append(op)
-    return made
-
-
-def _cut(op: Attend) -> tuple[int, int]:
-    """Tokens of an entry, and later tokens that a token sees."""
-    return group_tokens(op.spec), n_ahead(op.spec)
+    specs = {cut_of(op.spec): op.spec for op in ops if isinstance(op, Attend)}
+    return [*(AttentionWork(spec) for spec in specs.values()), *ops]

@@ -14,10 +14,12 @@ import numpy as np
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.cpu.compile.jit import KernelLibrary
 from kukri.kernels.cpu.pack.layouts import ROWS
-from kukri.kernels.cpu.plan.ops import Buffer, Op, RopeStore, Tap, Value
+from kukri.kernels.cpu.plan.batch_memory import BatchMemory
+from kukri.kernels.cpu.plan.ops import Buffer, Op, RopeStore, Tap, Value, cut_of
 from kukri.kernels.cpu.run.abi import OP_BYTES
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.paged_kv import PagedKV
+from kukri.kernels.specs import AttentionSpec
 
 _LINE = 64  # bytes that a buffer's address and size are multiples of
 _OPS_AHEAD = 6  # how far a waiting thread looks for weights to prefetch
@@ -42,10 +44,10 @@ class Plan:
     """
 
     def __init__(
-        self, ops: Sequence[Op], result: Value, batch: int, cache: PagedKV, kernels: KernelLibrary
+        self, ops: Sequence[Op], result: Value, batch: BatchMemory, cache: PagedKV, kernels: KernelLibrary
     ) -> None:
-        """`batch` is the address of the step's batch. Loads the kernels that are not loaded yet."""
-        self.batch, self.cache = batch, cache
+        """Loads the kernels that are not loaded yet."""
+        self._batch, self.batch, self.cache = batch, batch.address, cache
         self.memory, self._addresses = place(ops, result)
         self._ops = ops
         self._keep: list[Any] = []  # what records point into
@@ -69,6 +71,10 @@ class Plan:
             weights = next(soon, (0, 0))
             self.ops[i] = kernels[op.kernel].address, start, 0, *weights
             start += 8 * len(records[i])
+
+    def batch_of(self, spec: AttentionSpec) -> int:
+        """See Addresses.batch_of."""
+        return self._batch.view(self.cache.pool_of[spec.layer], cut_of(spec))
 
     def of(self, used: Value | Buffer) -> int:
         """See Addresses.of."""

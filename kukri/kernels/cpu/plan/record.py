@@ -30,10 +30,10 @@ from kukri.kernels.cpu.plan.adapter_ops import (
     Updates,
     runs_bytes,
 )
+from kukri.kernels.cpu.plan.batch_memory import max_partials
 from kukri.kernels.cpu.plan.ops import Buffer, Op, RouteTable, Rows, Value
-from kukri.kernels.cpu.run.abi import CHUNK_TOKENS, MAX_TILE_ROWS, partial_bytes
+from kukri.kernels.cpu.run.abi import MAX_TILE_ROWS, partial_bytes
 from kukri.kernels.op_set import EmbedBy, GateBy
-from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.step import StepLimits
@@ -400,7 +400,7 @@ class Recorder:
         return parts
 
     def _partials_bytes(self, spec: AttentionSpec) -> int:
-        rows = spec.group * ops.group_tokens(spec)
+        rows = spec.group * ops.cut_of(spec).group_tokens
         return max_partials(self._limits) * partial_bytes(rows, spec.d_head) * spec.n_kv_heads
 
     def _max_rows(self, rows: Rows) -> int:
@@ -420,11 +420,6 @@ class Recorder:
 def whole_head(d_head: int) -> int:
     """The head size of kernels that run heads of a size: a multiple of 16."""
     return -(-d_head // ROWS) * ROWS
-
-
-def max_partials(limits: StepLimits) -> int:
-    """The most partial attention results that a step can have: every chunk of every sequence."""
-    return limits.max_sequences * -(-limits.max_pages * PAGE_TOKENS // CHUNK_TOKENS)
 
 
 def _require_multiple(what: str, n: int, factor: int) -> None:
