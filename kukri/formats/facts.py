@@ -10,13 +10,12 @@ import numpy as np
 
 from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
 from kukri.errors import UnsupportedError, brief
-from kukri.formats.keys import Keys
 from kukri.models.architecture import Architecture
+from kukri.models.keys import Keys
 
 Format = Literal["gguf", "hf"]
 MAX_LAYERS = 1 << 12
 MAX_STATE = 1 << 16  # a size of a recurrent state
-_HEAD_WIDTH = "mamba_d_head"  # follows from others, and may say so: "auto"
 
 
 @dataclass(frozen=True)
@@ -187,9 +186,6 @@ def read_recurrent(
                 raise keys.error(named["d_inner"], f"is {d_inner}, which {n_heads} heads do not divide")
             raise keys.error(named["n_heads"], f"is {n_heads}, which does not divide a width of {d_inner}")
         found["d_head"] = d_inner // n_heads
-        if keys.value(_HEAD_WIDTH, "auto") not in ("auto", found["d_head"]):
-            message = f"is {brief(keys.value(_HEAD_WIDTH))}, but {n_heads} heads of a width of {d_inner}"
-            raise keys.error(_HEAD_WIDTH, f"{message} have {found['d_head']}")
     are_tiled = form == "gguf" and architecture.recurrent.tiles
     are_tiled = are_tiled and found["n_heads"] != found["n_groups"]
     return RecurrentConfig(**found, are_tiled=are_tiled)

@@ -15,9 +15,9 @@ from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.json_files import read_json
-from kukri.formats.keys import Keys
 from kukri.kernels.arrays import FloatArray
 from kukri.models import ARCHITECTURES
+from kukri.models.keys import Keys
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 

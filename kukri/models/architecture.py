@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kukri.config import ModelConfig
+from kukri.models.keys import Keys
 from kukri.models.weights import WeightSource
 
 
@@ -70,13 +71,9 @@ class Architecture:
         False  # rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together
     )
     has_dense: bool = False  # files may hold dense layers on top of pooled vectors
-    nope_interval: int = 0  # each n-th layer is NoPE if a file does not list them; 0: none is
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, without their prefix
-    gguf_ignores: Set[str] = frozenset()  # keys that change nothing here
-    gguf_states: Mapping[str, Any] = field(default_factory=dict)  # keys that other readers want
+    gguf_reads: Set[str] = frozenset()  # keys that `read_gguf` reads, or that change nothing here
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # if they differ from Llama's
-
-    wide_layers: int = 0  # files of this many layers mean scores times (d_model / n_heads) ** -0.5
 
     # layers with a window, in both formats
     full_interval: int = 0  # each n-th layer has none if a file does not list them; 0: all have one
@@ -90,7 +87,6 @@ class Architecture:
     first_position: int = 0  # rows before that of a text's first token, of positions in safetensors
     # modules of a layer in safetensors that hold the rows of several, or have another name there
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    rope_key: str = ""  # the key that is "rope" if layers rotate; GGUF's is rope.scaling.finetuned
     hf_epsilon: str = "rms_norm_eps"
     hf_interleaved_rope: bool = False  # rows of q and k in safetensors are ordered in pairs too
     hf_norm_offset: float = 0.0  # what is added to norms' weights; GGUF files hold them as they multiply
@@ -104,12 +100,15 @@ class Architecture:
         default_factory=dict
     )  # by module or part: always, or a key that says
     partial_rotary: bool = False  # RoPE without scaling reads partial_rotary_factor
-    yarn_truncates: bool = True  # in GGUF, where no key says it: YaRN's bounds are whole dimensions
     experts: ExpertKeys | None = None  # of a mixture
     recurrent: RecurrentKeys | None = None  # of layers that keep a state
-    has_gates: bool = False  # of attention: see `ModelConfig`; both orders of rows are then not kukri's
     aliases: Mapping[str, str] = field(default_factory=dict)  # older keys of config.json, which win
-    scaling_names: Mapping[str, str] = field(default_factory=dict)  # older names of RoPE scalings
+
+    # what no field says: changes the fields of `ModelConfig` that the common keys gave, or the keys to write
+    read_hf: Callable[[Keys, dict[str, Any]], None] = lambda keys, facts: None
+    read_gguf: Callable[[Keys, dict[str, Any]], None] = lambda keys, facts: None
+    write_hf: Callable[[ModelConfig, dict[str, Any]], None] = lambda config, keys: None
+    write_gguf: Callable[[ModelConfig, dict[str, Any]], None] = lambda config, keys: None
 
     def __post_init__(self) -> None:
         """Sets GGUF's name to the architecture's if none is given."""

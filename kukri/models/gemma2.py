@@ -7,11 +7,15 @@ what is added to 1, and in GGUF files as they multiply, which is how they come h
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
+from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, PostNormed, RMSNorm
 from kukri.models.llama import Block, Llama
 from kukri.models.weights import WeightSource
@@ -58,6 +62,39 @@ class Gemma2(Llama):
         return logits if cap is None else ops.softcap(logits, cap)
 
 
+_QUERY_SCALAR, _SCALE = "query_pre_attn_scalar", "attention.scale"
+
+
+def read_query_scalar(keys: Keys, facts: dict[str, Any]) -> None:
+    """Scores are divided by the square root of this number, and not of a head's width."""
+    scalar = keys.positive(_QUERY_SCALAR)
+    facts["attention_scale"] = None if scalar == facts["d_head"] else scalar**-0.5
+
+
+def write_query_scalar(config: ModelConfig, keys: dict[str, Any]) -> None:
+    """The whole number nearest to it: transformers takes no other."""
+    keys[_QUERY_SCALAR] = round(config.attention(0).scale ** -2)
+
+
+def read_gguf_scale(wide_layers: int, keys: Keys, facts: dict[str, Any]) -> None:
+    """The factor of scores, which llama.cpp knows by the number of layers: the largest model has another."""
+    stated = keys.value(_SCALE) and keys.positive(_SCALE)
+    facts["attention_scale"] = stated or _wide_scale(wide_layers, facts)
+
+
+def write_gguf_scale(wide_layers: int, config: ModelConfig, keys: dict[str, Any]) -> None:
+    """The factor, unless it is the one that llama.cpp takes."""
+    usual = _wide_scale(wide_layers, vars(config)) or config.d_head**-0.5
+    if not math.isclose(scale := config.attention(0).scale, usual, rel_tol=1e-5):
+        keys[_SCALE] = scale
+
+
+def _wide_scale(wide_layers: int, facts: Mapping[str, Any]) -> float | None:
+    if facts["n_layers"] != wide_layers:
+        return None
+    return float((facts["d_model"] // facts["n_heads"]) ** -0.5)
+
+
 GEMMA2 = Architecture(
     "gemma2",
     Gemma2,
@@ -68,7 +105,11 @@ GEMMA2 = Architecture(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    wide_layers=46,
+    gguf_reads={"attention.scale"},
+    read_gguf=partial(read_gguf_scale, 46),
+    write_gguf=partial(write_gguf_scale, 46),
+    read_hf=read_query_scalar,
+    write_hf=write_query_scalar,
     full_interval=2,
     tensor_names={
         "post_attention_layernorm": "post_attention_norm",

@@ -59,7 +59,7 @@ GPT_OSS = Architecture(
     "GptOssForCausalLM",
     gguf="gpt-oss",
     full_interval=2,
-    yarn_truncates=False,
+    gguf_defaults={"rope.scaling.yarn_truncate": False},
     tensor_names={
         "mlp.router": "ffn_gate_inp",
         "self_attn.sinks": "attn_sinks",

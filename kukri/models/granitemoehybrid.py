@@ -11,12 +11,13 @@ from math import inf
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.errors import UnsupportedError
+from kukri.errors import UnsupportedError, brief
 from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
 from kukri.models.architecture import ExpertKeys, RecurrentKeys
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
+from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled
 from kukri.models.llama import Block
 from kukri.models.mixture import Mixture
@@ -110,13 +111,51 @@ class GraniteHybrid(Granite):
 
 _MLP = {"shared_mlp.input_linear": ("gate_proj", "up_proj"), "shared_mlp.output_linear": ("down_proj",)}
 
+_POSITION, _ROTATES = "position_embedding_type", "rope.scaling.finetuned"
+
+
+def _rotate(facts: dict[str, Any], rotates: bool) -> None:
+    facts["layers"] = tuple(replace(layer, use_rope=rotates) for layer in facts["layers"])
+
+
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+    """Whether layers rotate; the width of a state's head, which follows from others and may say so."""
+    kind = keys.value(_POSITION)
+    if kind not in (None, "nope", "rope"):
+        raise keys.unsupported(_POSITION, f"is {brief(kind)}: kukri runs rope and nope")
+    _rotate(facts, kind == "rope")
+    width, own = keys.value("mamba_d_head", "auto"), facts["recurrent"]
+    if width not in ("auto", own.d_head):
+        message = f"is {brief(width)}, but {own.n_heads} heads of a width of {own.n_heads * own.d_head}"
+        raise keys.error("mamba_d_head", f"{message} have {own.d_head}")
+
+
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys[_POSITION] = "rope" if config.layers[0].use_rope else "nope"
+
+
+def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
+    """Whether layers rotate, by the key that llama.cpp uses for it."""
+    _rotate(facts, keys.flag(_ROTATES, True))
+
+
+def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    rotating = {layer.use_rope for layer in config.layers}
+    keys[_ROTATES] = True in rotating
+    if len(rotating) == 1:
+        keys.pop("attention.nope_layers", None)
+
+
 GRANITEMOEHYBRID = replace(
     GRANITE,
     name="granitemoehybrid",
     model=GraniteHybrid,
     hf_class="GraniteMoeHybridForCausalLM",
     gguf="granitehybrid",
-    rope_key="position_embedding_type",
+    read_hf=_read_hf,
+    write_hf=_write_hf,
+    read_gguf=_read_gguf,
+    write_gguf=_write_gguf,
     tensor_names={
         "mamba.in_proj": "ssm_in",
         "mamba.conv1d": "ssm_conv1d",
@@ -136,7 +175,7 @@ GRANITEMOEHYBRID = replace(
         "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
     },
     keys={"d_ffn": ("expert_shared_feed_forward_length", "shared_intermediate_size")},
-    reads={"attention_bias", "mamba_conv_bias", "mamba_proj_bias", "mamba_d_head"},
+    reads={_POSITION, "attention_bias", "mamba_conv_bias", "mamba_proj_bias", "mamba_d_head"},
     ignores={"output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method"},
     fixed={"time_step_limit": [0.0, inf], "normalization_function": "rmsnorm"},
     defaults={

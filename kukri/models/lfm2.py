@@ -5,12 +5,14 @@ A convolution looks at three inputs; two gates, linear in the stream, multiply i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.cache import StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
+from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, Linear
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
@@ -68,6 +70,31 @@ class Lfm2(Llama):
     norm_name = "model.embedding_norm"
 
 
+_ADJUSTS, _ATTENDING = "block_auto_adjust_ff_dim", "full_attn_idxs"
+
+
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+    """The width of an MLP from that before its adjustment; which layers attend in older files."""
+    if keys.flag(_ADJUSTS):
+        width = int(2 * facts["d_ffn"] / 3)
+        if keys.value("block_ffn_dim_multiplier") is not None:
+            width = int(keys.positive("block_ffn_dim_multiplier") * width)
+        step = keys.whole("block_multiple_of")
+        facts["d_ffn"] = -(-width // step) * step
+    if keys.value("layer_types") is None:
+        n_layers = facts["n_layers"]
+        attending = {*range(n_layers)} if keys.value(_ATTENDING) is None else {*keys.items(_ATTENDING, int)}
+        if not attending <= set(range(n_layers)):
+            raise keys.error(_ATTENDING, f"names layers outside 0 to {n_layers - 1}")
+        facts["layers"] = tuple(
+            replace(layer, is_recurrent=i not in attending) for i, layer in enumerate(facts["layers"])
+        )
+
+
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys[_ADJUSTS] = False
+
+
 LFM2 = Architecture(
     "lfm2",
     Lfm2,
@@ -104,5 +131,7 @@ LFM2 = Architecture(
         **{"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
     },
     biases={"conv": "conv_bias"},
+    read_hf=_read_hf,
+    write_hf=_write_hf,
     recurrent=RecurrentKeys(("conv",), {"n_taps": "shortconv.l_cache"}, {"n_taps": "conv_L_cache"}),
 )

@@ -38,5 +38,4 @@ PHI3 = Architecture(
     ignores={"attention_bias"},
     defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     partial_rotary=True,
-    scaling_names={"su": "longrope", "yarn": "longrope"},
 )

@@ -15,6 +15,7 @@ from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import DeltaSpec
 from kukri.models.architecture import Architecture, RecurrentKeys
+from kukri.models.keys import Keys
 from kukri.models.layers import HeadNorm, Linear
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
@@ -88,16 +89,28 @@ class Qwen35(Llama):
     block_type = Qwen35Block
 
 
+_SECTIONS = "rope.dimension_sections"
+
+
+def _with_gates(keys: Keys, facts: dict[str, Any]) -> None:
+    facts["has_gates"] = True
+
+
+def _with_sections(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys[_SECTIONS] = np.array([11, 11, 10, 0], np.int32)  # which other readers want
+
+
 QWEN3_5_TEXT = Architecture(
     "qwen3_5_text",
     Qwen35,
     "Qwen3_5ForCausalLM",
     gguf="qwen35",
-    gguf_ignores={"rope.dimension_sections"},  # of text, whose positions are the same in each
-    gguf_states={"rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)},
+    gguf_reads={_SECTIONS},  # of text, whose positions are the same in each
+    read_gguf=_with_gates,
+    read_hf=_with_gates,
+    write_gguf=_with_sections,
     interleaved_rope=True,
     hf_interleaved_rope=True,
-    has_gates=True,
     hf_norm_offset=1.0,
     partial_rotary=True,
     tensor_names={

@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
 from kukri.models.architecture import Architecture
+from kukri.models.keys import Keys
 from kukri.models.llama import Llama
+
+_INTERVAL = 4  # of layers without RoPE, unless a file lists them
+_NOPE = "attention.nope_layers"  # kukri's key
+
+
+def _each_fourth(keys: Keys, facts: dict[str, Any]) -> None:
+    """What a GGUF file without kukri's key means."""
+    _rotate(facts, [(i + 1) % _INTERVAL != 0 for i in range(facts["n_layers"])])
+
+
+def _list_none(config: ModelConfig, keys: dict[str, Any]) -> None:
+    """An empty list, where no key would mean each fourth layer."""
+    keys.setdefault(_NOPE, np.zeros(0, np.int32))
+
+
+def _read_rotating(keys: Keys, facts: dict[str, Any]) -> None:
+    """Despite its name, a 1 in `no_rope_layers` means that the layer does use RoPE."""
+    n_layers = facts["n_layers"]
+    if keys.value("no_rope_layers") is None:
+        interval = keys.whole("no_rope_layer_interval", _INTERVAL)
+        rotating = [(i + 1) % interval != 0 for i in range(n_layers)]
+    else:
+        stated = keys.first("no_rope_layers", int, n_layers)
+        if not set(stated) <= {0, 1}:
+            raise keys.error("no_rope_layers", "must hold 0 and 1 alone")
+        rotating = [use == 1 for use in stated]
+    _rotate(facts, rotating)
+    if keys.value("layer_types") is None:  # then windows are for the layers without RoPE
+        facts["layers"] = tuple(
+            replace(layer, window=None) if layer.use_rope else layer for layer in facts["layers"]
+        )
+
+
+def _write_rotating(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys["no_rope_layers"] = [int(layer.use_rope) for layer in config.layers]
+
+
+def _rotate(facts: dict[str, Any], rotating: Sequence[bool]) -> None:
+    layers = zip(facts["layers"], rotating, strict=True)
+    facts["layers"] = tuple(replace(layer, use_rope=rotates) for layer, rotates in layers)
+
 
 SMOLLM3 = Architecture(
     "smollm3",
     Llama,
     "SmolLM3ForCausalLM",
     interleaved_rope=True,
-    nope_interval=4,
+    read_gguf=_each_fourth,
+    write_gguf=_list_none,
+    read_hf=_read_rotating,
+    write_hf=_write_rotating,
     reads={
         *("sliding_window", "use_sliding_window", "layer_types"),
         *("no_rope_layers", "no_rope_layer_interval", "attention_bias", "mlp_bias"),

@@ -27,11 +27,11 @@ from kukri.formats.gguf.writer import write_gguf
 from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.formats.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
-from kukri.formats.keys import Keys
 from kukri.formats.sampling_advice import gguf_advice
 from kukri.interp.control_vectors import ControlVector
 from kukri.interp.readers import Probe, SparseAutoencoder
 from kukri.models import load_model
+from kukri.models.keys import Keys
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
 from kukri.tokenizer import Tokenizer, load_tokenizer

@@ -93,7 +93,8 @@ def test_every_key_of_transformers_classes_counts_or_is_ignored_by_name(kind):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_partial_rotary_factor_is_read_where_transformers_reads_it(kind):
     """Catches half a head rotated in a model that rotates all of it, and the other way round."""
-    rotates = {"position_embedding_type": "rope"} if ARCHITECTURES[kind].rope_key else {}
+    reads = ARCHITECTURES[kind].reads
+    rotates = {"position_embedding_type": "rope"} if "position_embedding_type" in reads else {}
     config = CLASSES[kind](**TINY, pad_token_id=0, partial_rotary_factor=0.5, **rotates)
     model = tr.AutoModel.from_config(config)
     frequencies = dict(model.rotary_emb.named_buffers())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,10 @@ from kukri.formats.facts import (
 )
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.rope_keys import ROPE_KEYS, read_rope, rope_keys
-from kukri.formats.keys import Keys
 from kukri.formats.layer_patterns import every_nth_full, is_nth, local_rope, one_sided, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.architecture import ExpertKeys
+from kukri.models.keys import Keys
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 
 # kukri's own keys: layers without RoPE, heads.
@@ -37,10 +37,8 @@ LABELS_KEY = "classifier.output_labels"  # GGUF's own
 CAUSAL_KEY, POOLING_KEY, RANK = "attention.causal", "pooling_type", 4  # llama.cpp's number of rank pooling
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LOCAL_THETA = "rope.freq_base_swa"
-_SCALE = "attention.scale"
 _KV_HEADS, _INTERVAL = "attention.head_count_kv", "full_attention_interval"
 _RECURRENT = "attention.recurrent_layers"
-_ROTATES = "rope.scaling.finetuned"  # of some architectures: False if no layer rotates, as llama.cpp has it
 
 # Of mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
 # and the function that makes them of logits, 1 softmax, 3 softmax of the chosen ones; 0 says nothing.
@@ -55,7 +53,7 @@ READ = ROPE_KEYS | {
 # choose; and other architectures' keys, which llama.cpp's own saver writes into every file (softcaps of 50).
 IGNORED_KEYS = frozenset(
     [
-        *("tensor_data_layout", _ROTATES, POOLING_KEY, "decoder_start_token_id"),
+        *("tensor_data_layout", "rope.scaling.finetuned", POOLING_KEY, "decoder_start_token_id"),
         *("features_length", "embedding_length_out", "attn_logit_softcapping", "final_logit_softcapping"),
         *("router_logit_softcapping", "token_shift_count", "swin_norm", "rescale_every_n_layers"),
         *("time_decay_extra_dim", "time_mix_extra_dim", "deepstack_mapping", "attention.rope_pattern"),
@@ -130,9 +128,6 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
     n_vocab, d_model = _embedding_shape(gguf)
     known = {"n_vocab": n_vocab, "n_layers": keys.whole("block_count", most=len(gguf.tensors))}
     numbers = read_numbers(keys, "gguf", architecture, known)
-    if architecture.wide_layers:
-        scale = keys.value(_SCALE) and keys.positive(_SCALE)
-        numbers["attention_scale"] = scale or _wide_scale(architecture, numbers)
     if numbers["d_model"] != d_model:
         message = f"is {numbers['d_model']}, but the width of tensor 'token_embd.weight' is {d_model}"
         raise keys.error("embedding_length", message)
@@ -149,7 +144,7 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
     if architecture.local_rope:
         theta = keys.positive(_LOCAL_THETA, architecture.local_theta or rope.theta)
         layers = with_local_rope(layers, RopeConfig(theta, rope.rotary_dim))
-    return ModelConfig(
+    found = dict(
         **numbers,
         architecture=architecture.name,
         tie_embeddings="output.weight" not in gguf.tensors,
@@ -159,53 +154,40 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
         head=_head(keys, n_vocab, architecture),
         mixture=read_mixture(keys, "gguf", architecture, numbers["d_ffn"], _normalized(keys, architecture)),
         recurrent=read_recurrent(keys, "gguf", architecture, d_model),
-        has_gates=architecture.has_gates,
         is_causal=architecture.is_causal,
         n_token_types=_n_rows(gguf, "token_types.weight"),
         n_positions=_n_rows(gguf, "position_embd.weight"),
     )
+    architecture.read_gguf(keys, found)
+    if keys.has(NOPE_KEY):
+        found["layers"] = _without_rope(keys, found["layers"])
+    return ModelConfig(**found)
 
 
 def model_metadata(config: ModelConfig) -> dict[str, Any]:
     """The keys of a configuration. Raises UnsupportedError for settings without a key."""
     architecture = ARCHITECTURES[config.architecture]
     local = local_rope(config, architecture)
-    implied = _wide_scale(architecture, vars(config)) or config.d_head**-0.5
-    scale = config.attention(0).scale
-    stated_scale = {} if math.isclose(scale, implied, rel_tol=1e-5) else {_SCALE: scale}
     nope = [i for i, layer in enumerate(config.layers) if not layer.use_rope]
-    states_nope = architecture.has_rope and bool(architecture.nope_interval or nope)
-    rotates = {}
-    if architecture.rope_key:
-        states_nope, rotates = 0 < len(nope) < config.n_layers, {_ROTATES: not nope}
     keys: dict[str, Any] = {
         **write_numbers(config, "gguf", architecture),
         "attention.value_length": config.d_head,
         **(rope_keys(config, architecture) if architecture.has_rope else {}),
         **({} if config.is_causal else {CAUSAL_KEY: False}),
-        **rotates,
         **_window_keys(config, architecture),
         **({_LOCAL_THETA: float(local.theta)} if local else {}),
-        **(stated_scale if architecture.wide_layers else {}),
-        **({NOPE_KEY: np.array(nope, np.int32)} if states_nope else {}),
+        **({NOPE_KEY: np.array(nope, np.int32)} if nope and architecture.has_rope else {}),
         **_head_keys(config),
         **_mixture_keys(config, architecture),
         **_recurrent_keys(config, architecture),
-        **architecture.gguf_states,
     }
+    architecture.write_gguf(config, keys)
     return {
         "general.architecture": architecture.gguf,
         "general.type": "model",
         "general.name": config.name or architecture.gguf,
         **{f"{architecture.gguf}.{key}": value for key, value in keys.items()},
     }
-
-
-def _wide_scale(architecture: Architecture, numbers: Mapping[str, Any]) -> float | None:
-    """The factor of scores in the largest model of an architecture, which llama.cpp knows by its layers."""
-    if numbers["n_layers"] != architecture.wide_layers:
-        return None
-    return float((numbers["d_model"] // numbers["n_heads"]) ** -0.5)
 
 
 def unknown_keys(gguf: GGUFFile) -> list[str]:
@@ -279,10 +261,9 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         neutral |= {key: (keys.value(base),) for key, base in AS_WITHOUT_WINDOW.items() if keys.has(base)}
     read_here = {fact.gguf for fact in facts(architecture)}
     read_here |= {_LOCAL_THETA} if architecture.local_rope else set()
-    read_here |= {_SCALE} if architecture.wide_layers else set()
     if architecture.recurrent is not None:
         read_here |= {*architecture.recurrent.gguf.values(), _INTERVAL, _RECURRENT}
-    read_here |= architecture.gguf_ignores
+    read_here |= architecture.gguf_reads
     neutral = {key: values for key, values in neutral.items() if key not in read_here}
     for key, values in neutral.items():
         if not keys.has(key):
@@ -397,13 +378,6 @@ def _layers(keys: Keys, architecture: Architecture, numbers: Mapping[str, Any]) 
     n_layers: int = numbers["n_layers"]
     if not architecture.has_rope:
         return (LayerConfig(use_rope=False),) * n_layers
-    nope = {i for i in range(n_layers) if is_nth(i, architecture.nope_interval)}
-    if architecture.rope_key and not keys.flag(_ROTATES, True):
-        nope = set(range(n_layers))
-    if keys.has(NOPE_KEY):
-        nope = set(keys.items(NOPE_KEY, int))
-        if not nope <= set(range(n_layers)):
-            raise keys.error(NOPE_KEY, f"names layers outside 0 to {n_layers - 1}")
     window = keys.whole(_WINDOW, 0, least=0) or None
     if window is not None and not architecture.is_causal:
         window = one_sided(window)
@@ -417,14 +391,21 @@ def _layers(keys: Keys, architecture: Architecture, numbers: Mapping[str, Any]) 
     )
     return tuple(
         LayerConfig(
-            i not in nope,
-            window if windowed[i] else None,
+            window=window if windowed[i] else None,
             n_kv_heads=n_kv_heads[i],
             d_ffn=d_ffn[i],
             is_recurrent=recurrent[i],
         )
         for i in range(n_layers)
     )
+
+
+def _without_rope(keys: Keys, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """The layers, those that kukri's key lists without RoPE and all others with it."""
+    nope = set(keys.items(NOPE_KEY, int))
+    if not nope <= set(range(len(layers))):
+        raise keys.error(NOPE_KEY, f"names layers outside 0 to {len(layers) - 1}")
+    return tuple(replace(layer, use_rope=i not in nope) for i, layer in enumerate(layers))
 
 
 def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:

@@ -13,15 +13,15 @@ from kukri.config import MAX_CONTEXT, MAX_HEAD, ModelConfig, RopeConfig, RopeSca
 from kukri.errors import FormatError, brief
 from kukri.formats.facts import SCALING_FACTS, write_scaling
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.keys import Keys
 from kukri.models import Architecture
+from kukri.models.keys import Keys
 from kukri.models.rope import attention_factor
 
 # Tensors that are configuration: divisors of RoPE's frequencies.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 # kukri's own: llama.cpp stops at a kind of scaling it does not know
 DYNAMIC_KEY = "rope.scaling.dynamic_factor"
-# kukri's own: others take the bounds of YaRN as `Architecture.yarn_truncates` says
+# kukri's own: others round the bounds of YaRN, or do not, as the architecture has it
 TRUNCATE_KEY = "rope.scaling.yarn_truncate"
 _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 ROPE_KEYS = frozenset(
@@ -73,7 +73,7 @@ def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context
         attention_factor=_attention_factor(keys, attention_factor(scaling)),
         beta_fast=SCALING_FACTS["beta_fast"].read(keys, "gguf", scaling.beta_fast),
         beta_slow=SCALING_FACTS["beta_slow"].read(keys, "gguf", scaling.beta_slow),
-        truncate=keys.flag(TRUNCATE_KEY, architecture.yarn_truncates),
+        truncate=keys.flag(TRUNCATE_KEY, True),
     )
 
 
@@ -136,7 +136,8 @@ def _scaling_keys(scaling: RopeScaling, architecture: Architecture) -> dict[str,
     if scaling.kind == "yarn":
         fields = ("factor", "original_context", "beta_fast", "beta_slow")
     keys = {"rope.scaling.type": scaling.kind, **write_scaling(scaling, "gguf", fields)}
-    if scaling.kind == "yarn" and scaling.truncate != architecture.yarn_truncates:
+    usual = architecture.gguf_defaults.get(TRUNCATE_KEY, True)
+    if scaling.kind == "yarn" and scaling.truncate != usual:
         keys[TRUNCATE_KEY] = scaling.truncate
     return keys | _yarn_factor(scaling) if scaling.kind == "yarn" else keys
 

@@ -21,9 +21,9 @@ from kukri.formats.facts import (
     write_recurrent,
 )
 from kukri.formats.huggingface.rope_keys import LAYER_TYPES, local_rope_keys, read_ropes, scaling_keys
-from kukri.formats.keys import Keys
 from kukri.formats.layer_patterns import every_nth_full, is_nth, one_sided, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
+from kukri.models.keys import Keys
 
 _POSITIONS = "max_position_embeddings"
 # Keys of every architecture that are read and are no numbers.
@@ -104,11 +104,6 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
         numbers["max_context"] -= architecture.first_position
         if numbers["max_context"] < 1:
             raise keys.error(_POSITIONS, f"must be more than {architecture.first_position}")
-    if _QUERY_SCALAR in architecture.reads:
-        scalar = keys.positive(_QUERY_SCALAR)
-        numbers["attention_scale"] = None if scalar == numbers["d_head"] else scalar**-0.5
-    if _ADJUSTS in architecture.reads and keys.flag(_ADJUSTS):
-        numbers["d_ffn"] = _adjusted_width(keys, numbers["d_ffn"])
     rope, local = RopeConfig(), None
     if architecture.has_rope:
         rope, local = read_ropes(keys, architecture, numbers["d_head"], numbers["max_context"])
@@ -117,7 +112,7 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
     layers = _layers(keys, architecture, numbers["n_layers"])
     normalized = architecture.experts is not None and _flag(keys, architecture.experts.normalized)
     has_types = "type_vocab_size" in architecture.reads
-    return ModelConfig(
+    found = dict(
         **numbers,
         architecture=architecture.name,
         tie_embeddings=keys.flag("tie_word_embeddings"),
@@ -127,11 +122,12 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
         head=_head(keys, architecture),
         mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"], normalized),
         recurrent=read_recurrent(keys, "hf", architecture, numbers["d_model"]),
-        has_gates=architecture.has_gates,
         is_causal=architecture.is_causal,
         n_token_types=keys.whole("type_vocab_size", most=MAX_TOKEN_TYPES) if has_types else 0,
         n_positions=0 if architecture.has_rope else numbers["max_context"],
     )
+    architecture.read_hf(keys, found)
+    return ModelConfig(**found)
 
 
 def text_config(stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,16 +137,6 @@ def text_config(stated: Mapping[str, Any]) -> dict[str, Any]:
         return dict(stated)
     above = {key: stated[key] for key in ("tie_word_embeddings", "eos_token_id") if key in stated}
     return {**own, **above}
-
-
-def _adjusted_width(keys: Keys, stated: int) -> int:
-    """LFM2's width of an MLP: two thirds of that stated, times a factor, in whole multiples."""
-    factor = keys.value("block_ffn_dim_multiplier")
-    width = int(2 * stated / 3)
-    if factor is not None:
-        width = int(keys.positive("block_ffn_dim_multiplier") * width)
-    step = keys.whole("block_multiple_of")
-    return -(-width // step) * step
 
 
 def _flag(keys: Keys, rule: str | bool) -> bool:
@@ -184,23 +170,12 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         **_window_keys(architecture, windows),
         **_recurrent_keys(config, architecture),
     }
-    if _ADJUSTS in architecture.reads:
-        made[_ADJUSTS] = False
     if architecture.partial_rotary:
         made["partial_rotary_factor"] = config.rope.rotary_dim / config.d_head
     elif config.rope.rotary_dim != config.d_head:
         raise UnsupportedError(f"transformers' {architecture.name} rotates the whole of a head, not a part")
     if architecture.hf_mark:
         made |= dict([architecture.hf_mark])
-    use_rope = {layer.use_rope for layer in config.layers}
-    if "no_rope_layers" in architecture.reads:
-        made["no_rope_layers"] = [int(layer.use_rope) for layer in config.layers]
-    elif architecture.rope_key and len(use_rope) == 1:
-        made[architecture.rope_key] = "rope" if True in use_rope else "nope"
-    elif False in use_rope:
-        raise UnsupportedError(f"config.json of {architecture.name} has no key for layers without RoPE")
-    if _QUERY_SCALAR in architecture.reads:
-        made[_QUERY_SCALAR] = _query_scalar(config)
     if "original_max_position_embeddings" in architecture.reads:
         scaling = config.rope.scaling
         made["original_max_position_embeddings"] = scaling.original_context if scaling else config.max_context
@@ -215,15 +190,27 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         if isinstance(key, str):
             of_part = (name for name in names if f".{part}." in name and name.endswith(".bias"))
             made[key] = made.get(key, False) or any(of_part)
+    architecture.write_hf(config, made)
+    _check_written(config, made, architecture)
     return made
 
 
-def _query_scalar(config: ModelConfig) -> int:
-    """The whole number whose inverse square root scales scores."""
-    wanted = config.attention(0).scale ** -2
-    if not math.isclose(wanted, round(wanted), rel_tol=1e-5):
-        raise UnsupportedError(f"{_QUERY_SCALAR} must be a whole number, and the model's is {wanted:g}")
-    return round(wanted)
+def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: Architecture) -> None:
+    """Raises UnsupportedError unless the keys say what the configuration does: some have no key."""
+    again = hf_model_config(made, Path("config.json"), config.name)
+    lost = [
+        part
+        for part in ("d_model", "n_heads", "n_vocab", "max_context", "mixture", "is_causal", "has_gates")
+        if getattr(config, part) != getattr(again, part)
+    ]
+    for i in range(config.n_layers):
+        want, got = config.attention(i), again.attention(i)
+        lost += ["layers without RoPE"] if (want.rope is None) != (got.rope is None) else []
+        lost += ["windows"] if want.window != got.window else []
+        lost += ["scale of scores"] if not math.isclose(want.scale, got.scale, rel_tol=1e-5) else []
+        lost += ["recurrent layers"] if config.layers[i].is_recurrent != again.layers[i].is_recurrent else []
+    if lost:
+        raise UnsupportedError(f"config.json of {architecture.name} has no key for {lost[0]} such as these")
 
 
 def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
@@ -278,7 +265,6 @@ def _infinite(value: Any) -> Any:
 def _known(architecture: Architecture) -> frozenset[str]:
     """The keys that are read or ignored, whatever they hold."""
     numbers = frozenset(fact.hf for fact in (*facts(architecture), *mixture_facts(architecture)))
-    numbers |= {architecture.rope_key}
     if architecture.recurrent is not None:
         numbers |= {*architecture.recurrent.hf.values(), "layer_types"}
     if architecture.experts is not None and isinstance(architecture.experts.normalized, str):
@@ -353,9 +339,7 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
             )
 
 
-_ADJUSTS = "block_auto_adjust_ff_dim"
-_ATTENTION_INDICES, _INTERVAL = "full_attn_idxs", "full_attention_interval"
-_QUERY_SCALAR = "query_pre_attn_scalar"
+_INTERVAL = "full_attention_interval"
 _HEAD_CLASSES = {
     "ForQuestionAnswering": "question_answering",
     "ForSequenceClassification": "sequence_classification",
@@ -399,21 +383,11 @@ def _labels(keys: Keys) -> tuple[str, ...]:
 
 
 def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[LayerConfig, ...]:
-    """Which layers rotate and which see a window, by the rules of each configuration class."""
-    use_rope, windows = [architecture.has_rope] * n_layers, _windows(keys, architecture, n_layers)
-    if architecture.rope_key:
-        kind = keys.value(architecture.rope_key)
-        if kind not in (None, "nope", "rope"):
-            raise keys.unsupported(architecture.rope_key, f"is {brief(kind)}: kukri runs rope and nope")
-        use_rope = [kind == "rope"] * n_layers
-    if "no_rope_layers" in architecture.reads:
-        use_rope = _rotating(keys, n_layers)
-        if keys.value("layer_types") is None:  # then windows are for the layers without RoPE
-            windows = [None if rope else window for rope, window in zip(use_rope, windows)]
-    recurrent = _recurrent(keys, architecture, n_layers)
+    """Which layers see a window and which are recurrent."""
+    windows, recurrent = _windows(keys, architecture, n_layers), _recurrent(keys, architecture, n_layers)
     return tuple(
-        LayerConfig(rope, window, is_recurrent=is_recurrent)
-        for rope, window, is_recurrent in zip(use_rope, windows, recurrent)
+        LayerConfig(architecture.has_rope, window, is_recurrent=is_recurrent)
+        for window, is_recurrent in zip(windows, recurrent)
     )
 
 
@@ -423,18 +397,11 @@ def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> list[bo
     if own is None:
         return [False] * n_layers
     if keys.value("layer_types") is not None:
-        types = _per_layer(keys, "layer_types", str, n_layers)
+        types = keys.first("layer_types", str, n_layers)
         if unknown := set(types) - {"full_attention", "attention", *own.layer_types}:
             known = f"{own.attention_type} and {own.layer_types[0]}"
             raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs {known} here")
         return [kind in own.layer_types for kind in types]
-    if _ATTENTION_INDICES in architecture.reads:
-        if keys.value(_ATTENTION_INDICES) is None:
-            return [False] * n_layers
-        attending = set(keys.items(_ATTENTION_INDICES, int))
-        if not attending <= set(range(n_layers)):
-            raise keys.error(_ATTENTION_INDICES, f"names layers outside 0 to {n_layers - 1}")
-        return [i not in attending for i in range(n_layers)]
     interval = keys.whole(_INTERVAL, 4) if _INTERVAL in architecture.reads else 0
     return [not is_nth(i, interval) for i in range(n_layers)]
 
@@ -448,25 +415,6 @@ def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str
     return write_recurrent(config.recurrent, "hf", architecture, config.d_model) | {"layer_types": types}
 
 
-def _rotating(keys: Keys, n_layers: int) -> list[bool]:
-    """Despite its name, a 1 in `no_rope_layers` means that the layer does use RoPE."""
-    if keys.value("no_rope_layers") is None:
-        interval = keys.whole("no_rope_layer_interval", 4)
-        return [(layer + 1) % interval != 0 for layer in range(n_layers)]
-    stated = _per_layer(keys, "no_rope_layers", int, n_layers)
-    if not set(stated) <= {0, 1}:
-        raise keys.error("no_rope_layers", "must hold 0 and 1 alone")
-    return [use == 1 for use in stated]
-
-
-def _per_layer(keys: Keys, key: str, kind: type, n_layers: int) -> list[Any]:
-    """A list with an entry for each layer; entries beyond the last layer are left out."""
-    stated = keys.items(key, kind)
-    if len(stated) < n_layers:
-        raise keys.error(key, f"has {len(stated)} entries for {n_layers} layers")
-    return stated[:n_layers]
-
-
 def _windows(keys: Keys, architecture: Architecture, n_layers: int) -> list[int | None]:
     """Visible tokens of each layer, None for all."""
     reads = architecture.reads
@@ -478,7 +426,7 @@ def _windows(keys: Keys, architecture: Architecture, n_layers: int) -> list[int 
     if not architecture.is_causal:
         window = one_sided(window)
     if "layer_types" in reads and keys.value("layer_types") is not None:
-        types = _per_layer(keys, "layer_types", str, n_layers)
+        types = keys.first("layer_types", str, n_layers)
         if unknown := set(types) - set(LAYER_TYPES):
             raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs full and sliding")
         return [window if kind == "sliding_attention" else None for kind in types]

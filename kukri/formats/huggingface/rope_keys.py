@@ -11,9 +11,9 @@ from kukri.config import MAX_CONTEXT, ROPE_SCALINGS, ModelConfig, RopeConfig, Ro
 from kukri.errors import ConfigError, UnsupportedError, brief
 from kukri.formats.facts import SCALING_FACTS, SCALING_FIELDS, write_scaling
 from kukri.formats.gguf.rope_keys import llama3_divisors
-from kukri.formats.keys import Keys
 from kukri.formats.layer_patterns import local_rope
 from kukri.models import Architecture
+from kukri.models.keys import Keys
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LOCAL_THETA = "rope_local_base_freq"
@@ -118,7 +118,8 @@ def _scaling(
 ) -> RopeScaling | None:
     where = parameters.prefix.removesuffix(".")
     kind = parameters.value("rope_type", parameters.value("type", "default"))
-    kind = architecture.scaling_names.get(str(kind), kind)
+    if parameters.has("short_factor"):
+        kind = "longrope"  # whatever older name Phi-3's files have for it
     if kind != "default" and kind not in ROPE_SCALINGS:
         known = ", ".join(("default", *ROPE_SCALINGS))
         raise keys.unsupported(where, f"has rope_type {brief(kind)}: kukri runs {known}")

@@ -106,6 +106,13 @@ class Keys:
             raise self.error(key, f"holds {brief(wrong[0])}, not between {least} and {most:.0f}")
         return stated
 
+    def first(self, key: str, kind: type, n: int) -> list[Any]:
+        """The first `n` values of a list of at least so many, as transformers reads those of layers."""
+        stated = self.items(key, kind)
+        if len(stated) < n:
+            raise self.error(key, f"has {len(stated)} entries for {n} layers")
+        return stated[:n]
+
     def expect(self, key: str, value: Any) -> None:
         """Raises UnsupportedError if the key is there and holds anything but `value`."""
         if self.value(key, value) != value:
