@@ -30,6 +30,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/"})  # need no key
 STATIC_FOLDERS = ("/ui/static/", "/ui/vendor/")  # files of the page
 OPEN_FOLDERS = (*STATIC_FOLDERS, "/ui/answers/")  # need no key: answers have secret names
 _QUIET_PATHS = ("/health", "/ping", "/ready", *STATIC_FOLDERS)  # that are logged as `debug`
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PORT = re.compile(r":[0-9]*$")
 _MAX_CLIENTS = 10_000  # whose rates are known
@@ -93,6 +94,9 @@ class Middleware:
                 status = message["status"]
                 for name in ("x-request-id", "request-id"):  # OpenAI's and Anthropic's
                     MutableHeaders(scope=message)[name] = request_id
+                if left_out := scope.get("kukri.left_out"):
+                    names = (_NO_NAME.sub("_", name)[:64] for name in left_out[:32])
+                    MutableHeaders(scope=message)["x-tools-left-out"] = ", ".join(names)
             await send(message)
 
         try:
@@ -192,7 +196,7 @@ class Middleware:
 
     @property
     def _too_large(self) -> str:
-        return f"the body is larger than {self._settings.max_body_bytes} bytes: send less"
+        return f"the body is larger than {self._settings.max_body_bytes} bytes, which --max-body sets"
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
         """`receive` that ends a body which is too large or too slow."""

@@ -8,7 +8,7 @@ not declared is an error unless it is null. Fields beyond OpenAI's are spelled a
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from kukri.sampling.fields import MAX_COUNT
 from kukri.server.bounds import bounded
 from kukri.server.chat.request import only_grammar
 from kukri.server.sampling_fields import FACTS, with_sampling
+from kukri.tokenizer import newest_turn, note
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
@@ -50,7 +51,7 @@ HINTS = frozenset(
 )  # fmt: skip
 _OTHER_FORM = {"max_tokens", "logprobs", "prompt_logprobs"}  # and name, at each endpoint
 SAME_FORM = {name for name, facts in FACTS.items() if facts.kind != "object"} - _OTHER_FORM
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # those of MCP too
 MAX_IDS = 2**20  # of a prompt that is given as token ids
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
@@ -115,7 +116,7 @@ TextOr = Annotated[  # a content: one text, or a list
 class StreamOptions(Body):
     """Options of a stream."""
 
-    refused = {"include_obfuscation": ((False,), "events are not padded")}
+    ignored = frozenset({"include_obfuscation"})
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # with include_usage: the counts so far, in each chunk
 
@@ -258,10 +259,37 @@ class GenerationBody(Sampling):
 
 
 class TextPart(Piece):
-    """A part of a message: text. Other kinds are refused by name."""
+    """A part of a message: text."""
 
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Piece):
+    """A part of an answer: the text of a refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class OtherPart(Piece):
+    """A part that the model cannot read, such as an image: see `kukri.tokenizer.note`."""
+
+    type: str
+
+
+def part_kind(value: Any) -> str:
+    """The tag of a part that is read, by its type, or that of other parts. Errors leave it out."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"@{kind}" if kind in ("text", "refusal") else "@other"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("@text")]
+    | Annotated[RefusalPart, Tag("@refusal")]
+    | Annotated[OtherPart, Tag("@other")],
+    Discriminator(part_kind),
+]
 
 
 class FunctionCall(Piece):
@@ -282,27 +310,54 @@ class ToolCall(Piece):
 class ChatMessage(Piece):
     """A message of a conversation. Of an assistant without text, its refusal is the content."""
 
-    refused = {
-        "audio": ((), TEXT_ONLY),
-        "function_call": ((), "it is deprecated: use tool_calls"),
-    }
+    refused = {"function_call": ((), "it is deprecated: use tool_calls")}
     role: str  # one of the template's
-    content: TextOr[list[TextPart]] | None = None
+    content: TextOr[list[Part]] | None = None
     name: str | None = None  # for templates that print it
     refusal: str | None = None
+    audio: dict[str, Any] | None = None  # of an earlier answer of another server
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name for it
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
-        message = self.model_dump(exclude_none=True)
-        refusal = message.pop("refusal", "")
+    def as_dict(self, param: str = "messages", *, is_new: bool = False) -> dict[str, Any]:
+        """The message as chat templates read it. Raises RequestError on what cannot be read in a new turn."""
+        message = self.model_dump(exclude_none=True, exclude={"content", "refusal", "audio", "reasoning"})
+        if self.reasoning is not None:
+            message.setdefault("reasoning_content", self.reasoning)
+        content = self.refusal
+        if isinstance(self.content, list):
+            is_asked = is_new and self.role != "tool"
+            texts = [_text_of(part, f"{param}.content[{i}]", is_asked) for i, part in enumerate(self.content)]
+            content = "\n".join(texts)
+        elif self.content is not None:
+            content = self.content
+        if content is None and self.audio is not None:
+            content = note("audio", f"{param}.audio", is_new=False)
+        if content is not None:
+            message["content"] = content
         if not message.get("tool_calls"):
             message.pop("tool_calls", None)
-            if self.role == "assistant":
-                message.setdefault("content", refusal)
         return message
+
+
+def _text_of(part: TextPart | RefusalPart | OtherPart, param: str, is_new: bool) -> str:
+    if isinstance(part, OtherPart):
+        return note(part.type, param, is_new=is_new)
+    return part.text if isinstance(part, TextPart) else part.refusal
+
+
+def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as chat templates read them. Raises RequestError."""
+    newest = newest_turn([message.role for message in messages])
+    return [message.as_dict(f"messages[{i}]", is_new=i >= newest) for i, message in enumerate(messages)]
+
+
+def tool_type(value: Any) -> str | None:
+    """The type of a tool, which may be a body or a model of one."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
 
 
 class Function(Piece):
@@ -328,10 +383,20 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """The one tool that is to be called."""
+    """The one tool that is to be called, in the form of chats, or in that of responses."""
 
     type: Literal["function"]
     function: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, data: Any) -> Any:
+        """Takes the form of responses, in which the name has no level of its own."""
+        if isinstance(data, dict) and "name" in data and "function" not in data:
+            return {key: value for key, value in data.items() if key != "name"} | {
+                "function": {"name": data["name"]}
+            }
+        return data
 
 
 class JsonSchema(Body):
@@ -379,6 +444,13 @@ class Prediction(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+class ThinkingSwitch(Piece):
+    """Whether to reason, as Anthropic's and Z.ai's APIs spell it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
 class ChatBody(GenerationBody):
     """A request to /v1/chat/completions."""
 
@@ -412,7 +484,39 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the answer continues the last message
     chat_template_kwargs: dict[str, Any] | None = None
+    # other servers' spellings of whether to reason: they set chat_template_kwargs and the effort
+    enable_thinking: bool | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    thinking: bool | ThinkingSwitch | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
+
+    @property
+    def thinks(self) -> bool | str | None:
+        """Whether to reason, or the effort, by the first of these fields that is set; None for none."""
+        thinking = (
+            self.thinking.type != "disabled" if isinstance(self.thinking, ThinkingSwitch) else self.thinking
+        )
+        return next((one for one in (self.enable_thinking, self.think, thinking) if one is not None), None)
+
+    @property
+    def effort(self) -> str | None:
+        """The effort to reason."""
+        thinks = self.thinks
+        said = {None: None, True: "medium", False: "none"}.get(thinks, thinks)  # type: ignore[arg-type]
+        return self.reasoning_effort or said
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of the reasoning."""
+        budget = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingSwitch) else None
+        return budget if self.thinking_token_budget is None else self.thinking_token_budget
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the template. Those that the client named win."""
+        thinks = self.thinks
+        said = {} if thinks is None else dict.fromkeys(("enable_thinking", "thinking"), thinks is not False)
+        return said | (self.chat_template_kwargs or {})
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatBody:

@@ -3,7 +3,7 @@
 from kukri.tokenizer.chat import ChatTemplate
 from kukri.tokenizer.fill_in_middle import FillInMiddle
 from kukri.tokenizer.huggingface_reader import load_tokenizer
-from kukri.tokenizer.messages import arguments_object
+from kukri.tokenizer.messages import arguments_object, newest_turn, note
 from kukri.tokenizer.stream import StopStrings, TextStream, n_partial
 from kukri.tokenizer.tokenizer import Tokenizer
 
@@ -16,4 +16,6 @@ __all__ = [
     "arguments_object",
     "load_tokenizer",
     "n_partial",
+    "newest_turn",
+    "note",
 ]

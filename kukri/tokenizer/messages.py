@@ -13,6 +13,25 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 Message = Mapping[str, Any]
 
 
+def note(kind: str, param: str, *, is_new: bool) -> str:
+    """What stands in a conversation for a part of a kind that the model cannot read: "[image]".
+
+    Raises RequestError, naming `param`, if the part is in the newest turn: the answer would be about it.
+    """
+    if is_new:
+        raise RequestError(
+            f"{param} is of type {kind[:50]!r}: the model reads and writes only text",
+            param=param,
+            code="unsupported_content",
+        )
+    return f"[{kind.removeprefix('input_').removesuffix('_url').replace('_', ' ')[:50]}]"
+
+
+def newest_turn(roles: Sequence[str]) -> int:
+    """The index of the first message of the newest turn, which is after all answers."""
+    return len(roles) - next((i for i, role in enumerate(reversed(roles)) if role == "assistant"), len(roles))
+
+
 def checked_messages(messages: Sequence[Message], roles: frozenset[str]) -> list[dict[str, Any]]:
     """Copies of the messages as templates expect them. Raises RequestError naming a wrong part.
 
@@ -21,7 +40,10 @@ def checked_messages(messages: Sequence[Message], roles: frozenset[str]) -> list
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError("messages must be a list with at least one message", param="messages")
-    return [_checked(message, f"messages[{i}]", roles) for i, message in enumerate(messages)]
+    newest = newest_turn([str(message.get("role")) for message in messages if isinstance(message, Mapping)])
+    return [
+        _checked(message, f"messages[{i}]", roles, is_new=i >= newest) for i, message in enumerate(messages)
+    ]
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -42,7 +64,7 @@ def arguments_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"_raw": text}
 
 
-def _checked(message: Message, param: str, roles: frozenset[str]) -> dict[str, Any]:
+def _checked(message: Message, param: str, roles: frozenset[str], *, is_new: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"a message must be an object, not {type(message).__name__}", param=param)
     role = message.get("role")
@@ -52,7 +74,8 @@ def _checked(message: Message, param: str, roles: frozenset[str]) -> dict[str, A
     if message.get("tool_calls") is not None:
         checked["tool_calls"] = _checked_calls(message["tool_calls"], f"{param}.tool_calls")
     if message.get("content") is not None:
-        checked["content"] = _checked_content(message["content"], f"{param}.content")
+        is_asked = is_new and role != "tool"
+        checked["content"] = _checked_content(message["content"], f"{param}.content", is_new=is_asked)
     elif role == "assistant" and message.get("tool_calls"):
         checked["content"] = None
     elif role in ("assistant", "tool"):
@@ -62,7 +85,7 @@ def _checked(message: Message, param: str, roles: frozenset[str]) -> dict[str, A
     return checked
 
 
-def _checked_content(content: Any, param: str) -> str:
+def _checked_content(content: Any, param: str, *, is_new: bool) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -71,16 +94,16 @@ def _checked_content(content: Any, param: str) -> str:
         )
     texts = []
     for i, part in enumerate(content):
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
+            texts.append(note(kind, f"{param}[{i}]", is_new=is_new))
+        elif isinstance(kind, str) and isinstance(part.get(kind), str):
+            texts.append(part[kind])
+        else:
             raise RequestError(
                 'a part of content must be {"type": "text", "text": ...}: the model reads only text',
                 param=f"{param}[{i}]",
             )
-        texts.append(part["text"])
     return "\n".join(texts)
 
 

@@ -245,7 +245,7 @@ def test_every_body_fits_the_schema(served):
         ({"messages": []}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0] is of type 'image': the model reads and writes only text",
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: input should be a valid list"),
         (
@@ -256,18 +256,14 @@ def test_every_body_fits_the_schema(served):
             },
             "a block tool_use belongs to the assistant",
         ),
-        ({"system": [{"type": "text", "text": "a", "citations": [{}]}]}, "citations is not supported"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TIME | {"defer_loading": True}]}, "defer_loading is not supported"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tool_choice": {"type": "tool"}}, "name is for the type tool"),
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "<think>"),
         ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "must be below max_tokens, 8"),
         ({"thinking": {"type": "enabled"}}, "budget_tokens is for the type enabled"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "display is not supported"),
         ({"container": "a"}, "container is not supported"),
         ({"frequency_penalty": 3}, "frequency_penalty: input should be less than or equal to 2"),
-        ({"messages": [{"role": "user", "content": "a " * 1100}]}, "the context holds 1024"),
+        ({"messages": [{"role": "user", "content": "a " * 1100}]}, "prompt is too long: "),
     ],
 )
 def test_what_is_wrong_is_named(served, changes, message):

@@ -181,7 +181,7 @@ def test_errors_have_ollamas_form(client, served):
     for body, words in (
         ({"messages": QUESTION, "options": {"temperature": -1}}, "options.temperature"),
         ({"messages": QUESTION, "options": {"num_ctx": 4}}, "the context holds 4"),
-        ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "images is not supported"),
+        ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": QUESTION, "format": {"type": "array", "uniqueItems": True}}, "format"),
         ({"messages": QUESTION, "keep_alive": "soon"}, "keep_alive must be a time"),
     ):

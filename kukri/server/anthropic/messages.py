@@ -12,10 +12,13 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kukri.errors import KukriError, RequestError
+from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.server.anthropic.schema import (
+    HostedTool,
     MessagesBody,
+    MessageTool,
     MessageToolChoice,
+    OtherBlock,
     PromptBody,
     TextBlock,
     ThinkingBlock,
@@ -29,8 +32,9 @@ from kukri.server.errors import message_error_body
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.reply import Reply, interp_fields
 from kukri.server.schema import steering
-from kukri.tokenizer import arguments_object
+from kukri.tokenizer import arguments_object, newest_turn, note
 
+_BILLING = "x-anthropic-billing-header:"
 _CHOICES: dict[str, ToolChoice] = {
     "auto": "auto", "any": "required", "tool": "required", "none": "none",
 }  # fmt: skip
@@ -43,7 +47,12 @@ _NAMES = {
 async def answer_message(served: ServedModel, body: MessagesBody, http: Request) -> Response:
     """The response to a message."""
     model = served.check_model(body.model)
-    chat = await served.open(parse_message(body), http.scope)
+    http.scope["kukri.left_out"] = [t.name or t.type for t in body.tools or () if isinstance(t, HostedTool)]
+    try:
+        chat = await served.open(parse_message(body), http.scope)
+    except ContextLengthError as error:  # in the words that make clients compact their conversation
+        error.args = (f"prompt is too long: {error.n_tokens} tokens > {error.max_context} maximum",)
+        raise
     return Reply(served, chat.call, MessageWriter(chat, body, model), stream=bool(body.stream))
 
 
@@ -74,7 +83,7 @@ def parse_message(body: PromptBody) -> ChatRequest:
     return ChatRequest(
         messages=_messages(body),
         model=body.model,
-        functions=[tool.as_function() for tool in body.tools or ()],
+        functions=[tool.as_function() for tool in body.tools or () if isinstance(tool, MessageTool)],
         tool_choice=_CHOICES[choice.type],
         tool_name=choice.name,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -112,13 +121,19 @@ class _Draft:
         """True if nothing has been gathered."""
         return not (self.texts or self.reasoning or self.calls)
 
-    def add(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> None:
-        """Adds a block."""
+    def add(
+        self, block: TextBlock | ThinkingBlock | ToolUseBlock | OtherBlock, param: str, is_new: bool
+    ) -> None:
+        """Adds a block. Raises RequestError, naming `param`, if it cannot be read and `is_new`."""
         if isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             self.calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ThinkingBlock):
             self.reasoning += [block.thinking] if block.thinking else []
+        elif block.type == "redacted_thinking":  # which nobody here can read
+            pass
+        elif isinstance(block, OtherBlock):
+            self.texts.append(_read(block, param, is_new))
         else:
             self.texts += [block.text] if block.text else []
 
@@ -142,9 +157,11 @@ class _Draft:
 
 def _messages(body: PromptBody) -> list[dict[str, Any]]:
     """The conversation in OpenAI's form. Neighbours of one role are one message, as in Anthropic's API."""
-    drafts = [_Draft("system", [_text(body.system)])] if body.system else []
-    for turn in body.messages:
-        for draft in _turn(turn):
+    system = _system(body.system)
+    drafts = [_Draft("system", [system])] if system else []
+    newest = newest_turn([turn.role for turn in body.messages])
+    for i, turn in enumerate(body.messages):
+        for draft in _turn(turn, f"messages[{i}]", i >= newest):
             if drafts and draft.role == drafts[-1].role != "tool":
                 drafts[-1].join(draft)
             else:
@@ -152,13 +169,23 @@ def _messages(body: PromptBody) -> list[dict[str, Any]]:
     return [draft.message() for draft in drafts]
 
 
-def _turn(turn: TurnMessage) -> Iterator[_Draft]:
+def _system(given: str | list[TextBlock] | None) -> str:
+    """The system prompt, without the block of Claude Code that changes with each request.
+
+    It is addressed to Anthropic's billing, and would keep all that follows it out of the prefix cache.
+    """
+    if given is None or isinstance(given, str):
+        return given or ""
+    return "\n".join(block.text for block in given if not block.text.startswith(_BILLING))
+
+
+def _turn(turn: TurnMessage, param: str, is_new: bool) -> Iterator[_Draft]:
     """The messages of a turn: each result of a tool is one of its own."""
-    if isinstance(turn.content, str):
+    if not isinstance(turn.content, list):
         yield _Draft(turn.role, [turn.content] if turn.content else [])
         return
     draft, has_results = _Draft(turn.role), False
-    for block in turn.content:
+    for i, block in enumerate(turn.content):
         if isinstance(block, ToolResultBlock):
             has_results = True
             if not draft.is_empty:
@@ -167,13 +194,21 @@ def _turn(turn: TurnMessage) -> Iterator[_Draft]:
             text = _text(block.content or "")
             yield _Draft("tool", [f"Error: {text}" if block.is_error else text], answers_to=block.tool_use_id)
         else:
-            draft.add(block)
+            draft.add(block, f"{param}.content[{i}]", is_new)
     if not (draft.is_empty and has_results):
         yield draft
 
 
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _text(content: str | list[TextBlock | OtherBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(b.text if isinstance(b, TextBlock) else _read(b, "", is_new=False) for b in content)
+
+
+def _read(block: OtherBlock, param: str, is_new: bool) -> str:
+    """The text of a document, or the note in place of a block that cannot be read. Raises RequestError."""
+    text = block.text
+    return note(block.type, param, is_new=is_new) if text is None else text
 
 
 class MessageWriter:

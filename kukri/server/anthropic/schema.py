@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
 from kukri.server.schema import (
     HINTS,
     NO_CALLS,
-    NO_STORE,
     Body,
     Interventions,
     MaxTokens,
@@ -20,25 +19,15 @@ from kukri.server.schema import (
     Sampling,
     TextOr,
     ToolName,
+    tool_type,
 )
-
-_NO_TOOLSETS = "tools are functions with an input_schema"
-
-
-class CacheControl(Body):
-    """A request for caching, which happens anyway: prefixes of prompts are kept while there is room."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class TextBlock(Piece):
     """A text."""
 
-    refused: ClassVar[Refused] = {"citations": (([],), "there are no documents to cite")}
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(Piece):
@@ -52,40 +41,72 @@ class ThinkingBlock(Piece):
 class ToolUseBlock(Piece):
     """A call of an earlier turn."""
 
-    refused: ClassVar[Refused] = {
-        "caller": (({"type": "direct"},), "calls come from the model alone"),
-        "toolset_name": ((), _NO_TOOLSETS),
-    }
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
+
+
+class DocumentSource(Piece):
+    """What a document holds; a text can be read."""
+
+    type: str | None = None
+    data: str | None = None
+
+
+class OtherBlock(Piece):
+    """A block that the model cannot read, such as an image; a document of plain text is one that it can."""
+
+    type: str
+    source: DocumentSource | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The text of a document; None if there is nothing to read."""
+        is_text = self.type == "document" and self.source is not None and self.source.type == "text"
+        return self.source.data if is_text and self.source is not None else None
+
+
+def _kind(value: Any) -> str:
+    """The type of a block, or "other", as a tag that errors leave out."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"@{kind}" if kind in ("text", "thinking", "tool_use", "tool_result") else "@other"
+
+
+ReadBlock = Annotated[
+    Annotated[TextBlock, Tag("@text")] | Annotated[OtherBlock, Tag("@other")],
+    Discriminator(lambda value: tag if (tag := _kind(value)) == "@text" else "@other"),
+]
 
 
 class ToolResultBlock(Piece):
     """The result of a tool; `is_error` puts "Error: " before it."""
 
-    refused: ClassVar[Refused] = {"toolset_name": ((), _NO_TOOLSETS)}
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOr[list[TextBlock]] | None = None
+    content: TextOr[list[ReadBlock]] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    Annotated[TextBlock, Tag("@text")]
+    | Annotated[ThinkingBlock, Tag("@thinking")]
+    | Annotated[ToolUseBlock, Tag("@tool_use")]
+    | Annotated[ToolResultBlock, Tag("@tool_result")]
+    | Annotated[OtherBlock, Tag("@other")],
+    Discriminator(_kind),
+]
 
 
 class TurnMessage(Piece):
     """A turn of a conversation. Calls and reasoning are the assistant's, results the user's."""
 
     role: Literal["user", "assistant", "system"]
-    content: TextOr[list[Block]]
+    content: TextOr[list[Block]] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> TurnMessage:
-        for block in () if isinstance(self.content, str) else self.content:
+        for block in self.content if isinstance(self.content, list) else ():
             owner = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}.get(block.type)
             if owner not in (None, self.role):
                 raise RequestError(
@@ -95,26 +116,34 @@ class TurnMessage(Piece):
 
 
 class MessageTool(Piece):
-    """A function that the model may call. Tools of Anthropic's servers are refused by their types."""
+    """A function that the model may call."""
 
-    refused: ClassVar[Refused] = {
-        "allowed_callers": ((["direct"],), "calls come from the model alone"),
-        "defer_loading": ((False,), "every tool is shown to the model"),
-        "eager_input_streaming": ((True,), "arguments always stream as they are written"),
-        "input_examples": (([],), "chat templates have no place for them: put them into the description"),
-    }
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
         """The function as OpenAI's API has it."""
         given = {"description": self.description, "strict": self.strict}
         given = {key: value for key, value in given.items() if value is not None}
         return {"name": self.name, "parameters": self.input_schema, **given}
+
+
+class HostedTool(Piece):
+    """A tool that Anthropic's servers run, such as a search: there is none here, so that it is left out."""
+
+    type: str
+    name: str | None = None
+
+
+AnyTool = Annotated[
+    Annotated[MessageTool, Tag("@custom")] | Annotated[HostedTool, Tag("@hosted")],
+    Discriminator(
+        lambda value: "@hosted" if tool_type(value) not in (None, "custom") else "@custom",
+    ),
+]
 
 
 class MessageToolChoice(Body):
@@ -136,7 +165,7 @@ class MessageToolChoice(Body):
 class Thinking(Body):
     """The reasoning before an answer, and its limit in tokens."""
 
-    refused: ClassVar[Refused] = {"display": (("summarized",), "the reasoning is shown")}
+    ignored = frozenset({"display"})
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -174,32 +203,21 @@ class Metadata(Piece):
 class PromptBody(Body):
     """A request to /v1/messages/count_tokens: the fields that make a prompt."""
 
-    refused: ClassVar[Refused] = {
-        "mcp_servers": (([],), NO_CALLS),
-        "speed": (("standard",), "there is one speed"),
-    }
-    ignored = HINTS
+    refused: ClassVar[Refused] = {"mcp_servers": (([],), NO_CALLS)}
+    ignored = HINTS | {"cache_control", "diagnostics", "inference_geo", "speed"}
     model: str | None = None
     messages: Annotated[list[TurnMessage], Field(min_length=1)]
     system: TextOr[list[TextBlock]] | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=512)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
-
-
-_REFUSED: Refused = {
-    "container": ((), "nothing is run here"),
-    "diagnostics": ((), NO_STORE),
-    "inference_geo": ((), "there is one place"),
-}
 
 
 class MessagesBody(PromptBody, Sampling):
     """A request to /v1/messages: beside Anthropic's fields, those of `Sampling`."""
 
-    refused: ClassVar[Refused] = {**PromptBody.refused, **_REFUSED}
+    refused: ClassVar[Refused] = {**PromptBody.refused, "container": ((), "nothing is run here")}
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
     metadata: Metadata | None = None

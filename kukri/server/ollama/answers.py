@@ -29,7 +29,7 @@ from kukri.server.openai.embeddings import EmbeddingBody, vectors_of
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import Reply, StreamForm, interp_fields
 from kukri.server.schema import steering
-from kukri.tokenizer import arguments_object
+from kukri.tokenizer import arguments_object, newest_turn, note
 
 
 def _line(content: dict[str, Any]) -> bytes:
@@ -121,9 +121,12 @@ def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """
     messages: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # id and function of calls without a result
-    n_calls = 0
-    for one in given:
-        message: dict[str, Any] = {"role": one.role, "content": one.content or ""}
+    n_calls, newest = 0, newest_turn([one.role for one in given])
+    for i, one in enumerate(given):
+        is_asked = i >= newest and one.role != "tool"
+        notes = [note("image", f"messages[{i}].images", is_new=is_asked) for _ in one.images or ()]
+        content = "\n".join([*notes, one.content or ""])
+        message: dict[str, Any] = {"role": one.role, "content": content}
         if one.thinking:
             message["reasoning_content"] = one.thinking
         if one.tool_calls:

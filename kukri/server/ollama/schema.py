@@ -146,8 +146,8 @@ class OllamaCall(Lenient):
 class OllamaMessage(Lenient):
     """A message of a conversation."""
 
-    refused: ClassVar[Refused] = {"images": (([],), TEXT_ONLY)}
     role: str
+    images: list[Any] | None = None
     content: str | None = None
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None

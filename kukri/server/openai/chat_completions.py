@@ -15,7 +15,7 @@ from kukri.server.chat.request import ChatRequest, only_grammar
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
-from kukri.server.schema import ChatBody, NamedTool, steering
+from kukri.server.schema import ChatBody, NamedTool, conversation, steering
 
 _NAMES = {"prompt": "messages"}
 
@@ -39,7 +39,7 @@ def parse_chat(body: ChatBody) -> ChatRequest:
     choice = body.tool_choice or "auto"
     format = body.response_format.as_grammar() if body.response_format is not None else None
     return ChatRequest(
-        messages=[message.as_dict() for message in body.messages],
+        messages=conversation(body.messages),
         model=body.model,
         adapter=body.adapter,
         sampling=body.sampling(
@@ -55,9 +55,9 @@ def parse_chat(body: ChatBody) -> ChatRequest:
         grammar=only_grammar([body.form, format]),
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        effort=body.reasoning_effort,
-        thinking_budget=body.thinking_token_budget,
-        template_variables=body.chat_template_kwargs or {},
+        effort=body.effort,
+        thinking_budget=body.thinking_budget,
+        template_variables=body.template_variables,
         interventions=steering(body.interventions),
         user=body.user or "",
         priority=body.priority,

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from kukri.errors import RequestError
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
-from kukri.server.schema import DetokenizeBody, TemplateBody, TokenizeBody
+from kukri.server.schema import DetokenizeBody, TemplateBody, TokenizeBody, conversation
 
 
 def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
@@ -23,7 +23,7 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
         """The token ids of a text or a conversation."""
         served = await registry.served(body.model, request.scope)
         if body.messages is not None:
-            messages = [message.as_dict() for message in body.messages]
+            messages = conversation(body.messages)
             ids = await served.prompts.encode(messages, **body.options())
         elif body.content is not None:
             ids = await served.encode(
@@ -51,7 +51,7 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def apply_template(body: TemplateBody, request: Request) -> Response:
         """The prompt that a conversation becomes."""
         served = await registry.served(body.model, request.scope)
-        messages = [message.as_dict() for message in body.messages]
+        messages = conversation(body.messages)
         text = await served.prompts.render(messages, **body.options())
         return Response(json.dumps({"prompt": text}), media_type="application/json")  # lone surrogates too
 

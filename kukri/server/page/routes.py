@@ -28,7 +28,7 @@ from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.reply import Reply
 from kukri.server.sampling_fields import FACTS
-from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling
+from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling, conversation
 from kukri.system_message import DEFAULT_SYSTEM, opening
 
 OPEN_S = 5.0  # until the stream of an answer has to be opened
@@ -105,7 +105,7 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     async def ask(body: PageBody, request: Request) -> Response:
         """Starts an answer and returns the fragment that opens its stream."""
         served = await registry.served(body.model, request.scope)
-        messages = [message.as_dict() for message in body.messages]
+        messages = conversation(body.messages)
         if messages[0]["role"] != "system":
             messages = [*await asyncio.to_thread(opening, served.llm.chat_template), *messages]
         asked = ChatRequest(
