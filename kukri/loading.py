@@ -260,7 +260,8 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
     kv_type = cache_type(config, backend)
     if config.kv_bytes is None and not models[0].config.is_causal:
         config = replace(config, kv_bytes=_encoder_kv_bytes(config, models[0], backend))
-    page_bytes = [backend.page_bytes(m.cache_layout, kv_type) for m in models]
+    # a model that never attends has pages of no bytes, which count its tokens all the same
+    page_bytes = [max(backend.page_bytes(m.cache_layout, kv_type), 1) for m in models]
     weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
     free_bytes = backend.free_bytes()
     if config.device is not None:

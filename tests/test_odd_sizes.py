@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_llm_safetensors import make
 from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
@@ -18,6 +19,7 @@ _SIZES: list[dict[str, Any]] = [
     {"d_head": 24, "rope": RopeConfig(10000.0, 24)},
     {"d_head": 8, "rope": RopeConfig(10000.0, 8)},
     {"d_ffn": 50},
+    {"n_heads": 40, "n_kv_heads": 1, "d_head": 10, "rope": RopeConfig(10000.0, 10)},
     {"d_model": 100, "d_head": 10, "d_ffn": 75, "rope": RopeConfig(10000.0, 10)},
 ]
 
@@ -45,6 +47,31 @@ def test_results_do_not_depend_on_the_batch(tmp_path: Path, sizes: dict[str, Any
         together = llm.generate(texts, max_tokens=12, temperature=0)
         alone = [llm.generate(text, max_tokens=12, temperature=0) for text in texts]
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+
+
+@pytest.mark.parametrize("sizes", _SIZES[1:3], ids=str)
+def test_a_callers_cache_holds_odd_heads(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """A cache refused as another model's, because the backend's heads are larger than the model's."""
+    path = write_tiny(tmp_path / "odd.gguf", replace(tiny_config(), **sizes))
+    with LLM(path) as llm:
+        ids = np.arange(20)[None]
+        whole = llm.model.forward(ids)
+        cache = llm.model.new_cache(1, 32)
+        parts = [llm.model.forward(ids[:, start:stop], cache=cache) for start, stop in ((0, 7), (7, 20))]
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=2e-3 * np.abs(whole).max())
+
+
+def test_a_model_without_attention_runs(tmp_path: Path) -> None:
+    """A division by the bytes of a page, which are 0 where no layer has keys and values."""
+    directory, _ = make(tmp_path, "lfm2-convolutions")
+    with LLM(directory) as llm, LLM(directory, backend="reference") as reference:
+        assert llm.engine_config.backend == "cpu"
+        prompt = list(range(40))
+        np.testing.assert_allclose(
+            llm.logits(prompt), want := reference.logits(prompt), atol=1e-3 * np.abs(want).max()
+        )
+        once = llm.generate(prompt, max_tokens=8, temperature=0).token_ids
+        assert llm.generate(prompt, max_tokens=8, temperature=0).token_ids == once
 
 
 def test_taps_of_odd_heads_have_their_size(tmp_path: Path) -> None:

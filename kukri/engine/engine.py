@@ -91,7 +91,7 @@ class Engine(RequestMaker):
         self.arithmetic = f"{backend.arithmetic}, {config.kv_type}"
         max_context, page_tokens = _max_context(config, model), backend.page_tokens
         kv_type = cache_type(config, backend)
-        page_bytes = backend.page_bytes(model.cache_layout, kv_type)
+        page_bytes = max(backend.page_bytes(model.cache_layout, kv_type), 1)  # 0 if no layer attends
         if n_pages is None:
             n_pages = _n_pages(config, page_bytes, pages_for(max_context, page_tokens))
         super().__init__(

@@ -156,7 +156,10 @@ def by_layer(
         counts = [fact.read(keys, form)] * n_layers
     else:
         counts = keys.each(key, n_layers, least=0 if architecture.recurrent else 1, most=fact.most)
-    if not (present := set(counts) - {0}):
+    present = set(counts) - {0}
+    if not present and field == "n_kv_heads":  # no layer attends
+        return [n_heads] * n_layers
+    if not present:
         raise keys.error(key, "is 0 in each layer")
     if field == "n_heads" and len(present) > 1:
         raise keys.unsupported(key, f"is {brief(sorted(present))}: kukri runs as many in each layer")

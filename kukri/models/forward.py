@@ -61,6 +61,7 @@ class KVCache:
         if batch_size < 1:
             raise _error(f"a cache of {batch_size} rows: it must have at least one", "batch_size")
         self.batch_size, self.max_tokens, self.n_tokens = batch_size, max_tokens, 0
+        self.layout = tuple(model.cache_layout)  # the backend's may have larger heads
         n_pages = -(-max_tokens // backend.page_tokens)
         try:
             self.kv = backend.new_cache(
@@ -153,7 +154,7 @@ class Forward:
         """The caller's cache, which must fit the model and the batch."""
         if not isinstance(cache, KVCache):
             raise _error(f"cache must come from new_cache(), not be a {type(cache).__name__}", "cache")
-        if cache.kv.layout != tuple(self.model.cache_layout):
+        if cache.layout != tuple(self.model.cache_layout):
             raise _error("the cache was made by another model", "cache")
         if cache.batch_size != shape[0]:
             raise _error(f"the cache has {cache.batch_size} rows and token_ids have {shape[0]}", "cache")

@@ -7,7 +7,7 @@ from the batch, so one plan serves prefill and decoding alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -271,9 +271,10 @@ class Recorder:
 
     def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec, batch: Any) -> Value:
         """See Ops.attention. Heads of an odd size are computed in larger ones, as the cache keeps them."""
-        if spec.group > MAX_TILE_ROWS:
+        if spec.group > MAX_TILE_ROWS and spec.n_kv_heads > 1:
             raise MissingKernelError(
-                f"{spec.group} query heads per key head; the CPU backend runs up to {MAX_TILE_ROWS}"
+                f"{spec.group} query heads for each of {spec.n_kv_heads} key heads; the CPU backend runs up "
+                f"to {MAX_TILE_ROWS}, and more for a single key head"
             )
         if whole_head(spec.d_head) != spec.d_head:
             wide = replace(spec, d_head=whole_head(spec.d_head))
@@ -289,10 +290,26 @@ class Recorder:
                 raise MissingKernelError(f"masks over a KV cache of {self._kv_type}: they need f16")
             self._add(ops.AttendMasked(q, y, spec))
             return y
-        attend = ops.Attend(q, y, spec, self._kv_type, Buffer(self._partials_bytes(spec)))
-        self._add(attend)
-        self._add(ops.AttendFinish(y, y, attend.partials, spec, self._kv_type))
+        for q_part, y_part, part in self._in_tiles(q, y, spec):
+            attend = ops.Attend(q_part, y_part, part, self._kv_type, Buffer(self._partials_bytes(part)))
+            self._add(attend)
+            self._add(ops.AttendFinish(y_part, y_part, attend.partials, part, self._kv_type))
         return y
+
+    def _in_tiles(
+        self, q: Value, y: Value, spec: AttentionSpec
+    ) -> Iterator[tuple[Value, Value, AttentionSpec]]:
+        """Query heads that attend together; those of a single key head in tiles, if they are too many."""
+        if spec.group <= MAX_TILE_ROWS:
+            yield q, y, spec
+            return
+        counts = [min(MAX_TILE_ROWS, spec.n_heads - i) for i in range(0, spec.n_heads, MAX_TILE_ROWS)]
+        widths = [n * spec.d_head for n in counts]
+        first = 0
+        for q_part, y_part, n in zip(self.split(q, widths), self.split(y, widths), counts, strict=True):
+            sinks = spec.sinks and Vector(spec.sinks.data[first : first + n], spec.sinks.name)
+            yield q_part, y_part, replace(spec, n_heads=n, sinks=sinks)
+            first += n
 
     def route(self, logits: Value, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         """See Ops.route."""
