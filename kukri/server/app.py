@@ -26,6 +26,7 @@ from kukri.server.models.served_model import OpenModel
 from kukri.server.ollama.routes import add_ollama_routes
 from kukri.server.openai.batch_routes import add_batch_routes
 from kukri.server.openai.batches import Batches
+from kukri.server.openai.response_store import ResponseStore
 from kukri.server.openai.routes import add_adapter_routes, add_openai_routes
 from kukri.server.openai.token_routes import add_token_routes
 from kukri.server.openapi import ERRORS, drop_validation_errors
@@ -81,6 +82,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry, app.state.failure = registry, None
+    app.state.responses = ResponseStore()
     app.add_exception_handler(KukriError, on_kukri_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)

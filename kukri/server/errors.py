@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -32,6 +33,7 @@ _NAMES_HERE = {
     "n_predict": "max_tokens", "num_predict": "max_tokens", "max_new_tokens": "max_tokens",
     "n_probs": "logprobs", "repeat_penalty": "repetition_penalty", "typ_p": "typical_p",
 }  # fmt: skip
+_BRANCH = re.compile(r"@|(list|function|nullable|tagged-union|union)(\[|$)")  # of a union
 _UNION_TAGS = {"str", "int", "float", "bool", "NamedTool"}
 
 
@@ -132,7 +134,10 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message = f"there is nothing at {request.method} {request.url.path[:200]}"
+        path = request.url.path[:200]
+        there = f"/v1{path}"
+        known = any(getattr(route, "path", None) == there for route in request.app.routes)
+        message = f"no such endpoint: {request.method} {path}" + (f"; it is at {there}" if known else "")
     response = error_response(message, error.status_code)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
@@ -147,7 +152,7 @@ async def on_deep_body(request: Request, error: Exception) -> Response:
 async def on_invalid_body(request: Request, error: Exception) -> Response:
     """Handler of bodies that do not fit the schema: names the first thing that is wrong."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first = _nearest(error.errors())
     kind, param = first["type"], _param(first["loc"])
     if kind == "json_invalid":
         return error_response("the body is not JSON", 400, code="invalid_json")
@@ -162,13 +167,31 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     return error_response(message, 400, param=param, code="invalid_value")
 
 
+def _nearest(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first error; among those of a union's branches, the one of the branch that went furthest.
+
+    A value of the wrong type is an error at once, and one of the right type is one further inside, or of
+    another kind.
+    """
+    param = _param(errors[0]["loc"]) or ""
+    beside = [one for one in errors if (_param(one["loc"]) or "").startswith(param)]
+    return max(
+        beside,
+        key=lambda one: (
+            sum(part for part in one["loc"] if isinstance(part, int)),
+            not one["type"].endswith("_type"),
+            len(one["loc"]),
+        ),
+    )
+
+
 def _param(location: Sequence[str | int]) -> str | None:
     """`messages[0].role` for a place in a body; the members of a union, which pydantic adds, are left out."""
     path = ""
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part == "list" or part.startswith("@"):  # a tag, after which the place continues
+        elif _BRANCH.match(part):  # after which the place continues
             continue
         elif part in _UNION_TAGS or not part.isidentifier():
             break

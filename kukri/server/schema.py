@@ -28,7 +28,6 @@ Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that cha
 
 TEXT_ONLY = "the model reads and writes only text"
 NO_CALLS = "this server calls no tools itself"
-NO_STORE = "nothing is stored on this server"
 # fields of vLLM and llama.cpp, with the values that change nothing here
 ELSEWHERE: Refused = {
     "include_reasoning": ((True,), "reasoning is always shown"),

@@ -77,7 +77,7 @@ def check_response(body: Any) -> Response:
         for part in item.get("content", ()):
             if part["type"] == "output_text":
                 _has(part, {"type", "text", "annotations", "logprobs"})
-    for tool in body["tools"]:
+    for tool in (one for one in body["tools"] if one["type"] == "function"):
         _has(tool, {"type", "name", "parameters", "strict"})
     return parsed
 

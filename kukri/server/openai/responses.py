@@ -1,15 +1,17 @@
-"""/v1/responses: the newer form of a chat, without anything that would have to be stored."""
+"""/v1/responses: the newer form of a chat."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Literal
 from uuid import uuid4
 
+from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,58 +21,108 @@ from kukri.server.chat.dialects.calls import CallDelta
 from kukri.server.chat.request import ChatRequest, only_grammar
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs
+from kukri.server.openai.response_store import ResponseStore
+from kukri.server.openai.response_tools import (
+    ClientTool,
+    ResponseTools,
+    custom_arguments,
+    custom_input,
+    model_name,
+)
 from kukri.server.openai.responses_schema import (
     CallItem,
     CallOutputItem,
+    CustomCallItem,
     FunctionTool,
+    HostedItem,
+    HostedTool,
     InputText,
     Item,
+    ItemReference,
     MessageItem,
-    NamedFunction,
     ReasoningItem,
     ResponseBody,
+    ResponseTool,
 )
 from kukri.server.reply import Reply, interp_fields
-from kukri.server.schema import steering
+from kukri.server.schema import OtherPart, RefusalPart, steering
+from kukri.tokenizer import newest_turn, note
 
 _NAMES = {
     "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }  # fmt: skip
-_ID_KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_ID_KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
+_CALLS = ("function_call", "custom_tool_call")
 _DELTAS = {
     "reasoning": "response.reasoning_text.delta",
     "message": "response.output_text.delta",
     "function_call": "response.function_call_arguments.delta",
+    "custom_tool_call": "response.custom_tool_call_input.delta",
 }
+
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 async def respond(served: ServedModel, body: ResponseBody, http: Request) -> Response:
     """The response to a response request."""
     model = served.check_model(body.model)
-    chat = await served.open(parse_response(body), http.scope)
-    writer = ResponseWriter(served, chat, body, model)
+    tools = ResponseTools.of(body)
+    http.scope["kukri.left_out"] = tools.left_out
+    chat = await served.open(parse_response(body, items_of(body, http)), http.scope)
+    store: ResponseStore = http.app.state.responses
+    keep = partial(_keep, store, http.scope["kukri.client"].owner, body) if body.store is not False else None
+    writer = ResponseWriter(served, chat, body, model, tools, keep)
     return Reply(served, chat.call, writer, stream=bool(body.stream))
 
 
-def parse_response(body: ResponseBody) -> ChatRequest:
-    """The request of a body. Raises RequestError."""
+def items_of(body: ResponseBody, http: Request) -> list[Item]:
+    """The items of a conversation, with those of the response that it continues. Raises RequestError."""
+    store, owner = http.app.state.responses, http.scope["kukri.client"].owner
+    earlier = _ITEMS.validate_python(store.items_before(owner, body.previous_response_id))
+    found = earlier + _own_items(body)
+    for i, item in enumerate(found):
+        if isinstance(item, ItemReference):
+            stored = store.item(owner, item.id)
+            if stored is None:
+                message = f"there is no item {item.id[:100]!r} here any more: send the item itself"
+                raise RequestError(message, param="input", code="item_not_found")
+            found[i] = _ITEMS.validate_python([stored])[0]
+    return found
+
+
+def _own_items(body: ResponseBody) -> list[Item]:
+    if isinstance(body.input, str):
+        return [MessageItem(role="user", content=body.input)]
+    return list(body.input)
+
+
+def _keep(store: ResponseStore, owner: str, body: ResponseBody, response: dict[str, Any]) -> None:
+    """Keeps a response that is finished."""
+    given = [item.model_dump(exclude_none=True) for item in _own_items(body)]
+    store.add(owner, body.previous_response_id, given, response)
+
+
+def parse_response(body: ResponseBody, items: Sequence[Item] | None = None) -> ChatRequest:
+    """The request of a body, whose conversation is `items` if they are given. Raises RequestError."""
     if body.wants_logprobs and body.tools and body.tool_choice != "none":
         raise RequestError(
             "log-probabilities and tools cannot be combined", param="top_logprobs", code="invalid_value"
         )
-    choice = body.tool_choice or "auto"
+    tools = ResponseTools.of(body)
+    choice, tool_name = tools.chosen(body)
     format = body.text.format.as_grammar() if body.text and body.text.format else None
     return ChatRequest(
-        messages=_messages(body),
+        messages=_messages(body, _own_items(body) if items is None else items),
         model=body.model,
         sampling=body.sampling(
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
         ),
-        functions=[tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools or ()],
-        tool_choice="required" if isinstance(choice, NamedFunction) else choice,
-        tool_name=choice.name if isinstance(choice, NamedFunction) else None,
+        functions=tools.functions,
+        tool_choice=choice,
+        tool_name=tool_name,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         grammar=only_grammar([body.form, format]),
         effort=body.reasoning.effort if body.reasoning else None,
@@ -83,14 +135,12 @@ def parse_response(body: ResponseBody) -> ChatRequest:
     )
 
 
-def _messages(body: ResponseBody) -> list[dict[str, Any]]:
+def _messages(body: ResponseBody, items: Sequence[Item]) -> list[dict[str, Any]]:
     """The conversation of a body: reasoning, text and calls that follow each other are one turn."""
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    for message in _pieces(body.input):
+    for message in _pieces(items, len(items) - len(_own_items(body))):
         last: dict[str, Any] = messages[-1] if messages else {"role": None}
         if not last["role"] == message["role"] == "assistant" or _is_later(last, message):
             messages.append(message)
@@ -111,42 +161,64 @@ def _is_later(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
     return "content" in message and "content" in last
 
 
-def _pieces(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
-    """The messages that the items add. Raises RequestError on the result of an unknown call."""
+def _pieces(items: Sequence[Item], n_before: int) -> Iterator[dict[str, Any]]:
+    """The messages that the items add; `n_before` of them are not among those of the request.
+
+    Raises RequestError on the result of an unknown call, and on a new part that cannot be read.
+    """
     call_ids = set()
-    for item in items:
+    newest = newest_turn([_role(item) for item in items])
+    for i, item in enumerate(items):
+        param = f"input[{i - n_before}]"
         if isinstance(item, MessageItem):
-            yield {"role": item.role, "content": _text(item.content)}
+            yield {"role": item.role, "content": _text(item.content, f"{param}.content", is_new=i >= newest)}
         elif isinstance(item, ReasoningItem):
-            reasoning = "\n".join(part.text for part in item.content or ())
+            reasoning = "\n".join(part.text for part in item.content or item.summary or ())
             yield {"role": "assistant", "reasoning_content": reasoning}
-        elif isinstance(item, CallItem):
+        elif isinstance(item, CallItem | CustomCallItem):
             call_ids.add(item.call_id)
-            function = {"name": item.name, "arguments": item.arguments}
+            arguments = item.arguments if isinstance(item, CallItem) else custom_arguments(item.input)
+            function = {"name": model_name(item.name, item.namespace), "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             yield {"role": "assistant", "tool_calls": [call]}
-        else:
-            assert isinstance(item, CallOutputItem), "there are no other items"
+        elif isinstance(item, CallOutputItem):
             if item.call_id not in call_ids:
                 raise RequestError(
-                    f"there is no function_call before the output of {item.call_id[:100]!r}: nothing is "
-                    "stored on this server, so that input has to hold the calls too",
+                    f"there is no call before the output of {item.call_id[:100]!r}: input has to hold the "
+                    "calls too, or previous_response_id to name the response with them",
                     param="input",
                 )
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            content = _text(item.output, param, is_new=False)
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": content}
+        elif isinstance(item, HostedItem):
+            yield {"role": "assistant", "content": note(item.type, param, is_new=False)}
 
 
-def _text(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _role(item: Item) -> str:
+    if isinstance(item, MessageItem):
+        return item.role
+    return "tool" if isinstance(item, CallOutputItem) else "assistant"
+
+
+def _text(content: str | list[InputText | RefusalPart | OtherPart], param: str, *, is_new: bool) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if isinstance(part, OtherPart):
+            texts.append(note(part.type, f"{param}[{i}]", is_new=is_new))
+        else:
+            texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
+    return "\n".join(texts)
 
 
 @dataclass
 class _OutputItem:
     """An item of the output as it grows; `text` is the text, or the arguments of a call."""
 
-    kind: Literal["reasoning", "message", "function_call"]
+    kind: Literal["reasoning", "message", "function_call", "custom_tool_call"]
     id: str
-    name: str = ""
+    tool: ClientTool = field(default_factory=lambda: ClientTool(""))
     call_id: str = ""
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)  # with log-probabilities
@@ -156,8 +228,17 @@ class _OutputItem:
 class ResponseWriter:
     """Writes a response, whole or as events: reasoning, texts and calls are items of its output."""
 
-    def __init__(self, served: ServedModel, chat: Chat, body: ResponseBody, model: str) -> None:
-        self._served, self._body, self._model = served, body, model
+    def __init__(
+        self,
+        served: ServedModel,
+        chat: Chat,
+        body: ResponseBody,
+        model: str,
+        tools: ResponseTools,
+        keep: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
+        """`keep` is called with the finished response."""
+        self._served, self._body, self._model, self._tools, self._keep = served, body, model, tools, keep
         self._call, self._choice = chat.call, chat.choices[0]
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
         self._items: list[_OutputItem] = []  # the last one grows
@@ -233,11 +314,15 @@ class ResponseWriter:
         events = ""
         if delta.name is not None:
             call_id = self._choice.new_call_id()
-            item = _OutputItem("function_call", self._new_id("function_call"), delta.name, call_id)
-            events = self._open(item)
+            tool = self._tools.tools.get(delta.name) or ClientTool(delta.name)
+            kind: Literal["function_call", "custom_tool_call"]
+            kind = "custom_tool_call" if tool.is_custom else "function_call"
+            events = self._open(_OutputItem(kind, self._new_id(kind), tool, call_id))
         if not delta.arguments:
             return events
         self._items[-1].text += delta.arguments
+        if self._items[-1].kind == "custom_tool_call":  # whose text is known when it is whole
+            return events
         return events + self._delta(delta.arguments, "")
 
     def _delta(self, text: str, more: str) -> str:
@@ -255,7 +340,7 @@ class ResponseWriter:
         events += self._event(
             "response.output_item.added", output_index=place["output_index"], item=self._shown(item)
         )
-        if item.kind != "function_call":
+        if item.kind not in _CALLS:
             events += self._event("response.content_part.added", **place, part=self._part(item))
         return events
 
@@ -268,8 +353,12 @@ class ResponseWriter:
         place = self._place(item)
         if item.kind == "function_call":
             done = self._event(
-                "response.function_call_arguments.done", **place, name=item.name, arguments=item.text
+                "response.function_call_arguments.done", **place, name=item.tool.name, arguments=item.text
             )
+        elif item.kind == "custom_tool_call":
+            text = custom_input(item.text)
+            done = self._delta(text, "") if text else ""
+            done += self._event("response.custom_tool_call_input.done", **place, input=text)
         else:
             part = self._part(item)
             name = "output_text" if item.kind == "message" else "reasoning_text"
@@ -283,13 +372,15 @@ class ResponseWriter:
     def _place(self, item: _OutputItem) -> dict[str, Any]:
         """The fields that place the events of the last item."""
         place: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items) - 1}
-        return place if item.kind == "function_call" else {**place, "content_index": 0}
+        return place if item.kind in _CALLS else {**place, "content_index": 0}
 
     def _shown(self, item: _OutputItem) -> dict[str, Any]:
         """An item as the output has it."""
+        if item.kind == "custom_tool_call":  # which has no status
+            return {"id": item.id, "type": item.kind, "call_id": item.call_id, **item.tool.shown(item.text)}
         shown: dict[str, Any] = {"id": item.id, "type": item.kind, "status": item.status}
         if item.kind == "function_call":
-            return {**shown, "call_id": item.call_id, "name": item.name, "arguments": item.text}
+            return {**shown, "call_id": item.call_id, **item.tool.shown(item.text)}
         content = [] if item.status == "in_progress" else [self._part(item)]
         if item.kind == "message":
             return {**shown, "role": "assistant", "content": content}
@@ -313,7 +404,10 @@ class ResponseWriter:
         return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
     def _whole(self) -> dict[str, Any]:
-        return {**self._response(self._status, self._items), **interp_fields(self._call, 0)}
+        response = self._response(self._status, self._items)
+        if self._keep is not None:
+            self._keep(response)
+        return {**response, **interp_fields(self._call, 0)}
 
     def _response(self, status: str, items: Sequence[_OutputItem]) -> dict[str, Any]:
         body, params = self._body, self._call.answers[0].request.params
@@ -334,15 +428,15 @@ class ResponseWriter:
             "model": self._model,
             "output": [self._shown(item) for item in items],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "prompt_cache_key": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "safety_identifier": None,
             "service_tier": "default",
             "temperature": params.temperature,
             "text": {"format": self._format(), "verbosity": "medium"},
-            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
-            "tools": [_tool(tool) for tool in body.tools or ()],
+            "tool_choice": choice if isinstance(choice, str) else _given(choice) if choice else "auto",
+            "tools": [_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -367,6 +461,13 @@ class ResponseWriter:
         }
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool(tool: ResponseTool) -> dict[str, Any]:
     """A tool as a response repeats it: unless it says so, its schema is not enforced."""
-    return {**tool.model_dump(), "strict": bool(tool.strict)}
+    if isinstance(tool, FunctionTool):
+        return {**tool.model_dump(), "strict": bool(tool.strict)}
+    return _given(tool)
+
+
+def _given(body: BaseModel) -> dict[str, Any]:
+    """The fields that a client sent."""
+    return body.model_dump(exclude_none=True)

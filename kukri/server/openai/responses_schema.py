@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -10,22 +11,25 @@ from kukri.errors import RequestError
 from kukri.sampling import Grammar
 from kukri.server.schema import (
     HINTS,
-    NO_CALLS,
-    NO_STORE,
     TEXT_ONLY,
     Body,
     Interventions,
     MaxTokens,
+    OtherPart,
     Piece,
+    RefusalPart,
     Refused,
     Sampling,
     TextOr,
     ToolName,
+    part_kind,
+    tool_type,
 )
 
-_NO_CALLERS = (({"type": "direct"},), "calls come from the model alone")
-_NO_NAMESPACES = ((), "tools have no namespaces")
-Status = Literal["completed", "incomplete", "in_progress"]
+# Items of tools that OpenAI's servers run, and of others that a history may hold: notes stand for them.
+_HOSTED_ITEMS = re.compile(
+    r"[a-z_]{1,50}_(call|call_output|output|list_tools|approval_request|approval_response)|compaction"
+)
 
 
 class InputText(Piece):
@@ -33,77 +37,100 @@ class InputText(Piece):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
 
-    @model_validator(mode="after")
-    def _bare(self) -> InputText:
-        if self.annotations:
-            raise RequestError("annotations cannot be shown to the model", param="annotations")
-        return self
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "@text" if kind in ("input_text", "output_text", "text") else part_kind(value)
+
+
+InputPart = Annotated[
+    Annotated[InputText, Tag("@text")]
+    | Annotated[RefusalPart, Tag("@refusal")]
+    | Annotated[OtherPart, Tag("@other")],
+    Discriminator(_part_kind),
+]
 
 
 class InputItem(Piece):
-    """Something among the items of `input`; id and status are those of an item that came from here."""
+    """Something among the items of `input`; the id is that of an item that came from here."""
 
     id: str | None = None
-    status: Status | None = None
 
 
 class MessageItem(InputItem):
     """A message."""
 
-    refused: ClassVar[Refused] = {"phase": ((), "chat templates have no place for it")}
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: TextOr[list[InputText]]
+    content: TextOr[list[InputPart]]
 
 
 class ReasoningText(Piece):
     """A part of a reasoning item."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(InputItem):
-    """The reasoning of an earlier turn."""
+    """The reasoning of an earlier turn. Encrypted content is somebody else's."""
 
-    refused: ClassVar[Refused] = {
-        "summary": (([],), "the model's reasoning comes as it is, in content"),
-        "encrypted_content": ((), "reasoning is sent in the open, in content"),
-    }
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
+    summary: list[ReasoningText] | None = None
 
 
 class CallItem(InputItem):
     """The call of a function in an earlier turn."""
 
-    refused: ClassVar[Refused] = {
-        "async": ((False,), NO_CALLS),
-        "caller": _NO_CALLERS,
-        "namespace": _NO_NAMESPACES,
-    }
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str  # JSON
 
 
-class CallOutputItem(InputItem):
-    """The result of a function; templates take its name from the call."""
+class CustomCallItem(InputItem):
+    """The call of a custom tool in an earlier turn."""
 
-    refused: ClassVar[Refused] = {"caller": _NO_CALLERS, "namespace": _NO_NAMESPACES}
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
     call_id: str
-    name: str | None = None
-    output: TextOr[list[InputText]]
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class CallOutputItem(InputItem):
+    """The result of a function or custom tool; templates take its name from the call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: TextOr[list[InputPart]]
+
+
+class ItemReference(Piece):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+class HostedItem(InputItem):
+    """An item of a tool that is not run here."""
+
+    type: str
 
 
 def _kind(value: Any) -> str:
     """The type of an item; messages may go without one. As a tag, it is left out of errors."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind in ("custom_tool_call", "reasoning", "function_call", "item_reference"):
+        return f"@{kind}"
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return "@function_call_output"
+    if isinstance(kind, str) and _HOSTED_ITEMS.fullmatch(kind):
+        return "@hosted"
     return f"@{kind or 'message'}"
 
 
@@ -111,36 +138,137 @@ Item = Annotated[
     Annotated[MessageItem, Tag("@message")]
     | Annotated[ReasoningItem, Tag("@reasoning")]
     | Annotated[CallItem, Tag("@function_call")]
-    | Annotated[CallOutputItem, Tag("@function_call_output")],
+    | Annotated[CustomCallItem, Tag("@custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("@function_call_output")]
+    | Annotated[ItemReference, Tag("@item_reference")]
+    | Annotated[HostedItem, Tag("@hosted")],
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="An item is of type message, reasoning, function_call or function_call_output",
+        custom_error_message="An item is of type message, reasoning, function_call, function_call_output, "
+        "custom_tool_call, custom_tool_call_output or item_reference",
     ),
 ]
 
 
 class FunctionTool(Piece):
-    """A function that the model may call: the one kind of tool."""
+    """A function that the model may call."""
 
-    refused: ClassVar[Refused] = {
-        "allowed_callers": ((["direct"],), "calls come from the model alone"),
-        "async": ((False,), NO_CALLS),
-        "defer_loading": ((False,), "every tool is shown to the model"),
-        "output_schema": ((), "chat templates have no place for it: put it into the description"),
-    }
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None
 
+    def as_function(self) -> dict[str, Any]:
+        """The function as chats have it."""
+        return self.model_dump(exclude={"type"}, exclude_none=True)
 
-class NamedFunction(Body):
-    """The one function that is to be called."""
 
-    type: Literal["function"]
-    name: str
+class CustomFormat(Piece):
+    """The form of a custom tool's text."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Piece):
+    """A tool that takes a text."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        """The function that stands for it. A regular expression is enforced; other grammars are told."""
+        format, text = self.format, {"type": "string"}
+        description = self.description or ""
+        if format is not None and format.definition is not None:
+            description += f"\nThe input follows this {format.syntax or 'lark'} grammar:\n{format.definition}"
+            if format.syntax == "regex":
+                text["pattern"] = f"^(?:{format.definition})$"
+        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        return {"name": self.name, "description": description.strip(), "parameters": parameters}
+
+
+class HostedTool(Piece):
+    """A tool that OpenAI's servers run: it is left out."""
+
+    type: str
+
+
+def _tool_kind(value: Any) -> str:
+    kind = tool_type(value)
+    return f"@{kind}" if kind in ("function", "custom", "namespace") else "@hosted"
+
+
+_OneTool = Annotated[
+    Annotated[FunctionTool, Tag("@function")]
+    | Annotated[CustomTool, Tag("@custom")]
+    | Annotated[HostedTool, Tag("@hosted")],
+    Discriminator(lambda value: tag if (tag := _tool_kind(value)) != "@namespace" else "@hosted"),
+]
+
+
+class NamespaceTool(Piece):
+    """Tools that share the beginning of their names."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[_OneTool], Field(max_length=512)]
+
+
+ResponseTool = FunctionTool | CustomTool | NamespaceTool | HostedTool
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("@function")]
+    | Annotated[CustomTool, Tag("@custom")]
+    | Annotated[NamespaceTool, Tag("@namespace")]
+    | Annotated[HostedTool, Tag("@hosted")],
+    Discriminator(_tool_kind),
+]
+
+
+class NamedChoice(Piece):
+    """The one tool that is to be called, in the form of responses, or in that of chats."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, data: Any) -> Any:
+        """Takes the form of chats, in which the name is a level deeper."""
+        if isinstance(data, dict) and isinstance(data.get("function"), dict):
+            return {**data, "name": data["function"].get("name")}
+        return data
+
+
+class AllowedTools(Piece):
+    """The tools among which the model may choose."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(max_length=512)]
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("@word")]
+    | Annotated[AllowedTools, Tag("@allowed_tools")]
+    | Annotated[NamedChoice, Tag("@named")],
+    Discriminator(
+        lambda value: (
+            "@word"
+            if isinstance(value, str)
+            else "@allowed_tools"
+            if tool_type(value) == "allowed_tools"
+            else "@named"
+        )
+    ),
+]
 
 
 class TextFormat(Body):
@@ -176,12 +304,7 @@ class TextOptions(Body):
 class Reasoning(Body):
     """The reasoning before a response."""
 
-    refused: ClassVar[Refused] = {
-        "summary": ((), "reasoning is not summarized"),
-        "generate_summary": ((), "reasoning is not summarized"),
-        "context": (("auto",), "there is no choice of it"),
-        "mode": (("standard",), "there is one mode"),
-    }
+    ignored = frozenset({"summary", "generate_summary", "context", "mode"})
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -190,30 +313,29 @@ class ResponseBody(Sampling):
 
     refused: ClassVar[Refused] = {
         "access_programs": ((), "there are none"),
-        "background": ((False,), NO_STORE),
-        "background_options": ((), NO_STORE),
-        "conversation": ((), NO_STORE),
+        "background": ((False,), "answers are not computed while nobody waits"),
+        "background_options": ((), "answers are not computed while nobody waits"),
+        "conversation": ((), "there are none here: use previous_response_id"),
         "image": ((), TEXT_ONLY),
-        "max_tool_calls": ((), NO_CALLS),
         "moderation": ((), "nothing is moderated here"),
-        "previous_response_id": ((), NO_STORE),
-        "prompt": ((), NO_STORE),
-        "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
-        "truncation": (("disabled",), "a prompt that is too long is an error"),
+        "prompt": ((), "there are no stored prompts here"),
     }
-    ignored = HINTS
+    ignored = (HINTS - {"store"}) | {
+        *("client_metadata", "max_tool_calls", "stream_options", "truncation"),
+    }
     input: TextOr[Annotated[list[Item], Field(min_length=1)]]
     instructions: str | None = None
-    # the reasoning that encrypted_content would carry into the next request is in the items themselves
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[str] | None = None  # log-probabilities of the text; the rest is there anyway, or nowhere
+    store: bool | None = None  # keep the response for previous_response_id, unless false
+    previous_response_id: str | None = None
     max_output_tokens: MaxTokens | None = None
     metadata: dict[str, str] | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=512)] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None

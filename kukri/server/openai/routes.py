@@ -17,7 +17,8 @@ from kukri.server.openai.chat_completions import complete_chat, parse_chat
 from kukri.server.openai.completions import complete
 from kukri.server.openai.embeddings import EmbeddingBody, embed
 from kukri.server.openai.rerank import RerankBody, ScoreBody, rerank, score
-from kukri.server.openai.responses import parse_response, respond
+from kukri.server.openai.response_store import ResponseStore
+from kukri.server.openai.responses import items_of, parse_response, respond
 from kukri.server.openai.responses_schema import ResponseBody
 from kukri.server.openapi import EVENTS, SAFETENSORS
 from kukri.server.schema import ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody
@@ -38,9 +39,31 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return await answered(registry, body, request, complete)
 
     @app.post("/v1/responses", responses=EVENTS)
+    @app.post("/responses", responses=EVENTS, include_in_schema=False)
     async def responses(body: ResponseBody, request: Request) -> Response:
-        """Answers a conversation, in the newer form; nothing is stored."""
+        """Answers a conversation, in the newer form."""
         return await answered(registry, body, request, respond)
+
+    @app.get("/v1/responses/{response_id}")
+    async def stored_response(response_id: str, request: Request) -> JSONResponse:
+        """A response that is still in memory."""
+        store: ResponseStore = app.state.responses
+        return JSONResponse(store.find(request.scope["kukri.client"].owner, response_id).response)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def stored_input(response_id: str, request: Request) -> JSONResponse:
+        """The items of its own input, the last first."""
+        store: ResponseStore = app.state.responses
+        stored = store.find(request.scope["kukri.client"].owner, response_id)
+        items = stored.items[: stored.n_input][::-1]
+        return JSONResponse({"object": "list", "data": items, "has_more": False})
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget_response(response_id: str, request: Request) -> JSONResponse:
+        """Forgets it."""
+        store: ResponseStore = app.state.responses
+        store.forget(request.scope["kukri.client"].owner, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.post("/v1/chat/completions/input_tokens", response_class=JSONResponse)
     @app.post("/chat/completions/input_tokens", response_class=JSONResponse, include_in_schema=False)
@@ -51,10 +74,11 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return JSONResponse({"object": "chat.completion.input_tokens", "input_tokens": n_tokens})
 
     @app.post("/v1/responses/input_tokens", response_class=JSONResponse)
+    @app.post("/responses/input_tokens", response_class=JSONResponse, include_in_schema=False)
     async def response_tokens(body: ResponseBody, request: Request) -> JSONResponse:
         """Counts the tokens of a response's input."""
         served = await registry.served(body.model, request.scope)
-        n_tokens = await served.n_prompt_tokens(parse_response(body))
+        n_tokens = await served.n_prompt_tokens(parse_response(body, items_of(body, request)))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
 
     @app.post("/v1/embeddings", response_class=JSONResponse)
