@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_llm_safetensors import make
+from test_llm_safetensors import CHECKPOINTS, make
 from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
@@ -61,15 +61,16 @@ def test_a_callers_cache_holds_odd_heads(tmp_path: Path, sizes: dict[str, Any]) 
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=2e-3 * np.abs(whole).max())
 
 
-def test_a_model_without_attention_runs(tmp_path: Path) -> None:
+def test_a_model_without_attention_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A division by the bytes of a page, which are 0 where no layer has keys and values."""
-    directory, _ = make(tmp_path, "lfm2-convolutions")
+    kind, facts = CHECKPOINTS["lfm2-biases"]
+    monkeypatch.setitem(CHECKPOINTS, "convolutions", (kind, {**facts, "layer_types": ["conv"] * 4}))
+    directory, _ = make(tmp_path, "convolutions")
     with LLM(directory) as llm, LLM(directory, backend="reference") as reference:
         assert llm.engine_config.backend == "cpu"
         prompt = list(range(40))
-        np.testing.assert_allclose(
-            llm.logits(prompt), want := reference.logits(prompt), atol=1e-3 * np.abs(want).max()
-        )
+        want = reference.logits(prompt)
+        np.testing.assert_allclose(llm.logits(prompt), want, atol=1e-3 * np.abs(want).max())
         once = llm.generate(prompt, max_tokens=8, temperature=0).token_ids
         assert llm.generate(prompt, max_tokens=8, temperature=0).token_ids == once
 
