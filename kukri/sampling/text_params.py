@@ -12,6 +12,7 @@ import numpy as np
 from kukri.sampling.grammar import Grammar, GrammarTokenizer, compiled
 from kukri.sampling.params import SamplingParams, TokenSet
 
+_MOST_PREDICTED = 2**17  # characters of a prediction that drafts are looked up in: no answer is longer
 _MOST_KEPT = 16  # texts of breakers whose tokens are remembered
 _VOCABULARIES: WeakKeyDictionary[Any, _TokenTexts] = WeakKeyDictionary()
 
@@ -21,7 +22,8 @@ def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> Sampli
     compiled.
 
     A bad word is banned as it is tokenized at the start of a text and after a space. A breaker stands for
-    all tokens that contain it; if none does, for the tokens that it is encoded as. Raises RequestError on
+    all tokens that contain it; if none does, for the tokens that it is encoded as. Of a prediction the first
+    2^17 characters count. Raises RequestError on
     a grammar that cannot be served.
     """
     changes: dict[str, Any] = {}
@@ -30,7 +32,7 @@ def resolve_texts(params: SamplingParams, tokenizer: GrammarTokenizer) -> Sampli
     if "dry" in params.active_stages and any(isinstance(text, str) for text in params.dry_sequence_breakers):
         changes["dry_sequence_breakers"] = list(_breakers(params.dry_sequence_breakers, tokenizer))
     if isinstance(params.prediction, str):
-        changes["prediction"] = tokenizer.encode_inside(params.prediction)
+        changes["prediction"] = tokenizer.encode_inside(params.prediction[:_MOST_PREDICTED])
     if isinstance(params.grammar, Grammar):
         changes["grammar"] = compiled(params.grammar, tokenizer)
     return replace(params, **changes) if changes else params

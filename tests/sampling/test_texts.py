@@ -39,6 +39,12 @@ def test_a_breaker_is_every_token_that_contains_it() -> None:
     )  # fmt: skip
 
 
+def test_of_a_prediction_its_beginning_counts() -> None:
+    """Would catch a megabyte of drafts that no answer is long enough for."""
+    params = resolve_texts(SamplingParams(prediction="\n" * 300_000), Words())
+    assert 0 < len(params.prediction) <= 2**17
+
+
 def test_parameters_without_texts_stay_as_they_are() -> None:
     """Would catch the vocabulary being read for a request that has no use for it."""
     params = SamplingParams(bad_words=[[1]])
