@@ -30,8 +30,9 @@ def set_scales(blocks: np.ndarray, name: str, values: np.ndarray) -> None:
         tops = values.astype(np.float16).view(np.uint16) >> bits & 15
         blocks[:, 49::2] = blocks[:, 49::2] & 15 | tops << 4
     else:
-        for at in HALVES[name]:
-            blocks[:, at : at + 2] = values.astype(np.float16).view(np.uint8)
+        for i, at in enumerate(HALVES[name]):
+            halves = np.roll(values, i, axis=0).astype(np.float16)
+            blocks[:, at : at + 2] = halves.view(np.uint8)
 
 
 def random_rows(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -102,7 +102,7 @@ def test_results_are_those_of_this_machine(lowering, tmp_path):
         "KUKRI_CACHE_DIR": str(tmp_path / "cache"),
     }
     ask = (
-        "from kukri.kernels.cpu import features, kernel_cache; "
+        "from kukri.kernels.cpu.compile import features, kernel_cache; "
         "cpu = features.cpu_target(); "
         "print('i8mm' if cpu.has_int8_matrix else cpu.lowering, kernel_cache.cache_dir())"
     )

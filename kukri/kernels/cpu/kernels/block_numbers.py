@@ -1,4 +1,4 @@
-"""Functions that read a block's numbers and weights one by one, or write them, made from its type's facts.
+"""Functions that read a block's numbers and weights, or write them, made from the facts of its type.
 
 Facts and arithmetic are those of `kukri.quant.types.schema`. Functions for kernels take addresses, those for
 quantizers NumPy arrays without bounds checks.
@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
 from kukri.kernels.cpu.kernels.intrinsics import (
+    array_at,
     device,
     load_i8,
     load_i32,
@@ -27,179 +28,100 @@ from kukri.quant.types.schema import Block, Codebook, Cut, Numbers, n_numbers
 
 _LOADS = {1: load_u8, 2: load_u16, 4: load_i32}
 _POWERS = (1, 3, 9, 27, 81)
+_integers = array_at(types.int32, 1)
 
 
-def _divider(n: int) -> Any:
-    """A function of i that is not negative: i div n and i mod n."""
-    if n & (n - 1) == 0:
-        shift, mask = n.bit_length() - 1, n - 1
-
-        @device
-        def by_shift(i):
-            return i >> shift, i & mask
-
-        return by_shift
-
-    @device
-    def divide(i):
-        return i // n, i % n
-
-    return divide
+def make_take(block: Block, which: Numbers) -> Any:
+    """A function (address of a block, int32 [numbers], zeros): reads those numbers."""
+    take = _none
+    for cut in block.cuts(which):
+        take = _make_take_part(cut, take)
+    return take
 
 
-def _make_part(cut: Cut) -> Any:
-    """A function (address of a block, i): what `cut` contributes to its number i."""
-    by_chunk, by_run = _divider(cut.run * len(cut.shifts)), _divider(cut.run)
-    by_inner = _divider(cut.inner)
-    at, stride, unit, run, mask, left = cut.at, cut.stride, cut.unit, cut.run, cut.mask, cut.left
-    start = cut.shifts[0]
-    step = cut.shifts[1] - start if len(cut.shifts) > 1 else 0
+@device
+def _none(source, numbers):
+    pass
+
+
+def _make_take_part(cut: Cut, before: Any) -> Any:
+    at, stride, inner, unit, n_units, run = cut.at, cut.stride, cut.inner, cut.unit, cut.n_units, cut.run
+    mask, left, first, n = cut.mask, cut.left, cut.first, len(cut.shifts)
+    start, step = cut.shifts[0], (cut.shifts[-1] - cut.shifts[0]) // max(n - 1, 1)
     load = load_i8 if cut.is_signed else _LOADS[unit]
+    is_signed = cut.is_signed
 
     @device
-    def unit_and_place(source, i):
-        chunk, within = by_chunk(i)
-        place, of_run = by_run(within)
-        outer, inner = by_inner(chunk * run + of_run)
-        return load(source + at + outer * stride + inner * unit), place
-
-    if cut.is_signed:
-
-        @device
-        def part(source, i):
-            value, _ = unit_and_place(source, i)
+    def number(value, k):
+        if is_signed:
             return value
-
-    elif mask == 0:
-
-        @device
-        def part(source, i):
-            value, digit = unit_and_place(source, i)
-            return (((value * _POWERS[digit]) & 255) * 3) >> 8
-
-    else:
-
-        @device
-        def part(source, i):
-            value, place = unit_and_place(source, i)
-            return ((value >> (start + step * place)) & mask) << left
-
-    return part
-
-
-def make_number(block: Block, which: Numbers) -> Any:
-    """A function (address of a block, i): number i of those."""
-    cuts = block.cuts(which)
-    return _join(cuts, n_numbers(cuts))
-
-
-def _join(cuts: tuple[Cut, ...], n: int) -> Any:
-    cut, *others = cuts
-    part, first, stop = _make_part(cut), cut.first, cut.first + cut.n
-    if first > 0 or stop < n:
-        whole = part
-
-        @device
-        def part(source, i):
-            value = 0
-            if first <= i < stop:
-                value = whole(source, i - first)
-            return value
-
-    if not others:
-        return part
-    rest = _join(tuple(others), n)
+        if mask == 0:
+            return (((value * _POWERS[k]) & 255) * 3) >> 8
+        return ((value >> (start + step * k)) & mask) << left
 
     @device
-    def number(source, i):
-        return part(source, i) | rest(source, i)
+    def take(source, numbers):
+        before(source, numbers)
+        for chunk in range(n_units // run):
+            for k in range(n):
+                for i in range(run):
+                    j = chunk * run + i
+                    value = load(source + at + j // inner * stride + j % inner * unit)
+                    numbers[first + (chunk * n + k) * run + i] |= number(value, k)
 
-    return number
+    return take
 
 
-def make_quant(block: Block) -> Any:
-    """A function (address of a block, i): quant i."""
-    number, book = make_number(block, block.quant_numbers), block.quants
+def make_take_quants(block: Block, block_size: int) -> Any:
+    """A function (address of a block, int32 [block_size]): reads the quants."""
+    book = block.quants
     if not isinstance(book, Codebook):
-        return number
-    entries, sign, has_codes = book.grid.reshape(-1), book.sign, book.has_codes
-    width = book.grid.shape[1]
-    by_width, by_sign = _divider(width), _divider(book.sign_weights)
-    sign_number = make_number(block, book.signs)
+        take = make_take(block, block.quant_numbers)
+
+        @device
+        def take_quants(source, quants):
+            quants[:] = 0
+            take(source, quants)
+
+        return take_quants
+    take_index, take_signs = make_take(block, book.index), make_take(block, book.signs)
+    entries, width, sign, per = book.grid.reshape(-1), book.grid.shape[1], book.sign, book.sign_weights
+    n_entries, n_signs, has_codes = block_size // width, block_size // per, book.has_codes
+    entries_bytes, signs_bytes = 4 * n_entries, 4 * n_signs
 
     @device
-    def quant(source, i):
-        entry, within = by_width(i)
-        which, of_code = by_sign(i)
-        bits = sign_number(source, which)
+    def sign_of(signs, i):
         if has_codes:
-            even = bits ^ (bits >> 4)
-            even = even ^ (even >> 2)
-            even = even ^ (even >> 1)
-            bits = ((bits | (even & 1) << 7) >> of_code) & 1
-        return np.int64(entries[number(source, entry) * width + within]) | (bits * sign)
-
-    return quant
-
-
-def _make_float(block: Block, which: Numbers, values: Any) -> Any:
-    """A function (address of a block, i): number i of those, as a float."""
-    number = make_number(block, which)
-    if values is not None:
-
-        @device
-        def entry(source, i):
-            return values[number(source, i)]
-
-        return entry
+            return signs[i >> 3] >> (i & 7) & 1
+        return signs[i // per]
 
     @device
-    def half(source, i):
-        bits = stack_bytes(64)
-        store_u16(bits, number(source, i))
-        return load_f16(bits)
+    def take_from_table(source, quants):
+        index = _integers(stack_bytes(entries_bytes), (n_entries,))
+        signs = _integers(stack_bytes(signs_bytes), (n_signs,))
+        index[:] = 0
+        signs[:] = 0
+        take_index(source, index)
+        take_signs(source, signs)
+        if has_codes:
+            for k in range(n_signs):
+                even = signs[k] ^ (signs[k] >> 4)
+                even = even ^ (even >> 2)
+                signs[k] |= ((even ^ (even >> 1)) & 1) << 7
+        for entry in range(n_entries):
+            base = index[entry] * width
+            for i in range(width):
+                quants[entry * width + i] = entries[base + i] | sign_of(signs, entry * width + i) * sign
 
-    return half
-
-
-def _make_scale(block: Block) -> Any:
-    """A function (address of a block, g): what multiplies the levels of group g."""
-    d = _make_float(block, block.scale, block.scale_values)
-    factor, times, plus = np.float32(block.factor), block.times, block.plus
-    if not block.scales:
-        has_many = n_numbers(block.cuts(block.scale)) > 1
-
-        @device
-        def plain(source, g):
-            return d(source, g if has_many else 0) * factor
-
-        return plain
-    number = make_number(block, block.scales)
-
-    @device
-    def scale(source, g):
-        return d(source, 0) * factor * np.float32(times * number(source, g) + plus)
-
-    return scale
+    return take_from_table
 
 
-def _make_level(block: Block) -> Any:
-    """A function: what a quant stands for, as a float."""
-    offset = block.offset
-    if block.values is None:
-
-        @device
-        def shifted(q):
-            return np.float32(q - offset)
-
-        return shifted
-    values = np.array(block.values, np.float32)
-
-    @device
-    def value(q):
-        return values[q]
-
-    return value
+@device
+def _of_half(bits):
+    """The float16 of these bits."""
+    place = stack_bytes(64)
+    store_u16(place, bits)
+    return load_f16(place)
 
 
 def n_groups(block: Block) -> int:
@@ -209,74 +131,88 @@ def n_groups(block: Block) -> int:
 
 def make_reader(block: Block, block_size: int) -> Any:
     """A function (address of a block, address of float32): writes the block's weights."""
-    n, size = n_groups(block), block_size // n_groups(block)
-    scale_of, quant, level = _make_scale(block), make_quant(block), _make_level(block)
-    if not block.minimum:
-
-        @device
-        def read(source, target):
-            for g in range(n):
-                scale = scale_of(source, g)
-                for i in range(size * g, size * (g + 1)):
-                    store_f32(target + 4 * i, scale * level(quant(source, i)))
-
-        return read
-    minimum = _make_float(block, block.minimum, None)
-    if not block.minimums:
-
-        @device
-        def read_shifted(source, target):
-            scale = scale_of(source, 0)
-            low = minimum(source, 0)
-            for i in range(size):
-                store_f32(target + 4 * i, scale * level(quant(source, i)) + low)
-
-        return read_shifted
-    multiple = make_number(block, block.minimums)
+    n, n_scales = n_groups(block), n_numbers(block.cuts(block.scale))
+    size, quants_bytes, groups_bytes = block_size // n, 4 * block_size, 4 * n
+    take_quants = make_take_quants(block, block_size)
+    take_d, take_s = make_take(block, block.scale), make_take(block, block.scales)
+    take_m, take_t = make_take(block, block.minimum), make_take(block, block.minimums)
+    has_table, has_scales = block.values is not None, bool(block.scales)
+    has_minimum, has_minimums = bool(block.minimum), bool(block.minimums)
+    values = np.array(block.values or (0,), np.float32)
+    has_scale_table = block.scale_values is not None
+    scale_values = block.scale_values if has_scale_table else np.zeros(1, np.float32)
+    factor, times, plus, offset = np.float32(block.factor), block.times, block.plus, block.offset
 
     @device
-    def read_groups(source, target):
-        for g in range(n):
-            scale = scale_of(source, g)
-            low = minimum(source, 0) * np.float32(multiple(source, g))
-            for i in range(size * g, size * (g + 1)):
-                store_f32(target + 4 * i, scale * level(quant(source, i)) - low)
+    def level(q):
+        return values[q] if has_table else np.float32(q - offset)
 
-    return read_groups
+    @device
+    def scale_of(d, s, g):
+        number = d[g if n_scales > 1 else 0]
+        scale = scale_values[number] if has_scale_table else _of_half(number)
+        scale = scale * factor
+        return scale * np.float32(times * s[g] + plus) if has_scales else scale
+
+    @device
+    def shifted(weight, m, t, g):
+        if has_minimums:
+            return weight - _of_half(m[0]) * np.float32(t[g])
+        return weight + _of_half(m[0]) if has_minimum else weight
+
+    @device
+    def read(source, target):
+        q = _integers(stack_bytes(quants_bytes), (block_size,))
+        d = _integers(stack_bytes(groups_bytes), (n,))
+        s = _integers(stack_bytes(groups_bytes), (n,))
+        m = _integers(stack_bytes(4), (1,))
+        t = _integers(stack_bytes(groups_bytes), (n,))
+        d[:] = 0
+        s[:] = 0
+        m[:] = 0
+        t[:] = 0
+        take_quants(source, q)
+        take_d(source, d)
+        take_s(source, s)
+        take_m(source, m)
+        take_t(source, t)
+        for g in range(n):
+            scale = scale_of(d, s, g)
+            for i in range(size * g, size * (g + 1)):
+                store_f32(target + 4 * i, shifted(scale * level(q[i]), m, t, g))
+
+    return read
 
 
 def make_put(block: Block, which: Numbers) -> Any:
     """A function (uint8 [bytes of a block], numbers): writes them where the bytes have zeros."""
-    put = None
+    put = _nothing
     for cut in block.cuts(which):
         put = _make_put_part(cut, put)
-    return put
-
-
-def _make_put_part(cut: Cut, before: Any) -> Any:
-    at, stride, inner, unit, n_units, run = cut.at, cut.stride, cut.inner, cut.unit, cut.n_units, cut.run
-    mask, left, first, n = cut.mask, cut.left, cut.first, len(cut.shifts)
-    start = cut.shifts[0]
-    step = cut.shifts[1] - start if n > 1 else 0
-    has_more = before is not None
-    before = before if has_more else _nothing
-
-    @njit(**EXACT)
-    def put(into, numbers):
-        if has_more:
-            before(into, numbers)
-        for j in range(n_units):
-            value = 0
-            for k in range(n):
-                number = np.int64(numbers[first + (j // run * n + k) * run + j % run])
-                value |= ((number >> left) & mask) << (start + step * k)
-            place = at + j // inner * stride + j % inner * unit
-            for byte in range(unit):
-                into[place + byte] |= (value >> (8 * byte)) & 255
-
     return put
 
 
 @njit(**EXACT)
 def _nothing(into, numbers):
     pass
+
+
+def _make_put_part(cut: Cut, before: Any) -> Any:
+    at, stride, inner, unit, n_units, run = cut.at, cut.stride, cut.inner, cut.unit, cut.n_units, cut.run
+    mask, left, first, n = cut.mask, cut.left, cut.first, len(cut.shifts)
+    start, step = cut.shifts[0], (cut.shifts[-1] - cut.shifts[0]) // max(n - 1, 1)
+
+    @njit(**EXACT)
+    def put(into, numbers):
+        before(into, numbers)
+        for chunk in range(n_units // run):
+            for k in range(n):
+                for i in range(run):
+                    j = chunk * run + i
+                    number = np.int32(numbers[first + (chunk * n + k) * run + i])
+                    value = ((number >> left) & mask) << (start + step * k)
+                    place = at + j // inner * stride + j % inner * unit
+                    for byte in range(unit):
+                        into[place + byte] |= (value >> (8 * byte)) & 255
+
+    return put

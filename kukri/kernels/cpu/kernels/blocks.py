@@ -8,6 +8,7 @@ layouts of the blocks are stated in `kukri.quant`; in a tile, word j of a block 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kukri.kernels.cpu.compile.features import cpu_target
@@ -212,24 +213,34 @@ def _make_dot_values(values):
 
 
 _dot_iq4 = _make_dot_values(IQ4_VALUES)
-_low_mxfp4, _high_mxfp4 = (look_up([value + 16 for value in FP4_VALUES], right) for right in (0, 4))
+_low_fp4, _high_fp4 = (look_up([value + 16 for value in FP4_VALUES], right) for right in (0, 4))
 
 
-@device
-def _dot_runs_of_mxfp4(out, w, x):
-    """Integer sums of 32 values, kept as value + 16: five bits, two runs."""
-    acc = tile_offset_start(out, x, 4)
-    for half in range(2):
-        short = tile_short_start(acc)
-        for j in range(2):
-            packed = load_u8x64(w + 128 * half + 64 * j)
-            short = tile_dot4_short(short, _low_mxfp4(packed), x, 2 * half + j)
-            short = tile_dot4_short(short, _high_mxfp4(packed), x, 4 + 2 * half + j)
-        acc = tile_short_end(acc, short)
-    return acc
+def _make_dot_runs(values: Sequence[int], shift: int, n_words: int) -> Any:
+    """The same for values kept as value + 2^shift, of few bits: runs of two dots for each of `n_words` words.
+
+    Where words are written out in pairs, so are the signed values.
+    """
+    if _TURNS == 2:
+        return _make_dot_values(values)
+    low, high = (look_up([value + (1 << shift) for value in values], right) for right in (0, 4))
+
+    @device
+    def dot(out, w, x):
+        acc = tile_offset_start(out, x, shift)
+        for run in range(4 // n_words):
+            short = tile_short_start(acc)
+            for j in range(n_words):
+                packed = load_u8x64(w + 64 * n_words * run + 64 * j)
+                short = tile_dot4_short(short, low(packed), x, n_words * run + j)
+                short = tile_dot4_short(short, high(packed), x, 4 + n_words * run + j)
+            acc = tile_short_end(acc, short)
+        return acc
+
+    return dot
 
 
-_dot_mxfp4 = _make_dot_values(FP4_VALUES) if _TURNS == 2 else _dot_runs_of_mxfp4
+_dot_mxfp4 = _make_dot_runs(FP4_VALUES, 4, 2)  # of five bits
 
 
 @device
@@ -304,11 +315,11 @@ def _dot_half_of_fp4(out, w, x, half):
     acc = tile_half_offset_start(out, x, 4, half)
     short = tile_short_start(acc)
     packed = load_u8x64(w)
-    short = tile_dot4_short(short, _low_mxfp4(packed), x, 4 * half)
-    short = tile_dot4_short(short, _high_mxfp4(packed), x, 4 * half + 2)
+    short = tile_dot4_short(short, _low_fp4(packed), x, 4 * half)
+    short = tile_dot4_short(short, _high_fp4(packed), x, 4 * half + 2)
     packed = load_u8x64(w + 64)
-    short = tile_dot4_short(short, _low_mxfp4(packed), x, 4 * half + 1)
-    short = tile_dot4_short(short, _high_mxfp4(packed), x, 4 * half + 3)
+    short = tile_dot4_short(short, _low_fp4(packed), x, 4 * half + 1)
+    short = tile_dot4_short(short, _high_fp4(packed), x, 4 * half + 3)
     return tile_short_end(acc, short)
 
 
@@ -359,10 +370,10 @@ def _make_iq4_xs_block(dot: Any, factor: float = 1.0) -> Any:
 
 
 _iq4_xs = _make_iq4_xs_block(_dot_iq4)
-_iq3_xxs, _iq3_s = (
-    _make_iq4_xs_block(_make_dot_values(form.values), form.factor)
-    for form in (IQ3_XXS_TILES.layout, IQ3_S_TILES.layout)
+_iq3_xxs = _make_iq4_xs_block(
+    _make_dot_runs(IQ3_XXS_TILES.layout.values or (), 5, 1), IQ3_XXS_TILES.layout.factor
 )
+_iq3_s = _make_iq4_xs_block(_make_dot_runs(IQ3_S_TILES.layout.values or (), 4, 2))
 
 
 @device
@@ -517,41 +528,61 @@ def _make_q3_k_block(group: Any, factor: float = 1.0) -> Any:
     return block
 
 
-def _make_values_group(values):
-    """A function for a group of Q3_K's whose 3 bits look up values, kept as value + 64: a dot a run."""
-    value = look_up([v + 64 for v in values] * 2, 0)
+def _make_values_group(values: Sequence[int], shift: int, in_one_run: bool) -> Any:
+    """A function for a group of Q3_K's whose 3 bits look up values, kept as value + 2^shift.
+
+    Four dots are a run, if the values have five bits, or each is one.
+    """
+    value = look_up([v + (1 << shift) for v in values] * 2, 0)
 
     @device
-    def run(acc, bits, x, g, scales):
-        return tile_scaled_short_end(acc, tile_dot4_short(tile_short_start(acc), value(bits), x, g), scales)
+    def half_group(acc, a, b, c, d, x, first, scale):
+        short = tile_dot4_short(tile_short_start(acc), value(a), x, first)
+        if in_one_run:
+            short = tile_dot4_short(short, value(b), x, first + 1)
+            short = tile_dot4_short(short, value(c), x, first + 2)
+            return tile_scaled_short_end(acc, tile_dot4_short(short, value(d), x, first + 3), scale)
+        acc = tile_scaled_short_end(acc, short, scale)
+        short = tile_dot4_short(tile_short_start(acc), value(b), x, first + 1)
+        acc = tile_scaled_short_end(acc, short, scale)
+        short = tile_dot4_short(tile_short_start(acc), value(c), x, first + 2)
+        acc = tile_scaled_short_end(acc, short, scale)
+        short = tile_dot4_short(tile_short_start(acc), value(d), x, first + 3)
+        return tile_scaled_short_end(acc, short, scale)
 
     @device
     def group(sums, w, x, scales):
         a = load_u8x64(w)
         b = load_u8x64(w + 64)
         c = load_u8x64(w + 128)
-        first = tile_half_start(sums, x, 6, 0)
-        last = tile_half_start(sums, x, 6, 1)
-        scale = repeat_first(scales)
-        first = run(first, low_bits(a, 7), x, 0, scale)
-        first = run(first, byte_bits(a, 3, 7, 0), x, 1, scale)
-        first = run(first, low_bits(b, 7), x, 2, scale)
-        first = run(first, byte_bits(b, 3, 7, 0), x, 3, scale)
-        scale = repeat_last(scales)
-        last = run(last, low_bits(c, 7), x, 4, scale)
-        last = run(last, byte_bits(c, 3, 7, 0), x, 5, scale)
-        last = run(last, either(byte_bits(a, 6, 3, 0), byte_bits(b, 6, 1, 2)), x, 6, scale)
-        last = run(last, either(byte_bits(c, 6, 3, 0), byte_bits(b, 7, 1, 2)), x, 7, scale)
-        return tile_fold_halves(sums, first, last, scales, 6, x)
+        first = half_group(
+            tile_half_start(sums, x, shift, 0),
+            low_bits(a, 7),
+            byte_bits(a, 3, 7, 0),
+            low_bits(b, 7),
+            byte_bits(b, 3, 7, 0),
+            x,
+            0,
+            repeat_first(scales),
+        )
+        last = half_group(
+            tile_half_start(sums, x, shift, 1),
+            low_bits(c, 7),
+            byte_bits(c, 3, 7, 0),
+            either(byte_bits(a, 6, 3, 0), byte_bits(b, 6, 1, 2)),
+            either(byte_bits(c, 6, 3, 0), byte_bits(b, 7, 1, 2)),
+            x,
+            4,
+            repeat_last(scales),
+        )
+        return tile_fold_halves(sums, first, last, scales, shift, x)
 
     return group
 
 
 _q3_k = _make_q3_k_block(_q3_k_group)
-_iq1, _iq2 = (
-    _make_q3_k_block(_make_values_group(form.values), form.factor)
-    for form in (IQ1_TILES.layout, IQ2_TILES.layout)
-)
+_iq1 = _make_q3_k_block(_make_values_group(IQ1_TILES.layout.values or (), 4, True), IQ1_TILES.layout.factor)
+_iq2 = _make_q3_k_block(_make_values_group(IQ2_TILES.layout.values or (), 6, False), IQ2_TILES.layout.factor)
 
 
 @device

@@ -1,72 +1,62 @@
 """Blocks as the blocks that tiles are made of, for types that the CPU packs in another form; nothing is lost.
 
-`recode_TYPE` reads blocks one number at a time and writes the same quants and scales where the other form has
-them: quants that were chosen from a table need no table any more.
+`recode_TYPE` reads a block's numbers and writes the same quants and scales where the other form has them:
+quants that were chosen from a table need no table any more.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import types
 
 from kukri.kernels.cpu.compile.kernel_cache import KernelSource
-from kukri.kernels.cpu.kernels.block_numbers import make_number, make_put, make_quant, n_groups
-from kukri.kernels.cpu.kernels.intrinsics import array_at, device, stack_bytes
+from kukri.kernels.cpu.kernels.block_numbers import make_put, make_take, make_take_quants, n_groups
+from kukri.kernels.cpu.kernels.intrinsics import array_at, stack_bytes
 from kukri.quant.types import PACKED
-from kukri.quant.types.schema import Block, QuantType, n_numbers
+from kukri.quant.types.schema import QuantType, n_numbers
 
 BLOCKS_PER_CLAIM = 256
-_bytes = array_at(types.uint8, 1)
-_numbers = array_at(types.int64, 1)
-
-
-def _make_halves(block: Block) -> Any:
-    """A function (address of a block, i): the bits of its scale i as a float16."""
-    number = make_number(block, block.scale)
-    if block.scale_values is None:
-        return number
-    halves = block.scale_values.astype(np.float16).view(np.uint16)
-
-    @device
-    def half(source, i):
-        return np.int64(halves[number(source, i)])
-
-    return half
+_bytes, _integers = array_at(types.uint8, 1), array_at(types.int32, 1)
 
 
 def _make_recode(type: QuantType) -> KernelSource:
     block, form = type.layout, type.tiles.layout
     size, n_bytes, form_bytes = type.block_size, type.block_bytes, type.tiles.block_bytes
-    quant, half = make_quant(block), _make_halves(block)
-    put_quants, put_halves = make_put(form, form.quant_numbers), make_put(form, form.scale)
-    n_halves, has_scales = n_numbers(form.cuts(form.scale)), bool(form.scales)
-    scale = make_number(block, block.scales) if has_scales else half
-    put_scales = make_put(form, form.scales) if has_scales else put_halves
-    n_scales = n_groups(form)
-    repeats = max(n_scales // n_groups(block), 1)
+    take_quants, put_quants = make_take_quants(block, size), make_put(form, form.quant_numbers)
+    take_d, put_d = make_take(block, block.scale), make_put(form, form.scale)
+    take_s, put_s = make_take(block, block.scales), make_put(form, form.scales)
+    n_d, n, repeats = n_numbers(form.cuts(form.scale)), n_groups(form), n_groups(form) // n_groups(block)
+    has_table = block.scale_values is not None
+    # of a table of scales the form has the bits as float16
+    halves = np.zeros(1, np.uint16)
+    if block.scale_values is not None:
+        halves = block.scale_values.astype(np.float16).view(np.uint16)
     times, plus = block.times, block.plus - form.plus
 
     def recode(tile, source, n_blocks, into):
         """Blocks from the address `source` on, written to `into`."""
         if tile < 0:
             return (n_blocks + BLOCKS_PER_CLAIM - 1) // BLOCKS_PER_CLAIM
-        numbers = _numbers(stack_bytes(2048), (256,))
+        quants = _integers(stack_bytes(1024), (size,))
+        found = _integers(stack_bytes(64), (16,))
+        scales = _integers(stack_bytes(64), (16,))
         for b in range(tile * BLOCKS_PER_CLAIM, min((tile + 1) * BLOCKS_PER_CLAIM, n_blocks)):
             at = source + b * n_bytes
             made = _bytes(into + b * form_bytes, (form_bytes,))
             made[:] = 0
-            for i in range(size):
-                numbers[i] = quant(at, i)
-            put_quants(made, numbers)
-            for i in range(n_halves):
-                numbers[i] = half(at, i)
-            put_halves(made, numbers)
-            if has_scales:
-                for g in range(n_scales):
-                    numbers[g] = times * scale(at, g // repeats) + plus
-                put_scales(made, numbers)
+            take_quants(at, quants)
+            put_quants(made, quants)
+            found[:] = 0
+            take_d(at, found)
+            if has_table:
+                for i in range(n_d):
+                    found[i] = halves[found[i]]
+            put_d(made, found)
+            found[:] = 0
+            take_s(at, found)
+            for g in range(n):
+                scales[g] = times * found[g // repeats] + plus
+            put_s(made, scales)
         return 0
 
     return KernelSource(f"recode_{type.name}", recode)
