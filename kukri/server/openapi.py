@@ -7,9 +7,23 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from kukri.server.schema import ErrorBody
-
 Responses = dict[int | str, dict[str, Any]]  # as FastAPI takes them
+
+
+class ErrorDetail(BaseModel):
+    """The description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error, as OpenAI's API writes it."""
+
+    error: ErrorDetail
+
 
 _REASONS = {
     400: "The request is wrong",

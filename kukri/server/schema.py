@@ -571,57 +571,6 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class PromptText(Body):
-    """The conversation of /tokenize and /apply-template."""
-
-    model: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def options(self) -> dict[str, Any]:
-        """The options of `ChatPrompts.encode` and `render`."""
-        return {
-            "variables": self.chat_template_kwargs,
-            "add_generation_prompt": self.add_generation_prompt is not False,
-            "continue_final_message": bool(self.continue_final_message),
-            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None,
-        }
-
-
-class TokenizeBody(PromptText):
-    """A request to /tokenize: `prompt` or `messages` as vLLM has them, or `content` as llama.cpp has it."""
-
-    prompt: str | None = None
-    content: str | None = None
-    add_special_tokens: bool = True  # to a prompt
-    add_special: bool = False  # to a content
-    parse_special: bool = True  # control tokens written in either count
-    return_token_strs: bool = False
-    with_pieces: bool = False  # each token with its text
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> TokenizeBody:
-        if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
-            raise RequestError("give one of prompt, content and messages", param="prompt")
-        return self
-
-
-class DetokenizeBody(Body):
-    """A request to /detokenize."""
-
-    model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=MAX_IDS)]
-
-
-class TemplateBody(PromptText):
-    """A request to /apply-template."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-
-
 class LoadAdapterBody(Body):
     """A request to /v1/load_lora_adapter, as vLLM spells it."""
 
@@ -636,21 +585,6 @@ class UnloadAdapterBody(Body):
 
     lora_name: str
     ignored = frozenset({"lora_int_id"})
-
-
-class ErrorDetail(BaseModel):
-    """The description of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """An error, as OpenAI's API writes it."""
-
-    error: ErrorDetail
 
 
 def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -40,7 +40,7 @@ def placed(messages: list[dict[str, Any]], shows: Shows) -> list[dict[str, Any]]
 def as_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages for a template that takes turns of user and assistant alone."""
     moved = [{**m, "role": "user"} if m["role"] in SYSTEM_ROLES else m for m in messages]
-    return _joined([{**m, "is_moved": True} if m["role"] == "user" else m for m in moved])
+    return _joined([{**m, "is_moved": m["role"] in ("user", "assistant")} for m in moved])
 
 
 def _beginning(lead: list[dict[str, Any]], after: list[str], shows: Shows) -> list[dict[str, Any]]:
@@ -70,18 +70,24 @@ def _roles(messages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages that became the user's, together with the user's next to them."""
+    """The messages, those that were moved together with their neighbours of one role; calls stay apart."""
     joined: list[dict[str, Any]] = []
     is_open = False  # the last message may take the next one
     for message in messages:
         message = dict(message)
         is_moved = message.pop("is_moved", False)
-        is_user = message["role"] == "user"
-        if joined and is_user and joined[-1]["role"] == "user" and (is_moved or is_open):
+        is_plain = not message.get("tool_calls")
+        last = joined[-1] if joined else {"role": None}
+        if (
+            last["role"] == message["role"]
+            and is_plain
+            and not last.get("tool_calls")
+            and (is_moved or is_open)
+        ):
             joined[-1] = {**joined[-1], **message, "content": _text([joined[-1], message])}
         else:
             joined.append(message)
-        is_open = is_user and is_moved
+        is_open = is_moved
     return joined
 
 

@@ -44,6 +44,7 @@ GETS = (
     *("/api/tags", "/api/ps", "/api/version", "/props", "/slots", "/version"),
     *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
     *("/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
+    *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
 )
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

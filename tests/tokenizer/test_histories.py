@@ -175,9 +175,9 @@ def test_messages_go_where_the_template_has_a_place(template, order, want):
 
 def test_turns_of_one_role_are_joined_where_a_template_wants_turns():
     """Catches two questions in a row refused by a template whose turns alternate."""
-    messages = _conversation("u u a u u")
+    messages = _conversation("u u a a u u")
     prompt = ChatTemplate(SYSTEMS["refused"]).render(messages, False)
-    assert prompt == "<user>u0.\n\nu1.<assistant>a2.<user>u3.\n\nu4."
+    assert prompt == "<user>u0.\n\nu1.<assistant>a2.\n\na3.<user>u4.\n\nu5."
 
 
 def test_probes_are_few_and_rendered_once(monkeypatch):

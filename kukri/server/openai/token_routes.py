@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 from kukri.errors import RequestError
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
-from kukri.server.schema import DetokenizeBody, TemplateBody, TokenizeBody, conversation
+from kukri.server.openai.token_schema import DetokenizeBody, TemplateBody, TokenizeBody
+from kukri.server.schema import conversation
 
 
 def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
