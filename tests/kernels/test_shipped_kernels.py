@@ -149,6 +149,7 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "kernels.dots",
         "kernels.tiles",
         "kernels.unpack",
+        "kernels.block_numbers",
         "kernels.blocks",
         "kernels.candidates",
         "kernels.head_rotation",

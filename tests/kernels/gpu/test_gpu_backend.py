@@ -29,10 +29,10 @@ IDS = random_ids(4, V)
 SLOW = pytest.mark.slow  # the interpreter takes seconds for a step
 
 
-def model_of(name, n_layers=4):
+def model_of(name, n_layers=4, type_name="Q8_0"):
     """A tiny model with packed matrices."""
     _, config, source = make(name)
-    plain, type = source.matrix, QUANT_TYPES["Q8_0"]
+    plain, type = source.matrix, QUANT_TYPES[type_name]
 
     def packed(key, shape):
         if shape[1] % type.block_size:  # the taps of a convolution
@@ -88,6 +88,14 @@ def test_logits_are_those_of_the_reference(name):
     model, backend = model_of(name, 1), GpuBackend()
     want = Driver(Int8Inputs(model), ReferenceBackend(), kv_type="f16").run(IDS, [4])
     assert_near(Driver(model, backend, kv_type="f16").run(IDS, [3, 1]), want)
+
+
+def test_types_that_no_kernel_reads_are_dequantized():
+    """Bytes of blocks taken for planes or floats; a promise of bits that plain ops may break."""
+    model, backend = model_of("qwen3", 1, "Q2_0"), GpuBackend()
+    got = Driver(model, backend, kv_type="f16").step(IDS[:2])
+    assert not backend.is_batch_invariant  # so there are such matrices
+    assert_near(got, Driver(model, ReferenceBackend(), kv_type="f16").step(IDS[:2]))
 
 
 def test_attention_has_the_fields_that_its_kernels_know():
