@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kukri.sampling import SamplingParams, resolve_texts
+import pytest
+
+from kukri.sampling import SamplingParams, resolve_texts, text_params
 from kukri.sampling.params import TokenSet
 
 WORDS = [b"the", b"\n", b" cat", b"cat", b".\n", b"c", b"at", b" "]
@@ -39,10 +41,10 @@ def test_a_breaker_is_every_token_that_contains_it() -> None:
     )  # fmt: skip
 
 
-def test_of_a_prediction_its_beginning_counts() -> None:
+def test_of_a_prediction_its_beginning_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a megabyte of drafts that no answer is long enough for."""
-    params = resolve_texts(SamplingParams(prediction="\n" * 300_000), Words())
-    assert 0 < len(params.prediction) <= 2**17
+    monkeypatch.setattr(text_params, "_MOST_PREDICTED", 4)
+    assert resolve_texts(SamplingParams(prediction="cat\n\n\n"), Words()).prediction == (3, 1)
 
 
 def test_parameters_without_texts_stay_as_they_are() -> None:

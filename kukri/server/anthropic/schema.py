@@ -8,6 +8,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
+from kukri.sampling.fields import MAX_STOPS, MAX_TEXT
 from kukri.server.schema import (
     HINTS,
     NO_CALLS,
@@ -219,7 +220,10 @@ class MessagesBody(PromptBody, Sampling):
 
     refused: ClassVar[Refused] = {**PromptBody.refused, "container": ((), "nothing is run here")}
     max_tokens: MaxTokens
-    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]], Field(max_length=MAX_STOPS)]
+        | None
+    ) = None
     metadata: Metadata | None = None
     interventions: Interventions | None = None
 

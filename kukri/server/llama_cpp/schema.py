@@ -26,6 +26,7 @@ from kukri.tokenizer import Tokenizer
 # names of kukri's fields in errors, and llama.cpp's
 NAMES = {name: facts.llama_cpp for name, facts in FACTS.items() if facts.llama_cpp not in (None, name)}
 _RENAMED = {name: theirs for name, theirs in NAMES.items() if name in SAME_FORM}
+_ANY_SEED = 2**32 - 1  # -1 among its seeds of 32 bits: another answer each time
 _SAMPLERS = {"typ_p": "typical_p"}
 _NO_SAMPLERS = frozenset({"infill"})  # editors name it; it only makes middles end earlier
 
@@ -75,6 +76,8 @@ class LlamaBody(GenerationBody):
         for name in ("seed", "n_predict"):
             if isinstance(data.get(name), int) and data[name] < 0:
                 del data[name]
+        if data.get("seed") == _ANY_SEED:
+            del data["seed"]
         if isinstance(data.get("temperature"), int | float) and data["temperature"] < 0:
             data["temperature"] = 0.0  # the likeliest token
         if isinstance(data.get("logit_bias"), list):

@@ -345,8 +345,7 @@ class Bridge:
         now_s = perf_counter()
         advanced: dict[LiveCall, None] = {}  # once for all its answers
         n_since: dict[float, int] = {}  # tokens, by the time of the one before each
-        for output in outputs:
-            request, _, finish_reason = output
+        for request, token, finish_reason in outputs:
             if finish_reason is not None and request.id in self._computing:
                 self._computing.pop(request.id)(request, finish_reason)
                 continue
@@ -354,13 +353,21 @@ class Bridge:
             if waiting is None:  # dropped meanwhile
                 continue
             last_s = waiting.last_token_s
+            if token is not None:
+                waiting.last_token_s = now_s
+                if last_s is None:
+                    self._count_first(waiting, now_s)
+                else:
+                    n_since[last_s] = n_since.get(last_s, 0) + 1
             try:
-                self._take(waiting, output, now_s)
+                stop = waiting.answer.push(token, finish_reason)
             except BaseException as error:
                 waiting.call.break_off("the text of the answer", error)
                 continue
-            if output.token is not None and last_s is not None:
-                n_since[last_s] = n_since.get(last_s, 0) + 1
+            if stop is not None and finish_reason is None:
+                self.loop.finish(request, "stop", stop)
+            if waiting.answer.finish_reason is not None:
+                self._end(waiting)
             waiting.n_held += 1
             if last_s is None or waiting.n_held >= self._stream_interval:
                 waiting.n_held = 0
@@ -370,23 +377,15 @@ class Bridge:
         for call in advanced:
             call.advance()
 
-    def _take(self, waiting: _Waiting, output: StepOutput, now_s: float) -> None:
-        """Puts a step's output for an answer to its text; ends the answer if it has ended."""
-        answer, call, (request, token, finish_reason) = waiting.answer, waiting.call, output
-        if token is not None:
-            if waiting.last_token_s is None:
-                self._count_first(waiting, now_s)
-            waiting.last_token_s = now_s
-        stop = answer.push(token, finish_reason)
-        if stop is not None and finish_reason is None:
-            self.loop.finish(request, "stop", stop)
-        if answer.finish_reason is not None:
-            del self._waiting[request.id]
-            if answer.finish_reason in ("error", "abort"):
-                self._on_failure(answer, call)
-            if call.is_done:
-                call.cancel_deadline()
-            call.wake()
+    def _end(self, waiting: _Waiting) -> None:
+        """Lets go of an answer that has ended, and wakes its call."""
+        answer, call = waiting.answer, waiting.call
+        del self._waiting[answer.request.id]
+        if answer.finish_reason in ("error", "abort"):
+            self._on_failure(answer, call)
+        if call.is_done:
+            call.cancel_deadline()
+        call.wake()
 
     def _count_first(self, waiting: _Waiting, now_s: float) -> None:
         call, request = waiting.call, waiting.answer.request
