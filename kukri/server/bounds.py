@@ -22,10 +22,16 @@ _NO_SCHEMAS = ("metadata", "expected", "serialization")  # parts of a schema tha
 
 
 def bounded(schema: Any) -> Any:
-    """A core schema of pydantic with bounds wherever it has none; changed in place."""
+    """A core schema of pydantic with bounds wherever it has none; changed in place.
+
+    pydantic hands out the same schema again for each model and each application that uses it: what has its
+    bounds already stays as it is.
+    """
     if isinstance(schema, list | tuple):
         return type(schema)(map(bounded, schema))
     if not isinstance(schema, dict):
+        return schema
+    if isinstance(schema.get("function"), dict) and _is_check(schema["function"].get("function")):
         return schema
     is_node = isinstance(schema.get("type"), str)  # else fields by name, or the choices of a union
     for name, part in schema.items():
@@ -47,6 +53,10 @@ def bounded(schema: Any) -> Any:
             limit = schema.setdefault("max_length", MAX_ENTRIES)
             return no_info_before_validator_function(partial(_checked_size, limit), schema)
     return schema
+
+
+def _is_check(function: Any) -> bool:
+    return isinstance(function, partial) and function.func is _checked_size
 
 
 def _checked_size(limit: int, value: Any) -> Any:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-import kukri.server.app  # noqa: F401  (all bodies)
 from kukri.errors import RequestError
+from kukri.model_options import ModelOptions
+from kukri.server.app import create_app
 from kukri.server.schema import Body
+from kukri.server.settings import ModelSpec, ServerSettings
 
 N = 100_000
 
@@ -76,3 +78,20 @@ def test_a_flood_of_wrong_items_is_a_few_errors(name: str, body: type[BaseModel]
     n_errors, seconds = outcome(body, FLOODS[-1])  # type: ignore[arg-type]
     assert n_errors <= n_fields + 1, "unknown fields"
     assert seconds < 0.5
+
+
+def depth(schema: Any) -> int:
+    """How deep a schema is nested."""
+    parts = list(schema.values()) if isinstance(schema, dict) else schema
+    return 1 + max(map(depth, parts), default=0) if isinstance(parts, list | tuple) else 0
+
+
+def test_bounds_are_added_once() -> None:
+    """Catches schemas that grow with each application of a process, until the next one's recursion fails."""
+    models = [ModelSpec(("m",), ModelOptions(model="nowhere.gguf"))]
+    depths = []
+    for _ in range(2):
+        create_app(None, ServerSettings(("m",)), models)
+        depths.append([depth(body.__dict__.get("__pydantic_core_schema__")) for _, body in BODIES])
+    assert depths[0] == depths[1]
+    assert max(depths[0]) > 10  # the premise
