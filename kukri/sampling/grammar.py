@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary, WeakMethod
 
 from kukri.errors import RequestError, UnsupportedError
 from kukri.sampling.closed_schema import closed
+from kukri.sampling.schema_faults import faulty_place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,11 +156,24 @@ def compiled(grammar: Grammar, tokenizer: GrammarTokenizer) -> CompiledGrammar:
     except (ValueError, RecursionError) as error:
         raise grammar.error(str(error)) from None
     if is_wrong:
-        raise grammar.error(messages[0])
+        raise grammar.error(f"{_place(grammar, tokens, llguidance)}{messages[0]}")
     start = llguidance.LLMatcher(tokens, source, log_level=0)
     if start.is_error():
         raise grammar.error(start.get_error())
     return CompiledGrammar(grammar, start, tokenizer.n_vocab, messages)
+
+
+def _place(grammar: Grammar, tokens: Any, llguidance: Any) -> str:
+    """The place in a JSON schema that is at fault, as the beginning of a message; "" without one."""
+    if grammar.kind != "json":
+        return ""
+
+    def is_good(part: Mapping[str, Any]) -> bool:
+        source = _source(replace(grammar, source=json.dumps(part), before=""), llguidance)
+        return not llguidance.LLMatcher.validate_grammar_with_warnings(source, tokens)[0]
+
+    place = faulty_place(json.loads(grammar.source), is_good)
+    return f"at {place}: " if place else ""
 
 
 def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:

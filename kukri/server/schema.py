@@ -36,8 +36,7 @@ ELSEWHERE: Refused = {
     "min_keep": ((0,), "samplers keep one token at least"),
     "n_probs": ((0,), "use logprobs"),
     "post_sampling_probs": ((False,), "log-probabilities are the model's own"),
-    "skip_special_tokens": ((True,), "control tokens are not shown"),
-    "spaces_between_special_tokens": ((True, False), "control tokens are not shown"),
+    "spaces_between_special_tokens": ((True, False), "tokens are joined as they are"),
     "use_beam_search": ((False,), "there is no beam search"),
 }
 # hints that cannot change an answer: taken and ignored
@@ -482,6 +481,7 @@ class ChatBody(GenerationBody):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the answer continues the last message
+    skip_special_tokens: bool | None = None  # False: what is left of control tokens is shown
     chat_template_kwargs: dict[str, Any] | None = None
     # other servers' spellings of whether to reason: they set chat_template_kwargs and the effort
     enable_thinking: bool | None = None
@@ -556,6 +556,7 @@ class CompletionBody(GenerationBody):
     if TYPE_CHECKING:
         best_of: int | None
     echo: bool | None = None
+    skip_special_tokens: bool | None = None  # False: control tokens are part of the text
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -55,6 +56,10 @@ class ChatTemplate:
         """True if the template renders a system message by itself, without merging it."""
         return self._probes.shows(("system", "user"))
 
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raises RequestError naming a message, or a part of one, that is malformed."""
+        checked_messages(messages, self._roles)
+
     def encode(
         self,
         tokenizer: Tokenizer,
@@ -63,17 +68,22 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         max_tokens: int | None = None,
+        controls: str = "",
         **kwargs: Any,
     ) -> list[int]:
         """The token ids of `render`; control tokens come from the template alone.
 
         Their texts inside messages, tools and `kwargs` stay text, so that a user cannot end a turn or begin
-        one of the system's. BOS is added if the model wants it and the template does not write it.
-        Errors as for `render`, and ContextLengthError if a long prompt has certainly more than `max_tokens`.
+        one of the system's; only between two `controls`, which nobody else may know, they count. BOS is added
+        if the model wants it and the template does not write it. Errors as for `render`, and
+        ContextLengthError if a long prompt has certainly more than `max_tokens`.
         """
         specials = [text for i in tokenizer.special_ids if (text := tokenizer.token_text(i))]
 
         def guard(text: str) -> str:
+            if controls and controls in text:
+                parts = text.split(controls)  # each second one stands between two
+                return "".join(part if i % 2 else guard(part) for i, part in enumerate(parts))
             text = text.replace(TEXT_MARK, "")
             for special in specials:
                 marked = special[0] + TEXT_MARK + special[1:]
@@ -156,6 +166,8 @@ class ChatTemplate:
         for message in checked:
             if message["content"] is None and not self._probes.takes_null:
                 message["content"] = ""
+            if message.get("tool_calls") and self._probes.joins_arguments:
+                message["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
         return placed(checked, self._probes.shows)
 
     @cached_property
@@ -180,6 +192,13 @@ class ChatTemplate:
         if len(self.source) > _MAX_SOURCE:
             raise FormatError(f"the model's chat template is longer than {_MAX_SOURCE} characters")
         return TemplateProcess(self.source)
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as JSON text."""
+    function = call["function"]
+    text = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _error(failure: TemplateFailure) -> RequestError | FormatError:

@@ -9,7 +9,7 @@ from typing import Any
 from kukri.errors import KukriError
 from kukri.tokenizer.template_process import TemplateFailure
 
-_CALL = {"id": "CALL00000", "type": "function", "function": {"name": "probe", "arguments": {"x": 1}}}
+_ARGUMENTS = {"x": 1}
 _TOOL = {
     "type": "function",
     "function": {
@@ -43,6 +43,15 @@ class TemplateProbes:
         null, empty = (self._text(_calling(content), [_TOOL]) for content in (None, ""))
         return null is not None and (empty is None or null.count("None") <= empty.count("None"))
 
+    @cached_property
+    def joins_arguments(self) -> bool:
+        """True if the template wants the arguments of calls as JSON text: it joins them to texts."""
+        as_object = self._text(_calling(""), [_TOOL])
+        if as_object is not None and "'x'" not in as_object:
+            return False
+        as_text = self._text(_calling("", '{"x": 1}'), [_TOOL])
+        return as_text is not None and '{"x": 1}' in as_text
+
     def _text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
         try:
             return self._render(messages, tools)
@@ -50,9 +59,11 @@ class TemplateProbes:
             return None
 
 
-def _calling(content: str | None) -> list[dict[str, Any]]:
+def _calling(content: str | None, arguments: Any = _ARGUMENTS) -> list[dict[str, Any]]:
     """A conversation with two calls, before and after the last question; templates may treat them apart."""
     question = {"role": "user", "content": "?"}
-    call = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
+    function = {"name": "probe", "arguments": arguments}
+    called = [{"id": "CALL00000", "type": "function", "function": function}]
+    call = {"role": "assistant", "content": content, "tool_calls": called}
     result = {"role": "tool", "name": "probe", "tool_call_id": "CALL00000", "content": "1"}
     return [question, call, result, {"role": "assistant", "content": "!"}, question, call, result]

@@ -7,11 +7,13 @@ and the like are left out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import family_templates as templates
 from tiny_gguf import tiny_config, write_tiny
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
@@ -26,6 +28,10 @@ class Family:
     write: Callable[[Calls], str]  # what the model writes to call
     before: str = "Let me see.\n\n"  # what it may say first
     plain: tuple[str, ...] = ()  # tokens that are marks and no control tokens
+    dialect: str = "hermes"  # the name of its entry in the table
+    thinks: tuple[str, str] = ("<think>\n", "\n</think>\n\n")  # around its thoughts
+    says: tuple[str, str] = ("", "")  # around an answer without calls
+    most_calls: int = 2  # in one answer
     history: str = ""  # the prompt of `HISTORY`
     n_calls_in_history: int = 2
     id_length: int | None = None
@@ -58,182 +64,80 @@ def _code(calls: Calls) -> str:
     return f"<code>\n{''.join(lines)}</code>"
 
 
-_CHATML_TOOLS = """\
-{%- if tools %}<|im_start|>system
-{% if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif -%}
-# Tools
+def _tagged(calls: Calls) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{_shown(value)}\n</parameter>\n" for key, value in given.items())
+        + "</function>\n</tool_call>"
+        for name, given in calls
+    )
 
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-</tools>
 
-Return a json object within <tool_call></tool_call> XML tags for each call.<|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
-"""
-_QWEN = (
-    _CHATML_TOOLS
-    + """\
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% elif message.role == 'assistant' -%}
-<|im_start|>assistant
-{% if message.content %}{{ message.content }}{% endif %}
-{%- for tool_call in message.tool_calls or [] %}
-{%- if (loop.first and message.content) or not loop.first %}{{ '\\n' }}{% endif %}
-{%- if tool_call.function %}{% set tool_call = tool_call.function %}{% endif -%}
-<tool_call>
-{"name": "{{ tool_call.name }}", "arguments": {% if tool_call.arguments is string -%}
-{{ tool_call.arguments }}{% else %}{{ tool_call.arguments | tojson }}{% endif %}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% elif message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and enable_thinking is false %}<think>
+def _seed(calls: Calls) -> str:
+    text = _tagged(calls).replace("tool_call>", "seed:tool_call>")
+    return re.sub(r"(<parameter=\w+>)\n(.*?)\n(</parameter>)", r"\1\2\3", text, flags=re.DOTALL)
 
-</think>
 
-{% endif %}{% endif %}"""
-)
-_LLAMA_3 = """\
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}
-{%- set system_message = messages[0].content | trim %}{% set messages = messages[1:] %}
-{%- else %}{% set system_message = '' %}{% endif -%}
-<|start_header_id|>system<|end_header_id|>
+def _keys(calls: Calls) -> str:
+    return "\n".join(
+        f"<tool_call>{name}\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_shown(value)}</arg_value>\n"
+            for key, value in given.items()
+        )
+        + "</tool_call>"
+        for name, given in calls
+    )
 
-{% if tools is not none %}Environment: ipython
-{% endif %}{{ system_message }}<|eot_id|>
-{%- if tools is not none %}
-{%- set first_user_message = messages[0].content | trim %}{% set messages = messages[1:] -%}
-<|start_header_id|>user<|end_header_id|>
 
-Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
 
-{% for tool in tools %}{{ tool | tojson(indent=4) }}
 
-{% endfor %}{{ first_user_message }}<|eot_id|>
-{%- endif %}
-{%- for message in messages %}
-{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) -%}
-<|start_header_id|>{{ message.role }}<|end_header_id|>
+def _harmony(calls: Calls) -> str:
+    ((name, given),) = calls
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(given)}"
 
-{{ message.content | trim }}<|eot_id|>
-{%- elif 'tool_calls' in message %}
-{%- if not message.tool_calls | length == 1 %}
-{{- raise_exception('This model only supports single tool-calls at once!') }}
-{%- endif %}
-{%- set tool_call = message.tool_calls[0].function -%}
-<|start_header_id|>assistant<|end_header_id|>
 
-{"name": "{{ tool_call.name }}", "parameters": {{ tool_call.arguments | tojson }}}<|eot_id|>
-{%- elif message.role == 'tool' or message.role == 'ipython' -%}
-<|start_header_id|>ipython<|end_header_id|>
+def _gemma(calls: Calls) -> str:
+    quote = '<|"|>'
 
-{% if message.content is mapping or message.content is iterable %}{{ message.content | tojson }}
-{%- else %}{{ message.content }}{% endif %}<|eot_id|>
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+    def write(value: Any) -> str:
+        if isinstance(value, str):
+            return f"{quote}{value}{quote}"
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{write(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(write, value)) + "]"
+        return _json(value)
 
-{% endif %}"""
-_MISTRAL = """\
-{%- if messages[0].role == 'system' %}
-{%- set system_message = messages[0].content %}{% set loop_messages = messages[1:] %}
-{%- else %}{% set loop_messages = messages %}{% endif %}
-{%- if not tools is defined %}{% set tools = none %}{% endif %}
-{%- set user_messages = loop_messages | selectattr('role', 'equalto', 'user') | list %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-{%- if message.role == 'user' %}
-{%- if tools is not none and message == user_messages[-1] %}[AVAILABLE_TOOLS] [
-{%- for tool in tools %}{{ tool | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]
-{{- '[/AVAILABLE_TOOLS]' }}{% endif %}
-{%- if loop.last and system_message is defined %}[INST] {{ system_message + '\\n\\n' }}
-{{- message.content }}[/INST]
-{%- else %}[INST] {{ message.content }}[/INST]{% endif %}
-{%- elif message.tool_calls is defined and message.tool_calls is not none %}[TOOL_CALLS] [
-{%- for tool_call in message.tool_calls %}
-{%- set out = tool_call.function | tojson %}{{ out[:-1] }}
-{%- if not tool_call.id is defined or tool_call.id | length != 9 %}
-{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
-{%- endif %}, "id": "{{ tool_call.id }}"}{% if not loop.last %}, {% else %}]{{ eos_token }}{% endif %}
-{%- endfor %}
-{%- elif message.role == 'assistant' %} {{ message.content }}{{ eos_token }}
-{%- elif message.role == 'tool_results' or message.role == 'tool' %}
-{%- set content = message.content.content if message.content is defined and message.content.content is defined
-else message.content -%}
-[TOOL_RESULTS] {"content": {{ content | string }}, {% if not message.tool_call_id is defined or
-message.tool_call_id | length != 9 %}
-{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
-{%- endif %}"call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
-{%- endif %}
-{%- endfor %}"""
-_MISTRAL_NAMES = """\
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]
-{%- set messages = messages[1:] %}{% endif %}
-{%- if tools is defined and tools is not none and tools | length > 0 %}[AVAILABLE_TOOLS]{{ tools | tojson }}
-{{- '[/AVAILABLE_TOOLS]' }}{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}[INST]{{ message.content }}[/INST]
-{%- elif message.role == 'assistant' %}{% if message.content %}{{ message.content }}{% endif %}
-{%- for tool_call in message.tool_calls or [] -%}
-[TOOL_CALLS]{{ tool_call.function.name }}[CALL_ID]{{ tool_call.id }}[ARGS]
-{{- tool_call.function.arguments | tojson }}
-{%- endfor %}{{ eos_token }}
-{%- elif message.role == 'tool' -%}
-[TOOL_RESULTS]{{ message.tool_call_id }}[TOOL_CONTENT]{{ message.content }}[/TOOL_RESULTS]
-{%- endif %}
-{%- endfor %}"""
-_SMOLLM3 = """\
-{%- if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif -%}
-<|im_start|>system
-## Metadata
+    return "".join(f"<|tool_call>call:{name}{write(given)}<tool_call|>" for name, given in calls)
 
-Reasoning Mode: {{ '/think' if enable_thinking else '/no_think' }}
 
-{% if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
-{%- if xml_tools or python_tools %}### Tools
+def _python(begin: str, between: str, end: str) -> Callable[[Calls], str]:
+    def write(calls: Calls) -> str:
+        lines = (
+            f"{n}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for n, given in calls
+        )
+        return f"{begin}{between.join(lines)}{end}"
 
-{% if xml_tools %}You are provided with function signatures within <tools></tools> XML tags:
+    return write
 
-<tools>
-{% for tool in xml_tools[:] %}{{ (tool | string) + '\\n' }}{% endfor %}</tools>
 
-Return a json object within <tool_call></tool_call> XML tags for each call.
-{% endif %}
-{%- if python_tools %}Python code between '<code>' and '</code>' tags will be executed. You can use:
-<tools>
-{% for tool in python_tools[:] %}{{ (tool | string) + '\\n' }}{% endfor %}</tools>
-{% endif %}
-{% endif %}<|im_end|>
-{% for message in messages %}
-{%- set content = message.content if message.content is string else '' %}
-{%- if message.role == 'user' %}{{ '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
-{%- elif message.role == 'assistant' %}
-{%- if enable_thinking %}{{ '<|im_start|>assistant\\n' + content.lstrip('\\n') + '<|im_end|>\\n' }}
-{%- else %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' + content.lstrip('\\n') + '<|im_end|>\\n' }}
-{%- endif %}
-{%- elif message.role == 'tool' %}{{ '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{%- if enable_thinking %}{{ '<|im_start|>assistant\\n' }}
-{%- else %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' }}{% endif %}
-{%- endif %}"""
+def _listed(begin: str, end: str = "") -> Callable[[Calls], str]:
+    def write(calls: Calls) -> str:
+        objects = (_json({"name": name, "arguments": given}) for name, given in calls)
+        return f"{begin}[{', '.join(objects)}]{end}"
+
+    return write
+
+
+def _deepseek(calls: Calls) -> str:
+    written = (
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(given)}<｜tool▁call▁end｜>" for name, given in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{''.join(written)}<｜tool▁calls▁end｜>"
+
 
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -257,15 +161,16 @@ noon
 </tool_response><|im_end|>
 <|im_start|>assistant
 """
-QWEN = Family(_QWEN, _CHATML, _hermes, plain=_TAGS, history=_QWEN_HISTORY)
+QWEN = Family(templates.QWEN, _CHATML, _hermes, plain=_TAGS, history=_QWEN_HISTORY)
 FAMILIES = {
     "qwen": QWEN,
-    "hermes": Family(_QWEN, _CHATML, _hermes, history=_QWEN_HISTORY),
+    "hermes": Family(templates.QWEN, _CHATML, _hermes, history=_QWEN_HISTORY),
     "llama3": Family(
-        _LLAMA_3,
+        templates.LLAMA_3,
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<|eot_id|>"),
         _llama,
         before="",
+        dialect="llama3",
         n_calls_in_history=1,
         history="<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nParis?<|eot_id|>"
@@ -275,10 +180,11 @@ FAMILIES = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "mistral": Family(
-        _MISTRAL,
+        templates.MISTRAL,
         ("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
          "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>"),
         _mistral,
+        dialect="mistral",
         id_length=9,
         history="<s>[INST] Paris?[/INST]"
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich", "unit": "C"}, '
@@ -287,11 +193,12 @@ FAMILIES = {
         '[TOOL_RESULTS] {"content": noon, "call_id": "CALL00001"}[/TOOL_RESULTS]',
     ),
     "mistral_names": Family(
-        _MISTRAL_NAMES,
+        templates.MISTRAL_NAMES,
         ("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[ARGS]",
          "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
          "[CALL_ID]", "</s>"),
         _mistral_names,
+        dialect="mistral-names",
         id_length=9,
         history="<s>[INST]Paris?[/INST]Let me see."
         '[TOOL_CALLS]get_weather[CALL_ID]CALL00000[ARGS]{"city": "Zürich", "unit": "C"}'
@@ -299,7 +206,7 @@ FAMILIES = {
         "[/TOOL_RESULTS][TOOL_RESULTS]CALL00001[TOOL_CONTENT]noon[/TOOL_RESULTS]",
     ),
     "smollm3": Family(
-        _SMOLLM3,
+        templates.SMOLLM3,
         _CHATML,
         _hermes,
         plain=(*_TAGS, "<code>", "</code>"),
@@ -308,6 +215,140 @@ FAMILIES = {
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "unit": "C"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n12 C<|im_end|>\n<|im_start|>user\nnoon<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "qwen_xml": Family(templates.QWEN_XML, _CHATML, _tagged, plain=_TAGS, dialect="qwen-xml"),
+    "gpt_oss": Family(
+        templates.GPT_OSS,
+        ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+        _harmony,
+        before="<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant",
+        dialect="harmony",
+        history='<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: analysis, '
+        'commentary, final. Channel must be included for every '
+        'message.<|end|><|start|>user<|message|>Paris?<|end|><|start|>assistant<|channel|'
+        '>analysis<|message|>Let me see.<|end|><|start|>assistant '
+        'to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Zürich", '
+        '"unit": "C"}<|call|><|start|>functions.get_weather '
+        'to=assistant<|channel|>commentary<|message|>"12 C"<|end|><|start|>assistant '
+        'to=functions.get_time<|channel|>commentary '
+        'json<|message|>{}<|call|><|start|>functions.get_time '
+        'to=assistant<|channel|>commentary<|message|>"noon"<|end|><|start|>assistant',
+        thinks=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        says=("<|channel|>final<|message|>", ""),
+        most_calls=1,
+    ),
+    "gemma4": Family(
+        templates.GEMMA_4,
+        ("<bos>", "<|turn>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
+         "<tool_response|>", "<|channel>", "<channel|>", '<|"|>', "<|think|>", "<turn|>"),
+        _gemma,
+        dialect="gemma4",
+        history='<bos><|turn>user\nParis?<turn|>\n<|turn>model\nLet me '
+        'see.<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,unit:<|"|>C<|"|>}<tool_ca'
+        'll|><|tool_call>call:get_time{}<tool_call|><|tool_response>response:get_weather{'
+        'value:<|"|>12 '
+        'C<|"|>}<tool_response|><|tool_response>response:get_time{value:<|"|>noon<|"|>}<t'
+        'ool_response|>',
+        thinks=("<|channel>thought\n", "<channel|>"),
+    ),
+    "lfm2": Family(
+        templates.LFM2,
+        ("<|startoftext|>", "<|im_start|>", "<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>",
+         "<|tool_call_end|>", "<|tool_response_start|>", "<|tool_response_end|>", "<|im_end|>"),
+        _python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+        dialect="lfm2",
+        history='<|startoftext|><|im_start|>user\nParis?<|im_end|>\n<|im_start|>assistant\nLet me '
+        "see.\n<|tool_call_start|>[get_weather(city='Zürich', unit='C'), "
+        'get_time()]<|tool_call_end|><|im_end|>\n<|im_start|>tool\n'
+        '<|tool_response_start|>12 C<|tool_response_end|><|im_end|>\n<|im_start|>tool\n'
+        '<|tool_response_start|>noon<|tool_response_end|><|im_end|>\n<|im_start|>assistant\n',
+    ),
+    "olmo3": Family(
+        templates.OLMO_3, _CHATML, _python("<function_calls>", "\n", "</function_calls>"), dialect="olmo3"
+    ),
+    "glm4": Family(
+        templates.GLM_4,
+        ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>", "<|observation|>", "<|user|>"),
+        _keys,
+        plain=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        dialect="glm",
+    ),
+    "phi4": Family(
+        templates.PHI_4,
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|tool_call|>",
+         "<|/tool_call|>", "<|tool_response|>", "<|end|>"),
+        _listed("<|tool_call|>", "<|/tool_call|>"),
+        dialect="phi4",
+        history='<|user|>Paris?<|end|><|assistant|>Let me see.\n<|tool_call|>[{"name": '
+        '"get_weather", "arguments": {"city": "Zürich", "unit": "C"}}, {"name": '
+        '"get_time", "arguments": {}}]<|/tool_call|><|end|><|tool|>12 '
+        'C<|end|><|tool|>noon<|end|><|assistant|>',
+    ),
+    "granite3": Family(
+        templates.GRANITE_3,
+        ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"),
+        _listed("<|tool_call|>"),
+        dialect="granite3",
+        history='<|start_of_role|>system<|end_of_role|>You are Granite.<|end_of_text|>\n'
+        '<|start_of_role|>user<|end_of_role|>Paris?<|end_of_text|>\n'
+        '<|start_of_role|>assistant<|end_of_role|>Let me see.\n<|tool_call|>[{"name": '
+        '"get_weather", "arguments": {"city": "Zürich", "unit": "C"}}, {"name": '
+        '"get_time", "arguments": {}}]<|end_of_text|>\n'
+        '<|start_of_role|>tool<|end_of_role|>12 C<|end_of_text|>\n'
+        '<|start_of_role|>tool<|end_of_role|>noon<|end_of_text|>\n'
+        '<|start_of_role|>assistant<|end_of_role|>',
+        thinks=("<think>", "</think>\n\n"),
+        says=("<response>", "</response>"),
+    ),
+    "hunyuan": Family(
+        templates.HUNYUAN,
+        ("<|startoftext|>", "<|extra_0|>", "<|extra_4|>", "<|eos|>"),
+        _listed("<tool_calls>", "</tool_calls>"),
+        dialect="hunyuan",
+        says=("<answer>\n", "\n</answer>"),
+    ),
+    "nemotron": Family(
+        templates.NEMOTRON,
+        ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+        _listed("<TOOLCALL>", "</TOOLCALL>"),
+        dialect="nemotron",
+    ),
+    "seed": Family(
+        templates.SEED,
+        ("<seed:bos>", "<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>",
+         "<seed:eos>"),
+        _seed,
+        dialect="seed",
+        thinks=("<seed:think>", "</seed:think>\n"),
+    ),
+    "deepseek": Family(
+        templates.DEEPSEEK,
+        ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>",
+         "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+         "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜end▁of▁sentence｜>"),
+        _deepseek,
+        dialect="deepseek",
+        history='<｜begin▁of▁sentence｜><｜User｜>Paris?<｜Assistant｜></think>Let me '
+        'see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": '
+        '"Zürich", "unit": '
+        '"C"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{}<｜tool▁call▁end｜><'
+        '｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁output▁begin｜>12 '
+        'C<｜tool▁output▁end｜><｜tool▁output▁begin｜>noon<｜tool▁output▁end｜>',
+    ),
+    "minicpm": Family(
+        templates.MINICPM,
+        ("<s>", "<|im_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "<|thought_start|>",
+         "<|thought_end|>", "<|im_end|>"),
+        _python("<|tool_call_start|>\n```python\n", "\n", "\n```\n<|tool_call_end|>"),
+        dialect="minicpm",
+        thinks=("<|thought_start|>\n", "\n<|thought_end|>\n"),
+    ),
+    "llama4": Family(
+        templates.LLAMA_4,
+        ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>"),
+        _python("[", ", ", "]"),
+        before="",
+        dialect="llama-python",
     ),
 }  # fmt: skip
 PYTHON_TOOLS = [

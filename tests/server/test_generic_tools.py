@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from bodies import check_chat, check_chunk, events
+from bodies import check_chat, check_chunk, check_error, events
 from forcing import force
 from live_server import MODEL
 from pydantic import BaseModel, Field
@@ -134,3 +134,14 @@ def test_several_calls_stream_and_all_endpoints_have_them(served):
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )  # fmt: skip
     assert [block.type for block in message.content] == ["tool_use"]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [({"role": "nonsense", "content": "x"}, "messages[1].role"), ({"role": "user"}, "messages[1].content")],
+)
+def test_errors_name_the_message_that_the_client_sent(served, message, param):
+    """Catches a place counted among messages to which the one that shows the tools was added."""
+    body = {"model": MODEL, "messages": [*QUESTION, message], "tools": TOOLS, "max_tokens": 1}
+    with served.http() as http:
+        check_error(http.post("/v1/chat/completions", json=body), 400, param)

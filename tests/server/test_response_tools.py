@@ -186,7 +186,6 @@ def test_pieces_of_a_turn_are_one_message():
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"name": "a"}], "tool_choice": "auto"}, "tools[0].type"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name"),
-        ({"tools": [WEATHER | {"parameters": {"type": "x"}}]}, "tools"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"top_logprobs": 1}, "top_logprobs"),
     ],

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import anthropic
+import ollama
 import pytest
 from bodies import check_chat, check_chunk, events
 from families import FAMILIES, PYTHON_TOOLS, SMOLLM3_CODE, Family, history_of, write_family
@@ -100,37 +102,39 @@ def ask(server: Served, **options: Any) -> tuple[str | None, list[tuple[str, Any
 
 def test_calls_are_read(server, family, say):
     """Catches a form that is not recognized, marks that are shown, and calls in another order."""
-    say(family.before + family.write(CALLS))
-    before = family.before.strip() or None
-    assert ask(server) == (before, CALLS, "tool_calls")
+    calls = CALLS[: family.most_calls]
+    say(family.before + family.write(calls))
+    before = "Let me see." if family.before else None
+    assert ask(server) == (before, calls, "tool_calls")
     assert ask(server, tool_choice="auto", parallel_tool_calls=False) == (before, CALLS[:1], "tool_calls")
 
 
-def test_text_alone_is_text(server, say):
+def test_text_alone_is_text(server, family, say):
     """Catches an answer that tools change where none is called."""
-    say("It is { noon } [here].")
+    say("It is { noon } [here].".join(family.says))
     assert ask(server) == ("It is { noon } [here].", [], "stop")
     assert ask(server, tools=STRICT) == ("It is { noon } [here].", [], "stop")
 
 
 def test_no_tools_no_calls(server, family, say):
     """Catches calls where the client has said that there are to be none."""
-    say(family.write(CALLS))
+    say(family.write(CALLS[:1]))
     content, calls, reason = ask(server, tool_choice="none")
     assert (calls, reason) == ([], "stop")
-    assert "get_weather" in content
+    assert "Zürich" in content
 
 
 @pytest.mark.parametrize("many", [True, False])
 def test_a_grammar_knows_the_form(server, family, say, many):
     """Catches a grammar that forbids what the family writes: the request would fail."""
-    calls = CALLS if many else CALLS[:1]
+    calls = CALLS[: family.most_calls] if many else CALLS[:1]
     say(family.write(calls))
     parallel = {"parallel_tool_calls": many}
     assert ask(server, tool_choice="required", **parallel) == (None, calls, "tool_calls")
     assert ask(server, tools=STRICT, **parallel) == (None, calls, "tool_calls")
     say(family.before + family.write(calls))
-    assert ask(server, tools=STRICT, **parallel) == (family.before.strip() or None, calls, "tool_calls")
+    before = "Let me see." if family.before else None
+    assert ask(server, tools=STRICT, **parallel) == (before, calls, "tool_calls")
     say(family.write(CALLS[1:]))
     assert ask(server, tool_choice=NAMED) == (None, CALLS[1:], "tool_calls")
 
@@ -149,22 +153,69 @@ def test_a_grammar_forbids_the_rest(server, family, say):
         assert response.status_code == 500, response.text
 
 
-@pytest.mark.parametrize("family", ["qwen", "smollm3"], indirect=True)
 def test_thoughts_come_before_calls(server, family, say):
     """Catches thoughts in the content, or a grammar that forbids them where the template has them."""
-    say(f"<think>\nHm.\n</think>\n\n{family.write(CALLS)}")
-    for options in ({}, {"tool_choice": "required"}, {"tools": STRICT}):
-        assert ask(server, **options) == (None, CALLS, "tool_calls")
+    calls = CALLS[: family.most_calls]
+    say("Hm.".join(family.thinks) + family.write(calls))
+    assert ask(server) == (None, calls, "tool_calls")
+    if family.thinks[0].strip().split("\n")[0] in family.template or family.dialect == "harmony":
+        for options in ({"tool_choice": "required"}, {"tools": STRICT}):
+            assert ask(server, **options) == (None, calls, "tool_calls")
+
+
+@pytest.mark.parametrize("family", ["qwen_xml", "gpt_oss", "gemma4", "lfm2", "glm4"], indirect=True)
+def test_the_clients_see_the_same_calls(server, family, say):
+    """Catches calls, thoughts or texts that a package of one API reads otherwise than those of another."""
+    written = CALLS[: family.most_calls]
+    say("Hm.".join(family.thinks) + family.before + family.write(written))
+    chat = server.client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS)
+    message = chat.choices[0].message
+    seen = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+    assert (message.reasoning_content, message.content, seen) == ("Hm.", "Let me see.", written)
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    tools = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS
+    ]
+    asked = {"model": MODEL, "max_tokens": 400, "tools": tools, "messages": QUESTION}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        assert [block.thinking for block in answer.content if block.type == "thinking"] == ["Hm."]
+        assert "".join(block.text for block in answer.content if block.type == "text") == "Let me see."
+        assert [(b.name, b.input) for b in answer.content if b.type == "tool_use"] == written
+        assert answer.stop_reason == "tool_use"
+    for given in (TOOLS, STRICT):
+        answer = ollama.Client(server.url).chat(MODEL, messages=QUESTION, tools=given)
+        calls = [(call.function.name, dict(call.function.arguments)) for call in answer.message.tool_calls]
+        assert (answer.message.thinking, answer.message.content, calls) == ("Hm.", "Let me see.", written)
+
+
+@pytest.mark.parametrize("family", ["lfm2"], indirect=True)
+def test_control_tokens_can_be_shown(server, family, say):
+    """Catches a field that is refused, or ignored, though it is the one way to see what a model wrote."""
+    text = family.write(CALLS[1:]) + "<|tool_list_start|>"
+    say(text)
+    asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 90}
+    for shows in (True, False):
+        options = {"extra_body": {"skip_special_tokens": not shows}}
+        plain = server.client.completions.create(**asked, **options).choices[0].text
+        assert plain == (text if shows else "[get_time()]")
+        chat = server.client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS, **options)
+        message = chat.choices[0].message
+        assert [call.function.name for call in message.tool_calls] == ["get_time"]
+        assert (message.content or "") == ("<|tool_list_start|>" if shows else "")
 
 
 def test_the_other_endpoints_read_the_same(server, family, say):
     """Catches a form that only chats know."""
-    say(family.before + family.write(CALLS))
+    written = CALLS[: family.most_calls]
+    say(family.before + family.write(written))
     tools = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
     answer = server.client.responses.create(model=MODEL, input="Hi", tools=tools)
     calls = [item for item in answer.output if item.type == "function_call"]
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
-    assert answer.output_text == family.before.strip()
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == written
+    assert answer.output_text == ("Let me see." if family.before else "")
     tools = [
         {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS
     ]
@@ -172,7 +223,7 @@ def test_the_other_endpoints_read_the_same(server, family, say):
     with server.http() as http:
         blocks = http.post("/v1/messages", json=body).json()["content"]
     found = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
-    assert found == CALLS
+    assert found == written
 
 
 # ---- what the model reads
@@ -207,6 +258,8 @@ def test_tools_are_shown(server):
 
 def test_history_is_shown(server, family):
     """Catches calls or results that the model never sees again, arguments quoted twice, and lost ids."""
+    if not family.history:
+        pytest.skip("test_dialects.py has what this template prints")
     messages = history_of(family)
     assert prompt_of(server, messages) == family.history
     with server.http() as http:
@@ -219,7 +272,7 @@ def test_history_is_shown(server, family):
 
 def test_an_answer_can_be_sent_back(server, family, say):
     """Catches ids that the family's template does not take, and calls that change on the way."""
-    say(family.write(CALLS[: family.n_calls_in_history]))
+    say(family.write(CALLS[: min(family.n_calls_in_history, family.most_calls)]))
     message = (
         server.client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS).choices[0].message
     )
@@ -228,11 +281,27 @@ def test_an_answer_can_be_sent_back(server, family, say):
         for i, call in enumerate(message.tool_calls)
     ]
     prompt = prompt_of(server, [*QUESTION, message.to_dict(), *results], tools=TOOLS)
-    assert json.dumps(CALLS[0][1]["city"], ensure_ascii=False) in prompt
+    assert "Zürich" in prompt
     for i in range(len(results)):
         assert f"result {i}" in prompt
     if family.id_length is not None:
         assert {len(call.id) for call in message.tool_calls} == {family.id_length}
+
+
+@pytest.mark.parametrize("family", ["lfm2", "phi4", "granite3"], indirect=True)
+def test_calls_of_the_history_are_control_tokens(server, family):
+    """Catches calls that the template does not print written as plain text, which the model never saw."""
+    mark = "<|tool_call_start|>" if family.dialect == "lfm2" else "<|tool_call|>"
+    mark_id = server.served.tokenizer.vocabulary.id_of[mark]
+    seen = []
+    encode = server.served.prompts.template.encode
+    server.served.prompts.template.encode = lambda *a, **k: seen.append(encode(*a, **k)) or seen[-1]
+    try:
+        messages = [{"role": "user", "content": f"What is {mark}?"}, *history_of(family)[1:]]
+        server.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    finally:
+        del server.served.prompts.template.encode
+    assert seen[0].count(mark_id) == 1, "the call's, and not the user's"
 
 
 @pytest.mark.parametrize("text", [{"content": None}, {"content": ""}, {"content": []}, {}])

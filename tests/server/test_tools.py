@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -307,13 +308,6 @@ def test_thoughts_end_within_their_budget(tooled):
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
         ({"tools": TOOLS * 2}, "tools"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
-                "tool_choice": "required",
-            },
-            "tools",
-        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ],
@@ -323,6 +317,59 @@ def test_wrong_tools_are_named(tooled, changes, param):
     with tooled.http() as http:
         body = {"model": MODEL, "messages": QUESTION, "max_tokens": 1} | changes
         check_error(http.post("/v1/chat/completions", json=body), 400, param)
+
+
+HARD = {  # schemas that no grammar is made of
+    "names": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "unique": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "ahead": {"type": "string", "pattern": "^(?=a)b"},
+    "format": {"type": "string", "format": "cron"},
+    "none": {"not": {"type": "string"}},
+    "wrong": {"type": "strin"},
+    "elsewhere": {"$ref": "https://example.org/schema"},
+    "empty": {"enum": []},
+    "short": {"type": "string", "minLength": 5, "maxLength": 2},
+    "if": {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    "depends": {"type": "object", "dependentRequired": {"a": ["b"]}},
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_no_schema_of_a_tool_fails_a_request(tooled, name, caplog):
+    """Catches a 400 for one keyword in one of many tools, and other arguments that are free too."""
+    properties = {"unit": {"enum": ["C", "F"]}, name: HARD[name]}
+    parameters = {"type": "object", "properties": properties, "required": ["unit", name]}
+    tools = [TOOLS[1], {"type": "function", "function": {"name": "hard", "parameters": parameters}}]
+    options = {"messages": QUESTION, "model": MODEL, "temperature": 0, "max_tokens": 40, "seed": 1}
+    choice = {"type": "function", "function": {"name": "hard"}}
+    answer = tooled.client.chat.completions.create(tools=tools, tool_choice=choice, **options)
+    arguments = answer.choices[0].message.tool_calls[0].function.arguments
+    assert re.match(r'\{\s*"unit"\s*:\s*"[CF]"', arguments), arguments
+    assert "hard" in caplog.text or "enforced" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"type": "x"}, {"oneOf": [HARD["names"], HARD["ahead"]]}, {"not": {}}]
+)
+def test_a_schema_that_is_wrong_altogether_leaves_the_arguments_free(tooled, parameters):
+    """Catches a request that fails for want of a schema."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = tooled.client.chat.completions.create(
+        messages=QUESTION, model=MODEL, tools=tools, tool_choice="required", max_tokens=30, temperature=0
+    )
+    assert answer.choices[0].message.tool_calls[0].function.name == "f"
+
+
+def test_an_answers_schema_is_refused_with_its_place(tooled):
+    """Catches a 400 that leaves the client to search a schema of a thousand lines."""
+    inner = {"type": "object", "properties": {"a/b": {"type": "array", "items": HARD["unique"]}}}
+    schema = {"type": "object", "properties": {"ok": {"type": "string"}, "deep": inner}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with tooled.http() as http:
+        body = {"model": MODEL, "messages": QUESTION, "max_tokens": 1, "response_format": form}
+        message = check_error(http.post("/v1/chat/completions", json=body), 400, "response_format")
+    assert "at /properties/deep/properties/a~1b/items: " in message
+    assert "uniqueItems" in message
 
 
 def test_the_template_gets_the_tools_of_apply_template_and_tokenize(tooled):

@@ -77,8 +77,10 @@ class GrammarCheck:
         outcome, reason = await asyncio.shield(self._checks[key])
         if outcome == "busy":
             raise CapacityError("too many grammars are being compiled: try again later")
-        if reason is not None:
-            raise RequestError(reason, param=grammar.param, code="invalid_value")
+        if outcome == "bad":
+            raise RequestError(reason or "", param=grammar.param, code="invalid_value")
+        if reason is not None and key not in self._known:
+            log.warning("%s: not all of its schemas is enforced: %s", grammar.param, reason)
         self._known[key] = None
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)

@@ -30,6 +30,7 @@ _PATIENCE_S = 5.0  # for a grammar alone on a machine that gives it less
 _PAUSE_S = 0.1  # between two looks at that
 _MAX_CPU_S = 2  # of a child whose parent is gone
 _MAX_BYTES = 4 << 30  # of address space
+_MAX_NOTES = 2000  # characters
 _NICENESS, _MAX_NICENESS = 5, 19
 
 Outcome = Literal["good", "bad", "busy"]
@@ -55,13 +56,16 @@ class Vocabulary:
         return [self._id_of[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._id_of]
 
 
-def failure(grammar: Grammar, vocabulary: Any) -> str | None:
-    """Why a grammar cannot be served; None if it can. Its first mask is computed too."""
+def verdict(grammar: Grammar, vocabulary: Any) -> tuple[Outcome, str | None]:
+    """Whether a grammar can be served, and why not, or what of it is not enforced; makes its first mask."""
     try:
-        error = compiled(grammar, vocabulary).matcher().update()
+        fitted = compiled(grammar, vocabulary)
+        error = fitted.matcher().update()
     except KukriError as raised:
-        return str(raised)
-    return str(grammar.error(error)) if error else None
+        return "bad", str(raised)
+    if error:
+        return "bad", str(grammar.error(error))
+    return "good", "; ".join(fitted.notes)[:_MAX_NOTES] or None
 
 
 @dataclass
@@ -89,7 +93,7 @@ class Child:
                     os.nice(min(_NICENESS + 2 * n_beside, _MAX_NICENESS))
                     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
                     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-                os.write(writer, json.dumps(failure(grammar, vocabulary)).encode())
+                os.write(writer, json.dumps(verdict(grammar, vocabulary)).encode())
             finally:
                 os._exit(0)
         os.close(writer)
@@ -105,18 +109,18 @@ class Child:
         return True
 
     def end(self, is_in_time: bool) -> tuple[Outcome, str | None]:
-        """Ends it: whether the grammar can be served, and why not."""
-        verdict = os.read(self.reader, 1 << 16) if is_in_time else b""
+        """Ends it: whether the grammar can be served, and why not, or what of it is not enforced."""
+        found = os.read(self.reader, 1 << 16) if is_in_time else b""
         os.kill(self.pid, signal.SIGKILL)
         used = os.wait4(self.pid, 0)[2]
         os.close(self.reader)
-        if verdict:
-            reason = json.loads(verdict)
-            return "good" if reason is None else "bad", reason
+        if found:
+            outcome, reason = json.loads(found)
+            return outcome, reason
         if not is_in_time and used.ru_utime + used.ru_stime < _FAIR_SHARE_S:
             return "busy", None
-        found = "too much memory" if is_in_time else f"more than {BUDGET_S:g} s"
-        return "bad", str(self.grammar.error(f"it takes {found} to compile: make it simpler"))
+        limit = "too much memory" if is_in_time else f"more than {BUDGET_S:g} s"
+        return "bad", str(self.grammar.error(f"it takes {limit} to compile: make it simpler"))
 
 
 def tell(number: int, outcome: Outcome, reason: str | None) -> None:
@@ -159,14 +163,13 @@ def answer_lines(vocabulary: Any) -> None:
 def answer_in_turn(vocabulary: Any) -> None:
     """Answers one after another, without a budget, on systems without fork."""
     for number, given in map(json.loads, sys.stdin):
-        reason = failure(Grammar(**given), vocabulary)
-        tell(number, "good" if reason is None else "bad", reason)
+        tell(number, *verdict(Grammar(**given), vocabulary))
 
 
 def main() -> None:
     """Reads a vocabulary, makes its automata, and answers lines until stdin ends."""
     vocabulary = Vocabulary(**json.loads(_first_line()))
-    failure(Grammar.json(), vocabulary)  # makes the automata of the vocabulary
+    verdict(Grammar.json(), vocabulary)  # makes the automata of the vocabulary
     tell(0, "good", None)
     (answer_lines if hasattr(os, "fork") else answer_in_turn)(vocabulary)
 

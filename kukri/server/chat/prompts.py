@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,11 @@ from kukri.errors import RequestError
 from kukri.sampling import Grammar, ReasoningLimit
 from kukri.server.chat.dialects.answer_parser import AnswerParser, parser_of
 from kukri.server.chat.dialects.call_grammar import Reasoning, Spelling, reasoning_grammar
-from kukri.server.chat.dialects.dialect import Dialect
-from kukri.server.chat.dialects.families import dialect_of, introduction
+from kukri.server.chat.dialects.families import dialect_of
+from kukri.server.chat.dialects.history import readable
 from kukri.server.chat.request import ChatRequest
 from kukri.server.chat.tools import Toolbox
-from kukri.tokenizer import ChatTemplate, Tokenizer, arguments_object
+from kukri.tokenizer import ChatTemplate, Tokenizer
 
 MAX_TEMPLATE_VARIABLES = 32
 # names that the template gets from elsewhere
@@ -59,8 +60,11 @@ class ChatPrompts:
     ) -> list[int]:
         """The token ids of a conversation; `options` are those of `ChatTemplate.encode`."""
         given = {**self._effort(effort), **self._checked(variables)}
-        readable = self._readable(messages, given, tools)
-        return await asyncio.to_thread(self.template.encode, self.tokenizer, **readable, **options, **given)
+        controls = f"\ufdd1{secrets.token_hex(8)}"  # nobody can write it into a message
+        told = self._readable(messages, given, tools, controls)
+        return await asyncio.to_thread(
+            self.template.encode, self.tokenizer, **told, controls=controls, **options, **given
+        )
 
     async def render(
         self,
@@ -71,8 +75,8 @@ class ChatPrompts:
     ) -> str:
         """The text of a conversation; `options` are those of `ChatTemplate.render`."""
         given = self._checked(variables)
-        readable = self._readable(messages, given, tools)
-        return await asyncio.to_thread(self.template.render, **readable, **options, **given)
+        told = self._readable(messages, given, tools)
+        return await asyncio.to_thread(self.template.render, **told, **options, **given)
 
     def parser(self, prompt_ids: Sequence[int], toolbox: Toolbox | None) -> AnswerParser:
         """A parser of one answer to a prompt."""
@@ -119,20 +123,15 @@ class ChatPrompts:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None,
+        controls: str = "",
     ) -> dict[str, Any]:
-        """The messages and tools as the template prints all of them: results carry the tools' names.
-
-        Calls are written into the texts if the template would leave them out, as SmolLM3's does. For a
-        template that knows no tools, the system message shows them and results are the user's.
-        """
-        named = _with_tool_names(messages)
-        dialect = self.dialect
-        if dialect.is_generic:
-            return {"messages": _without_tool_roles(_with_calls_in_texts(named, dialect), tools)}
-        if not dialect.begins_bare and "tool_calls" not in self._source:
-            dialect = replace(dialect, reads_code=bool(variables.get("python_tools")))
-            named = _with_calls_in_texts(named, dialect)
-        return {"messages": named, "tools": tools}
+        """The messages and tools as the template prints all of them. Raises RequestError."""
+        self.template.check(messages)  # an error names the message by its place in the request
+        told = readable(
+            messages, tools, self.dialect, self._source,
+            reads_code=bool(variables.get("python_tools")), controls=controls,
+        )  # fmt: skip
+        return {"messages": told, "tools": None if self.dialect.is_generic else tools}
 
     def _checked(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Variables for the chat template: those that it reads, as the others change no prompt."""
@@ -154,60 +153,3 @@ class ChatPrompts:
         if effort is not None and "enable_thinking" in self._source:
             return {"enable_thinking": effort != "none"}
         return {}
-
-
-def _with_tool_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages; the result of a tool carries the name of its tool."""
-    copies = [dict(message) for message in messages]
-    names = {
-        call["id"]: call["function"]["name"] for message in copies for call in message.get("tool_calls", ())
-    }
-    for message in copies:
-        if message["role"] == "tool" and message.get("tool_call_id") in names:
-            message["name"] = names[message["tool_call_id"]]
-    return copies
-
-
-def _with_calls_in_texts(messages: Sequence[Mapping[str, Any]], dialect: Dialect) -> list[dict[str, Any]]:
-    """The messages with their calls at the end of the texts too."""
-    written = []
-    for message in map(dict, messages):
-        if calls := message.get("tool_calls"):
-            functions = [call["function"] for call in calls]
-            given = [(f["name"], arguments_object(f["arguments"])) for f in functions]
-            texts = [_text(message), dialect.written(given)]
-            message["content"] = "\n".join(text for text in texts if text)
-            if dialect.is_generic:
-                del message["tool_calls"]
-        written.append(message)
-    return written
-
-
-def _without_tool_roles(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """The messages with tools in the system message, and their results in messages of the user."""
-    plain: list[dict[str, Any]] = []
-    if tools:
-        is_first = messages[0]["role"] in ("system", "developer")
-        given = [_text(messages[0])] if is_first else []
-        messages = messages[1:] if is_first else messages
-        plain = [{"role": "system", "content": "\n\n".join([*given, introduction(tools)])}]
-    is_open = False  # the last message holds results, which the user's next message joins
-    for message in messages:
-        is_result = message["role"] == "tool"
-        if is_result:
-            content = f"<tool_response>\n{_text(message)}\n</tool_response>"
-            message = {"role": "user", "content": content}
-        if is_open and message["role"] == "user":
-            plain[-1]["content"] += "\n" + _text(message)
-        else:
-            plain.append(message)
-        is_open = is_result
-    return plain
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """The content of a message, its parts joined."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -40,6 +40,7 @@ class ChatRequest:
     interventions: Sequence[Mapping[str, Any]] = ()  # see kukri.interp.Intervention
     user: str = ""  # the queue is fair among users
     priority: int | None = None
+    shows_control: bool = False  # control tokens are part of the text, but for those of reasoning and calls
     names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -52,6 +52,7 @@ class LlamaBody(GenerationBody):
         **{name: reason for name, reason in ELSEWHERE.items() if name != "n_probs"},
         "image_data": (([],), TEXT_ONLY),
         "lora": (([],), "name an adapter as the model"),
+        "skip_special_tokens": ((True,), "control tokens are not shown"),
         "penalize_nl": ((True,), "penalties hold for all tokens"),
     }
     ignored: ClassVar[frozenset[str]] = HINTS | {

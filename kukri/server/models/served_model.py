@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +27,7 @@ from kukri.server.access import check_interp
 from kukri.server.chat.choice import Choice
 from kukri.server.chat.dialects.answer_parser import shown_marks
 from kukri.server.chat.grammar_check import GrammarCheck
+from kukri.server.chat.loosening import Functions, loosened, without_schemas
 from kukri.server.chat.prompts import ChatPrompts
 from kukri.server.chat.request import ChatRequest
 from kukri.server.chat.tools import Toolbox
@@ -136,11 +139,10 @@ class ServedModel:
         try:
             toolbox = Toolbox.of(request, self.prompts.dialect)
             prompt = await self.prompts.of(request)
-            grammar = request.grammar
             if toolbox is not None:
-                grammar = toolbox.grammar(self.prompts.spelling)
-            if grammar is not None:
-                grammar = self.prompts.with_reasoning(grammar, prompt, request)
+                grammar = await self._tool_grammar(toolbox, request, prompt)
+            else:
+                grammar = request.grammar and self.prompts.with_reasoning(request.grammar, prompt, request)
             limit = self.prompts.reasoning_limit(request.thinking_budget, prompt)
             sampling = self.within_context(request, len(prompt))
             params = self.params({**sampling, "grammar": grammar, "reasoning_limit": limit})
@@ -152,7 +154,9 @@ class ServedModel:
                 priority=request.priority,
                 adapter=self.adapter_of(request.model, request.adapter),
                 interventions=request.interventions,
-                marks=shown_marks(self.prompts.dialect, with_calls=toolbox is not None),
+                marks=None
+                if request.shows_control
+                else shown_marks(self.prompts.dialect, with_calls=toolbox is not None),
             )
         except RequestError as error:
             raise request.error(error) from None
@@ -161,6 +165,24 @@ class ServedModel:
             for answer in call.answers
         ]
         return Chat(call, choices)
+
+    async def _tool_grammar(
+        self, toolbox: Toolbox, request: ChatRequest, prompt: Sequence[int]
+    ) -> Grammar | None:
+        """The grammar of calls, None for none. A schema that cannot be enforced is loosened."""
+
+        async def checked(functions: Functions) -> Grammar | None:
+            grammar = replace(toolbox, functions=functions).grammar(self.prompts.spelling)
+            if grammar is not None:
+                grammar = self.prompts.with_reasoning(grammar, prompt, request)
+                await self.grammars.check(grammar)
+            return grammar
+
+        with suppress(RequestError):
+            return await checked(toolbox.functions)
+        with suppress(RequestError):
+            return await checked(await loosened(toolbox.functions, self.grammars.check))
+        return await checked(without_schemas(toolbox.functions))
 
     def _on_missed(self, marks: Sequence[str]) -> None:
         """Tells of what looks like tool calls and is none."""
@@ -238,12 +260,12 @@ class ServedModel:
         priority: int | None,
         adapter: str | None = None,
         interventions: Sequence[Mapping[str, Any]] = (),
-        marks: Sequence[str] = (),
+        marks: Sequence[str] | None = (),
     ) -> LiveCall:
         """Queues the requests of all prompts and returns the call that waits for them.
 
-        Special tokens among `marks` stay in the text. Raises CapacityError, and RequestError whose `param` is
-        `prompt`, `max_tokens`, `adapter` or a field of SamplingParams.
+        Special tokens among `marks` stay in the text; None keeps all. Raises CapacityError, and RequestError
+        whose `param` is `prompt`, `max_tokens`, `adapter` or a field of SamplingParams.
         """
         self.check_answers(len(prompts), params.n_generated_answers)
         if interventions:
@@ -284,7 +306,9 @@ class ServedModel:
         for request in requests:
             request.trace = scope["kukri.trace"]
         ids = self.tokenizer.vocabulary.id_of
-        shown = frozenset(ids[mark] for mark in marks if mark in ids)
+        shown = self.tokenizer.special_ids
+        if marks is not None:
+            shown = frozenset(ids[mark] for mark in marks if mark in ids)
         answers = [Answer(r, i, self.tokenizer, continues=True, shown=shown) for i, r in enumerate(requests)]
         call = LiveCall(self.bridge, answers, len(prompts), scope["kukri.id"], taps)
         self.bridge.submit(call, self.settings.deadline_s)

@@ -61,6 +61,7 @@ def parse_chat(body: ChatBody) -> ChatRequest:
         interventions=steering(body.interventions),
         user=body.user or "",
         priority=body.priority,
+        shows_control=body.skip_special_tokens is False,
         names=_NAMES | ({"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}),
     )
 

@@ -36,15 +36,25 @@ async def complete(served: ServedModel, body: CompletionBody, http: Request) -> 
     )
     prompts = await _prompts(served, body, params.n_generated_answers)
     echoes = await asyncio.to_thread(_echoes, served.tokenizer, prompts) if body.echo else []
-    call = await submit(served, body, prompts, params, http)
+    shows_control = body.skip_special_tokens is False
+    call = await submit(served, body, prompts, params, http, shows_control=shows_control)
     writer = CompletionWriter(served, call, body, model, prompts, echoes, hides_answer=max_tokens == 0)
     return Reply(served, call, writer, stream=bool(body.stream), tells_progress=bool(body.return_progress))
 
 
 async def submit(
-    served: ServedModel, body: GenerationBody, prompts: list[list[int]], params: SamplingParams, http: Request
+    served: ServedModel,
+    body: GenerationBody,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    http: Request,
+    *,
+    shows_control: bool = False,
 ) -> LiveCall:
-    """Submits prompts with what a body says beside its sampling: user, priority, adapter, interventions."""
+    """Submits prompts with what a body says beside its sampling: user, priority, adapter, interventions.
+
+    `shows_control`: control tokens are part of the text.
+    """
     return await served.submit(
         prompts,
         params,
@@ -53,6 +63,7 @@ async def submit(
         priority=body.priority,
         adapter=served.adapter_of(body.model, body.adapter),
         interventions=steering(body.interventions),
+        marks=None if shows_control else (),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import takewhile
 from typing import Protocol
 
 from kukri.server.chat.dialects.calls import CallDelta
@@ -11,7 +12,7 @@ from kukri.server.chat.dialects.families import CLOSERS, INNER, OPENERS
 from kukri.server.chat.dialects.harmony import MARKS, HarmonyParser
 from kukri.server.chat.dialects.signatures import Signatures
 from kukri.server.chat.dialects.thoughts import Thought, ThoughtParser
-from kukri.server.chat.dialects.tool_parser import CallMarks, ToolParser
+from kukri.server.chat.dialects.tool_parser import TAGS, CallMarks, ToolParser
 
 Piece = Thought | CallDelta | str  # reasoning, a call, content
 Spans = list[tuple[int, int | None]]  # places in a text, in characters; the end of the last may be open
@@ -40,12 +41,17 @@ class AnswerParser(Protocol):
 
 
 class MarkParser:
-    """Splits by marks: first the reasoning, then calls out of what is left."""
+    """Splits by marks: first the reasoning, then calls out of what is left.
+
+    Calls at the end of reasoning that nothing closes are calls too: models forget the closer before them.
+    """
 
     def __init__(self, dialect: Dialect, tools: Signatures | None, *, inside: bool) -> None:
         """`inside`: the prompt has begun the reasoning; `tools` are None if nothing is to be called."""
         self._reasoning = ThoughtParser(dialect.thoughts, inside=inside)
+        self._dialect, self._tools = dialect, tools
         self._calls = None if tools is None else ToolParser(marks_of(dialect), tools)
+        self._thought: list[str] = []  # the reasoning, if there are tools
         self.thoughts, self.answers = self._reasoning.thoughts, self._reasoning.answers
         self.missed: list[str] = [] if self._calls is None else self._calls.missed
 
@@ -61,13 +67,31 @@ class MarkParser:
     def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """What was held back, when no more text comes; `is_cut`: the answer was not complete."""
         pieces = self._split(self._reasoning.flush())
-        return pieces if self._calls is None else [*pieces, *self._calls.flush(is_cut=is_cut)]
+        if self._calls is None:
+            return pieces
+        is_open = bool(self.thoughts) and self.thoughts[-1][1] is None
+        calls = self._calls_in_thoughts() if is_open and not is_cut else []
+        return [*pieces, *self._calls.flush(is_cut=is_cut), *calls]
+
+    def _calls_in_thoughts(self) -> list[Piece]:
+        """The calls that the reasoning ends with, after the last text in it."""
+        thought = "".join(self._thought)
+        if self._tools is None or not any(mark in thought for mark in self._dialect.openers):
+            return []
+        parser = ToolParser(marks_of(self._dialect), self._tools)
+        found = [*parser.push(thought), *parser.flush()]
+        calls = list(takewhile(lambda piece: isinstance(piece, CallDelta), reversed(found)))[::-1]
+        first = calls[0].place if calls and isinstance(calls[0], CallDelta) else 0
+        return [c._replace(place=c.place - first) for c in calls if isinstance(c, CallDelta)]
 
     def _split(self, pieces: list[Thought | str]) -> list[Piece]:
         split: list[Piece] = []
         for piece in pieces:
-            if self._calls is None or isinstance(piece, Thought):
+            if self._calls is None:
                 split.append(piece)
+            elif isinstance(piece, Thought):
+                split.append(piece)
+                self._thought.append(piece.text)
             else:
                 split += self._calls.push(piece)
         return split
@@ -76,7 +100,7 @@ class MarkParser:
 @lru_cache(maxsize=64)
 def marks_of(dialect: Dialect) -> CallMarks:
     """The marks that answers in a dialect are searched for."""
-    own = frozenset(dialect.openers)
+    own = frozenset([*dialect.openers, *(TAGS if dialect.body == "tagged" else ())])
     return CallMarks(own, OPENERS, CLOSERS, begins_bare=dialect.begins_bare, reads_code=dialect.reads_code)
 
 

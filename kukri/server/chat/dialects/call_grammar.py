@@ -16,6 +16,8 @@ Reasoning = Literal["none", "possible", "open"]
 
 _TEXT = r"TEXT: /(.|\n)*/"
 _KEY = r"KEY: /[A-Za-z_][A-Za-z0-9_]*/"
+_SINGLE = r"SINGLE: /'([^'\\\n]|\\[^\n])*'/"  # a text as Python quotes it
+_BOUNDS = {"pattern", "format", "minLength", "maxLength", "const"}  # of a text, enforced in JSON's form alone
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def call_grammar(
     """
     bodies = _Bodies(dialect, spell)
     names = [bodies.add(i, tool) for i, tool in enumerate(tools)]
-    rules = [f"call: {' | '.join(names)}", *bodies.rules, _TEXT, _KEY]
+    rules = [f"call: {' | '.join(names)}", *bodies.rules, _TEXT, _KEY, _SINGLE]
     if dialect.body == "harmony":
         answer = "call" if required else f"(preamble? call | {_channel(spell, 'final')} TEXT)"
         preamble = f"preamble: {_channel(spell, 'commentary')} TEXT {_next_message(spell)}"
@@ -182,9 +184,14 @@ class _Bodies:
 
     def _python(self, i: int, name: str, schema: Mapping[str, Any]) -> str:
         def parameter(key: str, value: Any, rule: str) -> str:
-            if types_of(value, schema) == {"boolean"}:
-                return f'{lark_string(f"{key}=")} ("True" | "False")'
-            return f"{lark_string(f'{key}=')} {self._value(value, schema, rule)}"
+            head, types = lark_string(f"{key}="), types_of(value, schema)
+            if types == {"boolean"}:
+                return f'{head} ("True" | "False")'
+            if types == {"string"} and (texts := _choices(value, schema)):
+                spelled = [lark_string(quoted) for text in texts for quoted in (json.dumps(text), repr(text))]
+                return f"{head} ({' | '.join(dict.fromkeys(spelled))})"
+            single = " | SINGLE" if types == {"string"} and not _BOUNDS & set(resolved(value, schema)) else ""
+            return f"{head} ({self._value(value, schema, rule)}{single})"
 
         self.rules.append(f"free_{i}: {json_rule({}, lenient=True)}")
         free = f'KEY "=" free_{i}'

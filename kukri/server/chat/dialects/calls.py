@@ -235,6 +235,8 @@ def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
         word = yield from feed.run(_WORD)
         space = yield from feed.space()
         after = yield from feed.ahead(2)
+        if not after:
+            raise EndOfText("{}" if begin == "{" else "}")
         if word.isidentifier() and after[:1] == "=" and after != "==":
             feed.take(1)
             yield from feed.space()
@@ -254,8 +256,7 @@ def _read_rest(feed: Feed, call: Call, begun: str) -> Reading[None]:
     if not begun:
         return (yield from read_value(feed, call.grow))
     pieces = [begun]
-    rest = yield from feed.until(_ARGUMENT_ENDS, pieces.append)
-    if not rest:
+    if not (yield from feed.until(_ARGUMENT_ENDS, pieces.append)):
         raise EndOfText
     call.grow(as_json("".join(pieces).strip()))
     return None
@@ -275,8 +276,8 @@ def read_tagged_call(feed: Feed, call: Call) -> Reading[None]:
         begin = ", "
         yield from feed.takes(("\n",))
         yield from _read_tagged_value(feed, call, key, _VALUE_ENDS[tag])
-    if not (yield from feed.takes(_FUNCTION_ENDS)) and not (yield from feed.peek()):
-        raise EndOfText("{}" if begin == "{" else "}")
+    yield from _check_more(feed, "<parameter=", "{}" if begin == "{" else "}")
+    yield from feed.takes(_FUNCTION_ENDS)
     call.grow("{}" if begin == "{" else "}")
     call.end()
 
@@ -284,9 +285,7 @@ def read_tagged_call(feed: Feed, call: Call) -> Reading[None]:
 def _read_attribute(feed: Feed) -> Reading[str]:
     """The name in a tag whose beginning has been taken, up to its >."""
     pieces: list[str] = []
-    if not (yield from feed.until(_TAG_END, pieces.append)):
-        raise EndOfText
-    feed.take(1)
+    yield from feed.through(_TAG_END, pieces.append)
     match = _ATTRIBUTE.fullmatch("".join(pieces))
     if match is None:
         raise Malformed
@@ -299,10 +298,7 @@ def _read_tagged_value(feed: Feed, call: Call, key: str, ends: Marks) -> Reading
     is_text = call.tools.is_text(call.name or "", key)
     if is_text:
         call.grow('"')
-    end = yield from feed.until(ends, plain_text(call.grow) if is_text else pieces.append)
-    if not end:
-        raise EndOfText
-    feed.take(len(end))
+    yield from feed.through(ends, plain_text(call.grow) if is_text else pieces.append)
     call.grow('"' if is_text else as_json("".join(pieces)))
 
 
@@ -311,9 +307,7 @@ def _read_keys(feed: Feed, call: Call) -> Reading[None]:
     begin = "{"
     while (yield from feed.takes(("<arg_key>",))):
         pieces: list[str] = []
-        if not (yield from feed.until(_KEY_END, pieces.append)):
-            raise EndOfText
-        feed.take(len("</arg_key>"))
+        yield from feed.through(_KEY_END, pieces.append)
         key = "".join(pieces).strip()
         yield from feed.space()
         if not (yield from feed.takes(("<arg_value>",))):
@@ -322,6 +316,11 @@ def _read_keys(feed: Feed, call: Call) -> Reading[None]:
         begin = ", "
         yield from _read_tagged_value(feed, call, key, _ARG_VALUE_END)
         yield from feed.space()
-    if not (yield from feed.peek()):
-        raise EndOfText("}")
+    yield from _check_more(feed, "<arg_key>", "}")
     call.grow("}")
+
+
+def _check_more(feed: Feed, tag: str, tail: str) -> Reading[None]:
+    """Raises EndOfText if the text ends before it is known whether a tag comes."""
+    if len((yield from feed.ahead(len(tag)))) < len(tag):
+        raise EndOfText(tail)

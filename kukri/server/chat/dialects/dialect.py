@@ -19,7 +19,7 @@ from kukri.server.chat.dialects.thoughts import Thoughts
 # keys: name<arg_key>…; python: name(key=value); gemma: call:name{key:value}; harmony: a message to it
 Body = Literal["json", "named", "tagged", "keys", "python", "gemma", "harmony"]
 
-_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
+MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Around:
     @property
     def openers(self) -> tuple[str, ...]:
         """The marks that come before a call."""
-        return tuple(_MARK.findall(self.before + self.open))
+        return tuple(MARK.findall(self.before + self.open))
 
     @property
     def closers(self) -> tuple[str, ...]:
         """The marks that come after a call."""
-        return tuple(_MARK.findall(self.close + self.after))
+        return tuple(MARK.findall(self.close + self.after))
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Dialect:
     begins_bare: bool = False  # without a mark, at the beginning of the answer
     reads_code: bool = False  # <code>name(key=value)</code> is a call too
     id_length: int | None = None  # that the template insists on
+    most_calls: int | None = None  # in one message: the template takes no more
     is_generic: bool = False  # the template knows no tools: the system prompt shows them
 
     @property

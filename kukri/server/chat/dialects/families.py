@@ -15,7 +15,9 @@ from typing import Any
 from kukri.server.chat.dialects.dialect import Around, Dialect
 from kukri.server.chat.dialects.thoughts import Thoughts
 
-HARMONY = Dialect("harmony", "harmony", signs=(("<|channel|>", "<|message|>", "<|constrain|>"),))
+HARMONY = Dialect(
+    "harmony", "harmony", signs=(("<|channel|>", "<|message|>", "<|constrain|>"),), most_calls=1
+)
 GEMMA_4 = Dialect(
     "gemma4",
     "gemma",
@@ -128,6 +130,7 @@ LLAMA_3 = Dialect(
     also=("<|python_tag|>", "<|python_start|>"),
     arguments_key="parameters",
     begins_bare=True,
+    most_calls=1,
 )
 GENERIC = Dialect("generic", "json", _TOOL_CALL, is_generic=True)  # always with a grammar
 

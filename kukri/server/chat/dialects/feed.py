@@ -139,14 +139,28 @@ class Feed:
 
         Returns the mark, or "" if the text ends first.
         """
+        mark = yield from self._up_to(marks, write)
+        if not mark and (rest := self.take_all()):
+            write(rest)
+        return mark
+
+    def through(self, marks: Marks, write: Callable[[str], None]) -> Reading[None]:
+        """Takes text through the first of the marks, and writes it as it comes, without the mark.
+
+        Raises EndOfText if the text ends first; what may be the beginning of a mark there is not written.
+        """
+        mark = yield from self._up_to(marks, write)
+        if not mark:
+            raise EndOfText
+        self.take(len(mark))
+
+    def _up_to(self, marks: Marks, write: Callable[[str], None]) -> Reading[str]:
         while True:
             at, mark = marks.find(self._text, self._at)
-            if mark is None and self.is_last:
-                at, mark = len(self._text), ""
             if at > self._at:
                 write(self.take(at - self._at))
-            if mark is not None:
-                return mark
+            if mark is not None or self.is_last:
+                return mark or ""
             yield
 
 

@@ -79,6 +79,8 @@ class HarmonyParser:
             begin = feed.n_read
             if header is None:
                 header = yield from self._read_header()
+                if header is None:
+                    return
             channel, recipient = self._channel(header)
             header = None
             if recipient and channel != "analysis" and self._tools is not None:
@@ -94,15 +96,17 @@ class HarmonyParser:
                 return
             yield from feed.takes(("<|end|>", "<|call|>", "<|return|>"))
 
-    def _read_header(self) -> Reading[str]:
-        """A header with its marks; "" if a text comes without one."""
+    def _read_header(self) -> Reading[str | None]:
+        """A header with its marks; "" if a text comes without one, None if the turn ends within it."""
         feed = self._feed
         yield from feed.space()
         if not (yield from feed.starts(_HEADER_MARKS)):
             return ""
         pieces: list[str] = []
-        end = yield from feed.until(_MESSAGE, pieces.append)
-        feed.take(len(end))
+        try:
+            yield from feed.through(_MESSAGE, pieces.append)
+        except EndOfText:
+            return None
         return "".join(pieces)
 
     def _message(
@@ -123,8 +127,8 @@ class HarmonyParser:
         """The arguments of a call."""
         feed = self._feed
         call = Call(self._n_calls, tools, self._tell, is_own=True)
-        call.begin(recipient)
         try:
+            call.begin(recipient)
             yield from feed.space()
             if not (yield from feed.starts(MARKS)):
                 yield from read_value(feed, call.grow)
@@ -134,5 +138,5 @@ class HarmonyParser:
                 call.complete(str(end))
         except Malformed:
             self.missed.append("<|call|>")
-        self._n_calls += 1
+        self._n_calls += call.is_told
         yield from feed.until(_ENDS, ignore)

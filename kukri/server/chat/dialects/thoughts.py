@@ -35,7 +35,7 @@ class Thoughts:
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that may be special tokens and have to be seen."""
-        return (*self.openers, self.closer, *filter(None, self.answer))
+        return (self.token, *self.openers, self.closer, *filter(None, self.answer))
 
     @property
     def token(self) -> str:

@@ -27,7 +27,7 @@ from kukri.server.chat.dialects.values import Malformed, ignore
 
 CODE, CODE_END = "<code>", "</code>"
 FENCE = "```"
-_TAGS = ("<function=", "<function name=", "<invoke name=")  # which are part of the call
+TAGS = ("<function=", "<function name=", "<invoke name=")  # which are part of the call
 _LANGUAGES = ("json", "python", "tool_call", "tool_code", "xml")
 _BARE = ("{", "[")
 _TAG, _NAME = "a tag", "a name"
@@ -61,7 +61,7 @@ class ToolParser:
         self.missed: list[str] = []
         self._marks, self._tools = marks, tools
         code = (CODE,) if marks.reads_code else ()
-        self._finds = Marks([*marks.openers, *_TAGS, *code, FENCE, "\n"])
+        self._finds = Marks([*marks.openers, *TAGS, *code, FENCE, "\n"])
         self._inner = (*marks.openers, *marks.closers)
         self._after = Marks([*self._inner, "\n"])
         self._feed = Feed()
@@ -137,7 +137,7 @@ class ToolParser:
         self._feed.take(len(FENCE))
         yield from self._feed.takes(_LANGUAGES)
         yield from self._feed.space()
-        begin = yield from self._feed.starts((*_BARE, *self._marks.openers, *_TAGS))
+        begin = yield from self._feed.starts((*_BARE, *self._marks.openers, *TAGS))
         if begin:
             yield from self._calls(begin, is_kept=True)
         else:
@@ -167,7 +167,7 @@ class ToolParser:
         feed, n_before = self._feed, self._n_calls
         if not is_kept:
             feed.keep()
-        is_own = is_own or begin in self._marks.own or begin in _TAGS
+        is_own = is_own or begin in self._marks.own
         may_come: tuple[str, ...] = _BARE if begin in _BARE else ()  # how the next call may begin
         is_list = False
         is_text = True  # what is kept is text, unless a call comes
@@ -210,7 +210,7 @@ class ToolParser:
         """What comes next: _TAG, _NAME, FENCE, " " for white space, "," for a separator, or the character."""
         if (yield from self._feed.starts((FENCE,))):
             return FENCE
-        if (yield from self._feed.starts(_TAGS)):
+        if (yield from self._feed.starts(TAGS)):
             return _TAG
         char = yield from self._feed.peek()
         if char.isalnum() or char == "_":
@@ -225,7 +225,7 @@ class ToolParser:
             if kind == "{":
                 yield from read_object_call(feed, call)
             elif kind == _TAG:
-                yield from feed.takes(_TAGS)
+                yield from feed.takes(TAGS)
                 yield from read_tagged_call(feed, call)
             else:
                 yield from read_headed_call(feed, call, self._marks.closers)

@@ -126,6 +126,8 @@ def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
         if begin == "," and not comma:
             comma = space + feed.take(1)
             continue
+        if not begin:
+            raise EndOfText
         if is_after_value and not comma:
             comma = ", "
         write(comma + space)
@@ -167,6 +169,8 @@ def _read_list(feed: Feed, write: Write, depth: int) -> Reading[None]:
         if begin == "," and is_after_value:
             comma, is_after_value = space + feed.take(1), False
             continue
+        if not begin:
+            raise EndOfText
         if is_after_value:
             raise Malformed
         write(comma + space)
@@ -177,9 +181,7 @@ def _read_list(feed: Feed, write: Write, depth: int) -> Reading[None]:
 def _read_string(feed: Feed, write: Write, quote: str) -> Reading[None]:
     """The rest of a string, up to and with its closing quote, as JSON between quotes."""
     if quote in _RAW_QUOTES:
-        if not (yield from feed.until(_RAW_QUOTES[quote], plain_text(write))):
-            raise EndOfText
-        feed.take(len(quote))
+        yield from feed.through(_RAW_QUOTES[quote], plain_text(write))
         return
     plain = _PLAIN[quote[0]]
     while True:
@@ -207,6 +209,8 @@ def _read_escape(feed: Feed) -> Reading[str]:
         if len(digits) == n_digits and _HEX.fullmatch(digits):
             feed.take(2 + n_digits)
             return f"\\u{digits:0>4}"
+        if len(digits) < n_digits and _HEX.fullmatch(digits or "0"):
+            raise EndOfText
         feed.take(1)
         return r"\\"
     if kind in '"\\/bfnrt':

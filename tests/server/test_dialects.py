@@ -1,0 +1,367 @@
+"""Families times cases: each transcript read whole and cut at every character, and forms of nobody's own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from families import FAMILIES, QWEN, Calls, Family, history_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kukri.server.chat.dialects.answer_parser import parser_of
+from kukri.server.chat.dialects.calls import CallDelta
+from kukri.server.chat.dialects.dialect import Dialect
+from kukri.server.chat.dialects.families import DIALECTS, GENERIC, HERMES, QWEN_XML, dialect_of
+from kukri.server.chat.dialects.history import readable
+from kukri.server.chat.dialects.signatures import Signatures
+from kukri.server.chat.dialects.thoughts import Thought
+from kukri.tokenizer.chat import ChatTemplate
+
+FUNCTIONS = [
+    {
+        "name": "save",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "n": {"type": "integer"},
+                "deep": {"type": "object"},
+                "flag": {"type": "boolean"},
+                "items": {"type": "array", "items": {"$ref": "#/$defs/item"}},
+                "kind": {"$ref": "#/$defs/item"},
+            },
+            "$defs": {"item": {"type": "string"}},
+        },
+    },
+    {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+]
+TOOLS = Signatures(FUNCTIONS)
+PLAIN: Calls = [("save", {"text": "Paris"})]
+NESTED: Calls = [
+    (
+        "save",
+        {
+            "text": "Zürich \"}' \\ <b>12</b>\n\n  日本 👩‍🚀 {[(,)]}",
+            "n": -12,
+            "deep": {"a": [1, {"b": None, "c": [True, 2.5e-3]}], "d": "it's 12"},
+            "flag": True,
+            "items": ["1", "x y", ""],
+            "kind": "17",
+        },
+    )
+]
+TWO: Calls = [*NESTED, ("get_time", {})]
+SAID = "It is { noon } [here]: 3 < 4."
+
+Outcome = tuple[str, str, list[tuple[str, str]], list[Any], list[Any]]
+
+
+def dialect(family: Family) -> Dialect:
+    return dialect_of(family.template, dict.fromkeys((*family.control, *family.plain), 0))
+
+
+def split(form: Dialect, pieces: Any, prompt: str = "", is_cut: bool = False, tools: Any = TOOLS) -> Outcome:
+    """(thoughts, content, calls, where thoughts are, where answers are) of a text in pieces."""
+    parser = parser_of(form, tools, prompt)
+    thoughts, content, calls = "", "", []
+    found = [event for piece in pieces for event in parser.push(piece)] + parser.flush(is_cut=is_cut)
+    for event in found:
+        if isinstance(event, Thought):
+            thoughts += event.text
+        elif isinstance(event, CallDelta):
+            if event.name is not None:
+                assert event.place == len(calls)
+                calls.append((event.name, ""))
+            name, arguments = calls[event.place]
+            calls[event.place] = name, arguments + event.arguments
+        else:
+            content += event
+    return thoughts, content, calls, parser.thoughts, parser.answers
+
+
+def everywhere(form: Dialect, text: str, **options: Any) -> Outcome:
+    """What a text is split into, which must be the same cut at any place, and at every one."""
+    whole = split(form, [text], **options)
+    assert split(form, text, **options) == whole
+    for i in range(len(text)):
+        assert split(form, [text[:i], text[i:]], **options) == whole, text[:i]
+    return whole
+
+
+def transcripts(family: Family) -> Iterator[tuple[str, str, str, str, Calls]]:
+    """(case, text, thoughts, content, calls): what a family writes."""
+    think = "Hm, 3 < 4?\n\nSo.".join(family.thinks)
+    two = TWO[: family.most_calls]
+    yield "answer", SAID.join(family.says), "", SAID, []
+    yield "thoughts, answer", think + SAID.join(family.says), "Hm, 3 < 4?\n\nSo.", SAID, []
+    for name, calls in (("one call", PLAIN), ("nested", NESTED), ("two calls", two), ("empty", TWO[1:])):
+        yield name, family.write(calls), "", "", calls
+        yield f"thoughts, {name}", think + family.write(calls), "Hm, 3 < 4?\n\nSo.", "", calls
+        if family.before:
+            yield f"content, {name}", family.before + family.write(calls), "", "Let me see.", calls
+
+
+CASES = [
+    pytest.param(family, *case[1:], id=f"{name}: {case[0]}")
+    for name, family in FAMILIES.items()
+    for case in transcripts(family)
+]
+
+
+@pytest.mark.parametrize(("family", "text", "thoughts", "content", "calls"), CASES)
+def test_a_transcript_is_read_exactly(family, text, thoughts, content, calls):
+    """Catches a form that is read as another's, arguments that change, and anything that a cut changes."""
+    form = dialect(family)
+    assert form.name == family.dialect
+    found = everywhere(form, text)
+    assert found[:2] == (thoughts, content)
+    assert [(name, json.loads(arguments)) for name, arguments in found[2]] == calls
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_call_that_is_cut_off_is_the_beginning_of_it(family):
+    """Catches arguments that a cut makes up: the end of a call that never came."""
+    text, form = family.write(NESTED), dialect(family)
+    ((_, whole),) = split(form, text)[2]
+    told = 0
+    for i in range(len(text)):
+        calls = split(form, [text[:i]], is_cut=True)[2]
+        assert len(calls) <= 1
+        for name, arguments in calls:
+            assert name == "save"
+            assert whole.startswith(arguments)
+            told += 1
+    assert told > len(whole) / 2, "arguments come as they grow"
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_calls_survive_the_template(family):
+    """Catches calls that a template leaves out or prints as the model does not write them."""
+    form, template = dialect(family), ChatTemplate(family.template, "<bos>")
+    history = history_of(family)[:2]
+    if family.most_calls == 1:
+        history[1]["tool_calls"] = history[1]["tool_calls"][:1]
+    told = readable(history, None, form, family.template, reads_code=False)
+    prompt = template.render(told[:1])
+    answer = template.render(told, add_generation_prompt=False).removeprefix(prompt)
+    if not form.begins_bare:  # there a text before a call makes it no call
+        calls = [(name, json.loads(arguments)) for name, arguments in split(form, answer, prompt)[2]]
+        sent = [call["function"] for call in history[1]["tool_calls"]]
+        assert calls == [(function["name"], json.loads(function["arguments"])) for function in sent]
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_nothing_is_called_without_tools(family):
+    """Catches calls where there are no tools, and thoughts that only tools keep out of the answer."""
+    text = "Hm.".join(family.thinks) + SAID.join(family.says)
+    assert everywhere(dialect(family), text, tools=None)[:3] == ("Hm.", SAID, [])
+    assert everywhere(dialect(family), family.write(PLAIN), tools=None)[2] == []
+
+
+@pytest.mark.parametrize("form", [*DIALECTS, GENERIC], ids=lambda form: form.name)
+def test_what_a_dialect_writes_it_reads(form):
+    """Catches a history that shows the model its calls in a form that is not its own."""
+    if form.body != "harmony":  # its template always prints them
+        text = form.written(NESTED if form.body == "harmony" else TWO)
+        found = everywhere(form, text)
+        assert found[1] == ""
+        assert [(name, json.loads(arguments)) for name, arguments in found[2]] == TWO
+
+
+# ---- forms of nobody's own
+
+
+CALLED = [("save", {"text": "x", "n": 1})]
+LOOSE = [
+    '{"name": "save", "arguments": {"text": "x", "n": 1}}',
+    '{"name": "save", "parameters": {"text": "x", "n": 1}}',
+    '{"function": "save", "args": {"text": "x", "n": 1}}',
+    '{"type": "function", "function": {"name": "save", "arguments": "{\\"text\\": \\"x\\", \\"n\\": 1}"}}',
+    '{"arguments": {"text": "x", "n": 1}, "name": "save"}',
+    '[{"name": "save", "arguments": {"text": "x", "n": 1}}]',
+    "{'name': 'save', 'arguments': {'text': 'x', 'n': 1,},}",
+    '{name: "save", arguments: {text: "x", n: 1}}',
+    '```json\n{"name": "save", "arguments": {"text": "x", "n": 1}}\n```',
+    '```\n{\n  "name": "save",\n  "arguments": {"text": "x", "n": 1}\n}\n```',
+    '```tool_call\n{"name": "save", "arguments": {"text": "x", "n": 1}}\n```',
+    '<function_call>{"name": "save", "arguments": {"text": "x", "n": 1}}</function_call>',
+    '<tool>{"name": "save", "arguments": {"text": "x", "n": 1}}</tool>',
+    '<tool_call>{"name": "save", "arguments": {"text": "x", "n": 1}}',
+    '<tool_call>\n{"name": "save", "arguments": {"text": "x", "n": 1}\n</tool_call>',
+    '```xml\n<tool_call>{"name": "save", "arguments": {"text": "x", "n": 1}}</tool_call>\n```',
+    "<function=save>\n<parameter=text>\nx\n</parameter>\n<parameter=n>1</parameter>\n</function>",
+    '<tool_call>save\n{"text": "x", "n": 1}\n</tool_call>',
+    '[TOOL_CALLS][{"name": "save", "arguments": {"text": "x", "n": 1}}]',
+    "<|tool_call_start|>[save(text='x', n=1)]<|tool_call_end|>",
+]
+
+
+@pytest.mark.parametrize("before", ["", "I will save it.\n\n"])
+@pytest.mark.parametrize("form", [HERMES, QWEN_XML, GENERIC], ids=lambda form: form.name)
+@pytest.mark.parametrize("text", LOOSE)
+def test_a_form_that_small_models_write_is_a_call(form, before, text):
+    """Catches calls of small models that are shown as text, as every small Qwen coder's were."""
+    found = everywhere(form, before + text)
+    assert found[1] == before.strip()
+    assert [(name, json.loads(arguments)) for name, arguments in found[2]] == CALLED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Paris", "arguments": {"text": "x"}}',
+        '{"name": "save", "description": "Saves a text"}',
+        '{"answer": 42} is JSON',
+        'As JSON: {"name": "save", "arguments": {}}',
+        "```python\nsave(text='x')\n```\nDone.",
+        '```json\n{"city": "Paris"}\n```\n',
+        "```\nplain\n```",
+        "[1] A source.\n[save](http://x.y)\n[ ] to do",
+        "if a <tool_call> b < c",
+        "<tool>hammer</tool> and <function_call>other</function_call>",
+        "  indented\n\n  text \n",
+        "{",
+        "[",
+        "```",
+    ],
+)
+def test_what_is_no_call_is_text(text):
+    """Catches answers that lose text, or call something, because they look a little like a call."""
+    for form in (HERMES, QWEN_XML):
+        assert everywhere(form, text)[:3] == ("", text, [])
+
+
+def test_what_looks_like_a_call_and_is_not_taken_is_told():
+    """Catches an agent that waits for a call which nobody mentions."""
+    for text, missed in (
+        ("<tool_call>{broken</tool_call>", ["<tool_call>"]),
+        ("<|tool_call_start|>nothing", ["<|tool_call_start|>"]),
+        ("plain {text}", []),
+    ):
+        parser = parser_of(HERMES, TOOLS)
+        parser.push(text)
+        parser.flush()
+        assert parser.missed == missed
+
+
+ARGUMENTS = [
+    ("{'a': 'it\\'s', 'b': True, 'c': None}", {"a": "it's", "b": True, "c": None}),
+    ('{"a": "two\nlines\tand a tab", "b": (1, 2)}', {"a": "two\nlines\tand a tab", "b": [1, 2]}),
+    ('{"a": "C:\\dir \\x41 \\u00e9", "b": [1, 2,],}', {"a": "C:\\dir A é", "b": [1, 2]}),
+    ('{"a": .5, "b": 1_000, "c": 0x1f, "d": word}', {"a": 0.5, "b": 1000, "c": 31, "d": "word"}),
+    ('{"a": """say "hi"\n""", "b": {}}', {"a": 'say "hi"\n', "b": {}}),
+    ('{"a": "x" "b": 1e999}', {"a": "x", "b": "1e999"}),
+]
+
+
+@pytest.mark.parametrize(("written", "meant"), ARGUMENTS)
+def test_arguments_are_json_whatever_they_are_written_in(written, meant):
+    """Catches arguments that no client can read."""
+    ((_, arguments),) = everywhere(HERMES, f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>')[
+        2
+    ]
+    assert json.loads(arguments) == meant
+
+
+def test_an_end_that_a_model_forgets_is_added():
+    """Catches a call that is lost for want of its last tag; one that was cut off stays as it is."""
+    text = "<tool_call>\n<function=save>\n<parameter=text>\nx\n</parameter>\n"
+    assert split(QWEN_XML, [text])[2] == [("save", '{"text": "x"}')]
+    assert split(QWEN_XML, [text], is_cut=True)[2] == [("save", '{"text": "x"')]
+
+
+def test_thoughts_that_the_prompt_began_end_in_the_answer():
+    """Catches a </think> without its opener that is shown, and thoughts that are taken for the answer."""
+    thoughtful = dialect(QWEN)
+    for prompt in ("<|im_start|>assistant\n<think>\n", "<think>"):
+        assert everywhere(thoughtful, "Hm.\n</think>\n\nYes.", prompt=prompt)[:2] == ("Hm.", "Yes.")
+    assert everywhere(thoughtful, "</think>\n\nYes.", prompt="<think>\n\n</think>\n\n")[:2] == ("", "Yes.")
+
+
+def test_a_call_in_thoughts_that_nothing_closed_is_a_call():
+    """Catches an agent that stops as the model forgot to close its thoughts, and calls only thought of."""
+    thoughts = "I will call it.\n" + QWEN.write(TWO)
+    for prompt, text in (("<think>\n", thoughts), ("", f"<think>{thoughts}")):
+        assert [(n, json.loads(a)) for n, a in everywhere(HERMES, text, prompt=prompt)[2]] == TWO
+        assert everywhere(HERMES, text, prompt=prompt, is_cut=True)[2] == []
+        assert everywhere(HERMES, f"{text}\nOr not.", prompt=prompt)[2] == []
+        assert everywhere(HERMES, f"{text}</think>No.", prompt=prompt)[1:3] == ("No.", [])
+
+
+@settings(max_examples=200)
+@given(
+    form=st.sampled_from([*DIALECTS, GENERIC]),
+    text=st.lists(
+        st.one_of(
+            st.sampled_from(
+                [
+                    mark
+                    for form in DIALECTS
+                    for mark in (*form.openers, *form.around.closers, *form.thoughts.marks)
+                ]
+                + [
+                    '{"name": "save", "arguments": {',
+                    "save(",
+                    "text=",
+                    "'",
+                    '"',
+                    "}",
+                    "]",
+                    ")",
+                    ",",
+                    "\n",
+                    "```",
+                    "\\",
+                ]
+                + [
+                    "<function=save>",
+                    "<parameter=text>",
+                    "</parameter>",
+                    "</function>",
+                    "save",
+                    "{",
+                    "[",
+                    ":",
+                    " ",
+                ]
+                + [
+                    "<|start|>assistant",
+                    "<|channel|>",
+                    "analysis",
+                    "final",
+                    "<|message|>",
+                    "<|end|>",
+                    "to=save",
+                ]
+            ),
+            st.text(max_size=3),
+        ),
+        max_size=14,
+    ).map("".join),
+    cuts=st.lists(st.integers(0, 300), max_size=8),
+    is_cut=st.booleans(),
+)
+def test_however_a_text_is_cut_it_is_the_same(form, text, cuts, is_cut):
+    """Catches anything that depends on where a chunk ends, in any family, and a reader that fails."""
+    whole = split(form, [text], is_cut=is_cut)
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    assert split(form, [text[a:b] for a, b in pairwise(places)], is_cut=is_cut) == whole
+    assert split(form, text, is_cut=is_cut) == whole
+
+
+def test_a_long_call_takes_linear_time():
+    """Catches a parser that looks at all of a call again for each token of it."""
+    times = []
+    for n in (20_000, 80_000):
+        text = f'<tool_call>{{"name": "save", "arguments": {{"text": "{"word " * (n // 5)}"}}}}</tool_call>'
+        pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
+        begin = time.process_time()
+        ((_, arguments),) = split(HERMES, pieces)[2]
+        times.append(time.process_time() - begin)
+        assert len(arguments) > n
+    assert times[1] < 10 * times[0] + 0.5
