@@ -156,6 +156,31 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         {"use_bias": True, "head_dim": 32, "rope_parameters": LOCAL["full_attention"]},
     ),
     "olmo2": (tr.Olmo2Config, {}),
+    "seed_oss": (tr.SeedOssConfig, {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "hunyuan_v1_dense": (tr.HunYuanDenseV1Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "hunyuan_v1_dense-alpha": (
+        tr.HunYuanDenseV1Config,
+        {
+            **{"head_dim": 32, "attention_bias": True},
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 9.0, "factor": 1.0},
+        },
+    ),
+    "exaone4": (tr.Exaone4Config, {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "exaone4-windows": (tr.Exaone4Config, {"sliding_window": 9}),
+    "glm4": (tr.Glm4Config, {"head_dim": 32}),
+    "glm4-plain": (tr.Glm4Config, {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}),
+    "cohere2": (tr.Cohere2Config, {"sliding_window": 9}),
+    "cohere2-scaled": (
+        tr.Cohere2Config,
+        {"logit_scale": 0.5, "layer_types": ["full_attention", *["sliding_attention"] * 3]},
+    ),
+    "granitemoe": (
+        tr.GraniteMoeConfig,
+        {
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "logits_scaling": 4.0},
+            **{"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22},
+        },
+    ),
     "olmo2-biases-yarn": (tr.Olmo2Config, {"attention_bias": True, "rope_parameters": YARN}),
     "olmo3": (tr.Olmo3Config, {"sliding_window": 5, "rope_parameters": LOCAL}),
     "olmo3-yarn": (

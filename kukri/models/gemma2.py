@@ -8,7 +8,7 @@ what is added to 1, and in GGUF files as they multiply, which is how they come h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,16 +32,14 @@ class GemmaMLP(GatedMLP):
 class Gemma2Block(Block):
     """One layer: attention and MLP, each between two norms, each added to the residual stream."""
 
-    mlp_type = GemmaMLP
+    mlp_type: Callable[..., Any] = GemmaMLP
     mlp_norm_name = "pre_feedforward_layernorm"
+    post_norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         super().__init__(source, config, layer)
         name, d_model, eps = f"model.layers.{layer}", config.d_model, config.norm_eps
-        self.post_norms = [
-            RMSNorm(source, f"{name}.{norm}", d_model, eps)
-            for norm in ("post_attention_layernorm", "post_feedforward_layernorm")
-        ]
+        self.post_norms = [RMSNorm(source, f"{name}.{norm}", d_model, eps) for norm in self.post_norm_names]
         first, second = self.post_norms
         self.attention.out = PostNormed(self.attention.out, first, "ln1_post.hook_normalized")
         self.mlp.down = PostNormed(self.mlp.down, second, "ln2_post.hook_normalized")

@@ -205,12 +205,15 @@ class Attention:
         q = ops.tap("attn.hook_q", self.layer, q)
         k = ops.tap("attn.hook_k", self.layer, k)
         v = ops.tap("attn.hook_v", self.layer, v)
-        q, k = self.normalize(ops, q, k)
-        if self.rope is not None:
-            q, k = ops.rope(q, k, self.rope, self.spec, batch)
+        q, k = self.rotate(ops, q, k, batch)
         q = ops.tap("attn.hook_rot_q", self.layer, q)  # NoPE layers have them too
         k = ops.tap("attn.hook_rot_k", self.layer, k)
         return ops.tap(self.result_tap, self.layer, ops.attention(q, k, v, self.spec, batch))
+
+    def rotate(self, ops: Ops, q: Tensor, k: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """q and k, normed and then rotated, unless the layer does not."""
+        q, k = self.normalize(ops, q, k)
+        return (q, k) if self.rope is None else ops.rope(q, k, self.rope, self.spec, batch)
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k before their rotation, as they are; architectures with head norms say otherwise."""

@@ -6,6 +6,7 @@ all query heads together, one over all key heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kukri.config import ModelConfig
@@ -33,10 +34,12 @@ class Olmo2Attention(Attention):
 class Olmo2Block:
     """One layer: attention and MLP, the result of each normed and added to the residual stream."""
 
+    attention_type: Callable[..., Any] = Olmo2Attention
+
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name, eps = f"model.layers.{layer}", config.norm_eps
         self.layer = layer
-        self.attention = Olmo2Attention(source, f"{name}.self_attn", config, layer)
+        self.attention = self.attention_type(source, f"{name}.self_attn", config, layer)
         self.mlp = GatedMLP(source, f"{name}.mlp", config, layer)
         # TransformerLens calls these norms ln1 and ln2, wherever they stand
         self.attention_norm = RMSNorm(source, f"{name}.post_attention_layernorm", config.d_model, eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kukri.config import ModelConfig
@@ -21,12 +22,16 @@ class PhiAttention(Attention):
 class PhiBlock:
     """One layer: attention and MLP read the same normed stream, and both add to the residual."""
 
+    norm_type: Callable[..., Any] = LayerNorm
+    attention_type: Callable[..., Any] = PhiAttention
+    mlp_type: Callable[..., Any] = MLP
+
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name = f"model.layers.{layer}"
         self.layer = layer
-        self.norm = LayerNorm(source, f"{name}.input_layernorm", config.d_model, config.norm_eps)
-        self.attention = PhiAttention(source, f"{name}.self_attn", config, layer)
-        self.mlp = MLP(source, f"{name}.mlp", config, layer)
+        self.norm = self.norm_type(source, f"{name}.input_layernorm", config.d_model, config.norm_eps)
+        self.attention = self.attention_type(source, f"{name}.self_attn", config, layer)
+        self.mlp = self.mlp_type(source, f"{name}.mlp", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """x [T, D] -> [T, D]."""

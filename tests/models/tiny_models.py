@@ -231,6 +231,32 @@ TINY: dict[str, Tiny] = {
               "rope.freq_base_swa": 500.0, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
     ),
     "olmo2": Tiny("Olmo2", "olmo2", {}),
+    "seed_oss": Tiny("SeedOss", "seed_oss", {"attention_out_bias": False}),
+    "hunyuan_v1_dense": Tiny("HunYuanDenseV1", "hunyuan-dense", {"attention_bias": True}, tied=True),
+    "exaone4": Tiny("Exaone4", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "exaone4-windows": Tiny(
+        "Exaone4", "exaone4", {"sliding_window": 7},
+        layers=(*_windows(7, 7, 7), NOPE),
+        keys={"attention.sliding_window": 7, "attention.sliding_window_pattern": [1, 1, 1, 0]},
+    ),
+    "glm4": Tiny(
+        "Glm4", "glm4", {"rope_parameters": _rope("default", partial_rotary_factor=1.0)}, is_paired=True,
+    ),
+    "cohere2": Tiny(
+        "Cohere2", "cohere2", {"sliding_window": 7, "logit_scale": 0.25}, layers=(*_windows(7, 7, 7), NOPE),
+        tied=True, is_paired=True, facts={"logits_divisor": 4.0},
+        keys={"attention.sliding_window": 7, "logit_scale": 0.25, "attention.layer_norm_epsilon": 1e-5},
+    ),
+    "granitemoe": Tiny(
+        "GraniteMoe", "granitemoe",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.375, "residual_multiplier": 0.625,
+         "logits_scaling": 1.75, "num_local_experts": 8, "num_experts_per_tok": 3},
+        facts={"embedding_scale": 3.0, "attention_scale": 0.375, "residual_scale": 0.625,
+               "logits_divisor": 1.75},
+        mixture=MixtureConfig(8, 3, F, normalized=True),
+        keys={"embedding_scale": 3.0, "attention.scale": 0.375, "residual_scale": 0.625, "logit_scale": 1.75,
+              **_EXPERT_KEYS},
+    ),
     "olmo3": Tiny(
         "Olmo3", "olmo2",
         {"sliding_window": 7,
@@ -298,7 +324,7 @@ def make(
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
     state = dict(_named(key, tensor) for key, tensor in state.items())
-    if name.startswith("granitemoehybrid"):
+    if name.startswith("granitemoe"):
         state = _of_granite(state, "shared_mlp" if tiny.mixture else "mlp")
     made = TorchSource(_with_experts_apart(state))
     for key in made.arrays:
@@ -392,7 +418,9 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     names = gguf.get_tensor_name_map(arch, N_LAYERS)
     tensors: dict[str, Any] = {}
     for key, array in source.arrays.items():
-        in_pairs = tiny.gguf_arch in ("llama", "smollm3", "granite", "granitehybrid", "ernie4_5")
+        in_pairs = tiny.gguf_arch in (
+            *("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "ernie4_5", "glm4", "cohere2"),
+        )
         if in_pairs and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
         if config.has_gates and "q_proj" in key:

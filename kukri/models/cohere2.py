@@ -1,0 +1,76 @@
+"""Command R7B (Cohere 2024): attention and MLP side by side after one norm, windows, multiplied logits.
+
+Three of four layers have a window; the fourth does not rotate. Rows of q and k are in pairs in both formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kukri.config import ModelConfig
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.models.architecture import Architecture
+from kukri.models.keys import Keys
+from kukri.models.layers import Attention, GatedMLP, PlainLayerNorm
+from kukri.models.llama import Llama
+from kukri.models.phi import PhiBlock
+
+
+class Cohere2Block(PhiBlock):
+    """A layer of these parts."""
+
+    norm_type, attention_type, mlp_type = PlainLayerNorm, Attention, GatedMLP
+
+
+class Cohere2(Llama):
+    """The whole model."""
+
+    block_type = Cohere2Block
+    norm_type = PlainLayerNorm
+
+    def adjust_logits(self, ops: Ops, logits: Tensor) -> Tensor:
+        """The logits, multiplied [N, V]."""
+        return ops.scale(logits, 1 / self.config.logits_divisor)
+
+
+_SCALE = "logit_scale"  # of both formats, which multiplies
+
+
+def _read(keys: Keys, facts: dict[str, Any]) -> None:
+    facts["logits_divisor"] = 1 / keys.positive(_SCALE)
+    facts["layers"] = tuple(replace(layer, use_rope=bool(layer.window)) for layer in facts["layers"])
+
+
+def _write(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys[_SCALE] = 1 / config.logits_divisor
+    if all(layer.use_rope == bool(layer.window) for layer in config.layers):
+        keys.pop("attention.nope_layers", None)
+
+
+COHERE2 = Architecture(
+    "cohere2",
+    Cohere2,
+    "Cohere2ForCausalLM",
+    gguf_epsilon="attention.layer_norm_epsilon",
+    gguf_reads={_SCALE},
+    interleaved_rope=True,
+    hf_interleaved_rope=True,
+    full_interval=4,
+    hf_epsilon="layer_norm_eps",
+    reads={"sliding_window", "sliding_window_pattern", "layer_types", "attention_bias", _SCALE},
+    ignores={
+        *("_sliding_window_pattern", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct"),
+        *("use_embedding_sharing", "use_gated_activation"),
+    },
+    fixed={"use_qk_norm": False, "use_parallel_block": True, "use_parallel_embedding": False},
+    defaults={
+        **{"num_key_value_heads": None, "layer_norm_eps": 1e-5, "tie_word_embeddings": True, _SCALE: 0.0625},
+        "sliding_window": 4096,
+    },
+    biases={"self_attn": "attention_bias"},
+    read_hf=_read,
+    read_gguf=_read,
+    write_hf=_write,
+    write_gguf=_write,
+)

@@ -1,0 +1,46 @@
+"""GLM-4-0414 (Z.ai 2025): Llama with norms on both sides of attention and MLP, and gate and up in one matrix.
+
+Half of each head rotates. Rows of q and k are in pairs in both formats.
+"""
+
+from __future__ import annotations
+
+from kukri.models.architecture import Architecture
+from kukri.models.gemma2 import Gemma2Block
+from kukri.models.llama import Llama
+from kukri.models.phi3 import Phi3MLP
+
+
+class Glm4Block(Gemma2Block):
+    """A layer with four norms and this MLP."""
+
+    mlp_type = Phi3MLP
+    mlp_norm_name = "post_attention_layernorm"
+    post_norm_names = ("post_self_attn_layernorm", "post_mlp_layernorm")
+
+
+class Glm4(Llama):
+    """The whole model."""
+
+    block_type = Glm4Block
+
+
+GLM4 = Architecture(
+    "glm4",
+    Glm4,
+    "Glm4ForCausalLM",
+    interleaved_rope=True,
+    hf_interleaved_rope=True,
+    partial_rotary=True,
+    tensor_names={
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "mlp.gate_up_proj": "ffn_up",
+    },
+    reads={"attention_bias"},
+    defaults={
+        **{"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
+        "partial_rotary_factor": 0.5,
+    },
+    biases={"self_attn.o_proj": False, "self_attn": "attention_bias"},
+)

@@ -1,0 +1,63 @@
+"""Granite 3's mixtures (IBM 2024): Granite with experts in place of each MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kukri.config import ModelConfig
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.models.architecture import ExpertKeys
+from kukri.models.granite import GRANITE, Granite
+from kukri.models.layers import Scaled
+from kukri.models.llama import Block
+from kukri.models.mixture import Mixture
+from kukri.models.weights import WeightSource
+
+
+class ScaledMixture(Mixture):
+    """A mixture that is multiplied before it joins the stream."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        self.scale = config.residual_scale
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + factor * mixture(x), both [T, D]."""
+        found = ops.scale(self.experts(ops, x, None, "mlp.hook_experts_out"), self.scale)
+        return ops.add(ops.tap("hook_mlp_out", self.layer, found), residual)
+
+
+class GraniteMoeBlock(Block):
+    """A layer whose attention and mixture add their results multiplied."""
+
+    mlp_type = ScaledMixture
+
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, config, layer)
+        self.attention.out = Scaled(self.attention.out, config.residual_scale)
+
+
+class GraniteMoe(Granite):
+    """The whole model."""
+
+    block_type: Any = GraniteMoeBlock
+
+
+GRANITEMOE = replace(
+    GRANITE,
+    name="granitemoe",
+    model=GraniteMoe,
+    hf_class="GraniteMoeForCausalLM",
+    gguf="granitemoe",
+    joined={
+        "block_sparse_moe.router.layer": ("mlp.gate",),
+        "block_sparse_moe.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+        "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
+    },
+    reads={"attention_bias"},
+    ignores={"output_router_logits", "router_aux_loss_coef"},
+    defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
+    biases={"self_attn": "attention_bias"},
+    experts=ExpertKeys("num_local_experts", "intermediate_size", True, gguf_normalized=True),
+)
