@@ -215,6 +215,27 @@ def test_a_response_is_continued(tooled):
         assert http.post("/responses", json={**asked, "input": "?"}).status_code == 200
 
 
+def test_all_apis_give_the_likeliest_answer(served, offline):
+    """Catches an API that refuses the seed or the penalties, so that defaults cannot be undone there."""
+    said = {
+        "temperature": 0,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "seed": 1,
+        "logit_bias": {"5": 0},
+    }
+    turn = [{"role": "user", "content": "What is the capital of France?"}]
+    want = offline.chat(turn, temperature=0, frequency_penalty=0, presence_penalty=0, max_tokens=6).text
+    body = {"model": MODEL, **said}
+    with served.http() as http:
+        chat = http.post("/v1/chat/completions", json=body | {"messages": turn, "max_tokens": 6}).json()
+        response = http.post("/v1/responses", json=body | {"input": turn, "max_output_tokens": 6}).json()
+        message = http.post("/v1/messages", json=body | {"messages": turn, "max_tokens": 6}).json()
+    assert chat["choices"][0]["message"]["content"] == want
+    assert response["output"][0]["content"][0]["text"] == want
+    assert message["content"][0]["text"] == want
+
+
 def test_the_store_is_bounded_and_each_owners_own():
     """Catches a server whose memory grows with each response, and one key that reads another's."""
     store = ResponseStore(max_bytes=40_000)

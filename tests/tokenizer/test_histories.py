@@ -87,6 +87,15 @@ def test_arguments_that_were_cut_off_stay_in_the_history(arguments, shown):
     assert f"<call>f{shown}</call>" in ChatTemplate(_template("{{ m.content }}")).render(messages)
 
 
+def test_arguments_are_json_where_a_template_adds_them():
+    """Catches the loops of a template that takes arguments as text alone, as functionary's and DeepSeek's."""
+    source = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    source += "{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    call = {**CALL, "function": {"name": "f", "arguments": '{"city":"Köln"}'}}
+    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert ChatTemplate(source).render(messages) == 'Question<call>f{"city": "Köln"}'
+
+
 def test_an_answer_without_anything_is_empty():
     """Catches a 400 for an answer that was all thoughts, or that ended at once."""
     template = ChatTemplate(_template("{{ m.content }}"))
