@@ -8,6 +8,8 @@
   own, in turns.
 - **http**: one stream of 256 tokens from `kukri serve`, client included, against `LLM.generate`, in turns.
 
+`python -m benchmarks.fairness` has a short chat beside a long prompt, and a server that is full.
+
 Prompts are random ids and sampling is greedy; times include scheduling and sampling, not text.
 """
 

@@ -32,7 +32,7 @@ from kukri.sampling import SampledToken
 logger = logging.getLogger("kukri.engine")
 
 _LOOK_AHEAD = 32  # waiting requests of a client among which the shortest may be taken first
-_LEAST_TOKENS = 16  # of the prompt in turn, in a step, however long they take; half beside shorter ones
+_LEAST_TOKENS = 8  # of the prompt in turn, in a step, however long they take: a panel of matrix kernels
 
 
 class Scheduler:
@@ -178,8 +178,6 @@ class Scheduler:
             budget.n_prompt_tokens, budget.cost = half, max(limit / 2, least)
             self._begin(sorted(shorter, key=_n_left), budget, step, n_most)
             budget.n_prompt_tokens += n_tokens - half
-            if step.prompt_cost:
-                least /= 2
         budget.cost = max(limit - step.prompt_cost, least)
         self._begin(prompts, budget, step, n_most)
 

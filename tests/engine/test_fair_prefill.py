@@ -161,7 +161,7 @@ def test_a_step_is_bounded_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
         n_tokens.append(long.n_cached - n_before)
     assert n_tokens[0] == 256  # nothing is known yet
     assert max(took[1:]) < 0.2
-    assert min(n_tokens[1:-1]) >= 16  # ten times as dear there
+    assert min(n_tokens[1:-1]) >= 8  # ten times as dear there
     for _ in range(20):
         backend.slow *= 1.2  # others use the machine
         arrive(engine, 300, 1)

@@ -168,3 +168,36 @@ def test_a_step_that_cannot_continue_takes_no_pages() -> None:
     engine.pool.allocate(1)  # one is left, and both need one
     assert not engine.scheduler._move_on()
     assert [request.n_pages for request in requests] == [1, 1]
+
+
+def test_steps_go_on_while_those_that_wait_find_no_room() -> None:
+    """A server whose steps take longest when it is full; one who waits for a place that has become free."""
+    for limit in ({"max_requests": 2}, {"max_requests": 3, "n_pages": 7}):
+        engine, _ = make_engine(max_context=64, max_step_tokens=64, **limit)
+        running = [add(engine, prompt_of(20, i), greedy(n)) for i, n in enumerate((40, 12))]
+        waiting = add(engine, prompt_of(50, 2), greedy(3))
+        ways = []
+        while running[1].finish_reason is None:
+            ways.append(going_on(engine))
+        assert ways == [False, False, *[True] * 10]
+        while running[0].finish_reason is None:
+            going_on(engine)
+            assert waiting.n_generated or engine.pool.n_free < 4
+        while engine.has_work:
+            going_on(engine)
+        for i, request in enumerate((*running, waiting)):
+            prompt = prompt_of(request.n_prompt, i)
+            assert request.output_ids == expected_output(prompt, request.n_generated)
+
+
+def test_who_comes_while_others_wait_may_find_room() -> None:
+    """A short request that is not looked at since a long one before it had found no room, then left."""
+    engine, _ = make_engine(max_context=64, max_requests=3, max_step_tokens=64, n_pages=6)
+    add(engine, prompt_of(20), greedy(40))
+    long = add(engine, prompt_of(60, 1), greedy(2))
+    while not going_on(engine):
+        pass
+    short = add(engine, prompt_of(10, 2), greedy(2))
+    engine.abort(long)
+    going_on(engine)
+    assert short.n_generated == 1
