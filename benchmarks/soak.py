@@ -51,7 +51,7 @@ _BROKEN = (
     b"{",
     b"[]",
     b'{"model":"soak"}',
-    b'{"model":"soak","prompt":"a","temperature":9}',
+    b'{"model":"soak","prompt":"a","temperature":-9}',
     b"\xff" * 100,
 )
 _START_S, _IDLE_S, _CALL_S = 90.0, 20.0, 120.0

@@ -164,7 +164,7 @@ def test_held_pages_are_enough_and_all_needed(small: Trial, model: Path) -> None
     assert all(2 <= n_prompt <= 60 and 2 <= n_new <= 20 for n_prompt, n_new in lengths)
     with mix.watched(engine) as held:
         mix.serve(engine, [requests])
-    assert held.pages < held.own < held.whole == 3 * 8
+    assert held.pages <= held.own < held.whole == 3 * 8
     page_bytes = engine.runner.cache.n_bytes // engine.pool.n_pages
     for n_pages, is_enough in ((held.pages, True), (held.pages - 1, False)):
         with LLM(model, max_context=128, max_requests=3, kv_bytes=n_pages * page_bytes) as llm:
