@@ -94,7 +94,7 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients have many of their own
-            expose_headers=["request-id", "retry-after", "x-request-id"],
+            expose_headers=["request-id", "retry-after", "x-request-id", "x-tools-left-out"],
         )
     if settings.batch_dir is not None:
         batches = Batches(app, settings.batch_dir)

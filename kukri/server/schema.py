@@ -271,9 +271,10 @@ class RefusalPart(Piece):
 
 
 class OtherPart(Piece):
-    """A part that the model cannot read, such as an image: see `kukri.tokenizer.note`."""
+    """A part of another type: its text, as those of responses have, or a note for what cannot be read."""
 
     type: str
+    text: str | None = None
 
 
 def part_kind(value: Any) -> str:
@@ -341,9 +342,9 @@ class ChatMessage(Piece):
 
 
 def _text_of(part: TextPart | RefusalPart | OtherPart, param: str, is_new: bool) -> str:
-    if isinstance(part, OtherPart):
-        return note(part.type, param, is_new=is_new)
-    return part.text if isinstance(part, TextPart) else part.refusal
+    if isinstance(part, RefusalPart):
+        return part.refusal
+    return note(part.type, param, is_new=is_new) if part.text is None else part.text
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

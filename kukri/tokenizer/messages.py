@@ -95,10 +95,11 @@ def _checked_content(content: Any, param: str, *, is_new: bool) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind not in ("text", "refusal"):
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(kind, str) else None
+        if isinstance(text, str):
+            texts.append(text)
+        elif isinstance(kind, str) and kind not in ("text", "refusal"):
             texts.append(note(kind, f"{param}[{i}]", is_new=is_new))
-        elif isinstance(kind, str) and isinstance(part.get(kind), str):
-            texts.append(part[kind])
         else:
             raise RequestError(
                 'a part of content must be {"type": "text", "text": ...}: the model reads only text',

@@ -46,6 +46,8 @@ def test_parts_of_a_chats_history_become_notes():
     heard = {"role": "assistant", "content": None, "audio": {"id": "audio_1"}}
     found = chat(asked, refused, HI, heard, HI)
     assert [one["content"] for one in found] == ["Look:\n[image]", "No.", "Hi", "[audio]", "Hi"]
+    other = {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert chat(other)[0]["content"] == ChatTemplate("{{ messages[0].content }}").render([other]) == "a\nb"
     result = {"role": "tool", "tool_call_id": "a", "content": [PICTURE]}
     assert chat(HI, result)[1]["content"] == "[image]"
     assert ChatTemplate("{{ messages[0].content }}").render([asked, refused, HI]) == "Look:\n[image]"
