@@ -29,6 +29,7 @@ from kukri.server.schema import GenerationBody
 from kukri.server.timings import timings_of
 
 DONE = b"data: [DONE]\n\n"
+_MANY_TOKENS = 4096  # of a whole answer that is written besides the event loop
 _PROGRESS_S = 0.1  # from one look at a prompt's progress to the next
 
 
@@ -257,19 +258,24 @@ class Reply(Response):
             self._call.break_off("writing the answer", error)
         return b""
 
-    def _last(self) -> bytes:
+    async def _last(self) -> bytes:
         """What a response ends with: a stream's last events, or all of one that is whole."""
         try:
             if self._is_stream:
                 return self._writer.end()
-            return json.dumps(self._writer.body(), separators=(",", ":")).encode()
+            if self._call.n_prompt_tokens + self._call.n_generated > _MANY_TOKENS:
+                return await asyncio.to_thread(self._whole)  # each may have log-probabilities of twenty more
+            return self._whole()
         except BaseException as error:
             self._call.break_off("writing the answer", error)
         return b""
 
+    def _whole(self) -> bytes:
+        return json.dumps(self._writer.body(), separators=(",", ":")).encode()
+
     async def _finish(self, scope: Scope, receive: Receive, send: Send, events: bytes) -> None:
         """The end of the response, once nothing more comes; `events` are not yet sent."""
-        last = b"" if self._call.error is not None else self._last()
+        last = b"" if self._call.error is not None else await self._last()
         error = self._call.error
         if error is not None and not self._has_begun:
             await response_of(error)(scope, receive, send)
