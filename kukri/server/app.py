@@ -11,11 +11,13 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kukri import __version__
 from kukri.engine import EngineLoop
 from kukri.errors import KukriError
+from kukri.server.access import may
 from kukri.server.anthropic.routes import add_anthropic_routes
 from kukri.server.errors import on_deep_body, on_http_error, on_invalid_body, on_kukri_error
 from kukri.server.llama_cpp.routes import add_llama_cpp_routes
@@ -87,7 +89,9 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(RecursionError, on_deep_body)
-    app.add_middleware(Middleware, settings=settings, metrics=registry.metrics, traces=traces)
+    app.add_middleware(
+        Middleware, settings=settings, keys=registry.keys, metrics=registry.metrics, traces=traces
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -97,7 +101,7 @@ def create_app(
             expose_headers=["request-id", "retry-after", "x-request-id", "x-tools-left-out"],
         )
     if settings.batch_dir is not None:
-        batches = Batches(app, settings.batch_dir)
+        batches = Batches(app, settings.batch_dir, registry.keys)
     add_openai_routes(app, registry)
     add_batch_routes(app, batches)
     add_adapter_routes(app, registry)
@@ -134,6 +138,7 @@ def _add_state_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return JSONResponse({"status": "ready" if is_well else "degraded"}, 200 if is_well else 503)
 
     @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        """All counts, for Prometheus."""
-        return Response(registry.metrics.text(), media_type=registry.metrics.content_type)
+    async def metrics(request: Request) -> Response:
+        """All counts, for Prometheus; those of single keys for keys with the scope `manage`."""
+        text = registry.metrics.text(with_keys=may(request.scope, "manage"))
+        return Response(text, media_type=registry.metrics.content_type)

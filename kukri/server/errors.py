@@ -116,8 +116,9 @@ class ModelNotFoundError(NotFoundError):
     """A request names a model that is not served."""
 
     def __init__(self, name: str, served: Sequence[str]) -> None:
+        known = f"; served here: {', '.join(served)}" if served else ""
         super().__init__(
-            f"the model {name[:100]!r} does not exist; served here: {', '.join(served)}",
+            f"the model {name[:100]!r} does not exist{known}",
             param="model",
             code="model_not_found",
         )

@@ -1,17 +1,49 @@
-"""API keys, and what a server knows of a client: its name, its prefixes, its priority."""
+"""API keys, and what a server knows of a client: its name, its prefixes, what it may do, what it has used."""
 
 from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from kukri.errors import ConfigError, RequestError, brief
 
-SCOPES = frozenset({"interp"})  # to steer models and read their activations
+# what a key may do beyond asking for answers: steer models and read activations; change the server's models
+SCOPES = frozenset({"interp", "manage"})
+_DAY_S = 24 * 3600
 _PRIORITY = re.compile(r"-?[0-9]{1,4}")
+_TOKENS = re.compile(r"[0-9]{1,15}")
+
+
+class Meter:
+    """Tokens that a client has used since the server's start, and since midnight UTC."""
+
+    def __init__(self, now_s: Callable[[], float] = time.time) -> None:
+        self.n_prompt = self.n_generated = 0
+        self._now_s = now_s
+        self._day = self._n_today = 0
+
+    def add(self, n_prompt: int, n_generated: int) -> None:
+        """Counts tokens of prompts and of answers."""
+        self.n_prompt += n_prompt
+        self.n_generated += n_generated
+        self._n_today = self.n_today + n_prompt + n_generated
+
+    @property
+    def n_today(self) -> int:
+        """Tokens of both kinds since midnight."""
+        day = int(self._now_s() // _DAY_S)
+        if day != self._day:
+            self._day, self._n_today = day, 0
+        return self._n_today
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until midnight."""
+        return _DAY_S - self._now_s() % _DAY_S
 
 
 @dataclass(frozen=True)
@@ -19,20 +51,26 @@ class Client:
     """The sender of a request. Cached prefixes are shared only within one `prefix_scope`.
 
     `first_priority` is the most urgent priority that its requests may have, and that of those which name
-    none; the lower, the more urgent. None: any, and 0. `scopes` are what it may do beyond asking for answers.
+    none; the lower, the more urgent. None: any, and 0. `scopes` are what it may do beyond asking for answers,
+    `models` the names of those that it may use (None: all), `daily_tokens` how many tokens a day.
     """
 
-    name: str  # for the log, the queue's fairness and the rates
+    name: str  # for the log
+    bucket: str  # for rates, and for the queue's fairness: one for each key, or for each network
     prefix_scope: str = ""
     first_priority: int | None = None
+    usual_priority: int | None = None  # of requests that name none, if it is not the first
     scopes: frozenset[str] = SCOPES  # all without keys
-    owner: str = ""  # of files and batches: a key's hash; without keys they are everybody's
+    models: frozenset[str] | None = None
+    daily_tokens: int | None = None
+    digest: bytes = field(default=b"", repr=False)  # of its key; none without keys
+    meter: Meter = field(default_factory=Meter, repr=False, compare=False)
 
     def priority(self, wanted: int | None) -> int:
         """A request's priority. Raises RequestError if it is more urgent than the client may be."""
         first = self.first_priority
         if wanted is None:
-            return first or 0
+            return (first or 0) if self.usual_priority is None else self.usual_priority
         if first is not None and wanted < first:
             raise RequestError(
                 f"the priority of this key's requests is {first} or more, not {wanted}", param="priority"
@@ -41,60 +79,118 @@ class Client:
 
     def queue(self, user: str | None) -> str:
         """The name in the queue, which is fair among clients and their users."""
-        return f"{self.name}/{user or ''}"
+        return f"{self.bucket}/{user or ''}"
+
+    def may_use(self, names: Iterable[str]) -> bool:
+        """True if the client may use a model of these names."""
+        return self.models is None or not self.models.isdisjoint(names)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """True if the client has used its tokens of today."""
+        return self.daily_tokens is not None and self.meter.n_today >= self.daily_tokens
 
 
 class KeyRing:
     """API keys, compared in a time that does not depend on how much of a key is right.
 
-    A key is written `KEY` or `NAME KEY`, perhaps with ` priority=N` and ` scope=NAME,...` after it. Its
-    client has its name, or else a part of its hash. Unless `shares_prefixes`, keys share no prefixes with
-    each other.
+    A key is written `KEY` or `NAME KEY`, perhaps with options after it: `priority=N`, `scope=NAME,...`,
+    `models=NAME,...` and `daily-tokens=N`. Its client has its name, or else a part of its hash. Unless
+    `shares_prefixes`, keys share no prefixes with each other.
     """
 
     def __init__(self, keys: Sequence[str], *, shares_prefixes: bool = False) -> None:
         """Raises ConfigError for a line of another form."""
-        self._digests: list[bytes] = []
-        self.clients: list[Client] = []
-        for line in keys:
-            words, options = _parts(line)
-            *name, key = words
-            priority = _number(options.get("priority"))
-            scopes = frozenset(options["scope"].split(",")) if "scope" in options else frozenset()
-            if unknown := sorted(scopes - SCOPES):
-                raise ConfigError(f"an API key has the unknown scope {brief(unknown[0])}: there is interp")
-            digest = sha256(key.encode()).digest()
-            self._digests.append(digest)
-            scope = "" if shares_prefixes else digest.hex()
-            shown = f"key {' '.join(name) or digest.hex()[:8]}"
-            self.clients.append(Client(shown, scope, priority, scopes, digest.hex()))
+        self._shares_prefixes = shares_prefixes
+        self._clients: dict[bytes, Client] = {}  # by the hash of the key
+        self.replace(keys)
 
     def __bool__(self) -> bool:
         """True if there are keys at all."""
-        return bool(self._digests)
+        return bool(self._clients)
 
-    def find(self, authorization: str | None, x_api_key: str | None = None) -> int | None:
-        """The index of the key in an Authorization header, or else in X-API-Key; None for none of them."""
-        scheme, _, key = (authorization or f"bearer {x_api_key or ''}").partition(" ")
-        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+    @property
+    def clients(self) -> list[Client]:
+        """The client of each key."""
+        return list(self._clients.values())
+
+    def replace(self, keys: Sequence[str]) -> None:
+        """Takes other keys; those that stay keep their counts. Raises ConfigError and keeps the old."""
+        clients: dict[bytes, Client] = {}
+        for line in keys:
+            client = self._client(line)
+            if client.digest in clients:
+                raise ConfigError(f"the API key of {client.name} is there twice: give each key one line")
+            clients[client.digest] = client
+        self._clients = clients
+
+    def find(self, authorization: str | None, x_api_key: str | None = None) -> Client | None:
+        """The client whose key is in an Authorization header or in X-API-Key; None if neither is known.
+
+        An Authorization of another scheme than Bearer is not ours: a proxy may have added it.
+        """
+        scheme, _, bearer = (authorization or "").partition(" ")
+        given = [bearer] if scheme.lower() == "bearer" else []
         found = None
-        for i, known in enumerate(self._digests):  # all of them, always
-            if hmac.compare_digest(digest, known):
-                found = i
-        return found if scheme.lower() == "bearer" else None
+        for key in (*given, *([] if x_api_key is None else [x_api_key])):
+            digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+            for known, client in self._clients.items():  # all of them, always
+                if hmac.compare_digest(digest, known):
+                    found = client
+        return found
+
+    def holds(self, client: Client) -> bool:
+        """True if a client's key is still valid."""
+        return client.digest in self._clients
+
+    def _client(self, line: str) -> Client:
+        if not (line.isascii() and line.isprintable() and line.strip()):
+            raise ConfigError("an API key must be printable ASCII and not empty")
+        words, options = _parts(line)
+        *name, key = words
+        scopes = frozenset(_names(options.get("scope", "")))
+        if unknown := sorted(scopes - SCOPES):
+            raise ConfigError(
+                f"an API key has the unknown scope {brief(unknown[0])}: there are {', '.join(sorted(SCOPES))}"
+            )
+        if "models" in options and not _names(options["models"]):
+            raise ConfigError("an API key has an empty list of models: leave models= out to allow all")
+        digest = sha256(key.encode()).digest()
+        old = self._clients.get(digest)
+        return Client(
+            name=f"key {' '.join(name) or digest.hex()[:8]}",
+            bucket=digest.hex(),
+            prefix_scope="" if self._shares_prefixes else digest.hex(),
+            first_priority=_number(
+                options, "priority", _PRIORITY, "a number from -9999 to 9999, as in priority=5"
+            ),
+            scopes=scopes,
+            models=frozenset(_names(options["models"])) if "models" in options else None,
+            daily_tokens=_number(options, "daily-tokens", _TOKENS, "a number, as in daily-tokens=1000000"),
+            digest=digest,
+            meter=Meter() if old is None else old.meter,
+        )
+
+
+_OPTIONS = ("priority=", "scope=", "models=", "daily-tokens=")
 
 
 def _parts(line: str) -> tuple[list[str], dict[str, str]]:
-    """The words of a key's line, its name and the key, and the options behind them."""
+    """The words of a key's line, its name and the key, and the options after them."""
     words, options = line.split(), {}
-    while len(words) > 1 and words[-1].startswith(("priority=", "scope=")):
+    while len(words) > 1 and words[-1].startswith(_OPTIONS):
         name, _, value = words.pop().partition("=")
         options[name] = value
     return words, options
 
 
-def _number(priority: str | None) -> int | None:
-    """The number of a priority. Raises ConfigError."""
-    if priority is not None and not _PRIORITY.fullmatch(priority):
-        raise ConfigError("the priority of an API key is a number from -9999 to 9999, as in priority=5")
-    return None if priority is None else int(priority)
+def _names(listed: str) -> list[str]:
+    return [name for name in listed.split(",") if name]
+
+
+def _number(options: dict[str, str], name: str, form: re.Pattern[str], wanted: str) -> int | None:
+    """The number of an option; None without it. Raises ConfigError."""
+    value = options.get(name)
+    if value is not None and not form.fullmatch(value):
+        raise ConfigError(f"the {name} of an API key is {wanted}")
+    return None if value is None else int(value)

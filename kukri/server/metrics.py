@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from kukri.engine.loop import EngineStatus
+from kukri.server.keys import KeyRing
 
 # () -> the counts of each model's engines, by its name and theirs; none of a model that is not loaded
 Statuses = Callable[[], Mapping[str, Mapping[str, EngineStatus]]]
@@ -45,6 +46,7 @@ class Metrics:
         self.missed_calls = counter(
             "unparsed_tool_calls", "What looked like tool calls in answers and could not be read.", "model"
         )
+        self._keys = CollectorRegistry()
         self._responses = counter("http_responses", "HTTP responses.", "path", "status")
 
     def watch_engines(self, status: Statuses) -> None:
@@ -55,9 +57,35 @@ class Metrics:
         """Counts a response; `path` is a route's, so that clients cannot make up new ones."""
         self._responses.labels(path, str(status)).inc()
 
-    def text(self) -> bytes:
-        """Everything in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def watch_keys(self, keys: KeyRing) -> None:
+        """Adds the counts of each API key, read at each scrape."""
+        self._keys.register(_KeyCollector(keys))
+
+    def text(self, *, with_keys: bool = True) -> bytes:
+        """Everything in Prometheus's text format; what single keys have used only `with_keys`."""
+        return generate_latest(self.registry) + (generate_latest(self._keys) if with_keys else b"")
+
+
+class _KeyCollector(Collector):
+    """The tokens of each API key, by its name: as many series as there are names."""
+
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
+
+    def collect(self) -> Iterator[Metric]:
+        prompt = CounterMetricFamily("kukri_key_prompt_tokens", "Prompt tokens of a key.", labels=["key"])
+        answer = CounterMetricFamily(
+            "kukri_key_generated_tokens", "Tokens generated for a key.", labels=["key"]
+        )
+        counts: dict[str, tuple[int, int]] = {}
+        for client in self._keys.clients:
+            n_prompt, n_generated = counts.get(client.name, (0, 0))
+            meter = client.meter
+            counts[client.name] = n_prompt + meter.n_prompt, n_generated + meter.n_generated
+        for name, (n_prompt, n_generated) in counts.items():
+            prompt.add_metric([name.removeprefix("key ")], n_prompt)
+            answer.add_metric([name.removeprefix("key ")], n_generated)
+        yield from (prompt, answer)
 
 
 class _TokenTimes(Collector):

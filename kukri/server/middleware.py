@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
-from collections import OrderedDict
 from collections.abc import Callable
 from http import HTTPStatus
 from ipaddress import ip_address, ip_network
@@ -22,6 +20,7 @@ from kukri.errors import failure_of
 from kukri.server.errors import error_response
 from kukri.server.keys import Client, KeyRing
 from kukri.server.metrics import Metrics
+from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ServerSettings
 from kukri.traces import Span, Traces
 
@@ -33,7 +32,6 @@ _QUIET_PATHS = ("/health", "/ping", "/ready", *STATIC_FOLDERS)  # that are logge
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PORT = re.compile(r":[0-9]*$")
-_MAX_CLIENTS = 10_000  # whose rates are known
 
 
 def _mark_json(scope: Scope, headers: Headers) -> None:
@@ -45,33 +43,19 @@ def _mark_json(scope: Scope, headers: Headers) -> None:
         MutableHeaders(scope=scope)["content-type"] = "application/json"
 
 
-class RateLimiter:
-    """A bucket of tokens for each client: `per_minute` fit in, and as many come back a minute."""
-
-    def __init__(self, per_minute: int) -> None:
-        self.per_minute = per_minute
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # left, and when that was
-
-    def take(self, client: str, now_s: float | None = None) -> float:
-        """Takes one token; returns 0, or the seconds until there will be one."""
-        now_s = time.monotonic() if now_s is None else now_s
-        left, then_s = self._buckets.pop(client, (float(self.per_minute), now_s))
-        left = min(left + (now_s - then_s) * self.per_minute / 60, float(self.per_minute))
-        wait_s = 0.0 if left >= 1 else (1 - left) * 60 / self.per_minute
-        self._buckets[client] = (left if wait_s else left - 1, now_s)
-        if len(self._buckets) > _MAX_CLIENTS:
-            self._buckets.popitem(last=False)
-        return wait_s
-
-
 class Middleware:
     """The outermost layer of the application, below CORS."""
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, traces: Traces | None = None
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        keys: KeyRing,
+        metrics: Metrics,
+        traces: Traces | None = None,
     ) -> None:
         self._app, self._settings, self._metrics, self._traces = app, settings, metrics, traces
-        self._keys = KeyRing(settings.api_keys, shares_prefixes=settings.shares_prefixes)
+        self._keys, self._wrong_keys = keys, WrongKeys()
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
         self._rates = RateLimiter(settings.rate_limit) if settings.rate_limit else None
 
@@ -145,31 +129,42 @@ class Middleware:
         known: Client | None = scope.get("kukri.known_client")  # of a request that this process made itself
         if known is not None:
             scope["kukri.client"] = known
-            return None
-        client = Client(self._address(scope, headers))
-        scope["kukri.client"] = client
-        if not self._is_allowed(headers.get("host", "")):
-            message = "this server has another name than the Host header: add it with --allowed-host"
+            return _over_budget(known)
+        address = self._address(scope, headers)
+        scope["kukri.client"] = client = Client(address, network_of(address))
+        host = headers.get("host", "")
+        if not self._is_allowed(host):
+            name = _PORT.sub("", host.strip())[:100]
+            message = f"the Host header {name!r} is not allowed; start the server with --allowed-host {name}"
             return error_response(message, 403, code="host_not_allowed")
         if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             return None
         if scope["method"] == "OPTIONS":  # a browser's preflight, which carries no key
             return None
+        if not self._may_cross(headers):
+            origin = headers.get("origin", "another site")[:200]
+            message = (
+                f"web pages of {origin} may not use this server; --cors-origin ORIGIN allows those of one"
+            )
+            return error_response(message, 403, code="origin_not_allowed")
         if self._keys:
-            key = self._keys.find(headers.get("authorization"), headers.get("x-api-key"))
-            if key is None:
+            given = headers.get("authorization"), headers.get("x-api-key")
+            found = self._keys.find(*given)
+            digest = None if found is None else found.digest
+            if given != (None, None) and (wait_s := self._wrong_keys.wait_s(client.bucket, digest)):
+                return _too_often("too many wrong API keys from this address", wait_s)
+            if found is None:
                 message = (
                     "a valid API key is needed: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`"
                 )
                 return error_response(message, 401, code="invalid_api_key")
-            scope["kukri.client"] = client = self._keys.clients[key]
+            scope["kukri.client"] = client = found
         if self._rates is not None and scope["method"] == "POST":
-            wait_s = self._rates.take(client.name)
+            wait_s = self._rates.take(client.bucket)
             if wait_s:
-                message = f"more than {self._rates.per_minute} requests a minute: try again in {wait_s:.1f} s"
-                return error_response(
-                    message, 429, code="rate_limit_exceeded", retry_after_s=max(round(wait_s + 0.5), 1)
-                )
+                return _too_often(f"more than {self._rates.per_minute} requests a minute", wait_s)
+        if scope["method"] == "POST" and (refusal := _over_budget(client)) is not None:
+            return refusal
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
             return error_response(self._too_large, 413, code="body_too_large")
@@ -189,10 +184,23 @@ class Middleware:
         return address
 
     def _is_allowed(self, host: str) -> bool:
-        """True if a Host header names this server: it does not after DNS rebinding."""
+        """Whether the Host header is allowed (protects against DNS rebinding)."""
         allowed = self._settings.allowed_hosts
         name = _PORT.sub("", host.strip().lower()).strip("[]")
         return not allowed or name in allowed
+
+    def _may_cross(self, headers: Headers) -> bool:
+        """Whether a request comes from no web page, from this server's own, or from an allowed origin.
+
+        Browsers say where a page comes from by Sec-Fetch-Site, which no page can change; older ones, and all
+        of them over plain HTTP to another machine, only by the Origin of a request that is not a plain GET.
+        """
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if origin is not None and not {origin, "*"}.isdisjoint(self._settings.cors_origins):
+            return True
+        if site is not None:
+            return site in ("same-origin", "none")
+        return origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
 
     @property
     def _too_large(self) -> str:
@@ -237,3 +245,20 @@ class Middleware:
                 **scope["kukri.log"],
             },
         )
+
+
+def _too_often(what: str, wait_s: float) -> Response:
+    wait = max(round(wait_s + 0.5), 1)
+    message = f"{what}: try again in {wait_s:.1f} s"
+    return error_response(message, 429, code="rate_limit_exceeded", retry_after_s=wait)
+
+
+def _over_budget(client: Client) -> Response | None:
+    """The refusal of a key that has used its tokens of today; None if it has not."""
+    if not client.is_over_budget:
+        return None
+    message = (
+        f"this API key has used its {client.daily_tokens} tokens of today: more are there after midnight UTC"
+    )
+    wait_s = int(client.meter.left_s) + 1
+    return error_response(message, 429, code="insufficient_quota", retry_after_s=wait_s)

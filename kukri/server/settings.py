@@ -65,10 +65,11 @@ class ServerSettings:
         model_names: Names of a model that is open already; answers carry the first.
         any_model: Requests may name any model, and get this one.
         api_keys: Keys in the form that `KeyRing` reads; without any, no key is needed.
+        api_key_file: The file that they are from, if they are: `kukri serve` reads it again on SIGHUP.
         shares_prefixes: Keys share cached prefixes, so that one may find out how another's prompts begin.
         allowed_hosts: Hosts that a Host header may name; empty for all.
         trusted_proxies: Addresses or networks whose X-Forwarded-For header is believed.
-        cors_origins: Origins whose pages may call the API from a browser.
+        cors_origins: Origins whose pages may use the server from a browser; "*" for all.
         max_body_bytes: Largest request body; larger ones get 413.
         max_waiting: Most requests in the engine's queue; more get 503.
         rate_limit: Requests a minute of one key, or of one address if there are no keys; more get 429. None
@@ -99,6 +100,7 @@ class ServerSettings:
     model_names: tuple[str, ...] = ()
     any_model: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
     shares_prefixes: bool = False
     allowed_hosts: tuple[str, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
@@ -139,8 +141,6 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, not {value}")
-        if not all(key.isascii() and key.isprintable() and key.strip() for key in self.api_keys):
-            raise ConfigError("an API key must be printable ASCII and not empty")
         KeyRing(self.api_keys)
         if self.traces is not None:
             collector_url(self.traces)

@@ -276,10 +276,13 @@ class ServeOptions:
         "Unload models idle for this long, such as 10m. [default: never]", metavar="TIME"
     )
     manage_models: bool = option(
-        "Let clients pull and delete models, and serve cached ones.", "--manage-models", default=False
+        "Let clients pull and delete models (keys need scope=manage), and serve cached ones.",
+        "--manage-models",
+        default=False,
     )
     api_key_file: Path | None = option(
-        "API keys, one [NAME] KEY [priority=N] [scope=interp] per line. [default: $KUKRI_API_KEY]",
+        "API keys, one [NAME] KEY [priority=N] [scope=interp,manage] [models=NAME,...] [daily-tokens=N] "
+        "per line; read again on SIGHUP. [default: $KUKRI_API_KEY]",
         metavar="FILE",
     )
     share_prefixes: bool = option(
@@ -291,7 +294,9 @@ class ServeOptions:
     trusted_proxy: list[str] | None = option(
         "Proxy whose X-Forwarded-For is trusted; repeatable.", metavar="ADDRESS"
     )
-    cors_origin: list[str] | None = option("Origin allowed by CORS; repeatable.", metavar="URL")
+    cors_origin: list[str] | None = option(
+        "Origin whose web pages may use the server (* for all); repeatable.", metavar="URL"
+    )
     interp: bool = option(
         "Let clients steer the model and read activations (keys need scope=interp).",
         "--interp",

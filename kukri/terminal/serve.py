@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from kukri.terminal.progress import loading_bar
 if TYPE_CHECKING:
     from kukri.server.settings import ModelSpec, ServerSettings
 
+log = logging.getLogger("kukri.server")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -105,6 +108,7 @@ def server_settings(
     return ServerSettings(
         model_names=names,
         api_keys=read_keys(options.api_key_file),
+        api_key_file=options.api_key_file,
         shares_prefixes=options.share_prefixes,
         batch_dir=options.batch_dir,
         allowed_hosts=host_names(options.host, options.allowed_host or []),
@@ -160,6 +164,16 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     return found
 
 
+def reread_keys(app: Any, file: Path | None) -> None:
+    """Takes the API keys that the file has now; the old ones stay if it cannot be used."""
+    try:
+        app.state.registry.keys.replace(read_keys(file))
+    except ConfigError as error:
+        log.error("the API keys were not read again: %s", error)
+    else:
+        log.info("the API keys were read again", extra={"n_keys": len(app.state.registry.keys.clients)})
+
+
 def host_names(host: str, more: list[str]) -> tuple[str, ...]:
     """The names that Host headers may have: on loopback its own and `more`, else `more`, or any name."""
     if host not in _LOOPBACK and not more:
@@ -211,6 +225,8 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
             self.force_exit = self.should_exit
             self.should_exit = True
 
+    if settings.api_key_file is not None and hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda *_: reread_keys(app, settings.api_key_file))
     config = uvicorn.Config(app, **uvicorn_options(settings))
     with suppress(SystemExit):  # of a start that failed, whose reason follows
         Server(config).run(sockets=[bound])

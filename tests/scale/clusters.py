@@ -38,7 +38,7 @@ class LocalCluster:
 
     @property
     def loop(self) -> ReplicaLoop:
-        return self.app.state.registry.catalog.default.served.bridge.loop
+        return self.app.state.registry.entries[0].served.bridge.loop
 
     async def add(self, **changes: Any) -> str:
         """Starts a replica; its name."""

@@ -55,8 +55,8 @@ class Served:
     def served(self) -> ServedModel:
         """The first model's."""
         assert self.registry is not None, f"only a server of the test's own shows it, not ${SERVER}"
-        assert self.registry.catalog.default.served is not None
-        return self.registry.catalog.default.served
+        assert self.registry.entries[0].served is not None
+        return self.registry.entries[0].served
 
     @property
     def client(self) -> openai.OpenAI:

@@ -15,7 +15,9 @@ from live_server import MODEL, Served, serving
 from tiny_gguf import write_tiny
 
 from kukri import LLM
+from kukri.engine import EngineLoop
 from kukri.errors import RequestError
+from kukri.server.openai import batches as batches_module
 from kukri.server.openai.batch_routes import form_fields
 
 
@@ -148,6 +150,70 @@ def test_files_and_batches_belong_to_a_key(tiny: LLM, tmp_path: Path) -> None:
         assert list(other.files.list()) == list(other.batches.list()) == []
         with pytest.raises(openai.AuthenticationError):
             client(server, "three").files.list()
+
+
+def test_a_batch_ends_with_its_key(tiny: LLM, tmp_path: Path) -> None:
+    """Catches work that goes on for a key that has been taken back, now or before the next start."""
+    with serving(tiny, batch_dir=tmp_path, api_keys=("one", "two")) as server:
+        mine = client(server, "one")
+        running = start(mine, upload(mine, *(asked(i, 100) for i in range(240))))
+        waiting = start(mine, upload(mine, asked(1)))
+        server.wait_until(lambda: mine.batches.retrieve(running).request_counts.completed > 0)
+        server.registry.keys.replace(["two"])
+        other = client(server, "two")
+        other_file = upload(other, asked(2))
+        assert ended(other, start(other, other_file)).status == "completed"
+        server.registry.keys.replace(["one"])
+        assert mine.batches.retrieve(running).status == "cancelled"
+        assert 0 < mine.batches.retrieve(running).request_counts.completed < 240
+        assert mine.batches.retrieve(waiting).errors.data[0].code == "invalid_api_key"
+
+
+def test_lines_have_their_own_priority(tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a line whose priority is refused, and lines that go before the requests of others."""
+    seen: list[int] = []
+    submit = EngineLoop.submit
+
+    def watched(self: EngineLoop, requests: Any) -> None:
+        seen.extend(request.priority for request in requests)
+        submit(self, requests)
+
+    monkeypatch.setattr(EngineLoop, "submit", watched)
+    keys = ("one", "late priority=300")
+    with serving(tiny, batch_dir=tmp_path, api_keys=keys) as server:
+        for name, priorities, found in (
+            ("one", (None, 5, -3), [-3, 5, 100]),
+            ("late", (None, 400, 5), [300, 400]),
+        ):
+            asker = client(server, name)
+            lines = [
+                line(f"r{i}", model=MODEL, prompt=[i], max_tokens=1, **({} if p is None else {"priority": p}))
+                for i, p in enumerate(priorities)
+            ]
+            batch = ended(asker, start(asker, upload(asker, *lines)))
+            assert sorted(seen) == found
+            assert batch.request_counts.completed == len(found)
+            seen.clear()
+
+
+def test_a_line_that_takes_too_long_is_not_tried_again(
+    tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches 60 times the deadline of computing for a line that cannot be done in time."""
+    calls: list[str] = []
+    post = batches_module.post
+
+    async def watched(*arguments: Any) -> Any:
+        calls.append(arguments[1])
+        return await post(*arguments)
+
+    monkeypatch.setattr(batches_module, "post", watched)
+    with serving(tiny, batch_dir=tmp_path, deadline_s=1e-6) as server:
+        asker = client(server)
+        batch = ended(asker, start(asker, upload(asker, asked(1, 100))))
+        (failed,) = lines_of(asker, batch.error_file_id)
+    assert failed["response"]["body"]["error"]["code"] == "deadline_exceeded"
+    assert len(calls) == 1
 
 
 def test_wrong_input_is_explained(tiny: LLM, tmp_path: Path) -> None:

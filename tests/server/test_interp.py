@@ -338,7 +338,7 @@ def test_keys_and_scopes():
         "scope=interp",
     ]
     ring = KeyRing(lines)
-    assert [ring.find(f"Bearer {key}") for key in ("k", "l", "m", "n", "scope=interp")] == [0, 1, 2, 3, 4]
+    assert [ring.find(f"Bearer {key}") for key in ("k", "l", "m", "n", "scope=interp")] == ring.clients
     assert [bool(client.scopes) for client in ring.clients] == [False, True, True, True, False]
     assert [client.first_priority for client in ring.clients] == [None, None, 5, 5, None]
     assert ring.clients[1].name == "key my laptop"

@@ -19,7 +19,7 @@ from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.server.keys import KeyRing
 from kukri.server.logs import JsonFormatter, LoggedLines, TextFormatter
-from kukri.server.middleware import RateLimiter
+from kukri.server.rates import RateLimiter
 from kukri.server.settings import ServerSettings
 
 ASK = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
@@ -93,7 +93,10 @@ def test_wrong_keys_are_wrong(given):
 def test_the_right_key_is_found():
     """Catches keys that are compared with the wrong one."""
     ring = KeyRing(["a", "b"])
-    assert [ring.find("Bearer a"), ring.find("bearer b")] == [0, 1]
+    assert [ring.find("Bearer a"), ring.find("bearer b")] == ring.clients
+    assert (
+        ring.find("Basic xyz", "b") == ring.find("Bearer x", "b") == ring.find(None, " b") == ring.clients[1]
+    )
 
 
 @pytest.mark.parametrize("keys", [("a b priority=x",), ("k priority=",), ("k priority=1.5",)])

@@ -222,7 +222,7 @@ def test_adapters_outlive_an_unloaded_model(folder: Path, answers: dict[str | No
         (folder / "adapters" / "brief").rename(folder / "away")
         body = {"model": "base", "keep_alive": 0}
         assert http.post("/api/generate", json=body).status_code == 200
-        served.wait_until(lambda: served.registry.catalog.default.served is None)
+        served.wait_until(lambda: served.registry.entries[0].served is None)
         assert completion(http, "json") == answers["json"]
         assert completion(http, "sql") == answers["sql"]
         with pytest.raises(openai.NotFoundError):

@@ -6,13 +6,13 @@ import asyncio
 import logging
 from pathlib import Path
 
-from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from kukri.engine import Engine
 from kukri.engine.loop import EngineLoop
 from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.formats.adapters import read_adapter
+from kukri.server.access import check_manages_adapters
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
@@ -29,14 +29,15 @@ class ClientAdapters:
     async def load(self, model: str | None, name: str, path: str, scope: Scope) -> None:
         """Loads an adapter of the adapter directory for a model, which is loaded too if need be.
 
-        Raises HTTPException 403 if clients may not, RequestError on a path outside of the directory, a name
+        Raises ForbiddenError if the client may not, RequestError on a path outside of the directory, a name
         that is taken, and files that are wrong.
         """
-        file = await asyncio.to_thread(self._path, path)
+        directory = check_manages_adapters(self._registry.settings, scope)
+        file = await asyncio.to_thread(_path, directory, path)
         taken = self._registry.catalog.named(name)
         if taken is not None:
             raise RequestError(f"the name {name!r} is taken by {taken.name}", param="lora_name")
-        entry = await self._registry.catalog.find(model)
+        entry = await self._registry.catalog.find(model, scope)
         served = await self._registry.acquire(entry, scope)
         try:
             engine, loop = _single_engine(served)
@@ -50,9 +51,9 @@ class ClientAdapters:
         entry.adapters[name] = str(file)
         log.info("adapter loaded", extra={"model": entry.name, "adapter": name})
 
-    async def unload(self, name: str) -> None:
-        """Forgets an adapter. Raises HTTPException 403 if clients may not, ModelNotFoundError without it."""
-        self._directory()
+    async def unload(self, name: str, scope: Scope) -> None:
+        """Forgets an adapter. Raises ForbiddenError if the client may not, ModelNotFoundError without it."""
+        check_manages_adapters(self._registry.settings, scope)
         entries = self._registry.catalog.entries
         entry = next((one for one in entries if name in one.adapters), None)
         if entry is None:
@@ -63,25 +64,18 @@ class ClientAdapters:
         entry.adapters.pop(name, None)
         log.info("adapter unloaded", extra={"model": entry.name, "adapter": name})
 
-    def _directory(self) -> Path:
-        """The adapter directory. Raises HTTPException 403 without one."""
-        directory = self._registry.settings.adapter_dir
-        if directory is None:
-            message = "this server's adapters cannot be changed: kukri serve --adapter-dir allows it"
-            raise HTTPException(403, message)
-        return directory
 
-    def _path(self, path: str) -> Path:
-        """The path of an adapter in the directory. Raises RequestError for any other."""
-        directory = self._directory().resolve()
-        try:
-            found = (directory / path).resolve()
-            is_there = found.is_relative_to(directory) and found != directory and found.exists()
-        except (OSError, ValueError):  # a name that no file can have
-            is_there = False
-        if not is_there:
-            raise RequestError(f"there is no {path[:200]!r} in the adapter directory", param="lora_path")
-        return found
+def _path(directory: Path, path: str) -> Path:
+    """The path of an adapter in the directory. Raises RequestError for any other."""
+    try:
+        root = directory.resolve()
+        found = (root / path).resolve()
+        is_there = found.is_relative_to(root) and found != root and found.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        is_there = False
+    if not is_there:
+        raise RequestError(f"there is no {path[:200]!r} in the adapter directory", param="lora_path")
+    return found
 
 
 def _single_engine(served: ServedModel) -> tuple[Engine, EngineLoop]:

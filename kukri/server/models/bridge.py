@@ -21,6 +21,7 @@ from kukri.errors import CapacityError, KukriError, failure_of
 from kukri.interp.generation import InterventionTaps, Readout
 from kukri.kernels.arrays import FloatArray
 from kukri.server.errors import DeadlineError
+from kukri.server.keys import Meter
 from kukri.server.metrics import ModelMetrics
 
 log = logging.getLogger("kukri.server")
@@ -74,9 +75,11 @@ class LiveCall:
         n_prompts: int,
         log_id: str,
         taps: Sequence[InterventionTaps] = (),
+        meter: Meter | None = None,
     ) -> None:
-        """`taps` are the interventions of each answer, none if there are none."""
+        """`taps` are the interventions of each answer, none if there are none; `meter` counts its tokens."""
         self.answers, self.log_id = answers, log_id
+        self.meter, self.n_metered = meter or Meter(), 0
         self._taps = taps
         self.readouts: list[list[Readout]] = [[] for _ in answers]  # not yet written
         self.activations: list[dict[str, FloatArray] | None] = [None] * len(answers)  # of those that ended
@@ -268,6 +271,7 @@ class Bridge:
                 del self._waiting[answer.request.id]
             raise
         self._metrics.on_prompt(call.n_prompt_tokens)
+        call.meter.add(call.n_prompt_tokens, 0)
         if deadline_s is not None:
             call.deadline = event_loop.call_later(deadline_s, self._expire, call, deadline_s)
 
@@ -313,6 +317,8 @@ class Bridge:
                 answer.finish_reason = "abort"
                 self.loop.abort(answer.request)
         call.cancel_deadline()
+        call.meter.add(0, call.n_generated - call.n_metered)
+        call.n_metered = call.n_generated
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop. Raises CapacityError if no new requests are taken."""

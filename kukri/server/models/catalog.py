@@ -9,11 +9,14 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
+from starlette.types import Scope
+
 from kukri.errors import KukriError
 from kukri.formats.hub import MODELS
 from kukri.formats.model_cache import cached_models, cached_path
 from kukri.formats.repos import parse_name
 from kukri.model_options import ModelOptions
+from kukri.server.access import client_of
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
 from kukri.server.settings import ModelSpec, ServerSettings
@@ -39,31 +42,21 @@ class Catalog:
         for found in self._found():
             self._add(*found)
 
-    @property
-    def default(self) -> ModelEntry:
-        """The model of requests that name none. Raises ModelNotFoundError if nothing is served."""
-        if not self.entries:
-            raise ModelNotFoundError("", [])
-        return self.entries[0]
+    async def find(self, name: str | None, scope: Scope, *, exactly: bool = False) -> ModelEntry:
+        """The model of a name that a request's client may use. Raises ModelNotFoundError if there is none.
 
-    async def find(self, name: str | None, *, exactly: bool = False) -> ModelEntry:
-        """The model of a name. Raises ModelNotFoundError if there is none.
-
-        A name may end with ":latest", as Ollama's clients write it. With `any_model` the default answers for
-        an unknown name, unless it is to be found `exactly`.
+        A name may end with ":latest", as Ollama's clients write it. None is the first model. With `any_model`
+        that one answers for an unknown name, unless it is to be found `exactly`.
         """
-        if name is None:
-            return self.default
-        entry = self.named(name) or await self._look_for(name)
-        if entry is not None:
-            return entry
-        if self.settings.any_model and not exactly:
-            return self.default
-        raise self.not_found(name)
-
-    def not_found(self, name: str) -> ModelNotFoundError:
-        """The error of a name that nothing has."""
-        return ModelNotFoundError(name, [known for entry in self.entries for known in entry.names])
+        client = client_of(scope)
+        if name is not None:
+            entry = self.named(name) or await self._look_for(name)
+            if entry is not None and client.may_use(entry.spec.names):
+                return entry
+        usable = [one for one in self.entries if not one.is_deleted and client.may_use(one.spec.names)]
+        if usable and (name is None or (self.settings.any_model and not exactly)):
+            return usable[0]
+        raise ModelNotFoundError(name or "", [known for one in usable for known in one.names])
 
     def named(self, name: str) -> ModelEntry | None:
         """The model of a name, among those that are known."""
@@ -71,10 +64,11 @@ class Catalog:
         known = (one for one in self.entries if not one.is_deleted)
         return next((one for one in known if not names.isdisjoint(one.names)), None)
 
-    async def listed(self) -> list[ModelEntry]:
-        """Every model, with those that have come to the directory or the cache until a second ago."""
+    async def listed(self, scope: Scope) -> list[ModelEntry]:
+        """The models that a request's client may use, with those that had come a second ago."""
         await self._look()
-        return [entry for entry in self.entries if not entry.is_deleted]
+        client = client_of(scope)
+        return [one for one in self.entries if not one.is_deleted and client.may_use(one.spec.names)]
 
     async def add_cached(self, name: str) -> None:
         """Serves a model of the cache by a name that `kukri pull` takes. Raises KukriError without it."""

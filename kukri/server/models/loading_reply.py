@@ -39,7 +39,7 @@ async def answered(
 
     While a stream's model is loaded, the stream begins with keep-alives. Raises as `acquire` and `answer` do.
     """
-    entry = await registry.catalog.find(body.model)
+    entry = await registry.catalog.find(body.model, http.scope)
 
     async def response() -> Response:
         return await answer(await registry.acquire(entry, http.scope), body, http)

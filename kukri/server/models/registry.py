@@ -27,6 +27,8 @@ from kukri.host.hardware import available_bytes
 from kukri.llm import LLM
 from kukri.loading import MemoryNeed, memory_need
 from kukri.model_options import ModelOptions
+from kukri.server.errors import ModelNotFoundError
+from kukri.server.keys import KeyRing
 from kukri.server.metrics import Metrics
 from kukri.server.models.allocator import close_and_free, return_large_arrays
 from kukri.server.models.bridge import LoopMaker
@@ -61,6 +63,8 @@ class ModelRegistry:
         `make_loop` makes the loop that runs its requests.
         """
         self.settings, self.metrics = settings, Metrics()
+        self.keys = KeyRing(settings.api_keys, shares_prefixes=settings.shares_prefixes)
+        self.metrics.watch_keys(self.keys)
         entries = [ModelEntry(spec) for spec in models]
         if llm is not None:
             served = ServedModel(llm, settings, settings.model_names, self.metrics, make_loop)
@@ -137,7 +141,7 @@ class ModelRegistry:
         started_s = monotonic()
         await entry.look_at_file()
         if entry.is_deleted:
-            raise self.catalog.not_found(entry.name)
+            raise ModelNotFoundError(entry.name, [])
         if entry.is_ready and not entry.is_stale:
             entry.n_leases += 1
             served = entry.served
@@ -152,7 +156,7 @@ class ModelRegistry:
 
     async def served(self, name: str | None, scope: Scope) -> ServedModel:
         """The served model by its name, as `acquire` gives it. Raises as `find` and `acquire` do."""
-        return await self.acquire(await self.catalog.find(name), scope)
+        return await self.acquire(await self.catalog.find(name, scope), scope)
 
     def keep(self, entry: ModelEntry, seconds: float | None) -> None:
         """Sets the idle time after which the model is unloaded: 0 for at once, below 0 for never."""
@@ -180,7 +184,7 @@ class ModelRegistry:
         Raises as `unload` and `remove` do, and the model is served as before then.
         """
         entry.is_deleted = True
-        self._fail(entry, self.catalog.not_found(entry.name))
+        self._fail(entry, ModelNotFoundError(entry.name, []))
         try:
             await self.unload(entry, "deleted")
             await asyncio.to_thread(remove)

@@ -109,7 +109,9 @@ class ServedModel:
         """Steers the model and reads its activations. Raises RequestError if its engine is elsewhere."""
         session: Session | None = getattr(self.llm, "interp", None)
         if session is None:
-            raise RequestError("the engine of this model is elsewhere: it is not steered, nor read")
+            raise RequestError(
+                "this model runs on replicas: interventions and activations are not available there"
+            )
         return session
 
     def check_model(self, name: str | None) -> str:
@@ -310,6 +312,6 @@ class ServedModel:
         if marks is not None:
             shown = frozenset(ids[mark] for mark in marks if mark in ids)
         answers = [Answer(r, i, self.tokenizer, continues=True, shown=shown) for i, r in enumerate(requests)]
-        call = LiveCall(self.bridge, answers, len(prompts), scope["kukri.id"], taps)
+        call = LiveCall(self.bridge, answers, len(prompts), scope["kukri.id"], taps, client.meter)
         self.bridge.submit(call, self.settings.deadline_s)
         return call

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kukri.errors import KukriError, RequestError
@@ -22,6 +21,7 @@ from kukri.formats import hub
 from kukri.formats.headers import read_headers
 from kukri.formats.model_cache import cached_path, remove
 from kukri.formats.repos import cache_folder, parse_name
+from kukri.server.access import check_manages_models
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
 from kukri.server.models.registry import ModelRegistry
@@ -96,20 +96,20 @@ async def _registry(request: Request) -> ModelRegistry:
 Registry = Annotated[ModelRegistry, Depends(_registry)]
 
 
-async def ollama_tags(registry: Registry) -> Response:
+async def ollama_tags(registry: Registry, request: Request) -> Response:
     """Lists the models on this machine."""
     models = []
-    for entry in await registry.catalog.listed():
+    for entry in await registry.catalog.listed(request.scope):
         facts = await asyncio.to_thread(model_facts, entry)
         if facts is not None:
             models += [_listed(name, facts) for name in entry.names]
     return JSONResponse({"models": models})
 
 
-async def ollama_ps(registry: Registry) -> Response:
+async def ollama_ps(registry: Registry, request: Request) -> Response:
     """Lists the loaded models."""
     models = []
-    for entry in await registry.catalog.listed():
+    for entry in await registry.catalog.listed(request.scope):
         facts = await asyncio.to_thread(model_facts, entry) if entry.served is not None else None
         if facts is None or entry.served is None:
             continue
@@ -122,9 +122,9 @@ async def ollama_ps(registry: Registry) -> Response:
     return JSONResponse({"models": models})
 
 
-async def ollama_show(body: OllamaBody, registry: Registry) -> Response:
+async def ollama_show(body: OllamaBody, registry: Registry, request: Request) -> Response:
     """Describes a model."""
-    entry = await registry.catalog.find(body.model)
+    entry = await registry.catalog.find(body.model, request.scope)
     facts = await asyncio.to_thread(model_facts, entry)
     if facts is None:
         raise ModelNotFoundError(body.model, [])
@@ -147,9 +147,9 @@ async def ollama_show(body: OllamaBody, registry: Registry) -> Response:
     )
 
 
-async def ollama_pull(body: OllamaPullBody, registry: Registry) -> Response:
+async def ollama_pull(body: OllamaPullBody, registry: Registry, request: Request) -> Response:
     """Fetches a model, if clients may."""
-    _check_allowed(registry)
+    check_manages_models(registry.settings, request.scope)
     name = body.model
     if name not in hub.MODELS and parse_name(name) is None:
         raise RequestError(f"there is no model {name[:100]!r} to pull: give org/repo:type", param="model")
@@ -189,23 +189,16 @@ async def _pulled(registry: ModelRegistry, name: str) -> AsyncIterator[dict[str,
     yield {"status": "success"}
 
 
-async def ollama_delete(body: OllamaBody, registry: Registry) -> Response:
+async def ollama_delete(body: OllamaBody, registry: Registry, request: Request) -> Response:
     """Removes a model, if clients may."""
-    _check_allowed(registry)
-    entry = await registry.catalog.find(body.model, exactly=True)
+    check_manages_models(registry.settings, request.scope)
+    entry = await registry.catalog.find(body.model, request.scope, exactly=True)
     if not entry.is_cached:
         raise RequestError(
             f"{entry.name} was given to the server at its start: it is not deleted", param="model"
         )
     await registry.delete(entry, partial(remove, entry.name))
     return Response(status_code=200)
-
-
-def _check_allowed(registry: ModelRegistry) -> None:
-    if not registry.settings.manages_models:
-        raise HTTPException(
-            403, "this server's models cannot be changed: kukri serve --manage-models allows it"
-        )
 
 
 def _listed(name: str, facts: ModelFacts) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from kukri import __version__
+from kukri.server.access import check_scope, may
 from kukri.server.models.loading_reply import answered
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
@@ -32,7 +33,7 @@ _Generation = TypeVar("_Generation", bound=GenerationBody)
 
 
 def add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    """Adds the routes, of which some change the server's models if clients may."""
+    """Adds the routes; those that change models need --manage-models."""
     _add_generation_routes(app, registry)
     errors = _ERRORS | {
         403: {"model": OllamaErrorBody, "description": "Clients may not change the server's models"}
@@ -62,9 +63,20 @@ def add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
 
 def _add_generation_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    async def keep(body: KeepAlive, request: Request) -> None:
+        """Keeps the model as the body says: others use it too, so a key needs the scope for it."""
+        if may(request.scope, "manage"):
+            registry.keep(await registry.catalog.find(body.model, request.scope), body.keep_alive_s)
+
+    def check(body: KeepAlive, request: Request) -> None:
+        """Raises ForbiddenError if the body would unload or pin the model, and the key may not."""
+        if body.keep_alive_s is not None and body.keep_alive_s <= 0:
+            check_scope(request.scope, "manage", "keep_alive")
+
     async def kept(body: KeepAlive, request: Request) -> ServedModel:
+        check(body, request)
         served = await registry.served(body.model, request.scope)
-        registry.keep(await registry.catalog.find(body.model), body.keep_alive_s)
+        await keep(body, request)
         return served
 
     async def answer(
@@ -73,14 +85,16 @@ def _add_generation_routes(app: FastAPI, registry: ModelRegistry) -> None:
         make: Callable[[ServedModel, _Generation, Request], Awaitable[Response]],
     ) -> Response:
         async def made(served: ServedModel, body: _Generation, request: Request) -> Response:
-            registry.keep(await registry.catalog.find(body.model), body.keep_alive_s)
+            await keep(body, request)
             return await make(served, body, request)
 
+        check(body, request)
         return await answered(registry, body, request, made, ollama.NDJSON)
 
     async def load(body: GenerationBody, request: Request) -> Response:
         """Loads the model, which a body without a prompt asks for, or unloads it with keep_alive 0."""
-        entry = await registry.catalog.find(body.model)
+        check(body, request)
+        entry = await registry.catalog.find(body.model, request.scope)
         if body.keep_alive_s == 0 and not entry.spec.is_pinned:
             await registry.unload(entry, "request")
             return ollama.loaded_answer(body, entry.name, "unload")

@@ -10,8 +10,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.errors import RequestError
+from kukri.server.access import client_of
 from kukri.server.errors import NotFoundError
-from kukri.server.keys import Client
 from kukri.server.openai.batches import Batch, Batches, StoredFile
 from kukri.server.schema import Body
 
@@ -37,6 +37,9 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
             raise NotFoundError("this server keeps no files and batches: kukri serve --batch-dir DIR does")
         return batches
 
+    async def owner(here: Batches, request: Request) -> str:
+        return await here.owners.of(client_of(request.scope))
+
     @app.post("/v1/files", response_class=JSONResponse)
     async def upload(request: Request) -> Response:
         """Keeps a file of requests: a form with the fields file and purpose."""
@@ -47,59 +50,58 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
         if fields["purpose"][1] != PURPOSE.encode():
             raise RequestError(f"files are kept for the purpose {PURPOSE!r} alone", param="purpose")
         name, data = fields["file"]
-        stored = await here.add_file(_owner(request), name or "upload", data, PURPOSE)
+        stored = await here.add_file(await owner(here, request), name or "upload", data, PURPOSE)
         return JSONResponse(stored.described())
 
     @app.get("/v1/files")
     async def files(request: Request, purpose: str | None = None) -> JSONResponse:
         """Lists the client's files."""
-        return _listed(kept().files(_owner(request), purpose))
+        return _listed((here := kept()).files(await owner(here, request), purpose))
 
     @app.get("/v1/files/{file_id}")
     async def file(request: Request, file_id: str) -> JSONResponse:
         """Describes a file."""
-        return JSONResponse(kept().file(_owner(request), file_id).described())
+        return JSONResponse((here := kept()).file(await owner(here, request), file_id).described())
 
     @app.get("/v1/files/{file_id}/content", response_class=Response)
     async def file_content(request: Request, file_id: str) -> Response:
         """The contents of a file."""
-        data = await kept().contents(_owner(request), file_id)
+        data = await (here := kept()).contents(await owner(here, request), file_id)
         return Response(data, media_type="application/octet-stream")
 
     @app.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> JSONResponse:
         """Removes a file."""
-        kept().delete_file(_owner(request), file_id)
+        (here := kept()).delete_file(await owner(here, request), file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     @app.post("/v1/batches")
     async def create_batch(body: BatchBody, request: Request) -> JSONResponse:
         """Queues a batch."""
-        client: Client = request.scope["kukri.client"]
-        made = await kept().add_batch(
-            client, body.input_file_id, body.endpoint, body.completion_window, body.metadata
+        here = kept()
+        made = await here.add_batch(
+            await owner(here, request),
+            body.input_file_id,
+            body.endpoint,
+            body.completion_window,
+            body.metadata,
         )
         return JSONResponse(made.described())
 
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> JSONResponse:
         """Lists the client's batches."""
-        return _listed(kept().batches(_owner(request)))
+        return _listed((here := kept()).batches(await owner(here, request)))
 
     @app.get("/v1/batches/{batch_id}")
     async def batch(request: Request, batch_id: str) -> JSONResponse:
         """Describes a batch."""
-        return JSONResponse(kept().batch(_owner(request), batch_id).described())
+        return JSONResponse((here := kept()).batch(await owner(here, request), batch_id).described())
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
         """Cancels a batch: requests that run are finished."""
-        return JSONResponse((await kept().cancel(_owner(request), batch_id)).described())
-
-
-def _owner(request: Request) -> str:
-    client: Client = request.scope["kukri.client"]
-    return client.owner
+        return JSONResponse((await (here := kept()).cancel(await owner(here, request), batch_id)).described())
 
 
 def _listed(found: Sequence[StoredFile | Batch]) -> JSONResponse:

@@ -25,14 +25,14 @@ from kukri.calls.batch_files import URLS, BatchLine, Results, read_batch
 from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.host.private_files import make_private, write_private
 from kukri.server.asgi_client import AppResponse, answer_lines, post
-from kukri.server.errors import NotFoundError
-from kukri.server.keys import Client
+from kukri.server.errors import LATE, NotFoundError
+from kukri.server.keys import Client, KeyRing
+from kukri.server.openai.owners import Owners
 
 log = logging.getLogger("kukri.server")
 
 _OUTPUT_PURPOSE = "batch_output"
-_PRIORITY = 100  # of requests that name none: behind those of others
-_CLIENT = ("name", "prefix_scope", "first_priority", "owner")  # of a batch's client, to be kept
+_PRIORITY = 100  # of requests that name none: after those of others
 _N_AT_ONCE = 8
 _MAX_FILES = 1000
 _WINDOW_S = 24 * 3600
@@ -47,7 +47,7 @@ class StoredFile:
     """A file, as OpenAI's API describes it."""
 
     id: str
-    owner: str  # the prefix scope of a key, or of everybody
+    owner: str  # see Owners
     filename: str
     bytes: int
     purpose: str
@@ -65,7 +65,6 @@ class Batch:
 
     id: str
     owner: str
-    client: dict[str, Any]  # the fields of its client
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -92,14 +91,14 @@ class Batch:
 
     def described(self) -> dict[str, Any]:
         """The JSON of the API."""
-        facts = {name: value for name, value in asdict(self).items() if name not in ("owner", "client")}
+        facts = {name: value for name, value in asdict(self).items() if name != "owner"}
         return {**facts, "object": "batch"}
 
 
 class Batches:
     """The files and batches of a server. Belongs to the event loop, between `start` and `stop`."""
 
-    def __init__(self, app: FastAPI, directory: Path) -> None:
+    def __init__(self, app: FastAPI, directory: Path, keys: KeyRing) -> None:
         """Raises ConfigError if the directory cannot be made or trusted."""
         self._app, self._directory = app, directory
         self._files: dict[str, StoredFile] = {}
@@ -109,6 +108,7 @@ class Batches:
         self._saved_s = 0.0  # when a running batch's counts were noted last
         try:
             make_private(directory)
+            self.owners = Owners(directory, keys)
             for path in sorted(directory.glob("*.json")):
                 with suppress(ValueError, TypeError):  # damaged, or of another version
                     facts = json.loads(path.read_bytes())
@@ -180,17 +180,16 @@ class Batches:
     # Batches
 
     async def add_batch(
-        self, client: Client, file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None
+        self, owner: str, file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None
     ) -> Batch:
         """Queues a batch. Raises RequestError, NotFoundError."""
         if endpoint not in URLS:
             raise RequestError(f"endpoint must be one of {', '.join(URLS)}", param="endpoint")
-        source = self.file(client.owner, file_id, "input_file_id")
+        source = self.file(owner, file_id, "input_file_id")
         now = int(time.time())
         batch = Batch(
             f"batch_{uuid4().hex}",
-            client.owner,
-            {name: getattr(client, name) for name in _CLIENT},
+            owner,
             endpoint,
             source.id,
             window,
@@ -237,6 +236,10 @@ class Batches:
     async def _run(self, batch: Batch) -> None:
         """Runs a batch to its end. Raises ConfigError, CapacityError, OSError if files cannot be used."""
         source = self._files.get(batch.input_file_id)
+        client = await self.owners.client(batch.owner)
+        if client is None:
+            self._fail(batch, "invalid_api_key", "the API key of the batch is not valid any more")
+            return
         try:
             if source is None:
                 raise ConfigError("the input file is gone")
@@ -254,15 +257,16 @@ class Batches:
                 batch.enter("in_progress")
             await self._count(batch, results)
             left = [line for line in lines if line.id not in results]
-            client = Client(**batch.client, scopes=frozenset())
-            client = replace(client, first_priority=max(client.first_priority or 0, _PRIORITY))
+            sender = replace(client, usual_priority=max(client.first_priority or 0, _PRIORITY))
             await answer_lines(
-                takewhile(lambda _: batch.status != "cancelling", left),
+                takewhile(lambda _: batch.status != "cancelling" and self.owners.are_valid(client), left),
                 results,
                 _N_AT_ONCE,
-                lambda line: self._post(line, client),
+                lambda line: self._post(line, sender),
                 lambda _: self._count_now_and_then(batch, results),
             )
+            if not self.owners.are_valid(client):
+                batch.enter("cancelling")
             was_cancelled = batch.status == "cancelling"
             for line in lines:
                 if line.id not in results:
@@ -279,10 +283,11 @@ class Batches:
         log.info("batch ended", extra={"batch": batch.id, "status": batch.status, **batch.request_counts})
 
     async def _post(self, line: BatchLine, client: Client) -> AppResponse:
-        """The response to a line; one that finds no room is tried again."""
+        """The response to a line; one that finds no room is tried again, one that took too long is not."""
         for _ in range(_N_TRIES - 1):
             response = await post(self._app, line.url, line.body, client)
-            if response.status != HTTPStatus.SERVICE_UNAVAILABLE:
+            is_full = response.status == HTTPStatus.SERVICE_UNAVAILABLE
+            if not is_full or response.body["error"]["code"] == LATE:
                 return response
             await asyncio.sleep(_PAUSE_S)
         return await post(self._app, line.url, line.body, client)

@@ -16,8 +16,10 @@ from starlette.types import Scope
 
 from kukri.embedding import Encoded
 from kukri.engine import Request as EngineRequest
-from kukri.errors import CapacityError, ContextLengthError, KukriError, RequestError
+from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.kernels.arrays import FloatArray
+from kukri.server.access import client_of
+from kukri.server.errors import DeadlineError
 from kukri.server.models.served_model import ServedModel
 from kukri.server.reply import disconnected
 from kukri.server.schema import Body, TokenIds
@@ -104,14 +106,16 @@ async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope:
     """The rows of requests, a batch of them after another, so that others find room."""
     for request in requests:
         request.trace = scope["kukri.trace"]
-    served.metrics.on_prompt(sum(request.n_prompt for request in requests))
+    n_tokens = sum(request.n_prompt for request in requests)
+    served.metrics.on_prompt(n_tokens)
+    client_of(scope).meter.add(n_tokens, 0)
     n = min(served.llm.engine_config.max_requests, served.bridge.loop.max_waiting)
     try:
         async with asyncio.timeout(served.settings.deadline_s):
             for start in range(0, len(requests), n):
                 await served.bridge.compute(requests[start : start + n])
     except TimeoutError:
-        raise CapacityError(f"the answer was not done within {served.settings.deadline_s:g} s") from None
+        raise DeadlineError(f"the answer was not done within {served.settings.deadline_s:g} s") from None
     rows = [request.rows for request in requests if request.rows is not None]
     if not all(np.isfinite(row).all() for row in rows):  # JSON has no such numbers
         raise KukriError("the model's vectors are not finite: its weights may be damaged")

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API, and what servers have beside them: reranking, activations, LoRA adapters."""
+"""The routes of OpenAI's API, and those that other servers add: reranking, activations, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -112,16 +112,16 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)
-    async def models() -> JSONResponse:
+    async def models(request: Request) -> JSONResponse:
         """Lists the names of all models."""
-        listed = await registry.catalog.listed()
+        listed = await registry.catalog.listed(request.scope)
         found = [_model(registry, entry, name) for entry in listed for name in entry.names]
         return JSONResponse({"object": "list", "data": found})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
+    async def model(name: str, request: Request) -> JSONResponse:
         """Describes one of them."""
-        entry = await registry.catalog.find(name)
+        entry = await registry.catalog.find(name, request.scope)
         return JSONResponse(_model(registry, entry, name if name in entry.names else entry.name))
 
 
@@ -159,7 +159,7 @@ def add_adapter_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return JSONResponse({"message": f"the adapter {body.lora_name!r} is loaded"})
 
     @app.post("/v1/unload_lora_adapter")
-    async def unload_adapter(body: UnloadAdapterBody) -> JSONResponse:
+    async def unload_adapter(body: UnloadAdapterBody, request: Request) -> JSONResponse:
         """Unloads a LoRA adapter; requests that run with it end with it."""
-        await adapters.unload(body.lora_name)
+        await adapters.unload(body.lora_name, request.scope)
         return JSONResponse({"message": f"the adapter {body.lora_name!r} is unloaded"})

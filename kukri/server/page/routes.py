@@ -95,7 +95,7 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
         return html(
             "model.html",
             model=served.names[0],
-            models=[entry.name for entry in await registry.catalog.listed()],
+            models=[entry.name for entry in await registry.catalog.listed(request.scope)],
             max_context=served.llm.engine.max_context,
             controls=_CONTROLS,
             defaults=vars(served.llm.default_params) | {"max_tokens": None, "seed": None},
