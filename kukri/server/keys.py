@@ -81,6 +81,11 @@ class Client:
         """The name in the queue, which is fair among clients and their users."""
         return f"{self.bucket}/{user or ''}"
 
+    @property
+    def owner(self) -> str:
+        """Who keeps things in this process's memory: a key's hash, which is not to be written down."""
+        return self.digest.hex()
+
     def may_use(self, names: Iterable[str]) -> bool:
         """True if the client may use a model of these names."""
         return self.models is None or not self.models.isdisjoint(names)
