@@ -78,11 +78,11 @@ class BatchBuilder:
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
         """The batch of one step: tokens and rows of logits in the order of chunks, the drafts' rows last.
 
-        Of the list of chunks that the last batch had, which moved on by a token each, only what differs is
+        Of the list of chunks that the last batch had, which advanced by a token each, only what differs is
         written: nobody else may have written to the inputs.
         """
         if chunks is self._last:
-            return self._move_on(chunks)
+            return self._advance(chunks)
         inputs, page_tokens = self._inputs, self._page_tokens
         t = n_rows = 0
         draft_rows: list[int] = []
@@ -133,7 +133,7 @@ class BatchBuilder:
         """Keeps nothing of the last batch's requests."""
         self._last = None
 
-    def _move_on(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+    def _advance(self, chunks: Sequence[Chunk]) -> ForwardBatch:
         """`build` of chunks of one token each, which were those of the last batch, a token ago."""
         size = self._page_tokens
         for s, chunk in enumerate(chunks):

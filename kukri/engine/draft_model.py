@@ -23,7 +23,7 @@ from kukri.kernels.step import StepLimits
 from kukri.models import Model
 
 _PRIOR = (0.7,) * 6  # acceptance of its drafts, before an answer shows its own
-_MIN_PRICE = 0.05  # of a draft, in steps of the larger model: a step has a cost beside its weights
+_MIN_COST = 0.05  # of a draft, in steps of the larger model: a step has a cost beside its weights
 _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is tried again
 
 
@@ -35,9 +35,9 @@ class ModelDrafts:
     state_slot = 0
 
     def __init__(
-        self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, price: float
+        self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, relative_cost: float
     ) -> None:
-        self.price, self.page_row, self.page_rows = price, page_row, (page_row,)
+        self.relative_cost, self.page_row, self.page_rows = relative_cost, page_row, (page_row,)
         self._n_vocab = n_vocab  # ids that the draft model reads
         self._is_readable = True
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array
@@ -100,10 +100,11 @@ class DraftModel:
         max_context: int,
         n_pages: int,
         n_vocab: int,
-        price: float,
+        relative_cost: float,
     ) -> None:
         """`n_vocab` is the larger model's. It may differ by rows at the end that stand for no token: those
-        are neither read nor drafted. `price`: the time of a draft, in steps of the larger model of one token.
+        are neither read nor drafted. `relative_cost`: the time of a draft, in the larger model's steps of one
+        token.
         """
         self._n_vocab = min(n_vocab, model.config.n_vocab)
         self._max_context = min(max_context, model.config.max_context)
@@ -112,13 +113,17 @@ class DraftModel:
         self._max_tokens = max(config.max_step_tokens, n_requests)
         limits = StepLimits(self._max_tokens, n_requests, n_requests, self._max_pages)
         self._runner = Runner(model, backend, n_pages, limits, config.kv_type)
-        self._price = max(price, _MIN_PRICE)
+        self._relative_cost = max(relative_cost, _MIN_COST)
         self.pool = PagePool(n_pages, backend.page_tokens)
 
     def drafts(self) -> ModelDrafts:
         """Fresh draft state for a request."""
         return ModelDrafts(
-            self.pool, np.zeros(self._max_pages, np.int32), self._max_context, self._n_vocab, self._price
+            self.pool,
+            np.zeros(self._max_pages, np.int32),
+            self._max_context,
+            self._n_vocab,
+            self._relative_cost,
         )
 
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:

@@ -5,7 +5,7 @@ into steps, and a draft that is another token is rejected with all after it. So 
 many drafts a step computes follows from how often drafts of their kind were accepted in this answer, and from
 what another row costs (`DraftBudget`).
 
-`LookupDrafts` expects the sequence to go on as it did before (prompt lookup or n-gram decoding, A. Saxena
+`LookupDrafts` expects the sequence to continue as it did before (prompt lookup or n-gram decoding, A. Saxena
 2023): it follows the position after an earlier occurrence of the last tokens.
 """
 
@@ -63,16 +63,16 @@ class DraftBudget:
         has_prompt = n_tokens > n_decoding
         self._n_cheap: float = float("inf") if has_prompt else max(_PANEL_TOKENS - n_tokens, 0)
 
-    def take(self, chances: Iterable[float], price: float = 0.0) -> int:
+    def take(self, chances: Iterable[float], relative_cost: float = 0.0) -> int:
         """Subtracts the number of drafts that a request may compute from the budget.
 
-        `chances`: the probability that each is accepted, given that those before it are. `price`: the time
-        that making a draft takes, in steps of one token.
+        `chances`: the probability that each is accepted, given that those before it are. `relative_cost`: the
+        time that making a draft takes, in steps of one token.
         """
         n, chance_of_all = 0, 1.0
         for chance in chances:
             chance_of_all *= chance
-            if chance_of_all < (self._min_chance if n < self._n_cheap else _SURE) + price:
+            if chance_of_all < (self._min_chance if n < self._n_cheap else _SURE) + relative_cost:
                 break
             n += 1
         self._n_cheap = max(self._n_cheap - n, 0)
@@ -82,7 +82,7 @@ class DraftBudget:
 class Drafts(Protocol):
     """The source of one request's draft tokens."""
 
-    price: float  # of a draft: see DraftBudget.take
+    relative_cost: float  # of a draft: see DraftBudget.take
 
     def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's first `n_tokens` tokens, as far as they are new, while a prompt is computed."""
@@ -107,7 +107,7 @@ class LookupDrafts:
     acceptance rate is known without trying. `given` are tokens that the answer may resemble.
     """
 
-    price = 0.0
+    relative_cost = 0.0
 
     def __init__(self, given: Sequence[int] = ()) -> None:
         self._tokens: list[int] = [*given, _END] if given else []

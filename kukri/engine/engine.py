@@ -48,13 +48,13 @@ _ROWS_PER_STEP = 64  # of logits beyond one for each request: a row is large, an
 class InFlight:
     """A step between `Engine.launch` and `Engine.collect`: its chunks, and the rows they get.
 
-    `logits` are [N, V]; of a step that computes hidden states these, [N, D]. It `goes_on` if each chunk is
+    `logits` are [N, V]; of a step that computes hidden states these, [N, D]. It `is_repeat` if each chunk is
     the next token of a request, whose row is at the same place.
     """
 
     chunks: list[ScheduledChunk]
     logits: Logits
-    goes_on: bool = False
+    is_repeat: bool = False
     prompt_cost: float = 0.0  # of its prompts' tokens, in the units of StepCost
     launched_s: float = 0.0
 
@@ -136,7 +136,7 @@ class Engine(RequestMaker):
             max_rows,
             takes_whole=not is_causal,
             cost=StepCost(even_depth(model.config, model.n_parameters), (config.max_step_ms or inf) / 1000),
-            n_parts=config.max_in_flight,
+            n_in_flight=config.max_in_flight,
         )
         self.models = [model] if draft_model is None else [model, draft_model]
         self._draft_model: DraftModel | None = None
@@ -146,10 +146,10 @@ class Engine(RequestMaker):
                     "a model with recurrent layers takes no draft model and is none: their state cannot go "
                     "back behind a rejected draft; leave draft_model (--draft-model) out"
                 )
-            price = draft_model.n_parameters / model.n_parameters
+            relative_cost = draft_model.n_parameters / model.n_parameters
             self._draft_model = DraftModel(
                 *(draft_model, draft_backend or backend, config, self.max_context, n_pages),
-                *(model.config.n_vocab, price),
+                *(model.config.n_vocab, relative_cost),
             )
         elif config.speculation == "draft":
             raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
@@ -216,8 +216,8 @@ class Engine(RequestMaker):
             chunks = scheduled.chunks
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
-            logits = self.runner.run(chunks) if scheduled.goes_on else self._run(scheduled)
-            step = InFlight(chunks, logits, scheduled.goes_on, scheduled.prompt_cost, now_s)
+            logits = self.runner.run(chunks) if scheduled.is_repeat else self._run(scheduled)
+            step = InFlight(chunks, logits, scheduled.is_repeat, scheduled.prompt_cost, now_s)
         except StageError as error:
             self._begin_again(error)
             return None
@@ -230,7 +230,7 @@ class Engine(RequestMaker):
         return step
 
     def _run(self, scheduled: ScheduledStep) -> Logits:
-        """Runs a step that does not go on."""
+        """Runs a step that repeats no other."""
         chunks, now_s = scheduled.chunks, perf_counter()
         if self.runner.adapters:
             chunks.sort(key=lambda chunk: chunk.request.adapter_slot)  # rows of one adapter side by side
@@ -253,15 +253,15 @@ class Engine(RequestMaker):
         """
         assert step is self._in_flight[0], "steps are collected in the order of their launch"
         self._in_flight.popleft()
-        chunks, goes_on = step.chunks, step.goes_on
+        chunks, is_repeat = step.chunks, step.is_repeat
         for chunk in chunks:
             request = chunk.sequence
             request.is_in_flight = False
             if request.state is RequestState.FINISHED:
-                goes_on = False
+                is_repeat = False
                 self.scheduler.release_ended(request)
         try:
-            if goes_on:
+            if is_repeat:
                 tokens = self._sample_each(chunks, step.logits)
                 _note_stages(step)
                 outputs = self.scheduler.postprocess_each(chunks, tokens, perf_counter())
@@ -329,8 +329,8 @@ class Engine(RequestMaker):
         if self._draft_model is not None:
             self._draft_model.compute([(drafts, n) for _, drafts, n in planned])
         if planned:
-            scheduled.may_go_on = scheduled.goes_on = False
-            scheduled.chunks = chunks = chunks.copy()  # the same list would be taken for a step that goes on
+            scheduled.can_repeat = scheduled.is_repeat = False
+            scheduled.chunks = chunks = chunks.copy()  # the same list would be taken for a repeat
         for i, drafts, n in planned:
             try:
                 proposed = drafts.propose(n)
@@ -368,15 +368,15 @@ class Engine(RequestMaker):
                 continue
             if chunk.gives_token:
                 rows[i] = [row - 1, *range(first_draft_row, draft_row)]
-        going_on, depth = list(rows), 0
-        while going_on:
-            self._sample_next([(chunks[i], rows[i][depth], results[i]) for i in going_on], logits)
-            going_on = [i for i in going_on if _goes_on(chunks[i], results[i])]
+        left, depth = list(rows), 0
+        while left:
+            self._sample_next([(chunks[i], rows[i][depth], results[i]) for i in left], logits)
+            left = [i for i in left if _was_accepted(chunks[i], results[i])]
             depth += 1
         return results
 
     def _sample_each(self, chunks: list[ScheduledChunk], logits: Logits) -> list[SampledToken | KukriError]:
-        """`_sample` of a step that goes on, of requests that all run: one token each, or its error."""
+        """`_sample` of a repeated step, of requests that all run: one token each, or its error."""
         samplers = [chunk.sequence.sampler for chunk in chunks if chunk.sequence.sampler is not None]
         return sample_rows(samplers, logits, self._sampling, self._records)
 
@@ -479,7 +479,7 @@ class Engine(RequestMaker):
     def _forget_prefixes(self) -> None:
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""
         self.residence.forget()
-        self.scheduler.start_anew()
+        self.scheduler.start_over()
         for request in self.scheduler.running:
             request.n_cached_pages, request.is_cacheable = 0, False
         self.residence.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
@@ -495,7 +495,7 @@ def _note_stages(step: InFlight) -> None:
             chunk.request.note_stages(*stage_s)
 
 
-def _goes_on(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:
+def _was_accepted(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:
     """True if the last token chosen was drafted, so that the row after it predicts the next token."""
     request, token, n = chunk.request, tokens[-1], len(tokens)
     if n > chunk.n_drafts or isinstance(token, KukriError) or token.id in request.stop_ids:

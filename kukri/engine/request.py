@@ -70,7 +70,7 @@ class Request:
         "finish_reason",
         "first_row", "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
-        "n_generated_at_loss", "n_known", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
+        "n_found", "n_generated_at_loss", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
         "next_row", "output",
         "page_keys", "page_row", "page_rows", "params", "prefix_root", "priority", "prompt_logprobs", "rows",
         "sampled",
@@ -136,7 +136,7 @@ class Request:
         self.taps: SequenceTaps | None = None
         self.trace: Span | None = None  # that it belongs to
         self.stage_s: dict[str, tuple[float, float]] = {}  # by "prefill" and "decode": see `note_stages`
-        self.n_known = 0  # tokens whose pages were cached when it was last to run
+        self.n_found = 0  # tokens whose pages were cached when it was last to run
         self.n_prefix_hit = 0  # tokens of the prompt found in the cache when it first ran
         self.n_preemptions = 0
         self.n_generated_at_loss = -1  # when a stage was lost last
@@ -215,7 +215,7 @@ class Request:
             self.stage_s[part] = before[0] + elapsed_s, before[1] + computed_s
 
     def resume(self, generated: Sequence[SampledToken], mirostat_mu: float | None = None) -> None:
-        """Makes a new request go on after tokens that another engine generated for it.
+        """Makes a new request continue after tokens that another engine generated for it.
 
         What follows is what that engine would have generated next, as no result depends on chunks and a
         sampler's state follows from its tokens, but for mirostat's, which is given. Raises RequestError if

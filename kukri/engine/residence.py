@@ -54,16 +54,16 @@ class Residence:
         """
         if self.states is not None and not self.states.n_free and not leaving:
             return None
-        known = self._known_pages(request)
+        known = self._cached_pages(request)
         n_new = self.pool.pages_for(request.n_tokens) - len(known)
         freed = self.pool.only_held_by([other.pages for other in leaving]) if leaving else ()
         n_left = self.pool.n_free - n_promised - sum(self.pool.is_idle(page) for page in known)
         n_left += len(freed) - sum(page in freed for page in known)
         return known if n_new <= n_left else None
 
-    def note_known(self, request: Request) -> None:
-        """Notes how much of a new request's prompt is cached, in its `n_known`."""
-        self._known_pages(request)
+    def note_cached(self, request: Request) -> None:
+        """Notes how much of a new request's prompt is cached, in its `n_found`."""
+        self._cached_pages(request)
 
     def n_to_come(self, request: Request) -> int:
         """The pages that a running request does not hold yet and needs for the tokens it has."""
@@ -82,19 +82,19 @@ class Residence:
 
         `state_copies` gets the state (from, to) to copy before the request's first step.
         """
-        n_known = len(pages) * self.page_tokens
+        n_found = len(pages) * self.page_tokens
         leader, is_shared = request.leader, False
         if self.states is not None:
             self._admit_state(request, pages, self.states, state_copies)
         elif leader is not None and leader.n_cached >= request.n_prompt and not request.n_generated:
-            n_known = request.n_prompt - 1  # its last token is computed again, for logits
-            pages = leader.pages[: self.pool.pages_for(n_known)]
+            n_found = request.n_prompt - 1  # its last token is computed again, for logits
+            pages = leader.pages[: self.pool.pages_for(n_found)]
             is_shared = True
         self.pool.share(pages)
         request.page_row[: len(pages)] = pages
         request.n_pages = len(pages)
         request.n_cached_pages = 0  # counted when its next token shows that all is well
-        self._count_known(request, n_known)
+        self._count_found(request, n_found)
         request.may_restore = self.saved is not None and not is_shared and request.taps is None
 
     def restore(self, request: Request, n_most: int) -> int:
@@ -115,7 +115,7 @@ class Residence:
             request.page_row[request.n_pages] = self.pool.cache(page, key)
             request.n_pages += 1
         n_found = request.n_pages - depth
-        self._count_known(request, n_found * size)
+        self._count_found(request, n_found * size)
         self.n_restored += n_found * size
         request.may_restore = n_found == len(keys) and n_found < n_wanted
         return n_found
@@ -166,7 +166,7 @@ class Residence:
         size = self.page_tokens
         places = [stop] if stop > request.n_prompt and stop % size == 0 else []
         if start < request.n_prompt:
-            wanted = snapshot_places(request.n_prompt, request.n_known, size)
+            wanted = snapshot_places(request.n_prompt, request.n_found, size)
             places += [place for place in wanted if start < place <= stop]
         n_spare = max(self.states.n_free - n_reserved, 0)
         saves = [(place, self.states.allocate()) for place in places[:n_spare]]
@@ -232,7 +232,7 @@ class Residence:
     def _uses_cache(self, request: Request) -> bool:
         return self.caches_prefixes and request.is_cacheable
 
-    def _known_pages(self, request: Request) -> list[int]:
+    def _cached_pages(self, request: Request) -> list[int]:
         """Cached pages with the request's tokens, up to the first token whose row of output is wanted.
 
         With recurrent layers, up to the last page that has a snapshot.
@@ -240,7 +240,7 @@ class Residence:
         if not self._uses_cache(request) or request.taps is not None:
             return []
         pages = self.pool.find(self._keys(request, 0, request.next_row // self.page_tokens))
-        request.n_known = len(pages) * self.page_tokens
+        request.n_found = len(pages) * self.page_tokens
         if self.states is not None:
             while pages and self.states.find(self.pool.key(pages[-1])) is None:
                 pages.pop()
@@ -256,7 +256,7 @@ class Residence:
                 keys += page_keys(request.tokens[n : n + size], size, before)
             yield keys[i]
 
-    def _count_known(self, request: Request, n_tokens: int) -> None:
+    def _count_found(self, request: Request, n_tokens: int) -> None:
         """Counts further tokens whose keys and values were found."""
         request.n_cached += n_tokens
         request.next_row = max(request.next_row, request.n_cached)  # those before are the leader's to give

@@ -26,8 +26,8 @@ class Runner:
     """A model compiled for a backend: for logits without taps at the start, else when it is first wanted.
 
     Programs for hidden states, for adapters, and for sets of taps that have hooks, are kept as long as they
-    are among those used last, and serve steps that need somewhat fewer taps too: so hooks which come and go
-    compile nothing anew. A step whose sequences have no adapter runs a program without any.
+    are among those used last, and serve steps that need somewhat fewer taps too: so adding and removing
+    hooks does not recompile. A step whose sequences have no adapter runs a program without any.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Runner:
 
     def _compiled(self, kind: ProgramKind, taps: frozenset[str], has_adapters: bool) -> Compiled:
         if (kind, taps, has_adapters) not in self._kept and taps:
-            # one with more taps only stops more often: requests that come and go compile nothing anew
+            # one with more taps only stops more often: adding and removing requests does not recompile
             most = len(taps) + _N_SPARE_TAPS
             alike = [more for a_kind, more, adapts in self._kept if (a_kind, adapts) == (kind, has_adapters)]
             taps = min((more for more in alike if taps < more and len(more) <= most), key=len, default=taps)

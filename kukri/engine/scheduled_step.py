@@ -35,9 +35,9 @@ class ScheduledChunk(Chunk):
 class ScheduledStep:
     """The chunks of a step, and the pages and states (from, to) to copy before it runs, in this order.
 
-    It `may_go_on` if every request that runs gets one token by it: the next step is then the same object,
-    whose chunks have moved on by a token, and `goes_on`. Most steps are of this kind, and making their
-    objects anew would take longer than all else that Python does in a step.
+    If every running request gets exactly one token, the next step can reuse this object (`can_repeat`): its
+    chunks are advanced by one token in place (`is_repeat`). Most steps are of this kind, and making new
+    objects would take longer than all else that Python does in a step.
     """
 
     chunks: list[ScheduledChunk]
@@ -45,15 +45,15 @@ class ScheduledStep:
     state_copies: list[tuple[int, int]]
     program: ProgramKind = "logits"
     prompt_cost: float = 0.0  # of its prompts' tokens, in the units of StepCost
-    may_go_on: bool = False
-    goes_on: bool = False
+    can_repeat: bool = False
+    is_repeat: bool = False
 
 
 class StepOutput(NamedTuple):
     """A step's result for a request: a token, or None if it ended without one.
 
-    A step has one for each accepted draft and one more; the last of a request says how it goes on.
-    `finish_reason` is None while the request goes on: it may be "stop", "length", "abort" or "error"
+    A step has one for each accepted draft and one more; the last of a request says whether it continues.
+    `finish_reason` is None while the request continues: it may be "stop", "length", "abort" or "error"
     (`request.stop_reason` and `request.error` then say more).
     """
 

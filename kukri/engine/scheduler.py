@@ -40,7 +40,7 @@ class Scheduler:
 
     `max_step_tokens` bounds a step; `max_prompt_tokens` what prompts get of it while others generate, `cost`
     the time that their tokens take; `max_logit_rows` the rows of logits. With `takes_whole` a prompt is
-    computed in one step, of its own if it is longer than a step should be. A step takes one of `n_parts`
+    computed in one step, of its own if it is longer than a step should be. A step takes one of `n_in_flight`
     parts of the requests, so that as many steps can be under way.
     """
 
@@ -53,10 +53,10 @@ class Scheduler:
         max_logit_rows: int | None = None,
         *,
         takes_whole: bool = False,
-        n_parts: int = 1,
+        n_in_flight: int = 1,
         cost: StepCost | None = None,
     ) -> None:
-        self.residence, self.takes_whole, self.n_parts = residence, takes_whole, n_parts
+        self.residence, self.takes_whole, self.n_in_flight = residence, takes_whole, n_in_flight
         self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
@@ -75,7 +75,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a new request. Raises CapacityError if it could outgrow the whole pool."""
         self.residence.check_fits(request)
-        self.residence.note_known(request)
+        self.residence.note_cached(request)
         request.state = RequestState.WAITING
         self.waiting.arrive(request)
 
@@ -85,7 +85,7 @@ class Scheduler:
         A step runs one program: if requests of both can run, they take turns. Without any in flight it has no
         chunks only when nothing waits or runs, or when all that was done is to read saved pages.
         """
-        if self._step.may_go_on and self._move_on():
+        if self._step.can_repeat and self._repeat():
             return self._step
         n_preemptions = self.n_preemptions
         if self.waiting:
@@ -97,7 +97,7 @@ class Scheduler:
                 self._step = step
                 return step
         self._step = step = self._schedule_program(self._step.program)
-        step.may_go_on = self._may_go_on(step)
+        step.can_repeat = self._can_repeat(step)
         # then nobody who waits found room, unless somebody was preempted, who is not admitted at once
         self._full = self._occupancy() if n_preemptions == self.n_preemptions else None
         return step
@@ -111,18 +111,18 @@ class Scheduler:
         now, full = self._occupancy(), self._full
         return full is not None and now[:2] == full[:2] and now[2] <= full[2]
 
-    def start_anew(self) -> None:
+    def start_over(self) -> None:
         """Makes the next step no continuation of the last."""
-        self._step.may_go_on = False
+        self._step.can_repeat = False
 
-    def _may_go_on(self, step: ScheduledStep) -> bool:
+    def _can_repeat(self, step: ScheduledStep) -> bool:
         """True if a step gives each request that runs a token, and has nothing to do beside."""
-        if self.residence.states is not None or self.n_parts > 1 or len(step.chunks) < len(self.running):
+        if self.residence.states is not None or self.n_in_flight > 1 or len(step.chunks) < len(self.running):
             return False
         known = [r for r in self.running if _generates(r) and r.taps is None and not r.may_restore]
         return len(known) == len(step.chunks) and not step.copies
 
-    def _move_on(self) -> bool:
+    def _repeat(self) -> bool:
         """Moves the last step on by a token of each request; False if others run now, or pages run out."""
         chunks, residence = self._step.chunks, self.residence
         if len(chunks) != len(self.running) or (self.waiting and not self._is_full()):
@@ -140,7 +140,7 @@ class Scheduler:
             residence.grow(request, request.n_cached + 1)
         for chunk in chunks:
             chunk.start = chunk.sequence.n_cached
-        self._step.goes_on = True
+        self._step.is_repeat = True
         return True
 
     def _schedule_program(self, program: ProgramKind) -> ScheduledStep:
@@ -217,7 +217,7 @@ class Scheduler:
         """
         for other in self.running:
             if other.priority <= request.priority and not _generates(other):
-                n_common = self.residence.n_common(request, other) - request.n_known
+                n_common = self.residence.n_common(request, other) - request.n_found
                 if other.n_tokens - other.n_cached <= 2 * n_common:
                     return True
         return False
@@ -225,7 +225,7 @@ class Scheduler:
     def _step_requests(self) -> int:
         """The most requests of a step."""
         n_requests = min(len(self.running) + len(self.waiting), self.max_requests)
-        return -(-n_requests // self.n_parts)
+        return -(-n_requests // self.n_in_flight)
 
     def plan_drafts(self, chunks: list[ScheduledChunk]) -> list[tuple[int, Drafts, int]]:
         """(index of a chunk, its request's drafts, how many to compute) for each that is to have some."""
@@ -248,7 +248,7 @@ class Scheduler:
                 request.drafts.follow(request.tokens, request.n_tokens)
                 # the last token that it may come to needs no draft: it follows from the row before
                 n = min(room, request.max_drafts, request.max_length - request.n_tokens - 1)
-                n = budget.take(request.drafts.chances(n), request.drafts.price)
+                n = budget.take(request.drafts.chances(n), request.drafts.relative_cost)
             except Exception:  # drafts change no answer: it goes without
                 logger.exception("the drafts of a request failed")
                 request.max_drafts = n = 0
@@ -523,7 +523,7 @@ def _n_left(request: Request) -> int:
     leader = request.leader
     if leader is not None and not request.n_generated and leader.n_cached >= request.n_prompt:
         return 1
-    return request.n_tokens - max(request.n_cached, request.n_known)
+    return request.n_tokens - max(request.n_cached, request.n_found)
 
 
 def _may_run(request: Request) -> bool:

@@ -1,7 +1,7 @@
 """The pool of slots for recurrent states: one for each request that runs, and snapshots of past states.
 
 A snapshot is the state behind a cached page, under the key of that page: a prompt that begins with the
-page's tokens, and all those before it, goes on from there. Which are taken: `snapshot_places`. The one that
+page's tokens, and all those before it, continues from there. Which are taken: `snapshot_places`. The one that
 was used least recently makes room for others.
 """
 
@@ -74,15 +74,15 @@ class StatePool:
         assert counts == Counter(range(self.n_slots)), "a state is lost, or held twice"
 
 
-def snapshot_places(n_prompt: int, n_known: int, page_tokens: int) -> list[int]:
+def snapshot_places(n_prompt: int, n_found: int, page_tokens: int) -> list[int]:
     """Numbers of tokens of a prompt, of whole pages, behind which snapshots are taken, the last first.
 
     Behind the last page that leaves a token to compute, and 64, 192, 448 … tokens before that: then a prompt
     that shares all but its end computes at most about twice what it does not share, or 64 tokens. Behind the
-    `n_known` tokens, too, whose pages were cached: others share them.
+    `n_found` tokens, too, whose pages were cached: others share them.
     """
     last = (n_prompt - 1) // page_tokens * page_tokens
-    places, step = {n_known} if 0 < n_known < last else set[int](), _FIRST_STEP
+    places, step = {n_found} if 0 < n_found < last else set[int](), _FIRST_STEP
     while last > 0:
         places.add(last // page_tokens * page_tokens)
         last, step = last - step, 2 * step

@@ -28,7 +28,7 @@ DRAWN: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 4
 class SeerDrafts:
     """Drafts what the fake model says, each draft wrong with a probability of `1 - skill`."""
 
-    price = 0.0
+    relative_cost = 0.0
 
     def __init__(self, skill: float, seed: int = 0) -> None:
         self._skill, self._random, self._text = skill, np.random.default_rng(seed), []
@@ -416,7 +416,7 @@ def test_a_panel_is_filled_once() -> None:
     assert [budget.take([0.9] * 4), budget.take([0.9] * 4), budget.take([1.0] * 4)] == [4, 2, 4]
     assert DraftBudget(1, 1).take([0.999] * 15) > 7
     assert DraftBudget(1, 1).take([0.94] * 15) == 7
-    assert DraftBudget(1, 1).take([0.6] * 8, price=0.3) < DraftBudget(1, 1).take([0.6] * 8)
+    assert DraftBudget(1, 1).take([0.6] * 8, relative_cost=0.3) < DraftBudget(1, 1).take([0.6] * 8)
 
 
 def test_requests_choose() -> None:

@@ -1,4 +1,4 @@
-"""Steps that go on: the last step's objects, moved on by a token, give what a step made anew gives."""
+"""Repeated steps: the last step's objects, advanced by a token, give what a new step gives."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ def test_a_batch_moved_on_is_the_batch_made_anew() -> None:
                 chunk.sequence.page_row[chunk.start // PAGE] += 50
 
 
-def going_on(engine: Engine) -> bool:
+def repeats(engine: Engine) -> bool:
     """Runs a step; whether it went on from the one before."""
     step = engine.launch()
     assert step is not None
     engine.collect(step)
     engine.check_integrity()
-    return step.goes_on
+    return step.is_repeat
 
 
 def test_steps_go_on_until_other_requests_run() -> None:
     """A step of those that ran before, while a request waits, has ended, or was aborted."""
     engine, _ = make_engine(max_requests=3, max_step_tokens=64)
     first, second = (add(engine, prompt_of(20, i), greedy(n)) for i, n in enumerate((60, 8)))
-    assert [going_on(engine) for _ in range(8)] == [False, False, *[True] * 6]  # `second` ends with these
-    assert [going_on(engine) for _ in range(2)] == [False, True]
+    assert [repeats(engine) for _ in range(8)] == [False, False, *[True] * 6]  # `second` ends with these
+    assert [repeats(engine) for _ in range(2)] == [False, True]
     third = add(engine, prompt_of(20, 2), greedy(40))
-    assert [going_on(engine) for _ in range(3)] == [False, False, True]
+    assert [repeats(engine) for _ in range(3)] == [False, False, True]
     engine.abort(third)
-    assert [going_on(engine) for _ in range(2)] == [False, True]
+    assert [repeats(engine) for _ in range(2)] == [False, True]
     while engine.has_work:
-        going_on(engine)
+        repeats(engine)
     assert first.output_ids == expected_output(prompt_of(20, 0), 60)
     assert second.output_ids == expected_output(prompt_of(20, 1), 8)
 
@@ -78,11 +78,11 @@ def test_a_step_that_goes_on_is_not_launched_twice() -> None:
     """A token computed by two steps in flight."""
     engine, _ = make_engine(max_requests=2, max_step_tokens=64)
     request = add(engine, prompt_of(20), greedy(30))
-    while not going_on(engine):
+    while not repeats(engine):
         pass
     step = engine.launch()
     assert step is not None
-    assert step.goes_on
+    assert step.is_repeat
     assert engine.launch() is None
     engine.collect(step)
     while engine.has_work:
@@ -94,7 +94,7 @@ def test_an_abort_in_flight_of_a_step_that_goes_on() -> None:
     """A token for a request that has ended, or a page that it keeps."""
     engine, _ = make_engine(max_requests=2, max_step_tokens=64)
     stays, leaves = (add(engine, prompt_of(20, i), greedy(30)) for i in range(2))
-    while not going_on(engine):
+    while not repeats(engine):
         pass
     step = engine.launch()
     assert step is not None
@@ -108,11 +108,11 @@ def test_an_abort_in_flight_of_a_step_that_goes_on() -> None:
 
 
 def test_pages_that_run_out_end_going_on() -> None:
-    """Pages taken that nobody has, or a request preempted whose chunk goes on."""
+    """Pages taken that nobody has, or a request preempted whose chunk is repeated."""
     engine, _ = make_engine(max_context=64, max_requests=3, max_step_tokens=64, n_pages=6)
     requests = [add(engine, prompt_of(14 + i, i), greedy(40)) for i in range(3)]
     while engine.has_work:
-        going_on(engine)
+        repeats(engine)
     assert engine.scheduler.n_preemptions
     for i, request in enumerate(requests):
         assert request.output_ids == expected_output(prompt_of(14 + i, i), 40)
@@ -122,10 +122,10 @@ def test_pages_that_run_out_end_going_on() -> None:
 def test_logits_that_are_no_numbers_end_their_request_alone(
     spoil: Callable[[np.ndarray], np.ndarray],
 ) -> None:
-    """An error that takes the other requests of a step that goes on with it."""
+    """An error that takes the other requests of a repeated step with it."""
     engine, _ = make_engine(max_requests=2, max_step_tokens=64)
     well, ill = (add(engine, prompt_of(20, i), greedy(30)) for i in range(2))
-    while not going_on(engine):
+    while not repeats(engine):
         pass
     step = engine.launch()
     assert step is not None
@@ -161,12 +161,12 @@ def test_a_step_that_cannot_continue_takes_no_pages() -> None:
     """Pages given to the first requests of a step that then fails for the last: held beyond their tokens."""
     engine, _ = make_engine(max_context=64, max_requests=2, max_step_tokens=64, n_pages=4)
     requests = [add(engine, prompt_of(14, i), greedy(40)) for i in range(2)]
-    while not (going_on(engine) and engine.pool.n_free == 2):
+    while not (repeats(engine) and engine.pool.n_free == 2):
         pass
     while requests[0].n_cached % PAGE:
-        going_on(engine)
+        repeats(engine)
     engine.pool.allocate(1)  # one is left, and both need one
-    assert not engine.scheduler._move_on()
+    assert not engine.scheduler._repeat()
     assert [request.n_pages for request in requests] == [1, 1]
 
 
@@ -178,13 +178,13 @@ def test_steps_go_on_while_those_that_wait_find_no_room() -> None:
         waiting = add(engine, prompt_of(50, 2), greedy(3))
         ways = []
         while running[1].finish_reason is None:
-            ways.append(going_on(engine))
+            ways.append(repeats(engine))
         assert ways == [False, False, *[True] * 10]
         while running[0].finish_reason is None:
-            going_on(engine)
+            repeats(engine)
             assert waiting.n_generated or engine.pool.n_free < 4
         while engine.has_work:
-            going_on(engine)
+            repeats(engine)
         for i, request in enumerate((*running, waiting)):
             prompt = prompt_of(request.n_prompt, i)
             assert request.output_ids == expected_output(prompt, request.n_generated)
@@ -195,9 +195,9 @@ def test_who_comes_while_others_wait_may_find_room() -> None:
     engine, _ = make_engine(max_context=64, max_requests=3, max_step_tokens=64, n_pages=6)
     add(engine, prompt_of(20), greedy(40))
     long = add(engine, prompt_of(60, 1), greedy(2))
-    while not going_on(engine):
+    while not repeats(engine):
         pass
     short = add(engine, prompt_of(10, 2), greedy(2))
     engine.abort(long)
-    going_on(engine)
+    repeats(engine)
     assert short.n_generated == 1
