@@ -123,6 +123,23 @@ def test_a_transcript_is_read_exactly(family, text, thoughts, content, calls):
     assert [(name, json.loads(arguments)) for name, arguments in found[2]] == calls
 
 
+@pytest.mark.parametrize(
+    ("template", "tokens", "expected"),
+    [
+        ("{% if tools %}<tool_call>", {}, "hermes"),
+        ("{% if tools %}[TOOL_CALLS]", {"[TOOL_CALLS]": 5}, "mistral"),
+        ("{% if tools %}[TOOL_CALLS][ARGS]", {}, "mistral-names"),
+        ("{% if tools %}", {"<|python_tag|>": 9}, "llama3"),
+        ("{% if tools %}", {}, "generic"),
+        ("<tool_call>", {}, "generic"),
+        (None, {"<|python_tag|>": 9}, "generic"),
+    ],
+)
+def test_the_template_tells_the_dialect(template, tokens, expected):
+    """Catches a model whose calls are read as another family's, or that is never shown its tools."""
+    assert dialect_of(template, tokens).name == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_call_that_is_cut_off_is_the_beginning_of_it(family):
     """Catches arguments that a cut makes up: the end of a call that never came."""

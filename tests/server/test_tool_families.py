@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,6 +190,35 @@ def test_the_clients_see_the_same_calls(server, family, say):
         answer = ollama.Client(server.url).chat(MODEL, messages=QUESTION, tools=given)
         calls = [(call.function.name, dict(call.function.arguments)) for call in answer.message.tool_calls]
         assert (answer.message.thinking, answer.message.content, calls) == ("Hm.", "Let me see.", written)
+
+
+@pytest.mark.parametrize("family", ["qwen", "gpt_oss", "seed"], indirect=True)
+def test_thoughts_come_before_json(server, family, say):
+    """Catches a schema that is enforced from the first token, where the family begins with its thoughts."""
+    form = {"type": "json_object"}
+    options = {"tools": None, "response_format": form}
+    for thoughts in ("Hm.".join(family.thinks), ""):
+        say(thoughts + '{"a": 1}'.join(family.says))
+        assert ask(server, **options) == ('{"a": 1}', [], "stop")
+
+
+@pytest.mark.parametrize("family", ["qwen"], indirect=True)
+def test_a_call_that_cannot_be_read_is_counted(server, family, say, caplog):
+    """Catches an agent that waits for a call which neither the log nor the metrics know of."""
+
+    def count() -> float:
+        with server.http() as http:
+            found = re.search(
+                r"^kukri_unparsed_tool_calls_total\{.*\} (\S+)$", http.get("/metrics").text, re.M
+            )
+        return float(found[1]) if found else 0.0
+
+    before = count()
+    say("<tool_call>{broken</tool_call>")
+    content, calls, _ = ask(server)
+    assert (content, calls) == ("<tool_call>{broken</tool_call>", [])
+    assert count() == before + 2, "one whole and one in a stream"
+    assert "<tool_call>" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["lfm2"], indirect=True)

@@ -97,7 +97,7 @@ class ChatPrompts:
         end, thoughts = self._end_of(prompt_ids), self.dialect.thoughts
         if thoughts.has_begun(end):
             return "open"
-        can = thoughts.opener in self._source and not end.endswith(thoughts.closer)
+        can = self.dialect.can_reason(self._source) and not end.endswith(thoughts.closer)
         may = can and request.effort != "none" and not request.continue_final_message
         return "possible" if may else "none"
 

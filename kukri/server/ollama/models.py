@@ -22,6 +22,7 @@ from kukri.formats.headers import read_headers
 from kukri.formats.model_cache import cached_path, remove
 from kukri.formats.repos import cache_folder, parse_name
 from kukri.server.access import check_manages_models
+from kukri.server.chat.dialects.families import dialect_of
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
 from kukri.server.models.registry import ModelRegistry
@@ -131,7 +132,7 @@ async def ollama_show(body: OllamaBody, registry: Registry, request: Request) ->
     capabilities = ["completion", "embedding"]
     if facts.template:
         capabilities.append("tools")
-    if "<think>" in facts.template:
+    if dialect_of(facts.template, ()).can_reason(facts.template):
         capabilities.append("thinking")
     return JSONResponse(
         {

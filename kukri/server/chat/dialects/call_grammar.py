@@ -154,8 +154,7 @@ class _Bodies:
         edge = self._dialect.around.edge
 
         def parameter(key: str, value: Any, rule: str) -> str:
-            begin = f"<parameter={key}>{edge}" if key else None
-            return self._parameter(begin, f"{edge}</parameter>\n", value, schema, rule)
+            return self._parameter(f"<parameter={key}>{edge}", f"{edge}</parameter>\n", value, schema, rule)
 
         free = f'"<parameter=" KEY {lark_string(">" + edge)} free_{i}'
         self.rules.append(self._spell.up_to(f"free_{i}", f"{edge}</parameter>\n"))
@@ -171,9 +170,9 @@ class _Bodies:
         self.rules.append(self._spell.up_to(f"free_{i}", "</arg_value>\n"))
         return " ".join([lark_string(f"{name}\n"), self._list(i, schema, parameter, free, "")])
 
-    def _parameter(self, begin: str | None, end: str, value: Any, root: Mapping[str, Any], rule: str) -> str:
+    def _parameter(self, begin: str, end: str, value: Any, root: Mapping[str, Any], rule: str) -> str:
         """A parameter between texts: a text is free, or one of the texts listed; anything else is JSON."""
-        types, head = types_of(value, root), lark_string(begin or "")
+        types, head = types_of(value, root), lark_string(begin)
         if types and "string" not in types:
             return f"{head} {self._value(value, root, rule)} {lark_string(end)}"
         texts = _choices(value, root)

@@ -76,6 +76,10 @@ class Dialect:
         """The marks before a call in the family's own form."""
         return (*self.around.openers, *self.also)
 
+    def can_reason(self, template: str) -> bool:
+        """True if a chat template has the marks of the family's reasoning."""
+        return self.body == "harmony" or self.thoughts.opener in template
+
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """Names and arguments as the model writes them."""
         if self.reads_code:
