@@ -156,6 +156,11 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         {"use_bias": True, "head_dim": 32, "rope_parameters": LOCAL["full_attention"]},
     ),
     "olmo2": (tr.Olmo2Config, {}),
+    "olmo": (tr.OlmoConfig, {}),
+    "stablelm": (tr.StableLmConfig, {"use_qkv_bias": True}),
+    "stablelm-plain": (tr.StableLmConfig, {"tie_word_embeddings": True, "partial_rotary_factor": 0.5}),
+    "internlm3": (tr.InternLM3Config, {"head_dim": 16}),
+    "internlm3-biases": (tr.InternLM3Config, {"head_dim": 32, "attention_bias": True, "mlp_bias": True}),
     "seed_oss": (tr.SeedOssConfig, {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
     "hunyuan_v1_dense": (tr.HunYuanDenseV1Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "hunyuan_v1_dense-alpha": (

@@ -231,6 +231,11 @@ TINY: dict[str, Tiny] = {
               "rope.freq_base_swa": 500.0, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
     ),
     "olmo2": Tiny("Olmo2", "olmo2", {}),
+    "olmo": Tiny("Olmo", "olmo", {}, keys={"attention.layer_norm_epsilon": 1e-5}),
+    "stablelm": Tiny(
+        "StableLm", "stablelm",
+        {"use_qkv_bias": True, "rope_parameters": _rope("default", partial_rotary_factor=0.5)}, rotary_dim=8,
+    ),
     "seed_oss": Tiny("SeedOss", "seed_oss", {"attention_out_bias": False}),
     "hunyuan_v1_dense": Tiny("HunYuanDenseV1", "hunyuan-dense", {"attention_bias": True}, tied=True),
     "exaone4": Tiny("Exaone4", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
@@ -407,6 +412,9 @@ def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     return apart
 
 
+# whose converter puts rows of q and k in pairs
+_IN_PAIRS = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "ernie4_5", "glm4", "olmo")
+_IN_PAIRS += ("cohere2",)
 _SHARED = re.compile(r"shared_mlp\.(?:gate|up|down)_proj")  # which gguf has under other models' name
 
 
@@ -418,9 +426,7 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     names = gguf.get_tensor_name_map(arch, N_LAYERS)
     tensors: dict[str, Any] = {}
     for key, array in source.arrays.items():
-        in_pairs = tiny.gguf_arch in (
-            *("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "ernie4_5", "glm4", "cohere2"),
-        )
+        in_pairs = tiny.gguf_arch in _IN_PAIRS
         if in_pairs and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
         if config.has_gates and "q_proj" in key:

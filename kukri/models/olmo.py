@@ -1,0 +1,50 @@
+"""OLMo (Groeneveld et al. 2024): Llama whose norms are LayerNorms without weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kukri.kernels.constants import Vector
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.models.architecture import Architecture
+from kukri.models.llama import Block, Llama
+from kukri.models.weights import WeightSource
+
+
+class BareLayerNorm:
+    """(x - mean) / sqrt(var + eps): the checkpoint holds nothing of it."""
+
+    def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
+        self.weight, self.bias = Vector(np.ones(size, np.float32)), Vector(np.zeros(size, np.float32))
+        self.eps = eps
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [R, size] -> the same shape."""
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class OlmoBlock(Block):
+    """A layer with these norms."""
+
+    norm_type = BareLayerNorm
+
+
+class Olmo(Llama):
+    """The whole model."""
+
+    block_type = OlmoBlock
+    norm_type = BareLayerNorm
+
+
+OLMO = Architecture(
+    "olmo",
+    Olmo,
+    "OlmoForCausalLM",
+    gguf_epsilon="attention.layer_norm_epsilon",
+    interleaved_rope=True,
+    hf_epsilon="layer_norm_eps",
+    reads={"attention_bias"},
+    fixed={"clip_qkv": None},
+    defaults={"num_key_value_heads": None, "layer_norm_eps": 1e-5},
+    biases={"self_attn": "attention_bias"},
+)
