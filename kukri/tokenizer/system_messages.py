@@ -26,10 +26,12 @@ def placed(messages: list[dict[str, Any]], shows: Shows) -> list[dict[str, Any]]
     lead, rest = messages[:n_lead], messages[n_lead:]
     done = _beginning(lead, ["user"] if rest else [], shows) if lead else []
     before = _roles(done) if done and done[-1]["role"] in SYSTEM_ROLES else []
-    for i, message in enumerate(rest):
+    following: list[str | None] = [None]  # the role after each message, those of the system left out
+    for message in reversed(rest):
+        following.append(following[-1] if message["role"] in SYSTEM_ROLES else message["role"])
+    for message, after in zip(rest, following[::-1], strict=False):
         role = message["role"]
         if role in SYSTEM_ROLES:
-            after = next((one["role"] for one in rest[i:] if one["role"] not in SYSTEM_ROLES), None)
             role = _later_role(role, before, done[-1]["role"], after, shows)
             before = before if role == "user" else [*before, "user", "assistant", role][:_MOST_PROBED]
             message = {**message, "role": role, "is_moved": role == "user"}
@@ -46,7 +48,7 @@ def as_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _beginning(lead: list[dict[str, Any]], after: list[str], shows: Shows) -> list[dict[str, Any]]:
     """The messages before the first turn, in the first form of them that the template shows."""
     same = [{**message, "role": "system"} for message in lead]
-    merged = {**same[0], "content": _text(lead)}
+    merged = {**same[0], "content": "\n\n".join(message["content"] for message in lead)}
     for form in (lead, same, [merged]):
         roles = _roles(form)
         if len(roles) <= _MOST_PROBED and shows([*roles, *after]):
@@ -72,24 +74,20 @@ def _roles(messages: Sequence[dict[str, Any]]) -> list[str]:
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, those that were moved together with their neighbours of one role; calls stay apart."""
     joined: list[dict[str, Any]] = []
+    texts: list[list[str]] = []  # of each, put together once
     is_open = False  # the last message may take the next one
     for message in messages:
         message = dict(message)
         is_moved = message.pop("is_moved", False)
-        is_plain = not message.get("tool_calls")
         last = joined[-1] if joined else {"role": None}
-        if (
-            last["role"] == message["role"]
-            and is_plain
-            and not last.get("tool_calls")
-            and (is_moved or is_open)
-        ):
-            joined[-1] = {**joined[-1], **message, "content": _text([joined[-1], message])}
+        has_calls = message.get("tool_calls") or last.get("tool_calls")
+        if last["role"] == message["role"] and not has_calls and (is_moved or is_open):
+            joined[-1] |= message
+            texts[-1].append(message["content"])
         else:
             joined.append(message)
+            texts.append([message["content"]])
         is_open = is_moved
+    for message, parts in zip(joined, texts, strict=True):
+        message["content"] = parts[0] if len(parts) == 1 else "\n\n".join(parts)
     return joined
-
-
-def _text(messages: Sequence[dict[str, Any]]) -> str:
-    return "\n\n".join(message["content"] for message in messages)

@@ -248,8 +248,8 @@ def test_the_store_is_bounded_and_each_owners_own():
         store.find("b", "resp_99")
     with pytest.raises(RequestError, match="send its items as input"):
         store.items_before("a", "resp_99")
-    assert store.item("a", "msg_99")
-    assert store.item("b", "msg_99") is None
+    assert store.items_by_id("a", {"msg_99", "msg_0"}).keys() == {"msg_99"}
+    assert store.items_by_id("b", {"msg_99"}) == {}
     store.add("a", None, [], {"id": "huge", "output": [{"content": "x" * 20_000}]})
     with pytest.raises(NotFoundError):
         store.find("a", "huge")

@@ -4,10 +4,12 @@ The templates have what matters of published ones, each by the way in which it r
 """
 
 import itertools
+import time
 
 import pytest
 
 from kukri.tokenizer import ChatTemplate
+from kukri.tokenizer.system_messages import placed
 
 CALL = {"id": "CALL00000", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 QUESTION = {"role": "user", "content": "Question"}
@@ -187,6 +189,17 @@ def test_turns_of_one_role_are_joined_where_a_template_wants_turns():
     messages = _conversation("u u a a u u")
     prompt = ChatTemplate(SYSTEMS["refused"]).render(messages, False)
     assert prompt == "<user>u0.\n\nu1.<assistant>a2.\n\na3.<user>u4.\n\nu5."
+
+
+def test_many_messages_are_placed_in_linear_time():
+    """Catches texts that are copied for each message, and a search of all of them for each."""
+    filler = "x" * 190
+    for order in ("u " + "s " * 9000, "u s a " * 3000):
+        messages = [{**one, "content": one["content"] + filler} for one in _conversation(order)]
+        start = time.process_time()
+        found = placed(messages, lambda roles: "system" not in roles)
+        assert time.process_time() - start < 1
+        assert sum(len(one["content"]) for one in found) >= sum(len(one["content"]) for one in messages)
 
 
 def test_probes_are_few_and_rendered_once(monkeypatch):

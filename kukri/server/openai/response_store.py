@@ -11,7 +11,7 @@ from kukri.errors import RequestError
 from kukri.server.errors import NotFoundError
 
 MAX_BYTES = 64 << 20  # of all of them, as JSON
-_MAX_CHAIN = 10_000  # responses before one
+_MAX_CONVERSATION = 8 << 20  # bytes of the responses that one continues
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class ResponseStore:
     def items_before(self, owner: str, previous: str | None) -> list[dict[str, Any]]:
         """The items of a conversation up to a response, which counts as used. Raises RequestError."""
         chain: list[StoredResponse] = []
-        one = previous
-        while one is not None and len(chain) < _MAX_CHAIN:
+        one, n_bytes = previous, 0
+        while one is not None:
             try:
                 chain.append(self.find(owner, one))
             except NotFoundError:
@@ -77,18 +77,20 @@ class ResponseStore:
                     code="previous_response_not_found",
                 ) from None
             self._stored.move_to_end(one)
-            one = chain[-1].previous
+            one, n_bytes = chain[-1].previous, n_bytes + chain[-1].n_bytes
+            if n_bytes > _MAX_CONVERSATION:
+                raise RequestError(
+                    f"the conversation is larger than {_MAX_CONVERSATION} bytes: begin another",
+                    param="previous_response_id",
+                )
         return [item for stored in reversed(chain) for item in stored.items]
 
-    def item(self, owner: str, item_id: str) -> dict[str, Any] | None:
-        """An item of a response by its id; None if there is none."""
-        return next(
-            (
-                item
-                for stored in reversed(self._stored.values())
-                if stored.owner == owner
-                for item in stored.items
-                if item.get("id") == item_id
-            ),
-            None,
-        )
+    def items_by_id(self, owner: str, wanted: set[str]) -> dict[str, dict[str, Any]]:
+        """The items of an owner's responses that have these ids."""
+        return {
+            item["id"]: item
+            for stored in self._stored.values()
+            if stored.owner == owner
+            for item in stored.items
+            if item.get("id") in wanted
+        }

@@ -82,9 +82,11 @@ def items_of(body: ResponseBody, http: Request) -> list[Item]:
     store, owner = http.app.state.responses, http.scope["kukri.client"].owner
     earlier = _ITEMS.validate_python(store.items_before(owner, body.previous_response_id))
     found = earlier + _own_items(body)
+    references = {item.id for item in found if isinstance(item, ItemReference)}
+    known = store.items_by_id(owner, references) if references else {}
     for i, item in enumerate(found):
         if isinstance(item, ItemReference):
-            stored = store.item(owner, item.id)
+            stored = known.get(item.id)
             if stored is None:
                 message = f"there is no item {item.id[:100]!r} here any more: send the item itself"
                 raise RequestError(message, param="input", code="item_not_found")
