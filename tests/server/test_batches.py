@@ -216,6 +216,47 @@ def test_a_line_that_takes_too_long_is_not_tried_again(
     assert len(calls) == 1
 
 
+def test_results_find_room_where_uploads_do_not(
+    tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches results lost for want of room, and a client that takes the room of another."""
+    monkeypatch.setattr(batches_module, "_MAX_FILES", 2)
+    monkeypatch.setattr(batches_module, "_MAX_BATCHES", 1)
+    with serving(tiny, batch_dir=tmp_path, api_keys=("one", "two")) as server:
+        mine = client(server, "one")
+        files = [upload(mine, asked(i)) for i in range(2)]
+        with pytest.raises(openai.BadRequestError, match="delete some"):
+            upload(mine, asked(3))
+        upload(client(server, "two"), asked(4))
+        batch = ended(mine, start(mine, files[0]))
+        assert len(lines_of(mine, batch.output_file_id)) == 1
+        with pytest.raises(openai.BadRequestError, match="DELETE /v1/batches"):
+            start(mine, files[1])
+        with server.http(headers={"authorization": "Bearer one"}) as http:
+            assert http.delete(f"/v1/batches/{batch.id}").json()["deleted"]
+            assert http.get(f"/v1/batches/{batch.id}").status_code == 404
+        second = start(mine, files[1])
+        assert ended(mine, second).status == "completed"
+
+
+def test_lists_have_pages(tiny: LLM, tmp_path: Path) -> None:
+    """Catches pages that leave one out or show it twice, and lists that only grow."""
+    with serving(tiny, batch_dir=tmp_path) as server, server.http() as http:
+        asker = client(server)
+        file_ids = [upload(asker, asked(i)) for i in range(5)][::-1]
+        batch_ids = [start(asker, file_ids[0]) for _ in range(5)][::-1]
+        assert [one.id for one in asker.files.list(limit=2, purpose="batch")] == file_ids
+        assert [one.id for one in asker.batches.list(limit=2)] == batch_ids
+        page = http.get(f"/v1/batches?limit=2&after={batch_ids[1]}").json()
+        assert ([one["id"] for one in page["data"]], page["has_more"]) == (batch_ids[2:4], True)
+        last = http.get(f"/v1/batches?after={batch_ids[3]}").json()
+        assert ([one["id"] for one in last["data"]], last["has_more"]) == (batch_ids[4:], False)
+        assert http.get("/v1/batches?after=x").status_code == 404
+        assert http.get("/v1/files?limit=0").status_code == 400
+        for batch_id in batch_ids:
+            ended(asker, batch_id)
+
+
 def test_wrong_input_is_explained(tiny: LLM, tmp_path: Path) -> None:
     """Catches a 500, and a batch that never ends because its file holds nothing."""
     with serving(tiny, batch_dir=tmp_path) as server, server.http() as http:

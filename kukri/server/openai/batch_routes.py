@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.errors import RequestError
@@ -54,9 +54,14 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
         return JSONResponse(stored.described())
 
     @app.get("/v1/files")
-    async def files(request: Request, purpose: str | None = None) -> JSONResponse:
-        """Lists the client's files."""
-        return _listed((here := kept()).files(await owner(here, request), purpose))
+    async def files(
+        request: Request,
+        purpose: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        after: str | None = None,
+    ) -> JSONResponse:
+        """Lists the client's files, the newest first: those after an id, so many at most."""
+        return _listed((here := kept()).files(await owner(here, request), purpose), limit, after)
 
     @app.get("/v1/files/{file_id}")
     async def file(request: Request, file_id: str) -> JSONResponse:
@@ -89,14 +94,22 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
         return JSONResponse(made.described())
 
     @app.get("/v1/batches")
-    async def list_batches(request: Request) -> JSONResponse:
-        """Lists the client's batches."""
-        return _listed((here := kept()).batches(await owner(here, request)))
+    async def list_batches(
+        request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
+    ) -> JSONResponse:
+        """Lists the client's batches, the newest first: those after an id, so many at most."""
+        return _listed((here := kept()).batches(await owner(here, request)), limit, after)
 
     @app.get("/v1/batches/{batch_id}")
     async def batch(request: Request, batch_id: str) -> JSONResponse:
         """Describes a batch."""
         return JSONResponse((here := kept()).batch(await owner(here, request), batch_id).described())
+
+    @app.delete("/v1/batches/{batch_id}")
+    async def delete_batch(request: Request, batch_id: str) -> JSONResponse:
+        """Forgets a batch that has ended."""
+        (here := kept()).delete_batch(await owner(here, request), batch_id)
+        return JSONResponse({"id": batch_id, "object": "batch", "deleted": True})
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
@@ -104,10 +117,16 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
         return JSONResponse((await (here := kept()).cancel(await owner(here, request), batch_id)).described())
 
 
-def _listed(found: Sequence[StoredFile | Batch]) -> JSONResponse:
-    data: list[Any] = [one.described() for one in found]
+def _listed(found: Sequence[StoredFile | Batch], limit: int, after: str | None) -> JSONResponse:
+    """A page of a list. Raises NotFoundError if nothing in it has the id `after`."""
+    ids = [one.id for one in found]
+    if after is not None and after not in ids:
+        raise NotFoundError(f"there is no {after[:100]!r} in this list", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    data: list[Any] = [one.described() for one in found[start : start + limit]]
+    has_more = start + limit < len(found)
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-    return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
+    return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})
 
 
 def form_fields(content_type: str, body: bytes) -> dict[str, tuple[str | None, bytes]]:

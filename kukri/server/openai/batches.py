@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from fastapi import FastAPI
 
-from kukri.calls.batch_files import URLS, BatchLine, Results, read_batch
+from kukri.calls.batch_files import URLS, BatchLine, Results, files_of, read_batch
 from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.host.private_files import make_private, write_private
 from kukri.server.asgi_client import AppResponse, answer_lines, post
@@ -34,7 +34,8 @@ log = logging.getLogger("kukri.server")
 _OUTPUT_PURPOSE = "batch_output"
 _PRIORITY = 100  # of requests that name none: after those of others
 _N_AT_ONCE = 8
-_MAX_FILES = 1000
+_MAX_FILES = 1000  # that a client may upload; its batches' results always find room
+_MAX_BATCHES = 1000  # of a client
 _WINDOW_S = 24 * 3600
 _SAVE_S = 1.0  # between two notes of a batch's counts
 _CANCELLED = "batch_cancelled", "the batch was cancelled before this request ran"
@@ -136,9 +137,10 @@ class Batches:
     # Files
 
     async def add_file(self, owner: str, filename: str, data: bytes, purpose: str) -> StoredFile:
-        """Keeps a file. Raises CapacityError if there are too many, or the disk is full."""
-        if len(self._files) >= _MAX_FILES:
-            raise CapacityError(f"there are {_MAX_FILES} files here already: delete some")
+        """Keeps a file. Raises RequestError if the client has too many, CapacityError on a full disk."""
+        uploads = [one for one in self._files.values() if (one.owner, one.purpose) == (owner, purpose)]
+        if purpose != _OUTPUT_PURPOSE and len(uploads) >= _MAX_FILES:
+            raise RequestError(f"you have {len(uploads)} files here: delete some", code="too_many_files")
         stored = StoredFile(
             f"file-{uuid4().hex}", owner, filename[:200], len(data), purpose, int(time.time())
         )
@@ -186,6 +188,9 @@ class Batches:
         if endpoint not in URLS:
             raise RequestError(f"endpoint must be one of {', '.join(URLS)}", param="endpoint")
         source = self.file(owner, file_id, "input_file_id")
+        if len(self.batches(owner)) >= _MAX_BATCHES:
+            message = f"you have {_MAX_BATCHES} batches here: delete some with DELETE /v1/batches/ID"
+            raise RequestError(message, code="too_many_batches")
         now = int(time.time())
         batch = Batch(
             f"batch_{uuid4().hex}",
@@ -220,6 +225,15 @@ class Batches:
             batch.enter("cancelling")
             await asyncio.to_thread(self._save, batch)
         return batch
+
+    def delete_batch(self, owner: str, batch_id: str) -> None:
+        """Forgets a batch that has ended; its files stay. Raises RequestError if it has not."""
+        batch = self.batch(owner, batch_id)
+        if batch.status in _RUNNING:
+            raise RequestError("this batch has not ended: cancel it first", param="batch_id")
+        del self._batches[batch.id]
+        for path in (self._path(batch.id), *files_of(self._directory / f"{batch.id}.results")):
+            path.unlink(missing_ok=True)
 
     # The work
 
