@@ -8,6 +8,7 @@ from typing import Any
 _SUBSCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "then", "else")
 _NAMED_SUBSCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if")
+_MOST_PARTS = 20_000  # looked at, of all objects
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
 
 
@@ -15,9 +16,17 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with `additionalProperties: false` in each object that names properties and does not say.
 
     A model would go on with properties of its own. Parts of an object that several schemas describe together
-    stay open, as each would forbid what the others name.
+    stay open, as each would forbid what the others name; where these are very many, all do.
     """
-    open_ids = {id(part) for whole in _schemas(schema) for part in _parts(whole, schema)}
+    open_ids: set[int] = set()
+    n_left = _MOST_PARTS
+    for whole in _schemas(schema):
+        parts = _parts(whole, schema, n_left)
+        n_left -= len(parts)
+        if n_left <= 0:
+            return dict(schema)
+        if any("properties" in part for part in parts[1:]):
+            open_ids.update(map(id, parts))
     made: dict[str, Any] = _closed(schema, open_ids)
     return made
 
@@ -54,8 +63,8 @@ def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
                 yield from _schemas(item)
 
 
-def _parts(whole: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
-    """The schemas that describe one object together with others, if `whole` combines some."""
+def _parts(whole: Mapping[str, Any], root: Mapping[str, Any], n_most: int) -> list[Any]:
+    """The schemas that describe one object with `whole`, if that combines some; `n_most` of them."""
     branches = [name for name in _COMBINING if name in whole]
     all_of = whole.get("allOf")
     is_several = isinstance(all_of, list) and len(all_of) > 1
@@ -63,6 +72,8 @@ def _parts(whole: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
         return []
     parts, seen = [whole], {id(whole)}
     for part in parts:  # which grows
+        if len(parts) >= n_most:
+            break
         given = [part.get(name) for name in ("allOf", "anyOf", "oneOf", "then", "else")]
         found = [one for value in given for one in (value if isinstance(value, list) else [value])]
         found.append(_referred(part.get("$ref"), root))
@@ -70,7 +81,7 @@ def _parts(whole: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
             if isinstance(one, Mapping) and id(one) not in seen:
                 seen.add(id(one))
                 parts.append(one)
-    return parts if any("properties" in part for part in parts[1:]) else []
+    return parts
 
 
 def _referred(pointer: Any, root: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,15 @@ def test_a_schema_that_refers_to_itself_ends() -> None:
     """Catches a search that goes in a circle."""
     schema = {"allOf": [{"$ref": "#"}, {"$ref": "#/x"}, A], "properties": {"c": {"$ref": "#"}}}
     assert closed(schema) == schema
+
+
+def test_a_web_of_references_takes_little_time() -> None:
+    """Catches a search from each schema through all that it refers to: on the event loop, for tools."""
+    links = {str(i): {**A, "$ref": f"#/$defs/{i + 1}"} for i in range(4000)}
+    schema = {"$defs": links, "$ref": "#/$defs/0"}
+    start = time.process_time()
+    assert closed(schema) == schema
+    assert time.process_time() - start < 1
 
 
 def test_grammars_and_tools_are_closed(smollm2_path) -> None:
