@@ -26,6 +26,8 @@ def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
         "proxy_headers": False,
         "server_header": False,
         "ws": "none",
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_keyfile": settings.ssl_keyfile,
     }
 
 

@@ -70,6 +70,8 @@ class ServerSettings:
         allowed_hosts: Hosts that a Host header may name; empty for all.
         trusted_proxies: Addresses or networks whose X-Forwarded-For header is believed.
         cors_origins: Origins whose pages may use the server from a browser; "*" for all.
+        ssl_certfile: Certificate chain (PEM) for HTTPS; None serves plain HTTP.
+        ssl_keyfile: Its private key, if it is not in the same file.
         max_body_bytes: Largest request body; larger ones get 413.
         max_waiting: Most requests in the engine's queue; more get 503.
         rate_limit: Requests a minute of one key, or of one address if there are no keys; more get 429. None
@@ -105,6 +107,8 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
     max_body_bytes: int = 2 << 20
     max_waiting: int = 256
     rate_limit: int | None = None

@@ -27,7 +27,7 @@ def serve_cluster(
     model: str | None, options: ClusterOptions, serving: ServeOptions, loading: dict[str, Any]
 ) -> None:
     """Serves a model by replicas until SIGTERM or SIGINT; `loading` are options of LLM for each."""
-    from kukri.terminal.serve import announce, bound_socket, require_web_stack, run_app, server_settings
+    from kukri.terminal.serve import announce, require_web_stack, run_app, server_settings, socket_of
 
     require_web_stack("kukri cluster serve")
     require_ray("kukri cluster serve")
@@ -46,7 +46,7 @@ def serve_cluster(
     configure_logs(as_json=serving.log_json, level=serving.log_level)
     name = re.sub(r"[^\w.-]", "-", names[-1])
     with (
-        bound_socket(serving.host, serving.port) as bound,
+        socket_of(serving) as bound,
         replicas_on_ray(
             ModelOptions(model=model, **loading),
             options,

@@ -258,6 +258,11 @@ class ServeOptions:
     port: int = option(
         "Port to listen on; 0 picks a free one.", "--port", "-p", default=8000, min=0, max=65535, metavar="N"
     )
+    unix_socket: Path | None = option("Listen on this Unix socket, not on a port.", metavar="PATH")
+    ssl_certfile: Path | None = option("Serve HTTPS with this certificate chain (PEM).", metavar="FILE")
+    ssl_keyfile: Path | None = option(
+        "Private key (PEM) of --ssl-certfile, if it is another file.", metavar="FILE"
+    )
     config: Path | None = option(
         "TOML file with these options and with models.",
         metavar="FILE",

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,7 +48,7 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
     if any(model.options.control_vectors or model.options.probes or model.options.saes for model in served):
         settings = replace(settings, has_interp=True)
     configure_logs(as_json=options.log_json, level=options.log_level)
-    with bound_socket(options.host, options.port) as bound:
+    with socket_of(options) as bound:
         is_alone = len(served) == 1 and options.idle_unload is None and served[0].keep_alive_s is None
         if not is_alone or options.model_dir is not None or options.manage_models:
             _serve_box(served, settings, bound)
@@ -101,6 +102,10 @@ def server_settings(
     """The settings of a server; `names` are those of a model that is open already."""
     from kukri.server.settings import ServerSettings, duration_s
 
+    if options.ssl_keyfile is not None and options.ssl_certfile is None:
+        raise ConfigError("--ssl-keyfile belongs to --ssl-certfile: give both")
+    if options.ssl_certfile is not None:
+        _check_certificate(options.ssl_certfile, options.ssl_keyfile)
     for directory in (options.model_dir, options.adapter_dir):
         if directory is not None and not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}")
@@ -111,6 +116,8 @@ def server_settings(
         api_key_file=options.api_key_file,
         shares_prefixes=options.share_prefixes,
         batch_dir=options.batch_dir,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
         allowed_hosts=host_names(options.host, options.allowed_host or []),
         trusted_proxies=tuple(options.trusted_proxy or []),
         cors_origins=tuple(options.cors_origin or []),
@@ -194,14 +201,63 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
+def socket_of(options: ServeOptions) -> socket.socket:
+    """The socket that the options name."""
+    if options.unix_socket is None:
+        return bound_socket(options.host, options.port)
+    return bound_unix_socket(options.unix_socket)
+
+
+def bound_unix_socket(path: Path) -> socket.socket:
+    """A Unix socket bound to a path, for this user alone. Raises ConfigError if that fails.
+
+    A socket that an earlier server left there is replaced; another file, or a server that answers, is not.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        raise ConfigError("this system has no Unix sockets: leave --unix-socket out")
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as other:
+                if other.connect_ex(str(path)) == 0:
+                    raise ConfigError(f"another server listens on {path}: choose another --unix-socket")
+            path.unlink()
+        bound.bind(str(path))
+        path.chmod(0o600)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot serve on {path}: {error.strerror or error}") from None
+    except ConfigError:
+        bound.close()
+        raise
+    return bound
+
+
+def _check_certificate(certificate: Path, key: Path | None) -> None:
+    """Raises ConfigError unless the files are a certificate and its key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--ssl-certfile {certificate} cannot be used: {reason}") from None
+
+
 def announce(names: Sequence[str], settings: ServerSettings, bound: socket.socket) -> None:
     """Begins to listen, and prints to stderr the URL, the models' names, and a warning without keys."""
     bound.listen()  # who reads the URL may connect at once: uvicorn accepts it later
-    host, port = bound.getsockname()[:2]
+    if isinstance(path := bound.getsockname(), str):
+        print(
+            f"serving {', '.join(names) or 'no model yet'} on the Unix socket {path}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    host, port = path[:2]
     shown = f"[{host}]" if ":" in host else host
-    page = f", a page to chat on at http://{shown}:{port}/" if settings.has_page else ""
+    page = f", a page to chat on at {scheme}://{shown}:{port}/" if settings.has_page else ""
     listed = ", ".join(names) or "no model yet"
-    print(f"serving {listed} on http://{shown}:{port}/v1{page}", file=sys.stderr)
+    print(f"serving {listed} on {scheme}://{shown}:{port}/v1{page}", file=sys.stderr)
     if not settings.api_keys and host not in _LOOPBACK:
         print(
             f"warning: everybody who reaches {host} may use this server: set KUKRI_API_KEY or --api-key-file",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -23,6 +25,8 @@ from kukri.loading import ModelOptions
 from kukri.server.keys import KeyRing, Meter
 from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ModelSpec
+from kukri.terminal.options import ServeOptions
+from kukri.terminal.serve import bound_unix_socket, server_settings
 
 
 @pytest.fixture(scope="module")
@@ -318,3 +322,63 @@ def test_no_key_is_written_down(tiny, tmp_path: Path):
     for data in (b"short", sha256(b"short").digest()):
         assert data not in written
         assert data.hex().encode() not in written
+
+
+# --- sockets and TLS
+
+
+def test_a_unix_socket_serves(tmp_path):
+    """Catches a server that needs a port, a socket that others may use, a file that is written over."""
+    model, path = write_tiny(tmp_path / "tiny.gguf"), tmp_path / "server.sock"
+    with bound_unix_socket(path):
+        pass  # an earlier server left it
+    command = [
+        sys.executable,
+        "-m",
+        "kukri",
+        "serve",
+        str(model),
+        "--unix-socket",
+        str(path),
+        "--max-requests",
+        "2",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            while (line := server.stderr.readline()) and f"on the Unix socket {path}" not in line:
+                pass
+            with httpx.Client(
+                transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost"
+            ) as http:
+                assert http.post(TEXT, json={"prompt": "Hi", "max_tokens": 1}, timeout=60).status_code == 200
+            assert path.stat().st_mode & 0o777 == 0o600
+            with pytest.raises(ConfigError, match="another server"):
+                bound_unix_socket(path)
+        finally:
+            server.terminate()
+            server.wait(30)
+    with pytest.raises(ConfigError, match="cannot serve"):
+        bound_unix_socket(model)
+
+
+def test_https_serves(tiny, tmp_path):
+    """Catches a certificate that is read and not used, and a stream that goes around its encryption."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate")
+    certificate, private = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", private, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    trust = ssl.create_default_context(cafile=str(certificate))
+    with serving(tiny, ssl_certfile=certificate, ssl_keyfile=private) as served:
+        url = served.url.replace("http:", "https:")
+        body = {**ASK[TEXT], "stream": True, "max_tokens": 5, "ignore_eos": True}
+        with httpx.Client(base_url=url, verify=trust, timeout=60) as http:
+            lines = http.post(TEXT, json=body).text.splitlines()
+        assert lines[-2] == "data: [DONE]"
+    options = ServeOptions(ssl_certfile=private)
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        server_settings(options, None)
