@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kukri.server.chat.dialects.answer_parser import parser_of
 from kukri.server.chat.dialects.calls import CallDelta
 from kukri.server.chat.dialects.dialect import Dialect
-from kukri.server.chat.dialects.families import DIALECTS, GENERIC, HERMES, QWEN_XML, dialect_of
+from kukri.server.chat.dialects.families import DIALECTS, GENERIC, HERMES, MISTRAL_NAMES, QWEN_XML, dialect_of
 from kukri.server.chat.dialects.history import readable
 from kukri.server.chat.dialects.signatures import Signatures
 from kukri.server.chat.dialects.thoughts import Thought
@@ -251,6 +251,16 @@ def test_what_is_no_call_is_text(text):
     """Catches answers that lose text, or call something, because they look a little like a call."""
     for form in (HERMES, QWEN_XML):
         assert everywhere(form, text)[:3] == ("", text, [])
+
+
+def test_text_after_a_call_is_text():
+    """Catches words after a call that are taken for another, as a word and a parenthesis look like Python."""
+    for form in (MISTRAL_NAMES, HERMES):
+        text = form.written(PLAIN) + "\nDone (really), and {so} on."
+        assert everywhere(form, text)[1:3] == (
+            "Done (really), and {so} on.",
+            split(form, form.written(PLAIN))[2],
+        )
 
 
 def test_what_looks_like_a_call_and_is_not_taken_is_told():

@@ -187,7 +187,7 @@ class ServedModel:
         return await checked(without_schemas(toolbox.functions))
 
     def _on_missed(self, marks: Sequence[str]) -> None:
-        """Tells of what looks like tool calls and is none."""
+        """Tells of what looks like tool calls and could not be read."""
         log.warning(
             "an answer of %s has %s, and no tool call could be read there: it is shown as text",
             self.names[0],

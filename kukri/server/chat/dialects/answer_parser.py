@@ -22,7 +22,7 @@ class AnswerParser(Protocol):
     """Splits one answer as it grows: the same pieces however it is cut.
 
     `thoughts` are the places of the reasoning, `answers` of the answer with its calls. Up to `n_settled` it
-    is known which part a character belongs to. `missed` are the marks of what looks like calls and is none.
+    is known which part a character belongs to. `missed` are the marks of what was not taken for calls.
     """
 
     thoughts: Spans

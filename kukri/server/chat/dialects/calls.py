@@ -185,8 +185,11 @@ def _read_arguments(feed: Feed, call: Call) -> Reading[None]:
         call.grow("{}" if value.strip() in ("null", "[]") else value)
 
 
-def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[None]:
-    """A name and its arguments: name{…}, name(key=value) or name<arg_key>…, or a name alone before an end."""
+def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[bool]:
+    """A name and its arguments: name{…}, name(key=value) or name<arg_key>…, or a name alone before an end.
+
+    Returns True for name(key=value), which another may follow without a mark.
+    """
     yield from feed.takes(_BEFORE_NAMES)
     name = yield from feed.run(_NAME)
     if (yield from feed.takes((":",))):  # Kimi counts its calls
@@ -214,6 +217,7 @@ def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[Non
     if is_fenced:
         yield from feed.space()
         yield from feed.takes(("```",))
+    return begin == "("
 
 
 def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:

@@ -68,6 +68,7 @@ class ToolParser:
         self._is_cut = False
         self._n_calls = 0
         self._is_after_call = False
+        self._may_repeat = False  # another call may follow the last one without a mark
         self._held: list[str] = []  # white space that is content if more content follows
         self._events: list[str | CallDelta] = []
         self._run: Iterator[None] = self._read()
@@ -198,7 +199,7 @@ class ToolParser:
                 is_text = not (yield from self._call(kind, is_own))
                 if is_text:
                     break
-                may_come = (kind,)
+                may_come = (kind,) if is_list or self._may_repeat else ()
             else:
                 break
         raw = feed.kept()
@@ -221,6 +222,7 @@ class ToolParser:
         """One call; False if it turns out not to be one."""
         feed = self._feed
         call = Call(self._n_calls, self._tools, self._tell, is_own=is_own)
+        self._may_repeat = True
         try:
             if kind == "{":
                 yield from read_object_call(feed, call)
@@ -228,7 +230,7 @@ class ToolParser:
                 yield from feed.takes(TAGS)
                 yield from read_tagged_call(feed, call)
             else:
-                yield from read_headed_call(feed, call, self._marks.closers)
+                self._may_repeat = yield from read_headed_call(feed, call, self._marks.closers)
         except EndOfText as end:
             if call.is_told and not self._is_cut:
                 call.complete(str(end))
