@@ -314,7 +314,7 @@ class Reply(Response):
                 await self._send(send, self._form.keep_alive)
 
     async def _tell_progress(self, send: Send) -> None:
-        """Sends what the writer tells of the prompt, until the first token is there."""
+        """Sends prompt progress until the first token."""
         while not self._call.n_generated and not self._call.is_gone:
             await asyncio.sleep(_PROGRESS_S)
             if events := await self._advanced():

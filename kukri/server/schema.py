@@ -225,7 +225,7 @@ def steering(given: Interventions | None) -> list[dict[str, Any]]:
 
 @with_sampling(["n", "stop"])
 class GenerationBody(Sampling):
-    """The fields that the two older endpoints share."""
+    """Fields of chat and text completions."""
 
     adapter: str | None = None  # a LoRA adapter; or its name is the model's
     if TYPE_CHECKING:

@@ -243,5 +243,5 @@ def test_names_on_the_command_line(folder: Path) -> None:
     (model,) = served_models([], ServeOptions(config=config), {})
     assert model.options.adapters == {"sql": "sql"}
     config.write_text(f'[models.a]\nmodel = "{base}"\nadapter = "sql"\n')
-    with pytest.raises(ConfigError, match="table of names and paths"):
+    with pytest.raises(ConfigError, match="must be a table of files"):
         served_models([], ServeOptions(config=config), {})
