@@ -5,12 +5,11 @@ Three of four layers have a window; the fourth does not rotate. Rows of q and k 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.architecture import Architecture
+from kukri.models.architecture import Architecture, drop_rotating_windows, set_rotating_windows
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, GatedMLP, PlainLayerNorm
 from kukri.models.llama import Llama
@@ -39,13 +38,12 @@ _SCALE = "logit_scale"  # of both formats, which multiplies
 
 def _read(keys: Keys, facts: dict[str, Any]) -> None:
     facts["logits_divisor"] = 1 / keys.positive(_SCALE)
-    facts["layers"] = tuple(replace(layer, use_rope=bool(layer.window)) for layer in facts["layers"])
+    set_rotating_windows(facts)
 
 
 def _write(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys[_SCALE] = 1 / config.logits_divisor
-    if all(layer.use_rope == bool(layer.window) for layer in config.layers):
-        keys.pop("attention.nope_layers", None)
+    drop_rotating_windows(config, keys)
 
 
 COHERE2 = Architecture(

@@ -5,11 +5,11 @@ The larger model has windows in three of four layers; there the fourth does not 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.models.architecture import Architecture
+from kukri.models.architecture import Architecture, drop_rotating_windows, set_rotating_windows
 from kukri.models.keys import Keys
 from kukri.models.llama import Llama
 from kukri.models.olmo2 import Olmo2Block
@@ -28,23 +28,10 @@ class Exaone4(Llama):
     block_type = Exaone4Block
 
 
-def _rotate_windows(facts: dict[str, Any], window: Any) -> None:
-    if window:
-        facts["layers"] = tuple(replace(layer, use_rope=bool(layer.window)) for layer in facts["layers"])
-
-
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    _rotate_windows(facts, keys.value("sliding_window"))
-
-
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    _rotate_windows(facts, keys.value("attention.sliding_window", 0))
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    """Which layers rotate follows from their windows."""
-    if all(layer.use_rope == bool(layer.window) for layer in config.layers):
-        keys.pop("attention.nope_layers", None)
+def _read(key: str, keys: Keys, facts: dict[str, Any]) -> None:
+    """The key of windows decides whether layers without one rotate."""
+    if keys.value(key):
+        set_rotating_windows(facts)
 
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
@@ -63,8 +50,8 @@ EXAONE4 = Architecture(
     },
     reads={"sliding_window", "sliding_window_pattern", "layer_types"},
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
-    read_hf=_read_hf,
+    read_hf=partial(_read, "sliding_window"),
     write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
+    read_gguf=partial(_read, "attention.sliding_window"),
+    write_gguf=drop_rotating_windows,
 )

@@ -15,7 +15,7 @@ from kukri.errors import UnsupportedError, brief
 from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
-from kukri.models.architecture import ExpertKeys, RecurrentKeys
+from kukri.models.architecture import ExpertKeys, RecurrentKeys, set_rotating
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
 from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled
@@ -114,16 +114,12 @@ _MLP = {"shared_mlp.input_linear": ("gate_proj", "up_proj"), "shared_mlp.output_
 _POSITION, _ROTATES = "position_embedding_type", "rope.scaling.finetuned"
 
 
-def _rotate(facts: dict[str, Any], rotates: bool) -> None:
-    facts["layers"] = tuple(replace(layer, use_rope=rotates) for layer in facts["layers"])
-
-
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     """Whether layers rotate; the width of a state's head, which follows from others and may say so."""
     kind = keys.value(_POSITION)
     if kind not in (None, "nope", "rope"):
         raise keys.unsupported(_POSITION, f"is {brief(kind)}: kukri runs rope and nope")
-    _rotate(facts, kind == "rope")
+    set_rotating(facts, [kind == "rope"] * facts["n_layers"])
     width, own = keys.value("mamba_d_head", "auto"), facts["recurrent"]
     if width not in ("auto", own.d_head):
         message = f"is {brief(width)}, but {own.n_heads} heads of a width of {own.n_heads * own.d_head}"
@@ -136,7 +132,7 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
 
 def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
     """Whether layers rotate, by the key that llama.cpp uses for it."""
-    _rotate(facts, keys.flag(_ROTATES, True))
+    set_rotating(facts, [keys.flag(_ROTATES, True)] * facts["n_layers"])
 
 
 def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:

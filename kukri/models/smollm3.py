@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.models.architecture import Architecture
+from kukri.models.architecture import Architecture, set_rotating
 from kukri.models.keys import Keys
 from kukri.models.llama import Llama
 
@@ -19,7 +18,7 @@ _NOPE = "attention.nope_layers"  # kukri's key
 
 def _each_fourth(keys: Keys, facts: dict[str, Any]) -> None:
     """What a GGUF file without kukri's key means."""
-    _rotate(facts, [(i + 1) % _INTERVAL != 0 for i in range(facts["n_layers"])])
+    set_rotating(facts, [(i + 1) % _INTERVAL != 0 for i in range(facts["n_layers"])])
 
 
 def _list_none(config: ModelConfig, keys: dict[str, Any]) -> None:
@@ -38,7 +37,7 @@ def _read_rotating(keys: Keys, facts: dict[str, Any]) -> None:
         if not set(stated) <= {0, 1}:
             raise keys.error("no_rope_layers", "must hold 0 and 1 alone")
         rotating = [use == 1 for use in stated]
-    _rotate(facts, rotating)
+    set_rotating(facts, rotating)
     if keys.value("layer_types") is None:  # then windows are for the layers without RoPE
         facts["layers"] = tuple(
             replace(layer, window=None) if layer.use_rope else layer for layer in facts["layers"]
@@ -47,11 +46,6 @@ def _read_rotating(keys: Keys, facts: dict[str, Any]) -> None:
 
 def _write_rotating(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys["no_rope_layers"] = [int(layer.use_rope) for layer in config.layers]
-
-
-def _rotate(facts: dict[str, Any], rotating: Sequence[bool]) -> None:
-    layers = zip(facts["layers"], rotating, strict=True)
-    facts["layers"] = tuple(replace(layer, use_rope=rotates) for layer, rotates in layers)
 
 
 SMOLLM3 = Architecture(

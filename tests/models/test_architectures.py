@@ -228,7 +228,13 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "qwen3_5_text": 8,
         "qwen3_5_text-grouped": 8,
         "phi-grouped": 8,
+        "stablelm": 8,
     }
+    for name in ("exaone4-windows", "cohere2"):
+        assert {(layer.use_rope, layer.window) for layer in configs[name].layers} == {
+            (True, 7),
+            (False, None),
+        }
     kinds = {name: c.rope.scaling.kind for name, c in configs.items() if c.rope.scaling}
     assert kinds == {
         "llama": "llama3",
@@ -259,6 +265,14 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("olmo3", "post_feedforward_layernorm.weight", "pre_feedforward_layernorm.weight"),
         ("gemma2", "pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"),
         ("gemma3_text", "self_attn.q_norm.weight", "lm_head.weight"),
+        ("seed_oss", "self_attn.q_proj.bias", "self_attn.o_proj.bias"),
+        ("hunyuan_v1_dense", "self_attn.query_layernorm.weight", "self_attn.q_norm.weight"),
+        ("exaone4", "self_attn.q_norm.weight", "input_layernorm.weight"),
+        ("glm4", "post_mlp_layernorm.weight", "self_attn.o_proj.bias"),
+        ("cohere2", "input_layernorm.weight", "post_attention_layernorm.weight"),
+        ("granitemoe", "mlp.gate.weight", "mlp.up_proj.weight"),
+        ("olmo", "mlp.up_proj.weight", "input_layernorm.weight"),
+        ("stablelm", "input_layernorm.bias", "self_attn.o_proj.bias"),
         ("phi", "input_layernorm.bias", "post_attention_layernorm.weight"),
         ("phi", "mlp.fc1.bias", "mlp.gate_proj.weight"),
     ],

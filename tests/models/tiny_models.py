@@ -236,6 +236,7 @@ TINY: dict[str, Tiny] = {
         "StableLm", "stablelm",
         {"use_qkv_bias": True, "rope_parameters": _rope("default", partial_rotary_factor=0.5)}, rotary_dim=8,
     ),
+    "internlm3": Tiny("InternLM3", "llama", {"attention_bias": True, "mlp_bias": True}),
     "seed_oss": Tiny("SeedOss", "seed_oss", {"attention_out_bias": False}),
     "hunyuan_v1_dense": Tiny("HunYuanDenseV1", "hunyuan-dense", {"attention_bias": True}, tied=True),
     "exaone4": Tiny("Exaone4", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
@@ -296,7 +297,9 @@ def make(
     epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
     epsilon = {key: 1e-5 for key in epsilons if hasattr(config_class(), key)}
     hf_config = config_class(**{**common, **epsilon, **tiny.hf})
-    hf = getattr(transformers, f"{tiny.hf_type.removesuffix('Text')}ForCausalLM")(hf_config).eval()
+    class_name = f"{tiny.hf_type.removesuffix('Text')}ForCausalLM"  # InternLM3 is Llama's
+    make_hf = getattr(transformers, class_name, transformers.LlamaForCausalLM)
+    hf = make_hf(hf_config).eval()
     kind = QUANT_TYPES[weight_type]
     with torch.no_grad():
         for key, parameter in hf.named_parameters():
