@@ -29,6 +29,8 @@ _ORDER = (
         "k_norm",
         "q_layernorm",
         "k_layernorm",
+        "query_layernorm",
+        "key_layernorm",
         "w1",
         "w3",
         "w2",
@@ -36,6 +38,7 @@ _ORDER = (
     *("router", "experts", "gate"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj"),
     *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
+    *("post_self_attn_layernorm", "post_mlp_layernorm"),
     *(
         "post_feedforward_layernorm",
         "operator_norm",
@@ -57,6 +60,8 @@ _CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", 
 }
 # and those that transformers calls otherwise
 _OWN_CLASSES = {
+    "Cohere2RMSNorm": "Cohere2LayerNorm",
+    "GraniteMoeSparseMoeBlock": "GraniteMoeMoE",
     "Gemma2Embedding": "Gemma2TextScaledWordEmbedding",
     "Gemma3Embedding": "Gemma3TextScaledWordEmbedding",
     "Gemma3Model": "Gemma3TextModel",
@@ -210,6 +215,8 @@ def _leaf(
     eps = "" if norm_eps is None else f", eps={norm_eps:g}"
     if has_bias:
         return "LayerNorm", f"{weight.shape}{eps}, elementwise_affine=True, bias=True, {weight.type}"
+    if f"{prefix}RMSNorm" in _OWN_CLASSES:
+        return _OWN_CLASSES[f"{prefix}RMSNorm"], ""
     return f"{prefix}RMSNorm", f"{weight.shape}{eps}, {weight.type}"
 
 

@@ -96,13 +96,15 @@ def test_the_tree_is_pytorchs(name: str, tmp_path: Path) -> None:
             want = [line.replace("Mistral", "Llama") for line in want]  # as the file says
         if path == file and TINY[name].gguf_arch == "olmo2":
             want = [line.replace("Olmo3", "Olmo2") for line in want]
-        if path == file and name.startswith("granitemoehybrid"):
+        want = [line for line in want if "OlmoLayerNorm()" not in line]  # which holds no weights
+        if path == file and name.startswith("granitemoe"):
             want = apart(want)
         got = untyped(inspect(path, "--tree"))
         assert sorted(got) == sorted(want)
         if name not in (
             "phi3",
             "olmoe",
+            "granitemoe",
             "granitemoehybrid",
             "granitemoehybrid_dense",
         ):  # whose classes have o_proj before qkv_proj, the router before experts, norms before layers
