@@ -230,11 +230,11 @@ def test_gigabytes_are_not_read(tmp_path: Path) -> None:
     assert "RRRNRRRNRR RNRRRNRRRN RRRNRRRNRR RNRRRN" in text
     assert "yarn: factor 2, original context 65536, beta fast 32, beta slow 1, truncate" in text
     assert "attention factor 1.06931" in text
-    assert "73,728 bytes per token, 4.8 GB when full" in text
+    assert "73,728 bytes per token, 9.7 GB when full" in text
     assert "75% of the 294,912 bytes per token" in text
     report = report_on(tmp_path)
     assert report["gqa_saves"] == 0.75
-    assert report["kv_bytes_full_context"] == 73_728 * 65_536
+    assert report["kv_bytes_full_context"] == 73_728 * 131_072
     assert report["rope_scaling"]["kind"] == "yarn"
     assert report["files"] == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
     layer = report["modules"]["modules"]["model"]["modules"]["layers"]["modules"]["35"]
