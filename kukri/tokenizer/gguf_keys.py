@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError
+from kukri.errors import FormatError, brief
 
 
 class TokenizerKeys:
@@ -74,7 +74,7 @@ class TokenizerKeys:
         if stored is None or (key not in self._metadata and stored >= n_tokens):
             return None
         if isinstance(stored, bool) or not isinstance(stored, int | np.integer):
-            raise self.error(f"{key} is {stored!r}, not a token id")
+            raise self.error(f"{key} is {brief(stored)}, not a token id")
         if stored in (-1, 0xFFFFFFFF):  # how converters write "none"
             return None
         if not 0 <= stored < n_tokens:

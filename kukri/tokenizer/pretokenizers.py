@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
 
-from kukri.errors import UnsupportedError
+from kukri.errors import UnsupportedError, brief
 
 EACH_DIGIT = "each digit alone"  # not a pattern: the `Digits` step knows newer digits than the regex engine
 
@@ -124,5 +124,5 @@ def pre_tokenizer(name: str) -> PreTokenizer:
     """The entry for a name in `tokenizer.ggml.pre`; raises UnsupportedError listing the known names."""
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise UnsupportedError(f"the model wants the pre-tokenizer {name!r}; kukri knows {known}")
+        raise UnsupportedError(f"the model wants the pre-tokenizer {brief(name)}; kukri knows {known}")
     return PRE_TOKENIZERS[name]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from kukri.errors import RequestError, UnsupportedError
+from kukri.errors import RequestError, UnsupportedError, brief
 from kukri.tokenizer.gguf_keys import TokenizerKeys
 
 # tokenizer.ggml.token_type, numbered as in sentencepiece_model.proto
@@ -119,7 +119,7 @@ def read_vocabulary(keys: TokenizerKeys) -> Vocabulary:
     kind = "llama" if kind == GEMMA4 else kind
     if kind not in ("gpt2", "llama", "bert", "t5"):
         raise UnsupportedError(
-            f"the tokenizer is {kind!r}; kukri reads 'gpt2' (byte-level BPE), 'llama' and 'gemma4' "
+            f"the tokenizer is {brief(kind)}; kukri reads 'gpt2' (byte-level BPE), 'llama' and 'gemma4' "
             "(SentencePiece), 'bert' (WordPiece) and 't5' (SentencePiece unigram)"
         )
     tokens = keys.texts("tokens")
