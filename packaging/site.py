@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "reporting.md",
+}
 MODULES = {  # beside the names of `kukri` itself
     "Errors": ["kukri.errors"],
     "Interpretability": ["kukri.interp.cache", "kukri.interp.patching", "kukri.interp.plots"],
@@ -29,22 +35,25 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns links to sources and the log into links to the repository, or text if it has no address."""
-    is_added = page.file.src_uri in (*PAGES.values(), "api.md")
-    return markdown if is_added else _relinked(markdown, ROOT / "docs", config)
+    if page.file.src_uri in (*PAGES.values(), "api.md"):
+        return markdown
+    return _relinked(markdown, (ROOT / "docs" / page.file.src_uri).parent, config)
 
 
 def _relinked(markdown: str, folder: Path, config: Any) -> str:
     """The text of a page in a folder, with links that hold on the site."""
+    docs = ROOT / "docs"
+    place = docs if folder == ROOT else folder
 
     def relinked(match: re.Match[str]) -> str:
         is_image, text, target = match.groups()
         path, _, anchor = target.partition("#")
         file = (folder / path).resolve()
-        if file.is_relative_to(ROOT / "docs") and not file.is_relative_to(ROOT / "docs" / "log"):
-            return f"{is_image}[{text}]({file.relative_to(ROOT / 'docs')}{'#' + anchor if anchor else ''})"
+        if file.is_relative_to(docs) and not file.is_relative_to(docs / "log"):
+            return f"{is_image}[{text}]({os.path.relpath(file, place)}{'#' + anchor if anchor else ''})"
         inside = str(file.relative_to(ROOT))
         if inside in PAGES:
-            return f"[{text}]({PAGES[inside]})"
+            return f"[{text}]({os.path.relpath(docs / PAGES[inside], place)})"
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{inside})"
         return text

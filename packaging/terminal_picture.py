@@ -1,4 +1,4 @@
-"""Draws docs/terminal.svg: commands of the README and what they print here. Needs the default model."""
+"""Draws docs/terminal.svg: a few commands and what they print here. Needs the default model."""
 
 from __future__ import annotations
 

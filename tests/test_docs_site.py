@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 ROOT = Path(__file__).parents[1]
-ADDED = {"index.md", "api.md", "changelog.md", "contributing.md"}  # by packaging/site.py
+ADDED = {"index.md", "api.md", "changelog.md", "contributing.md", "reporting.md"}  # by packaging/site.py
 
 
 def pages(nav: Any) -> list[str]:
@@ -23,7 +24,8 @@ def pages(nav: Any) -> list[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     """Catches a page that nobody finds, and a name in the navigation that is gone."""
     found = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    written = {path.name for path in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    written = {str(path.relative_to(docs)) for path in docs.rglob("*.md") if path.parent.name != "log"}
     assert sorted(found) == sorted(written | ADDED)
 
 
@@ -35,3 +37,34 @@ def test_every_entry_of_the_log_is_in_its_index_once() -> None:
     assert sorted(listed) == sorted(written)
     dates = [name[:10] for name in listed]
     assert dates == sorted(dates, reverse=True)
+
+
+def test_the_reference_is_what_the_commands_say() -> None:
+    """Catches an option that was added, removed or described anew without its page."""
+    written = runpy.run_path(str(ROOT / "packaging" / "cli_reference.py"))
+    reference = ROOT / "docs" / "reference"
+    configuration = (reference / "configuration.md").read_text("utf-8")
+    remedy = "run python packaging/cli_reference.py"
+    assert (reference / "cli.md").read_text("utf-8") == written["cli_page"](), remedy
+    assert configuration == written["configuration_page"](configuration), remedy
+
+
+def test_every_environment_variable_is_in_the_reference() -> None:
+    """Catches a KUKRI_* variable that the code reads and no page names."""
+    sources = [*(ROOT / "kukri").rglob("*.py"), ROOT / "hatch_build.py"]
+    read = {
+        name for path in sources for name in re.findall(r"\bKUKRI_[A-Z_]+[A-Z]\b", path.read_text("utf-8"))
+    }
+    named = set(re.findall(r"`(KUKRI_\w+)`", (ROOT / "docs/reference/environment.md").read_text("utf-8")))
+    assert read == named
+
+
+def test_every_error_code_is_in_the_reference() -> None:
+    """Catches a code that the server sends and no page explains."""
+    codes = {
+        code
+        for path in (ROOT / "kukri").rglob("*.py")
+        for code in re.findall(r'\bcode="([a-z_]+)"', path.read_text("utf-8"))
+    }
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text("utf-8")
+    assert not [code for code in sorted(codes) if f"`{code}`" not in page]
