@@ -200,7 +200,7 @@ def test_bodies_need_no_content_type_unless_a_page_sends_them(served):
         assert http.post("/api/chat", content=body).json()["done"]
         for header in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
             plain = {"content-type": "text/plain", **header}
-            assert http.post("/api/chat", content=body, headers=plain).status_code == 400
+            assert http.post("/api/chat", content=body, headers=plain).status_code == 403
 
 
 def test_a_model_is_loaded_and_unloaded_by_keep_alive(tmp_path):

@@ -176,7 +176,8 @@ class ServedModel:
         async def checked(functions: Functions) -> Grammar | None:
             grammar = replace(toolbox, functions=functions).grammar(self.prompts.spelling)
             if grammar is not None:
-                grammar = self.prompts.with_reasoning(grammar, prompt, request)
+                if toolbox.dialect.body != "harmony":  # whose grammar of calls has the channels before them
+                    grammar = self.prompts.with_reasoning(grammar, prompt, request)
                 await self.grammars.check(grammar)
             return grammar
 
