@@ -17,7 +17,7 @@ from kukri.terminal.errors import HEADINGS
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MARKS = ("<!-- options of a model -->\n", "<!-- end -->\n")
-_WIDTH = 98
+_WIDTH = 80
 _HEAD = """# Commands
 
 What `kukri COMMAND --help` prints. `kukri --install-completion` has the shell complete commands and options.

@@ -37,7 +37,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Turns links to sources and the log into links to the repository, or text if it has no address."""
     if page.file.src_uri in (*PAGES.values(), "api.md"):
         return markdown
-    return _relinked(markdown, (ROOT / "docs" / page.file.src_uri).parent, config)
+    return _relinked(_plain_pipes(markdown), (ROOT / "docs" / page.file.src_uri).parent, config)
+
+
+def _plain_pipes(markdown: str) -> str:
+    """Takes the backslash from pipes in code: a table needs it on GitHub, and here it would be shown."""
+    return re.sub(r"`[^`\n]*`", lambda code: code[0].replace("\\|", "|"), markdown)
 
 
 def _relinked(markdown: str, folder: Path, config: Any) -> str:
