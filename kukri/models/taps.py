@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
-from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
-from kukri.kernels.op_set import EmbedBy, GateBy, Program, Tensor
-from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.constants import Experts, Vector, Weight
+from kukri.kernels.op_set import Ops, Program, Tensor
 from kukri.kernels.taps import tap_name
 
 
 def tap_names(program: Program) -> list[str]:
     """The full hook names of a model, `blocks.0.hook_resid_pre` and so on, in the order of a step."""
-    ops = _TapOps()
-    program(ops, None)
-    return ops.names
+    return _taps(program).names
 
 
 def linear_inputs(program: Program) -> dict[str, str]:
@@ -23,16 +20,19 @@ def linear_inputs(program: Program) -> dict[str, str]:
 
     A weight whose input no hook sees is left out.
     """
-    ops = _TapOps()
-    program(ops, None)
-    return ops.inputs
+    return _taps(program).inputs
 
 
 def linear_matrices(program: Program) -> dict[str, tuple[int, int]]:
     """The name and shape (out, in) of each matrix that is multiplied: no embeddings, and of experts each."""
-    ops = _TapOps()
-    program(ops, None)
+    ops = _taps(program)
     return {name: shape for name, shape in ops.matrices.items() if name not in ops.embeddings}
+
+
+def _taps(program: Program) -> _TapOps:
+    ops = _TapOps()
+    program(cast(Ops, ops), None)
+    return ops
 
 
 class _TapOps:
@@ -44,19 +44,20 @@ class _TapOps:
         self.matrices: dict[str, tuple[int, int]] = {}
         self.embeddings: set[str] = set()
 
-    def embed(
-        self, weight: Weight, batch: Any, by: EmbedBy = "token_ids", residual: Tensor | None = None
-    ) -> Tensor:
+    def __getattr__(self, op: str) -> Callable[..., Tensor]:
+        """An op of which only the tap matters: any that is not below. Its result has no tap."""
+        if op.startswith("_"):
+            raise AttributeError(op)
+
+        def run(*values: Any, tap: tuple[str, int | None] | None = None, **options: Any) -> Tensor:
+            if tap is not None:
+                self.tap(*tap, None)
+            return None
+
+        return run
+
+    def embed(self, weight: Weight, batch: Any, *rest: Any, **options: Any) -> Tensor:
         self.embeddings.add(weight.name)
-        return None
-
-    def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
-        return None
-
-    def head_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
-        return None
-
-    def layer_norm(self, x: Tensor, weight: Vector, bias: Vector, eps: float) -> Tensor:
         return None
 
     def linear(
@@ -74,53 +75,11 @@ class _TapOps:
             self.tap(*tap, None)
         return None  # for what the tap shows is not the result: a residual is added
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return None
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return None
-
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         return (None,) * len(widths)
 
-    def rope(
-        self, q: Tensor, k: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
-    ) -> tuple[Tensor, Tensor]:
+    def rope(self, *values: Any) -> tuple[Tensor, Tensor]:
         return None, None
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: Any) -> Tensor:
-        return None
-
-    def conv(self, x: Tensor, spec: ConvSpec, batch: Any) -> Tensor:
-        return None
-
-    def scan(self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, spec: ScanSpec, batch: Any) -> Tensor:
-        return None
-
-    def delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, spec: DeltaSpec, batch: Any
-    ) -> Tensor:
-        return None
-
-    def gated(self, x: Tensor, gate: Tensor, by: GateBy) -> Tensor:
-        return None
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return None
-
-    def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-        return None
-
-    def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
-        return None
-
-    def tanh(self, x: Tensor) -> Tensor:
-        return None
-
-    def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:
-        if tap is not None:
-            self.tap(*tap, None)
-        return None
 
     def expert_linear(
         self, x: Tensor, routes: Tensor, experts: Sequence[Experts], bias: Vector | None = None
@@ -128,20 +87,6 @@ class _TapOps:
         if x is not None:
             self.inputs |= {each.name: x for each in experts}
         self.matrices |= {weight.name: weight.shape for each in experts for weight in each.weights}
-        return None
-
-    def combine(
-        self,
-        x: Tensor,
-        routes: Tensor,
-        residual: Tensor | None = None,
-        tap: tuple[str, int | None] | None = None,
-    ) -> Tensor:
-        if tap is not None:
-            self.tap(*tap, None)
-        return None
-
-    def logit_rows(self, x: Tensor, batch: Any) -> Tensor:
         return None
 
     def tap(self, name: str, layer: int | None, x: Tensor) -> Tensor:
