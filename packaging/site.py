@@ -19,9 +19,12 @@ PAGES = {
 }
 MODULES = {  # beside the names of `kukri` itself
     "Errors": ["kukri.errors"],
-    "Interpretability": ["kukri.interp.cache", "kukri.interp.patching", "kukri.interp.plots"],
+    "Interpretability": [
+        f"kukri.interp.{name}"
+        for name in ("interventions", "control_vectors", "cache", "patching", "gradients", "store", "plots")
+    ],
 }
-_LINK = re.compile(r"(!?)\[((?:[^\[\]]|`[^`]*`)*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
+_LINK = re.compile(r"(!?)\[((?:[^\[\]`]|`[^`\n]*`)*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
